@@ -1,0 +1,382 @@
+"""Every parameter of a run, with its unit and default. The only command line of the project.
+
+`parse_train`, `parse_prepare` and `parse_export` turn argv (and a YAML file given by `--config`)
+into plain dataclasses. Nothing here imports torch, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin, get_type_hints
+
+ROOT = Path(__file__).resolve().parent
+DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
+BAD_ARGUMENTS = 2  # exit code: the user can mend it
+
+
+def flag(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+# --------------------------------------------------------------------------- train.py
+
+
+@dataclass
+class DeviceArguments:
+    """Devices"""
+
+    devices: Union[int, Literal["auto"]] = flag("auto", "processes per node, one device each; auto: all GPUs, or 1 CPU")
+    num_nodes: int = flag(1, "number of machines")
+    accelerator: Literal["auto", "cpu", "cuda", "gpu"] = flag("auto", "auto: cuda where there is a GPU, else cpu")
+    tpu: bool = flag(False, "train on TPU cores with Fabric's XLA FSDP strategy (needs torch_xla)")
+
+
+@dataclass
+class DataArguments:
+    """Data"""
+
+    train_data_dir: Optional[str] = flag(None, "dataset folder that prepare_data.py wrote, or any with input_ids")
+    context_length: Optional[int] = flag(None, "tokens per sequence; must be what the dataset holds (default: that)")
+    num_workers: int = flag(1, "threads that read the next batches ahead of the step; 0: read inside the step")
+
+
+@dataclass
+class ModelArguments:
+    """Model"""
+
+    model_name: Optional[str] = flag(
+        None, "hub name or local directory of a causal LM; with a config.json and no weights: random start"
+    )
+    precision: Literal["bf16-true", "bf16-mixed", "16-mixed", "32-true"] = flag(
+        "bf16-true", "-true: weights in that dtype; -mixed: float32 weights, computation in 16 bit"
+    )
+
+
+@dataclass
+class FSDPArguments:
+    """FSDP (docs/fsdp.md says what each flag does and costs)"""
+
+    strategy: Literal["auto", "fsdp", "fsdp2", "ddp"] = flag("auto", "auto: fsdp for several devices, none for one")
+    auto_wrap_policy: str = flag(
+        "auto",
+        "what is gathered at once: layer class name(s) such as LlamaDecoderLayer or GPT2Block, comma-separated; "
+        "auto: ask the model; size:N: modules of N parameters and more; none: the whole model",
+    )
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] = flag(
+        "FULL_SHARD", "what each rank holds a part of; fsdp2 takes all but NO_SHARD"
+    )
+    state_dict_type: Literal["full", "sharded"] = flag(
+        "full", "full: each checkpoint opens with from_pretrained; sharded: each rank writes its part"
+    )
+    limit_all_gathers: bool = flag(True, "fsdp: let at most two gathers be in flight")
+    cpu_offload: bool = flag(False, "fsdp, fsdp2: keep parameters, gradients and optimizer state in host memory")
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = flag(
+        "BACKWARD_PRE", "fsdp: gather the next layer before, after, or not ahead of, the current gradient"
+    )
+    activation_checkpointing: bool = flag(False, "recompute each layer in the backward pass instead of storing it")
+
+
+@dataclass
+class CheckpointArguments:
+    """Checkpoint"""
+
+    output_dir: str = flag("checkpoints", "folder of run directories")
+    run_name: Optional[str] = flag(None, "name of the run directory (default: model and data, numbered)")
+    resume: bool = flag(False, "go on from the run's latest checkpoint, or from --checkpoint")
+    checkpoint: Optional[str] = flag(None, "the checkpoint to resume from, checkpoints/RUN/step-N")
+
+
+@dataclass
+class TrainingArguments:
+    """Training (a step is an optimizer step)"""
+
+    number_epochs: int = flag(1, "passes over the training split; not used where max_step is given")
+    max_step: Optional[int] = flag(None, "steps of the whole run (default: what number_epochs needs)")
+    micro_batch_size: int = flag(1, "sequences per device in one forward pass")
+    gradient_accumulation_steps: Optional[int] = flag(None, "micro-batches per step (default: 1, or what follows)")
+    global_batch_size: Optional[int] = flag(
+        None, "sequences per step = micro_batch_size x gradient_accumulation_steps x devices x nodes"
+    )
+    grad_clip: float = flag(1.0, "largest L2 norm of the gradient; 0: no clipping")
+    lr: float = flag(2e-5, "peak learning rate")
+    min_lr: float = flag(0.0, "learning rate at the last step")
+    lr_decay: bool = flag(True, "decay the rate after the warm-up; false: stay at lr")
+    lr_schedule: Literal["cosine", "linear"] = flag("cosine", "shape of the decay from lr to min_lr")
+    warmup_steps: int = flag(0, "steps of linear warm-up")
+    weight_decay: float = flag(0.1, "decoupled weight decay, on matrices only")
+    beta1: float = flag(0.9, "AdamW, decay of the first moment")
+    beta2: float = flag(0.95, "AdamW, decay of the second moment")
+    seed: int = flag(1234, "of data order, dropout and random weights")
+
+
+@dataclass
+class EvaluationArguments:
+    """Evaluation (also in the middle and at the end of each epoch, and at the last step)"""
+
+    eval_batch_size: int = flag(8, "sequences per device in one forward pass")
+    eval_iters: int = flag(50, "batches per evaluation, over all devices together; 0: no evaluation")
+    eval_step_interval: Optional[int] = flag(None, "steps between evaluations")
+
+
+@dataclass
+class SaveArguments:
+    """Save (also at the last step)"""
+
+    save_step_interval: Optional[int] = flag(None, "steps between checkpoints")
+    keep_last: Optional[int] = flag(None, "checkpoints to keep (default: all)")
+
+
+@dataclass
+class LoggingArguments:
+    """Logging (metrics.jsonl is always written)"""
+
+    logger: Literal["none", "csv", "tensorboard", "wandb"] = flag("none", "where metrics go besides metrics.jsonl")
+    log_step_interval: int = flag(10, "steps between logged lines; 1: each step")
+    entity: Optional[str] = flag(None, "Weights & Biases entity")
+    project: Optional[str] = flag(None, "Weights & Biases project (default: fabric_llm)")
+    log_model: bool = flag(False, "upload the last checkpoint to Weights & Biases")
+    sample_tokens: int = flag(0, "tokens to generate with plain transformers from the last checkpoint, as a look at it")
+
+
+@dataclass
+class Arguments:
+    """All parameters of a training run, by group."""
+
+    devices: DeviceArguments
+    data: DataArguments
+    model: ModelArguments
+    fsdp: FSDPArguments
+    checkpoint: CheckpointArguments
+    training: TrainingArguments
+    evaluation: EvaluationArguments
+    save: SaveArguments
+    logging: LoggingArguments
+    demo: bool = False  # configs/demo.yaml applies; not a flag
+
+    def flat(self) -> dict[str, Any]:
+        """Flag name -> value, in the order of --help."""
+        return {name: value for group in groups(Arguments) for name, value in asdict(getattr(self, group)).items()}
+
+
+def groups(arguments_class: type) -> dict[str, type]:
+    """Field name -> dataclass of every flag group of `arguments_class`."""
+    hints = get_type_hints(arguments_class)
+    return {f.name: hints[f.name] for f in fields(arguments_class) if f.name != "demo"}
+
+
+# ---------------------------------------------------------- prepare_data.py, export_hf.py
+
+
+@dataclass
+class PrepareArguments:
+    """Options"""
+
+    input: list[str] = flag(None, "files or folders of .txt, .md, .jsonl[.gz], .parquet; or a dataset folder or name")
+    output: str = flag(None, "dataset folder to write, such as data/mine")
+    tokenizer: Optional[str] = flag(None, "hub name or local directory of the tokenizer (that of your model)")
+    train_tokenizer: Optional[int] = flag(None, "train a byte-level BPE tokenizer of this many tokens instead")
+    context_length: int = flag(2048, "tokens per sequence")
+    validation_fraction: float = flag(0.01, "part of the documents that goes to validation")
+    text_field: str = flag("text", "field of .jsonl, .parquet and datasets that holds the text")
+    pattern: Optional[list[str]] = flag(None, "file name patterns to take from folders, such as '*.py'")
+    exclude: Optional[list[str]] = flag(None, "names of folders to leave out")
+    seed: int = flag(1234, "of the split")
+    overwrite: bool = flag(False, "replace an existing output folder")
+
+
+@dataclass
+class ExportArguments:
+    """Options"""
+
+    checkpoint: str = flag(None, "checkpoints/RUN/step-N, or checkpoints/RUN for its latest")
+    output: str = flag(None, "Hugging Face directory to write, such as hf/mine")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag("auto", "dtype of the weights; auto: as trained")
+    max_shard_size: str = flag("5GB", "largest weight file")
+    push_to_hub: Optional[str] = flag(None, "upload to this repository, org/name, once it is verified")
+    private: bool = flag(True, "make the repository private, where it is new")
+    overwrite: bool = flag(False, "replace an existing output folder")
+
+
+# --------------------------------------------------------------------------- parsing
+
+
+def parse_train(argv: Optional[list[str]] = None) -> Arguments:
+    """Arguments of train.py from `argv` (default: sys.argv). The command line wins over `--config`.
+
+    With neither --config nor --model_name nor --train_data_dir, a resumed run goes on with its own arguments.yaml,
+    and otherwise configs/demo.yaml applies.
+    Exits with code 2 and one sentence on anything it doesn't know.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    named = any(re.match(r"--(config|model_name|train_data_dir|help|print_config)(=|$)|-h$", word) for word in argv)
+    resumed = None if named else _arguments_of_resumed_run(argv)
+    demo = not named and resumed is None
+    if not named:
+        argv = ["--config", str(DEMO_CONFIG if demo else resumed), *argv]
+    description = "Train a Hugging Face causal language model. Without arguments: a demo on the standard library."
+    flat = _parse("train.py", description, groups(Arguments).values(), argv)
+    if demo:  # the preset's paths are those of this repository, wherever it is started from
+        for name in ("model_name", "train_data_dir"):
+            flat[name] = str(ROOT / flat[name])
+    by_group = {
+        name: group(**{f.name: flat[f.name] for f in fields(group)}) for name, group in groups(Arguments).items()
+    }
+    return Arguments(**by_group, demo=demo)
+
+
+def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
+    """arguments.yaml of the run that --resume true with --run_name or --checkpoint names, None if there is none."""
+    import argparse
+
+    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("resume", "run_name", "checkpoint", "output_dir"):
+        names.add_argument(f"--{name}", nargs="?")
+    given, _ = names.parse_known_args(argv)
+    if str(given.resume).lower() != "true" or not (given.run_name or given.checkpoint):
+        return None
+    folder = Path(given.checkpoint).parent if given.checkpoint else Path(given.output_dir or "checkpoints", given.run_name)
+    return folder / "arguments.yaml" if (folder / "arguments.yaml").is_file() else None
+
+
+def parse_prepare(argv: Optional[list[str]] = None) -> PrepareArguments:
+    """Arguments of prepare_data.py. Exits with code 2 and one sentence on anything it doesn't know."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    description = "Raw text -> a packed dataset folder for train.py."
+    return PrepareArguments(**_parse("prepare_data.py", description, [PrepareArguments], argv))
+
+
+def parse_export(argv: Optional[list[str]] = None) -> ExportArguments:
+    """Arguments of export_hf.py. Exits with code 2 and one sentence on anything it doesn't know."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and not argv[0].startswith("-"):  # the checkpoint may be given by position
+        argv = ["--checkpoint", *argv]
+    description = "Checkpoint -> a verified Hugging Face directory: export_hf.py checkpoints/RUN --output hf/mine"
+    return ExportArguments(**_parse("export_hf.py", description, [ExportArguments], argv))
+
+
+def write_yaml(arguments: Arguments, path: Path, **resolved: Any) -> None:
+    """`arguments` with `resolved` values as a YAML file that `--config` takes to repeat the run under a new name."""
+    import yaml
+
+    flat = {**arguments.flat(), **resolved}
+    for name in ("run_name", "resume", "checkpoint"):  # which run, not how
+        flat.pop(name)
+    path.write_text(yaml.safe_dump(flat, sort_keys=False))
+
+
+def is_rank_zero() -> bool:
+    """True in the process that speaks to the user, also before there is a process group."""
+    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
+
+
+def fail(program: str, sentence: str, code: int = BAD_ARGUMENTS) -> NoReturn:
+    """One sentence on stderr, from rank 0, and an exit code."""
+    if is_rank_zero():
+        print(f"{program}: error: {sentence}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+def _parse(program: str, description: str, flag_groups: Any, argv: list[str]) -> dict[str, Any]:
+    from jsonargparse import ArgumentParser
+
+    flag_groups = list(flag_groups)
+    types = {name: hint for group in flag_groups for name, hint in get_type_hints(group).items()}
+
+    class Parser(ArgumentParser):
+        def error(self, message: str, ex: Optional[Exception] = None) -> NoReturn:
+            fail(program, _one_sentence(message, types))
+
+    parser = Parser(prog=program, description=description, allow_abbrev=False, default_env=False)
+    parser.add_argument("--config", action="config", help="YAML file of flags; the command line wins over it")
+    for group in flag_groups:
+        title, *rest = (group.__doc__ or "").split(" (", 1)
+        section = parser.add_argument_group(title, rest[0].rstrip(")") if rest else None)
+        for f in fields(group):
+            required = f.default is None and not _optional(types[f.name])
+            options = {"required": True} if required else {"default": f.default}
+            flag_type = types[f.name]
+            if get_origin(_inner(flag_type)) is list:
+                flag_type, options["nargs"] = str, "+"
+            section.add_argument(f"--{f.name}", type=flag_type, help=f.metadata["help"], **options)
+    words, config = _split_config(argv)
+    if config is not None:
+        _check_config_keys(program, config, list(types))
+        words = ["--config", config, *words]  # first, so that the command line wins whatever the order
+    flat = parser.parse_args(words).as_dict()
+    return {name: flat[name] for name in types}
+
+
+def _split_config(argv: list[str]) -> tuple[list[str], Optional[str]]:
+    words, config, rest = [], None, iter(argv)
+    for word in rest:
+        if word == "--config":
+            config = next(rest, "")
+        elif word.startswith("--config="):
+            config = word.split("=", 1)[1]
+        else:
+            words.append(word)
+    return words, config
+
+
+def _check_config_keys(program: str, config: str, known: list[str]) -> None:
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(config).read_text())
+    except OSError as error:
+        fail(program, f"--config {config!r} can't be read: {error.strerror}.")
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        fail(program, f"--config {config!r} isn't valid YAML: {' '.join(str(error).split())}.")
+    if not isinstance(values, dict):
+        fail(program, f"--config {config!r} must hold `flag: value` lines, but holds {type(values).__name__}.")
+    for key in values:
+        if key not in known:
+            fail(program, f"unknown key {key!r} in {config}.{_nearest(str(key), known)}")
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else " See --help."
+
+
+def _one_sentence(message: str, types: dict[str, Any]) -> str:
+    """jsonargparse's message, several lines of Python types, as one sentence with the offending value."""
+    if unknown := re.match(r"unrecognized arguments: (.*)", message, re.S):
+        words = unknown[1].split()
+        name = next((w for w in words if w.startswith("-")), words[0])
+        if not name.startswith("-"):
+            return f"unexpected {name!r}: every flag is written --name value."
+        nearest = _nearest(name.lstrip("-").split("=")[0], list(types)).replace("'", "--", 1).replace("'", "")
+        return f"unknown flag {name}.{nearest}"
+    if wrong := re.match(r'Parser key "(\w+)":.*(?:Got value|Given value): (.*)', message, re.S):
+        return f"--{wrong[1]} takes {_type_name(types[wrong[1]])}, not {wrong[2].strip()!r}."
+    if missing := re.search(r'(?:Key|key) "(\w+)" is required', message):
+        return f"--{missing[1]} is required."
+    return " ".join(message.split()).removeprefix("argument ").rstrip(".") + "."
+
+
+def _optional(hint: Any) -> bool:
+    return type(None) in get_args(hint)
+
+
+def _inner(hint: Any) -> Any:
+    """Optional[X] -> X."""
+    if _optional(hint):
+        return Union[tuple(a for a in get_args(hint) if a is not type(None))]
+    return hint
+
+
+def _type_name(hint: Any) -> str:
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    if hint in names:
+        return names[hint]
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, get_args(hint)))
+    if get_origin(hint) is list:
+        return "a list"
+    return " or ".join(_type_name(a) for a in get_args(hint) if a is not type(None))

@@ -1,0 +1,235 @@
+"""(seed, position, rank) -> micro-batches: a function, no hidden state.
+
+`position` counts the sequences that all ranks together have consumed since the run began. The order of
+an epoch depends on (seed, epoch) alone, so that a run can stop anywhere and go on with another number of
+devices, micro-batch size or length, and every step still sees the same sequences.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Optional
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+IGNORED = -100  # label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy
+VALIDATION_NAMES = ("validation", "valid")
+COLUMNS = ("input_ids", "attention_mask", "labels")
+
+MicroBatch = dict[str, Tensor]  # input_ids, labels, and attention_mask where the dataset has one: int64 [rows, context]
+
+
+@dataclass(frozen=True)
+class TokenDataset:
+    """A checked dataset folder."""
+
+    folder: Path
+    train: datasets.Dataset
+    validation: datasets.Dataset
+    context_length: int  # tokens per sequence
+    max_token_id: int
+    manifest: dict[str, Any]  # what prepare_data.py wrote, {} for a dataset made elsewhere
+
+
+def open_dataset(folder: str | Path) -> TokenDataset:
+    """Open and check a dataset folder that `datasets.load_from_disk` reads.
+
+    Raises ValueError, with the offending value, for a missing folder or split, an empty split, missing or
+    wrongly typed columns, and rows of different length. A dataset of prepare_data.py is taken at the word of its
+    manifest; any other is read through once.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"No dataset at {str(folder)!r}. Make one with prepare_data.py --input ... --output {folder}.")
+    try:
+        splits = datasets.load_from_disk(str(folder))
+    except (FileNotFoundError, ValueError, OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"{str(folder)!r} isn't a dataset folder: {' '.join(str(error).split())}") from error
+    if not isinstance(splits, datasets.DatasetDict):
+        raise ValueError(f"{str(folder)!r} holds one split without a name; it needs 'train' and 'validation'.")
+    validation_name = next((name for name in VALIDATION_NAMES if name in splits), "validation")
+    manifest_file = folder / "manifest.json"
+    manifest = json.loads(manifest_file.read_text()) if manifest_file.is_file() else {}
+    lengths, max_token_ids = set(), []
+    for name in ("train", validation_name):
+        if name not in splits:
+            raise ValueError(f"{str(folder)!r} has no split {name!r}, only {', '.join(map(repr, splits))}.")
+        _check_columns(splits[name], where=f"split {name!r} of {str(folder)!r}")
+        if manifest.get("packed"):
+            lengths.add(manifest["context_length"])
+            max_token_ids.append(manifest["max_token_id"])
+        else:
+            length, max_token_id = _scan(splits[name], where=f"split {name!r} of {str(folder)!r}")
+            lengths.add(length)
+            max_token_ids.append(max_token_id)
+    if len(lengths) > 1:
+        raise ValueError(f"The splits of {str(folder)!r} have rows of different length: {sorted(lengths)} tokens.")
+    context_length = lengths.pop()
+    if context_length < 2:
+        raise ValueError(f"Rows of {str(folder)!r} hold {context_length} token; at least 2 are needed to predict one.")
+    columns = [name for name in COLUMNS if name in splits["train"].column_names]
+    train, validation = (splits[name].select_columns(columns) for name in ("train", validation_name))
+    return TokenDataset(folder, train, validation, context_length, max(max_token_ids), manifest)
+
+
+def _check_columns(split: datasets.Dataset, where: str) -> None:
+    if len(split) == 0:
+        raise ValueError(f"The {where} is empty.")
+    if "input_ids" not in split.column_names:
+        raise ValueError(f"The {where} has no column 'input_ids', only {', '.join(map(repr, split.column_names))}.")
+    for column in COLUMNS:
+        if column not in split.column_names:
+            continue
+        value_type = getattr(split.features[column], "feature", None)
+        if not str(getattr(value_type, "dtype", "")).startswith(("int", "uint", "bool")):
+            raise ValueError(f"Column {column!r} of the {where} must hold lists of integers: {split.features[column]}.")
+
+
+def _scan(split: datasets.Dataset, where: str) -> tuple[int, int]:
+    """(row length in tokens, largest token id) of all rows, read once in Arrow."""
+    lengths: set[int] = set()
+    low, high = 0, 0
+    for batch in split.with_format("arrow").iter(batch_size=1000):
+        for column in (name for name in COLUMNS if name in batch.column_names):
+            rows = batch.column(column).combine_chunks()
+            if rows.null_count or pc.list_flatten(rows).null_count:
+                raise ValueError(f"Column {column!r} of the {where} has empty values.")
+            lengths.update(pc.list_value_length(rows).unique().to_pylist())
+        extremes = pc.min_max(pc.list_flatten(batch.column("input_ids").combine_chunks())).as_py()
+        if extremes["max"] is not None:
+            low, high = min(low, extremes["min"]), max(high, extremes["max"])
+    if len(lengths) > 1:
+        raise ValueError(
+            f"The {where} has rows of different length, from {min(lengths)} to {max(lengths)} tokens; pack or pad them."
+        )
+    if low < 0:
+        raise ValueError(f"The {where} has a negative token id: {low}.")
+    return lengths.pop(), high
+
+
+def shuffled(index_count: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of an epoch: a permutation of range(index_count), int64 [index_count].
+
+    Sorting by a hash (splitmix64, Steele et al. 2014) instead of a library's generator: no release of any
+    library can change the order of a run that is under way.
+    """
+    with np.errstate(over="ignore"):
+        return np.argsort(_splitmix64(np.arange(index_count, dtype=np.uint64) + random_key(seed, epoch)), kind="stable")
+
+
+def random_key(*parts: int) -> np.uint64:
+    """One hash of several integers, such as (seed, step, rank): the seed of whatever depends on just those."""
+    key = np.zeros(1, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for part in parts:
+            key = _splitmix64(key + np.uint64(part % 2**64))
+    return key[0]
+
+
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+    """uint64 -> uint64, elementwise, wrapping around."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The micro-batches of one rank, for any position.
+
+    Positions from `end` on give rows without targets: they count for nothing in loss and gradient, so that the
+    last global batch of a run may be a part of one, and all ranks still do the same number of passes.
+    """
+
+    rows: datasets.Dataset
+    seed: int
+    micro_batch_size: int  # sequences
+    micro_batches: int  # per step and rank
+    rank: int = 0
+    world_size: int = 1
+    shuffle: bool = True
+    end: Optional[int] = None  # sequences; None: epoch follows epoch
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batch_size * self.micro_batches * self.world_size
+
+    def indices(self, positions: np.ndarray) -> np.ndarray:
+        """Row numbers in the dataset of the sequences at `positions`, int64, same shape."""
+        epochs, offsets = np.divmod(positions, len(self.rows))
+        if not self.shuffle:
+            return offsets
+        return np.array([_order(len(self.rows), self.seed, int(e))[o] for e, o in zip(epochs, offsets)], dtype=np.int64)
+
+    def positions(self, position: int) -> np.ndarray:
+        """Positions that this rank reads for the step that begins at `position`, int64 [micro_batches, rows]."""
+        micro_batch, row = np.indices((self.micro_batches, self.micro_batch_size))
+        return position + (micro_batch * self.world_size + self.rank) * self.micro_batch_size + row
+
+    def at(self, position: int) -> list[MicroBatch]:
+        """The micro-batches of this rank for the step that begins at `position`, on the CPU."""
+        return list(self.stream(position))
+
+    def stream(self, position: int) -> Iterator[MicroBatch]:
+        """The same, one after the other."""
+        return (self._micro_batch(positions) for positions in self.positions(position))
+
+    def _micro_batch(self, positions: np.ndarray) -> MicroBatch:
+        table = self.rows.with_format("numpy")[self.indices(positions)]
+        batch = {name: torch.from_numpy(np.asarray(table[name]).astype(np.int64)) for name in table}
+        labels = batch.get("labels", batch["input_ids"]).clone()
+        if "attention_mask" in batch:
+            labels[batch["attention_mask"] == 0] = IGNORED
+        if self.end is not None:
+            labels[torch.from_numpy(positions >= self.end)] = IGNORED
+        return {**batch, "labels": labels}
+
+
+@lru_cache(maxsize=2)  # a step can touch two epochs
+def _order(index_count: int, seed: int, epoch: int) -> np.ndarray:
+    return shuffled(index_count, seed, epoch)
+
+
+class Prefetch:
+    """`batches.at`, read ahead by threads. Holds nothing that a run would have to save."""
+
+    def __init__(self, batches: Batches, num_workers: int) -> None:
+        self.batches = batches
+        self.ahead = num_workers
+        self.pool = ThreadPoolExecutor(num_workers, "batches") if num_workers else None
+        self.pending: dict[int, Future[list[MicroBatch]]] = {}
+
+    def at(self, position: int) -> list[MicroBatch]:
+        """Same as `batches.at(position)`; starts to read what follows."""
+        if self.pool is None:
+            return self.batches.at(position)
+        now = self.pending.pop(position, None)
+        step = self.batches.global_batch_size
+        following = [position + k * step for k in range(1, self.ahead + 1)]
+        for other in [p for p in self.pending if p not in following]:  # the run jumped
+            self.pending.pop(other).cancel()
+        for other in following:
+            if other not in self.pending:
+                self.pending[other] = self.pool.submit(self.batches.at, other)
+        return self.batches.at(position) if now is None else now.result()
+
+    def close(self) -> None:
+        """Stop the threads."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+def target_count(micro_batch: MicroBatch) -> Tensor:
+    """Number of tokens that are predicted: labels shifted by one, so never the first of a row. int64, scalar."""
+    return (micro_batch["labels"][:, 1:] != IGNORED).sum()

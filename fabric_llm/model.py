@@ -1,0 +1,178 @@
+"""Load or initialise a causal language model, and put it on the devices.
+
+Rank 0 reads (or draws) the weights once, on the CPU: the *reference*. All ranks build the same model without
+memory: the *skeleton*. `Materializer` then gives each module of the skeleton its memory and the reference's values,
+one module at a time, just before the strategy shards that module. So no device ever holds more than one unsharded
+layer, host memory holds the weights once, and every strategy starts from the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar  # noqa: F401
+
+from fabric_llm.data import IGNORED
+
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+DTYPES = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.float32, "16-mixed": torch.float32, "32-true": torch.float32}
+
+
+def load_config(model_name: str) -> PretrainedConfig:
+    """The model's configuration. Raises ValueError where there is none or it isn't a causal LM's."""
+    folder = Path(model_name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"{model_name!r} isn't a model directory: it has no config.json.")
+    try:
+        config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(_not_a_model(model_name, error)) from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"{model_name!r} is a {config.model_type!r} model, which isn't a causal language model.")
+    return config
+
+
+def _not_a_model(model_name: str, error: Exception) -> str:
+    if Path(model_name).exists():
+        return f"The configuration of {model_name!r} can't be read: {' '.join(str(error).split())[:300]}"
+    return f"No model {model_name!r}: neither a directory here nor a name that the Hugging Face hub gives now."
+
+
+def load_tokenizer(model_name: str) -> Optional[Any]:
+    """The tokenizer beside a model or a dataset, None where there is none."""
+    folder = Path(model_name)
+    if folder.is_dir() and not any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
+    except (OSError, ValueError):
+        return None
+
+
+def has_weights(model_name: str) -> bool:
+    """False for a local directory with only a config.json."""
+    folder = Path(model_name)
+    return not folder.is_dir() or any((folder / name).is_file() for name in WEIGHT_FILES)
+
+
+def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on the meta device: names, shapes and ties, no memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.config.use_cache = False
+    return model.train()
+
+
+def load_reference(
+    model_name: str, config: PretrainedConfig, dtype: torch.dtype, seed: int, state_dict: Optional[dict] = None
+) -> PreTrainedModel:
+    """The model on the CPU with its weights: given, read, or drawn from `seed`.
+
+    Raises ValueError where the files don't hold exactly the weights of the model.
+    """
+    if state_dict is None and not has_weights(model_name):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    model_class = model_class[0] if isinstance(model_class, tuple) else model_class
+    source = {"config": config, "dtype": dtype, "output_loading_info": True}
+    try:
+        if state_dict is not None:
+            model, info = model_class.from_pretrained(None, state_dict=state_dict, **source)
+        else:
+            model, info = model_class.from_pretrained(model_name, use_safetensors=True, **source)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"The weights of {model_name!r} can't be read: {' '.join(str(error).split())[:400]}") from error
+    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if missing:  # transformers fills them with random numbers and a warning
+        raise ValueError(
+            f"{model_name!r} lacks {len(missing)} of its model's weights or has them in another shape: "
+            f"{', '.join(missing[:10])}."
+        )
+    return model
+
+
+class LanguageModel(nn.Module):
+    """A causal LM that returns its loss, so that no logits leave the wrapped module (Fabric would copy them)."""
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def forward(
+        self, input_ids: Tensor, labels: Optional[Tensor] = None, attention_mask: Optional[Tensor] = None
+    ) -> Tensor:
+        """Sum of the cross-entropies of all targets, float32 scalar, in nats; without `labels` the logits.
+
+        input_ids, labels, attention_mask: int64 [rows, context]. Labels are unshifted: position t is predicted from
+        the positions before it, -100 is no target. Logits: [rows, context, vocabulary].
+        """
+        logits = self.causal_lm(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        if labels is None:
+            return logits
+        return F.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+
+
+class Materializer:
+    """Gives modules on the meta device memory and the reference's values, the same on all ranks.
+
+    Every rank calls it for the same modules in the same order. `reference` is needed on rank 0 only.
+    """
+
+    def __init__(self, model: LanguageModel, reference: Optional[PreTrainedModel], device: torch.device) -> None:
+        self.names = {module: name for name, module in model.named_modules()}
+        self.device = device
+        self.reference = None if reference is None else dict(LanguageModel(reference).named_modules())
+        counts = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        self.tied_ids = {key for key, count in counts.items() if count > 1}
+        self.tied: dict[int, nn.Parameter] = {}
+
+    def __call__(self, module: nn.Module) -> None:
+        """Fill the parameters and buffers that `module` itself holds, not those of its children."""
+        for name, meta in module._parameters.items():
+            if meta is None or not meta.is_meta:
+                continue
+            parameter = self.tied.get(id(meta))
+            if parameter is None:
+                value = self._value(module, name, meta.dtype)
+                parameter = nn.Parameter(value, requires_grad=meta.requires_grad)
+                if id(meta) in self.tied_ids:
+                    self.tied[id(meta)] = parameter
+            module._parameters[name] = parameter
+        for name, meta in module._buffers.items():
+            if meta is not None and meta.is_meta:  # in the reference's dtype: RoPE's frequencies stay float32
+                module._buffers[name] = self._value(module, name, dtype=None)
+
+    def fill(self, module: nn.Module) -> None:
+        """Fill `module` and everything below it that isn't filled yet."""
+        for child in module.modules():
+            self(child)
+
+    def _value(self, module: nn.Module, name: str, dtype: Optional[torch.dtype]) -> Tensor:
+        """The tensor `name` of `module`, sent from rank 0 to all, on the device."""
+        distributed = torch.distributed.is_initialized()
+        value = None
+        if self.reference is not None:
+            value = getattr(self.reference[self.names[module]], name).detach().to(device=self.device, dtype=dtype)
+        if distributed and torch.distributed.get_world_size() > 1:
+            if dtype is None:  # a buffer: the skeleton doesn't know the dtype that the reference gives it
+                found = [None if value is None else (value.dtype, tuple(value.shape))]
+                torch.distributed.broadcast_object_list(found, src=0, device=self.device)
+                dtype, shape = found[0]
+            else:
+                shape = tuple(getattr(module, name).shape)
+            if value is None:
+                value = torch.empty(shape, dtype=dtype, device=self.device)
+            value = value.contiguous()
+            torch.distributed.broadcast(value, src=0)
+        return value
+

@@ -1,0 +1,87 @@
+"""Parameter groups, the optimizer, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay applies to: matrices, not norms and biases.
+
+    Ask the model before it is wrapped: FSDP shows each parameter as a one-dimensional piece.
+    """
+    return {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], decayed: set[str], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Two groups for AdamW, with and without weight decay. Names are those of the unwrapped model."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            groups[name in decayed].append(parameter)
+    settings = ((groups[True], weight_decay), (groups[False], 0.0))
+    return [{"params": parameters, "weight_decay": decay} for parameters, decay in settings if parameters]
+
+
+def adamw(parameter_groups: list[dict[str, Any]], *, lr: float, beta1: float, beta2: float) -> torch.optim.AdamW:
+    """Fused AdamW (Loshchilov and Hutter 2019), moments in the dtype of the parameters."""
+    return torch.optim.AdamW(parameter_groups, lr=lr, betas=(beta1, beta2), eps=1e-8, fused=True)
+
+
+def lr_at(
+    step: int, *, max_step: int, lr: float, min_lr: float, warmup_steps: int, decay: bool = True, shape: str = "cosine"
+) -> float:
+    """Learning rate of the step that follows `step` finished ones.
+
+    Linear from lr/warmup_steps to lr over the warm-up, then along half a cosine (Loshchilov and Hutter 2017) or a line
+    to min_lr, which it would reach one step after the last, so that no step is wasted at 0; there it stays.
+    """
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if not decay:
+        return lr
+    done = min(1.0, (step - warmup_steps) / max(1, max_step - warmup_steps))
+    falling = 0.5 * (1 + math.cos(math.pi * done)) if shape == "cosine" else 1 - done
+    return min_lr + (lr - min_lr) * falling
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: Optional[ProcessGroup]) -> Tensor:
+    """Scale all gradients so that their common L2 norm is at most `max_norm` (0: only measure).
+
+    `group` is the process group that the parameters are split over, None where each rank holds them whole.
+    Squares are summed in float64: the norm of n shards then equals that of the whole, and bf16 gradients don't
+    round it. Returns the norm before clipping, float64 scalar on the gradients' device.
+    """
+    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    gradients = [g for g in gradients if g.numel()]
+    device = next((g.device for g in gradients), _communication_device(group))
+    squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in gradients]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+    if group is not None:
+        total = total.to(_communication_device(group))  # offloaded gradients are on the CPU, NCCL is not
+        torch.distributed.all_reduce(total, group=group)
+        total = total.to(device)
+    norm = total.sqrt()
+    if max_norm > 0 and gradients:
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, coefficient)
+    return norm
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def _communication_device(group: Optional[ProcessGroup]) -> torch.device:
+    if group is None or torch.distributed.get_backend(group) != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

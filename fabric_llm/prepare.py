@@ -1,0 +1,718 @@
+"""Raw text -> documents -> tokens -> packed rows -> a folder `datasets.load_from_disk` opens.
+
+`prepare` is the whole act and reads top to bottom as that line does; the functions
+below it are its parts, in the order of the data. Everything streams: what sits in
+memory is one batch of documents, so a corpus may be larger than the machine's memory.
+"""
+
+import contextlib
+import fnmatch
+import gzip
+import hashlib
+import json
+import os
+import platform
+import re
+import secrets
+import shutil
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tokenizers
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+DEFAULT_PATTERNS = ["*.txt", "*.txt.gz", "*.md", "*.rst", "*.jsonl", "*.jsonl.gz", "*.parquet"]
+END_OF_TEXT = "<|endoftext|>"
+
+MANIFEST_FORMAT = 1
+MAX_LISTED_FILES = 10_000
+MAX_LISTED_SKIPS = 20
+# A batch is bounded both ways: many short documents keep every core of the tokenizer
+# busy, few long ones keep its working memory (about 100 bytes a token) small.
+BATCH_DOCUMENTS = 1024
+BATCH_CHARACTERS = 4_000_000
+COPY_TOKENS = 16 * 2**20
+MAX_SHARD_SIZE = "1GB"
+
+# A document: where it comes from (for messages), and its text; None if not valid UTF-8.
+Document = tuple[str, str | None]
+
+
+def prepare(
+    *,
+    inputs: Sequence[str | Path],
+    output: str | Path,
+    tokenizer: str | None = None,
+    train_tokenizer: int | None = None,
+    context_length: int,
+    validation_fraction: float = 0.01,
+    text_field: str = "text",
+    pattern: Sequence[str] = DEFAULT_PATTERNS,
+    exclude: Sequence[str] = (),
+    seed: int = 1234,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> dict:
+    """Turn raw text into a packed token dataset at `output`, and return its manifest.
+
+    Args:
+        inputs: each is a text file (one document), a `.jsonl` file (one document a line),
+            a `.parquet` file (one document a row), either of the first two with `.gz`
+            added, a folder of such files (read recursively, in sorted order), a folder
+            written by `datasets.save_to_disk`, or the name of a dataset on the hub
+            (`org/name` or `org/name:config`, streamed). Of the last two all splits are
+            joined, in their order, and split anew.
+        output: folder to write; appears only once it is complete.
+        tokenizer: local folder or hub name, for `AutoTokenizer`; no remote code is run.
+        train_tokenizer: instead of `tokenizer`, the vocabulary size of a byte-level BPE
+            trained on the same documents. A small corpus may not fill it.
+        context_length: tokens in a row.
+        validation_fraction: expected fraction of the documents in the validation split;
+            where there are two documents or more, each split has at least one.
+        text_field: field of a JSON line, or column of a table, that holds the text.
+        pattern: file names (case is ignored) that are read inside a folder; a file named
+            in `inputs` is always read.
+        exclude: names of directories that are not descended into.
+        seed: of the split into train and validation.
+        overwrite: replace a dataset that stands at `output`, at the very end.
+        progress: show a bar where stderr is a terminal.
+
+    The tokenizer's own convention is kept (a Llama document begins with BOS), and exactly
+    one EOS ends each document and stands nowhere else. Where BOS and EOS are one token,
+    the EOS of the document before serves as BOS. Text that spells a special token stays
+    text. Documents without a visible character are skipped and counted, so are those
+    that are not valid UTF-8.
+
+    The folder is a `DatasetDict` of `train` and `validation` with one column,
+    `input_ids`: int32 lists of `context_length`. `manifest.json` and `tokenizer/` lie
+    beside. The tokens that do not fill a last row are dropped and counted:
+    tokens = rows * context_length + dropped_tokens in each split.
+
+    One document is tokenised at a time in memory, at about 100 bytes a token. On disk the
+    work needs 8 bytes a token, half of it until the end only.
+
+    Raises:
+        ValueError: for everything a user can put right; the sentence says how.
+    """
+    _check_arguments(inputs, tokenizer, train_tokenizer, context_length, validation_fraction, pattern)
+    target = Path(output).resolve()  # a link to a larger disk stays a link
+    _check_output(target, overwrite)
+    sources = find_sources(inputs, pattern=pattern, exclude=exclude, output=target)
+    # A tokenizer that cannot be had should be told of before anything is written.
+    hf_tokenizer = load_tokenizer(tokenizer) if tokenizer is not None else None
+
+    skipped = {"empty": 0, "not_utf8": 0, "not_utf8_files": []}
+    folder = _temporary_folder(target)
+    try:
+        if hf_tokenizer is None:
+            texts = (text for _, text in read_documents(sources, text_field) if text)
+            bar = tqdm(texts, "training the tokenizer", unit=" documents", disable=None if progress else True)
+            hf_tokenizer = train_byte_level_bpe(bar, vocab_size=train_tokenizer)
+        hf_tokenizer.save_pretrained(folder / "tokenizer")
+        tokenizer_file = folder / "tokenizer" / "tokenizer.json"
+
+        # Encode with the file that was saved, so that its checksum vouches for the rows.
+        encode = _encoder(Tokenizer.from_file(str(tokenizer_file)), hf_tokenizer)
+        encoded = encode(_readable(read_documents(sources, text_field), skipped), skipped)
+        bar = tqdm(encoded, "tokenising", unit=" documents", disable=None if progress else True)
+        train, validation = _split_documents(bar, folder, seed, validation_fraction)
+        if not train.documents + validation.documents:
+            raise ValueError(
+                f"no document with text in {len(sources)} inputs and files: {skipped['empty']} empty documents and"
+                f" {skipped['not_utf8']} that are not valid UTF-8 were skipped"
+            )
+        if skipped["not_utf8"]:
+            warnings.warn(
+                f"skipped {skipped['not_utf8']} documents that are not valid UTF-8, the first being"
+                f" {skipped['not_utf8_files'][0]}; manifest.json lists up to {MAX_LISTED_SKIPS}",
+                stacklevel=2,
+            )
+
+        splits = {"train": train, "validation": validation}
+        saved = _save_rows(splits, folder, context_length, progress)
+        manifest = {
+            "format": MANIFEST_FORMAT,
+            "output": str(output),
+            "context_length": context_length,
+            "packed": True,
+            "inputs": [str(name) for name in inputs],
+            "files": [{"path": source.name, "bytes": source.bytes} for source in sources[:MAX_LISTED_FILES]],
+            "files_total": len(sources),
+            "bytes_total": sum(source.bytes or 0 for source in sources),
+            "text_field": text_field,
+            "tokenizer": tokenizer if tokenizer is not None else f"trained:{train_tokenizer}",
+            "tokenizer_sha256": hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
+            "vocab_size": len(hf_tokenizer),
+            "eos_token_id": hf_tokenizer.eos_token_id,
+            "bos_token_id": hf_tokenizer.bos_token_id,
+            "max_token_id": max(train.max_token_id, validation.max_token_id),
+            "seed": seed,
+            "validation_fraction": validation_fraction,
+            "splits": saved,
+            "skipped": skipped,
+            "versions": {
+                "python": platform.python_version(),
+                "pyarrow": pa.__version__,
+                "datasets": datasets.__version__,
+                "tokenizers": tokenizers.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        _publish(folder, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # gone already where it was published
+    return manifest
+
+
+def summary(manifest: dict) -> str:
+    """A few lines that say what `prepare` made, to print at the end."""
+    lines = [
+        f"{name:<10} {split['documents']:>12,} documents {split['tokens']:>15,} tokens"
+        f" {split['rows']:>12,} rows of {manifest['context_length']}"
+        f" ({split['dropped_tokens']} tokens of the last, unfilled row dropped)"
+        for name, split in manifest["splits"].items()
+    ]
+    skipped = manifest["skipped"]
+    if skipped["empty"] or skipped["not_utf8"]:
+        lines.append(f"skipped    {skipped['empty']:,} empty documents, {skipped['not_utf8']:,} not valid UTF-8")
+        lines += [f"           not UTF-8: {name}" for name in skipped["not_utf8_files"]]
+    lines.append(f"tokenizer  {manifest['tokenizer']}, {manifest['vocab_size']:,} tokens")
+    lines.append(f"written to {manifest['output']}")
+    return "\n".join(lines)
+
+
+# --- arguments -----------------------------------------------------------------------
+
+
+def _check_arguments(inputs, tokenizer, train_tokenizer, context_length, validation_fraction, pattern) -> None:
+    if not inputs:
+        raise ValueError("no input: name at least one file, folder or hub dataset with --input")
+    if not pattern:
+        raise ValueError("no pattern: with none, no file of a folder would be read")
+    if (tokenizer is None) == (train_tokenizer is None):
+        raise ValueError(
+            f"give exactly one of --tokenizer (got {tokenizer}) and --train_tokenizer (got {train_tokenizer})"
+        )
+    # 256 bytes and the end-of-text token come before anything is learned.
+    if train_tokenizer is not None and train_tokenizer < 257:
+        raise ValueError(f"train_tokenizer must be at least 257 (every byte and {END_OF_TEXT}), got {train_tokenizer}")
+    if context_length < 2:
+        raise ValueError(f"context_length must be at least 2 tokens, got {context_length}")
+    if not 0 < validation_fraction < 1:
+        raise ValueError(f"validation_fraction must lie between 0 and 1, both excluded, got {validation_fraction}")
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise ValueError(f"output {output} is a file: name a folder")
+    # Found out now, and not when the finished dataset is renamed to it.
+    if os.path.ismount(output):
+        raise ValueError(f"output {output} is a mount point, which cannot be replaced: name a folder inside it")
+    if not any(output.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(f"output {output} exists and is not empty: pass --overwrite to replace it, or name another")
+    # A slip such as `--output ~ --overwrite` must not cost anyone their files.
+    if not (output / "manifest.json").is_file() or not (output / "dataset_dict.json").is_file():
+        raise ValueError(f"output {output} holds no prepared dataset, so it is not overwritten: remove it yourself")
+
+
+# --- inputs --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """One thing to read: `read(name, text_field)` yields its documents."""
+
+    name: str
+    bytes: int | None  # None for a hub dataset
+    read: Callable[[str, str], Iterator[Document]]
+
+
+def find_sources(
+    inputs: Sequence[str | Path], *, pattern: Sequence[str], exclude: Sequence[str] = (), output: Path
+) -> list[Source]:
+    """Resolve `inputs` (see `prepare`) to sources, in order; reads no text yet.
+
+    `output`, a resolved path, is never descended into: it may lie inside an input folder.
+
+    Raises:
+        ValueError: an input that does not exist, a folder without a matching file, or a
+            file that comes in by two inputs.
+    """
+    sources, origin = [], {}
+    for given in map(str, inputs):
+        if not os.path.exists(given):
+            found = [Source(given, None, _hub_reader(given))]
+        elif os.path.isfile(given):
+            found = [_file_source(given)]
+        elif _is_dataset_folder(given):
+            size = sum(file.stat().st_size for file in Path(given).rglob("*.arrow"))
+            found = [Source(given, size, _read_dataset_folder)]
+        else:
+            found = [_file_source(path) for path in _walk(given, pattern, exclude, output)]
+            if not found:
+                raise ValueError(f"no file in {given} matches {' '.join(pattern)}: choose others with --pattern")
+        for source in found:
+            # The same text in train and in validation would make validation lie.
+            path = os.path.abspath(source.name)
+            if path in origin:
+                raise ValueError(
+                    f"{source.name} comes in twice, by the inputs {origin[path]} and {given}: name it once"
+                )
+            origin[path] = given
+        sources += found
+    return sources
+
+
+def _file_source(path: str) -> Source:
+    name = path.lower().removesuffix(".gz")
+    if name.endswith((".jsonl", ".ndjson")):
+        read = _read_json_lines
+    else:
+        read = _read_parquet if name.endswith(".parquet") else _read_text
+    return Source(path, os.path.getsize(path), read)
+
+
+def _walk(folder: str, pattern: Sequence[str], exclude: Sequence[str], output: Path) -> list[str]:
+    found = []
+    for root, directories, names in os.walk(folder, onerror=_refuse):
+        directories[:] = sorted(
+            name
+            for name in directories
+            if name not in exclude and os.path.realpath(os.path.join(root, name)) != str(output)
+        )
+        for name in sorted(names):
+            path = os.path.join(root, name)
+            if any(fnmatch.fnmatchcase(name.lower(), one.lower()) for one in pattern) and os.path.isfile(path):
+                found.append(path)
+    return found
+
+
+def _refuse(error: OSError) -> None:
+    # Without this os.walk passes over what it cannot list.
+    raise ValueError(f"folder {error.filename} cannot be read: {error.strerror}") from error
+
+
+def _is_dataset_folder(folder: str) -> bool:
+    return any(os.path.isfile(os.path.join(folder, name)) for name in ("dataset_dict.json", "state.json"))
+
+
+def read_documents(sources: Iterable[Source], text_field: str) -> Iterator[Document]:
+    """Yield (where, text) of every document of every source, in order.
+
+    text is None where the bytes are not valid UTF-8; `where` is for messages.
+
+    Raises:
+        ValueError: a line that is not a JSON object, a missing `text_field`, a field that
+            is not text, a damaged file.
+    """
+    for source in sources:
+        yield from source.read(source.name, text_field)
+
+
+def _open(path: str) -> BinaryIO:
+    return gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")
+
+
+def _decode(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8-sig")  # a byte order mark is no part of the text
+    except UnicodeDecodeError:
+        return None
+
+
+def _read_text(path: str, text_field: str) -> Iterator[Document]:
+    # Bytes, not text mode: line ends stay as they are.
+    try:
+        with _open(path) as file:
+            data = file.read()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is not a complete gzip file: {error}") from error
+    yield path, _decode(data)
+
+
+def _read_json_lines(path: str, text_field: str) -> Iterator[Document]:
+    try:
+        with _open(path) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    where = f"{path}:{number}"
+                    line = _decode(line)
+                    yield where, None if line is None else _json_text(where, line, text_field)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is not a complete gzip file: {error}") from error
+
+
+def _json_text(where: str, line: str, text_field: str) -> str | None:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is not a JSON object but {type(record).__name__}")
+    if text_field not in record:
+        raise _no_field(where, text_field, record)
+    text = record[text_field]
+    if not isinstance(text, str):
+        raise ValueError(f'{where} holds {type(text).__name__}, not a string, in its field "{text_field}"')
+    # JSON can spell half of a surrogate pair ("\ud800"), which no UTF-8 can hold.
+    return None if re.search("[\ud800-\udfff]", text) else text
+
+
+def _read_parquet(path: str, text_field: str) -> Iterator[Document]:
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a parquet file: {error}") from error
+    with file:
+        schema = file.schema_arrow
+        if text_field not in schema.names:
+            raise _no_field(path, text_field, schema.names)
+        kind = schema.field(text_field).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        text_kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+        if not any(is_kind(kind) for is_kind in text_kinds):
+            raise ValueError(f'{path} holds {kind}, not strings, in its column "{text_field}"')
+        row = 0
+        for batch in file.iter_batches(batch_size=BATCH_DOCUMENTS, columns=[text_field]):
+            # As bytes, since pyarrow does not check what it reads and one bad row
+            # must not cost the others. A null is an empty document.
+            for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()):
+                yield f"{path} row {row}", _decode(value.as_py() or b"")
+                row += 1
+
+
+def _read_dataset_folder(path: str, text_field: str) -> Iterator[Document]:
+    loaded = datasets.load_from_disk(path)
+    yield from _read_rows(path, loaded if isinstance(loaded, dict) else {"rows": loaded}, text_field)
+
+
+def _hub_reader(name: str) -> Callable[[str, str], Iterator[Document]]:
+    """Open the hub dataset `name` or `name:config`; a reader that streams it."""
+    nowhere = f"input {name} is neither a file or folder here nor a dataset that can be read from the hub"
+    # What cannot be a hub name is a slip in a path, to be told of without asking the network.
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^/:]+)?", name) or name.startswith("."):
+        raise ValueError(nowhere)
+    if any(fnmatch.fnmatchcase(name.lower(), one) for one in DEFAULT_PATTERNS):
+        raise ValueError(nowhere)
+    repository, _, config = name.partition(":")
+    try:
+        loaded = datasets.load_dataset(repository, config or None, streaming=True)
+    except Exception as error:  # the hub, its client and its formats raise some twenty kinds
+        raise ValueError(f"{nowhere}: {_one_line(error)}") from error
+    return lambda _, text_field: _read_rows(name, loaded, text_field)
+
+
+def _read_rows(name: str, splits: dict, text_field: str) -> Iterator[Document]:
+    for split, rows in splits.items():
+        columns = rows.column_names  # None where a streamed dataset does not say
+        if columns is not None and text_field not in columns:
+            raise _no_field(f"{name} [{split}]", text_field, columns)
+        if columns is not None:
+            rows = rows.select_columns([text_field])  # decode no image on the way
+        for number, row in enumerate(rows):
+            where = f"{name} [{split}] row {number}"
+            if text_field not in row:
+                raise _no_field(where, text_field, row)
+            text = row[text_field]
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f'{where} holds {type(text).__name__}, not a string, in its column "{text_field}"')
+            yield where, text or ""
+
+
+def _no_field(where: str, text_field: str, present: Iterable[str]) -> ValueError:
+    names = ", ".join(map(str, present)) or "none"
+    return ValueError(f'{where} has no field "{text_field}" (fields: {names}): name the right one with --text_field')
+
+
+def _readable(documents: Iterable[Document], skipped: dict) -> Iterator[tuple[str, str]]:
+    """Pass on the documents with text in them; count the others in `skipped`."""
+    for where, text in documents:
+        if text is None:
+            skipped["not_utf8"] += 1
+            if len(skipped["not_utf8_files"]) < MAX_LISTED_SKIPS:
+                skipped["not_utf8_files"].append(where)
+        elif not text.strip():
+            skipped["empty"] += 1
+        else:
+            yield where, text
+
+
+# --- tokenizer -----------------------------------------------------------------------
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The fast tokenizer of a local folder or a hub name.
+
+    Raises:
+        ValueError: it cannot be loaded, is not a fast one, or has no EOS token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # the hub, its client and each tokenizer class raise their own
+        raise ValueError(
+            f"tokenizer {name} is neither a folder here nor one that can be read from the hub: {_one_line(error)}"
+        ) from error
+    if not tokenizer.is_fast:
+        raise ValueError(f"tokenizer {name} has no fast version (tokenizer.json), which preparing data needs")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer {name} has no EOS token to end documents with: set eos_token in its folder")
+    return tokenizer
+
+
+def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE of at most `vocab_size` tokens.
+
+    All 256 bytes are in it, so any text comes back from its tokens; `<|endoftext|>`,
+    id 0, is its BOS, EOS and padding. The same texts give the same tokenizer.
+    """
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        # The alphabet's order is that of a hash set; ids must not depend on it.
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+
+
+def _encoder(backend: Tokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> Callable:
+    """A function from an iterator of (where, text) to one of int32 token arrays."""
+    eos = hf_tokenizer.eos_token_id
+    backend.no_truncation()  # a tokenizer.json may say otherwise
+    backend.no_padding()
+    backend.encode_special_tokens = True  # transformers' split_special_tokens
+    before, after = _special_tokens_around(backend)
+    before = np.array([token for token in before if token != eos], dtype=np.int32)
+    after = np.array([token for token in after if token != eos] + [eos], dtype=np.int32)
+    # A model whose vocabulary spells its special tokens whole (Unigram, WordLevel) finds
+    # them in text all the same. The unknown token alone may come from text.
+    forbidden = np.array(sorted({*hf_tokenizer.all_special_ids} - {hf_tokenizer.unk_token_id} | {eos}))
+
+    def encode(documents: Iterable[tuple[str, str]], skipped: dict) -> Iterator[np.ndarray]:
+        for batch in _batches(documents):
+            # Straight from the backend: no attention masks, no offsets, and no warning
+            # that a document is longer than the model.
+            encodings = backend.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
+            for (where, _), encoding in zip(batch, encodings, strict=True):
+                body = np.array(encoding.ids, dtype=np.int32)
+                if not len(body):  # a normaliser may leave nothing of a text
+                    skipped["empty"] += 1
+                    continue
+                found = forbidden[np.isin(forbidden, body)]
+                if len(found):
+                    raise ValueError(
+                        f"{where} holds text that this tokenizer turns into its special token"
+                        f" {hf_tokenizer.convert_ids_to_tokens(int(found[0]))}:"
+                        f" take it out of the text, or choose a byte-level tokenizer"
+                    )
+                yield np.concatenate([before, body, after])
+
+    return encode
+
+
+def _special_tokens_around(backend: Tokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer itself puts before and after a text."""
+    probe = backend.encode("a", add_special_tokens=True)
+    text = [position for position, special in enumerate(probe.special_tokens_mask) if not special]
+    return probe.ids[: text[0]], probe.ids[text[-1] + 1 :]
+
+
+def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    batch, characters = [], 0
+    for document in documents:
+        if batch and (len(batch) == BATCH_DOCUMENTS or characters + len(document[1]) > BATCH_CHARACTERS):
+            yield batch
+            batch, characters = [], 0
+        batch.append(document)
+        characters += len(document[1])
+    if batch:
+        yield batch
+
+
+# --- splits --------------------------------------------------------------------------
+
+
+@dataclass
+class _Split:
+    """One split while it is written: a flat file of int32 tokens, documents end to end."""
+
+    path: Path
+    documents: int = 0
+    tokens: int = 0
+    max_token_id: int = -1
+    # The document nearest to the other split: (distance, first token, tokens).
+    nearest: tuple[float, int, int] = field(default=(2.0, 0, 0))
+
+    def add(self, ids: np.ndarray, distance: float) -> None:
+        self.nearest = min(self.nearest, (distance, self.tokens, len(ids)))
+        self.documents += 1
+        self.tokens += len(ids)
+        self.max_token_id = max(self.max_token_id, int(ids.max()))
+
+
+def document_hash(seed: int, index: int) -> float:
+    """A number in [0, 1), uniform over documents, that depends on (seed, index) alone."""
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big") / 2**48
+
+
+def _split_documents(
+    encoded: Iterable[np.ndarray], folder: Path, seed: int, validation_fraction: float
+) -> tuple[_Split, _Split]:
+    """Write each document to the flat file of its split: whole, in the order they come."""
+    train, validation = _Split(folder / "train.int32"), _Split(folder / "validation.int32")
+    with open(train.path, "wb") as train_file, open(validation.path, "wb") as validation_file:
+        for index, ids in enumerate(encoded):
+            number = document_hash(seed, index)
+            split, file = (validation, validation_file) if number < validation_fraction else (train, train_file)
+            file.write(ids.data)
+            split.add(ids, abs(number - validation_fraction))
+    # Few documents can all fall to one side: then the nearest to the other goes there.
+    if train.documents + validation.documents >= 2:
+        if not validation.documents:
+            _move_nearest(train, validation)
+        elif not train.documents:
+            _move_nearest(validation, train)
+    return train, validation
+
+
+def _move_nearest(source: _Split, destination: _Split) -> None:
+    _, start, count = source.nearest
+    tokens = np.memmap(source.path, dtype=np.int32, mode="r+")
+    moved = np.array(tokens[start : start + count])
+    moved.tofile(destination.path)
+    destination.add(moved, 0.0)
+    for position in range(start, len(tokens) - count, COPY_TOKENS):
+        chunk = np.array(tokens[position + count : position + count + COPY_TOKENS])
+        tokens[position : position + len(chunk)] = chunk
+    del tokens
+    source.documents -= 1
+    source.tokens -= count
+    os.truncate(source.path, source.tokens * np.dtype(np.int32).itemsize)
+
+
+# --- rows ----------------------------------------------------------------------------
+
+
+def _save_rows(splits: dict[str, _Split], folder: Path, context_length: int, progress: bool) -> dict[str, dict]:
+    """Write the splits' whole rows as a DatasetDict into `folder`; the manifest's `splits`.
+
+    Raises:
+        ValueError: a split that does not fill a row.
+    """
+    for name, split in splits.items():
+        if split.tokens < context_length:
+            larger = "a larger --validation_fraction" if name == "validation" else "a smaller --validation_fraction"
+            raise ValueError(
+                f"the {name} split has {split.tokens} tokens in {split.documents} of"
+                f" {sum(one.documents for one in splits.values())} documents, which do not fill one row of"
+                f" context_length {context_length}: choose a smaller --context_length or {larger},"
+                f" or give more text (a plain-text file is one document, and documents are never divided)"
+            )
+    described, prepared = {}, {}
+    for name, split in splits.items():
+        rows = split.tokens // context_length
+        tokens = np.memmap(split.path, dtype=np.int32, mode="r", shape=rows * context_length)
+        digest = hashlib.sha256()
+        for position in range(0, len(tokens), COPY_TOKENS):
+            digest.update(tokens[position : position + COPY_TOKENS].data)
+        described[name] = {
+            "documents": split.documents,
+            "tokens": split.tokens,
+            "rows": rows,
+            "dropped_tokens": split.tokens - rows * context_length,
+            "sha256": digest.hexdigest(),
+        }
+        prepared[name] = _fixed_size_dataset(tokens, context_length, name, fingerprint=digest.hexdigest()[:16])
+
+    with _datasets_bars(shown=progress and sys.stderr.isatty()):
+        datasets.DatasetDict(prepared).save_to_disk(folder, max_shard_size=MAX_SHARD_SIZE)
+    for split in splits.values():
+        split.path.unlink()
+    return described
+
+
+def _fixed_size_dataset(tokens: np.ndarray, context_length: int, name: str, fingerprint: str) -> datasets.Dataset:
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), length=context_length)})
+    # The memory map itself becomes the column: nothing is copied, nothing is in memory yet.
+    flat = pa.Array.from_buffers(pa.int32(), len(tokens), [None, pa.py_buffer(tokens)])
+    column = pa.FixedSizeListArray.from_arrays(flat, context_length)
+    # Without a fingerprint of its own `datasets` would pickle the whole table to get one.
+    return datasets.Dataset(
+        pa.table({"input_ids": column}),
+        info=datasets.DatasetInfo(features=features),
+        split=datasets.NamedSplit(name),
+        fingerprint=fingerprint,
+    )
+
+
+@contextlib.contextmanager
+def _datasets_bars(shown: bool) -> Iterator[None]:
+    """Keep `datasets` from drawing bars where none are wanted; its switch is global."""
+    switch = not shown and not datasets.utils.are_progress_bars_disabled()
+    if switch:
+        datasets.utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if switch:
+            datasets.utils.enable_progress_bars()
+
+
+# --- the output folder ---------------------------------------------------------------
+
+
+def _temporary_folder(output: Path) -> Path:
+    """Make a folder beside `output` (a rename must not cross file systems); sweep old ones.
+
+    A preparation of the same `output` that still runs elsewhere loses its folder and
+    fails; it cannot mix its data with ours, since each folder has a name of its own.
+    """
+    prefix = f".{output.name}.preparing-"
+    folder = output.parent / f"{prefix}{secrets.token_hex(4)}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    except OSError as error:
+        raise ValueError(f"output {output} cannot be written: {error}") from error
+    for other in folder.parent.iterdir():
+        if other.name.startswith(prefix) and other != folder:
+            shutil.rmtree(other)
+    return folder
+
+
+def _publish(folder: Path, output: Path) -> None:
+    """Rename `folder` to `output`; what stood there goes last."""
+    old = folder.with_name(folder.name + "-old")
+    if output.exists():
+        output.rename(old)
+    folder.rename(output)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,323 @@
+"""Arguments -> Fabric, and a model -> its wrapped form. Nothing else knows about sharding.
+
+| name   | what it is                                          | a rank holds                    |
+|--------|-----------------------------------------------------|---------------------------------|
+| fsdp   | FullyShardedDataParallel, Fabric's FSDPStrategy     | a part (see sharding_strategy)  |
+| fsdp2  | fully_shard, Fabric's ModelParallelStrategy         | a part                          |
+| ddp    | DistributedDataParallel                             | everything                      |
+| single | one device, no wrapper                              | everything                      |
+| xla    | Fabric's XLAFSDPStrategy, for TPUs                  | a part                          |
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Callable, Optional, Union
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
+from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+LAYER_LISTS = (nn.ModuleList, nn.ModuleDict)  # no forward of their own: never wrapped
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is wrapped. Field meanings: docs/fsdp.md."""
+
+    auto_wrap_policy: str = "auto"
+    sharding_strategy: str = "FULL_SHARD"
+    limit_all_gathers: bool = True
+    cpu_offload: bool = False
+    backward_prefetch: str = "BACKWARD_PRE"
+
+
+def resolve_devices(devices: Union[int, str], num_nodes: int, accelerator: str) -> tuple[int, int, str]:
+    """(devices per node, nodes, "cpu" or "cuda"). Raises ValueError where the machine hasn't that many.
+
+    Under torchrun or another launcher that sets LOCAL_WORLD_SIZE and WORLD_SIZE, `auto` means what it started.
+    """
+    gpus = torch.cuda.device_count()
+    if accelerator in ("cuda", "gpu") and gpus == 0:
+        raise ValueError(f"--accelerator {accelerator}: this machine shows no GPU to PyTorch {torch.__version__}.")
+    kind = "cuda" if accelerator in ("cuda", "gpu") or (accelerator == "auto" and gpus) else "cpu"
+    if "LOCAL_WORLD_SIZE" in os.environ and devices == "auto":
+        devices = int(os.environ["LOCAL_WORLD_SIZE"])
+        num_nodes = int(os.environ["WORLD_SIZE"]) // devices
+    count = (gpus if kind == "cuda" else 1) if devices == "auto" else int(devices)
+    if count < 1 or num_nodes < 1:
+        raise ValueError(f"--devices {devices} and --num_nodes {num_nodes} must be at least 1.")
+    if kind == "cuda" and count > gpus:
+        raise ValueError(f"--devices {count}: this machine has {gpus} GPU{'s' * (gpus != 1)}.")
+    return count, num_nodes, kind
+
+
+def resolve_strategy(name: str, world_size: int, tpu: bool, precision: str, kind: str, sharding: Sharding) -> str:
+    """The strategy's name for `auto`, checked against the rest. Raises ValueError where they don't go together."""
+    if tpu:
+        if importlib.util.find_spec("torch_xla") is None:
+            raise ValueError("--tpu true needs the package torch_xla, which isn't installed on this machine.")
+        return "xla"
+    if name == "auto":
+        name = "fsdp" if world_size > 1 else "single"
+    elif name == "ddp" and world_size == 1:
+        name = "single"
+    if precision == "16-mixed" and kind == "cpu":
+        raise ValueError("--precision 16-mixed needs a GPU; on a CPU take bf16-mixed or 32-true.")
+    if kind == "cuda" and "bf16" in precision and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ValueError(f"--precision {precision}: this GPU has no bfloat16; take 16-mixed or 32-true.")
+    if name == "fsdp2" and precision == "16-mixed":
+        raise ValueError("--precision 16-mixed doesn't go with --strategy fsdp2; take bf16-mixed, or --strategy fsdp.")
+    if name == "fsdp2" and sharding.sharding_strategy == "NO_SHARD":
+        raise ValueError("--sharding_strategy NO_SHARD doesn't go with --strategy fsdp2; --strategy ddp is the same.")
+    if sharding.cpu_offload and name not in ("fsdp", "fsdp2"):
+        raise ValueError(f"--cpu_offload true needs --strategy fsdp or fsdp2; here it is {name}.")
+    return name
+
+
+def make_fabric(name: str, *, devices: int, num_nodes: int, kind: str, precision: str) -> Fabric:
+    """Fabric for a strategy name of this module's table. Starts nothing: that is `fabric.launch()`."""
+    if name == "xla":
+        from lightning.fabric.strategies import XLAFSDPStrategy
+
+        return Fabric(accelerator="tpu", devices=devices, num_nodes=num_nodes, strategy=XLAFSDPStrategy())
+    strategies: dict[str, Callable[[], Any]] = {
+        "fsdp": AnyDeviceFSDPStrategy,
+        "fsdp2": lambda: ModelParallelStrategy(
+            _already_parallel, data_parallel_size=devices * num_nodes, tensor_parallel_size=1
+        ),
+        "ddp": lambda: DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True),
+        "single": lambda: "auto",
+    }
+    return Fabric(
+        accelerator=kind,
+        devices=devices,
+        num_nodes=num_nodes,
+        strategy=strategies[name](),
+        plugins=[_precision(name, precision, kind)],
+    )
+
+
+class AnyDeviceFSDPStrategy(FSDPStrategy):
+    """FSDPStrategy, also on CPU (Fabric refuses the class itself there). `wrap` makes the FSDP modules."""
+
+
+def _already_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    return model
+
+
+def _precision(name: str, precision: str, kind: str) -> Precision:
+    if name == "fsdp":
+        return _FSDPPrecision(precision, kind)
+    if precision.endswith("-mixed"):
+        return MixedPrecision(precision, device=kind)
+    return Precision()  # the weights are in their dtype already, see model.py
+
+
+class _FSDPPrecision(FSDPPrecision):
+    """Leaves the module as it is (`module.to(bfloat16)` would round RoPE's frequencies) and knows the CPU."""
+
+    def __init__(self, precision: str, kind: str) -> None:
+        super().__init__(precision)
+        self.kind = kind
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def forward_context(self) -> AbstractContextManager:
+        if not self.precision.endswith("-mixed"):
+            return nullcontext()
+        return torch.autocast(self.kind, dtype=torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16)
+
+
+# ------------------------------------------------------------------- which modules are wrapped
+
+
+def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
+    """The modules that are gathered as one, children before parents, for an --auto_wrap_policy.
+
+    Raises ValueError for a class name that the model doesn't have.
+    """
+    if policy == "none":
+        return []
+    if policy.startswith("size:"):
+        return _at_least(model, _parameter_count(policy))
+    names = _layer_class_names(model) if policy == "auto" else {name.strip() for name in policy.split(",")}
+    present = {type(module).__name__ for module in model.modules()}
+    if missing := sorted(names - present):
+        raise ValueError(
+            f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; "
+            f"it has {', '.join(sorted(_layer_class_names(model)))}."
+        )
+    return [module for module in _children_first(model) if type(module).__name__ in names]
+
+
+def _parameter_count(policy: str) -> int:
+    try:
+        count = int(float(policy.removeprefix("size:")))
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 1:
+        raise ValueError(f"--auto_wrap_policy {policy}: after 'size:' comes a number of parameters, such as size:1e8.")
+    return count
+
+
+def _layer_class_names(model: nn.Module) -> set[str]:
+    """Class names of the model's repeated layers: what it says itself, else the elements of its longest list."""
+    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    present = {type(module).__name__ for module in model.modules()}
+    if named & present:
+        return named & present
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    return {type(layer).__name__ for layer in max(lists, key=len, default=[])}
+
+
+def _children_first(module: nn.Module) -> list[nn.Module]:
+    return [m for child in module.children() for m in _children_first(child)] + [module]
+
+
+def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
+    """Modules with `minimum` parameters that no wrapped child holds; a tied parameter stays with all its holders."""
+    holders: dict[int, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), set()).add(module)
+    tied = [modules for modules in holders.values() if len(modules) > 1]
+    chosen: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        count = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
+        inside = set(module.modules())
+        splits_a_tie = any(modules & inside and not modules <= inside for modules in tied)
+        if count < minimum or module is model or isinstance(module, LAYER_LISTS) or splits_a_tie:
+            return count
+        chosen.append(module)
+        return 0
+
+    visit(model)
+    return chosen
+
+
+# ------------------------------------------------------------------- wrapping
+
+
+def wrap(
+    fabric: Fabric, name: str, model: nn.Module, materialize: Callable[[nn.Module], None], precision: str, how: Sharding
+) -> nn.Module:
+    """The model on the meta device -> the model on the devices, filled, wrapped and set up by Fabric.
+
+    `materialize(module)` fills the tensors that a module itself holds (model.Materializer). It is called for the
+    modules of a unit just before that unit is sharded.
+    """
+    if name == "fsdp":
+        model = _wrap_fsdp(fabric, model, materialize, precision, how)
+    elif name == "fsdp2":
+        _wrap_fsdp2(fabric, model, materialize, precision, how)
+    else:
+        for module in model.modules():
+            materialize(module)
+    return fabric.setup_module(model, move_to_device=False)
+
+
+def _wrap_fsdp(
+    fabric: Fabric, model: nn.Module, materialize: Callable[[nn.Module], None], precision: str, how: Sharding
+) -> nn.Module:
+    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+
+    units = set(modules_to_wrap(model, how.auto_wrap_policy))
+    sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")  # the user, or a single rank, asked for it
+        return FSDP(
+            model,
+            auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=lambda module: module in units),
+            param_init_fn=materialize,
+            sharding_strategy=ShardingStrategy[how.sharding_strategy if sharded else "NO_SHARD"],
+            device_mesh=_mesh(fabric, how) if sharded else None,
+            mixed_precision=_fsdp_mixed_precision(precision),
+            cpu_offload=CPUOffload(how.cpu_offload),
+            backward_prefetch=None if how.backward_prefetch == "none" else BackwardPrefetch[how.backward_prefetch],
+            limit_all_gathers=how.limit_all_gathers,
+            device_id=fabric.device,
+            use_orig_params=True,
+        )
+
+
+def _fsdp_mixed_precision(precision: str) -> Any:
+    """Buffers stay float32 (Fabric's choice would round RoPE's frequencies), gradients are reduced in float32."""
+    from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+
+    if precision == "32-true":
+        return None
+    dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
+    return FSDPMixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+
+
+def _wrap_fsdp2(
+    fabric: Fabric, model: nn.Module, materialize: Callable[[nn.Module], None], precision: str, how: Sharding
+) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    settings: dict[str, Any] = {
+        "mesh": _mesh(fabric, how),
+        "reshard_after_forward": how.sharding_strategy != "SHARD_GRAD_OP",
+        "offload_policy": CPUOffloadPolicy(pin_memory=fabric.device.type == "cuda")
+        if how.cpu_offload
+        else OffloadPolicy(),
+    }
+    if precision != "32-true":
+        settings["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    for unit in [*modules_to_wrap(model, how.auto_wrap_policy), model]:
+        for module in unit.modules():
+            materialize(module)
+        fully_shard(unit, **settings)
+
+
+def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:
+    if how.sharding_strategy == "HYBRID_SHARD":  # shard inside a node, replicate over nodes
+        nodes = fabric.world_size // fabric.strategy.num_processes
+        shape, names = (nodes, fabric.strategy.num_processes), ("replicate", "shard")
+    else:
+        shape, names = (fabric.world_size,), ("shard",)
+    return init_device_mesh(fabric.device.type, shape, mesh_dim_names=names)
+
+
+# ------------------------------------------------------------------- questions to a wrapped model
+
+
+def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
+    """The process group that the parameters of a wrapped model are split over, None where ranks hold them whole."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import ShardingStrategy
+    from torch.distributed.tensor import DTensor
+
+    root = next((m for m in model.modules() if isinstance(m, FSDP)), None)
+    if root is not None:
+        return None if root.sharding_strategy == ShardingStrategy.NO_SHARD else root.process_group
+    parameter = next(model.parameters())
+    return parameter.device_mesh.get_group("shard") if isinstance(parameter, DTensor) else None
+
+
+def original_name(name: str) -> str:
+    """A parameter's name in the unwrapped model."""
+    for wrapper in ("_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.", "module."):
+        name = name.replace(wrapper, "")
+    return name
+
+
+def syncs_every_micro_batch(name: str) -> bool:
+    """False where gradients of earlier micro-batches can wait unreduced without costing memory."""
+    return name not in ("ddp", "single")

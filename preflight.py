@@ -1,0 +1,246 @@
+"""Arguments -> Plan: every mistake that can be found before a process or a model exists is found here.
+
+Each check raises ValueError in one sentence with the offending value; train.py turns that into exit code 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from arguments import Arguments
+from fabric_llm import checkpoint, run_directory
+from fabric_llm.data import TokenDataset, open_dataset
+from fabric_llm.model import DTYPES, build_skeleton, has_weights, load_config, load_tokenizer
+from fabric_llm.strategy import Sharding, modules_to_wrap, resolve_devices, resolve_strategy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the arguments mean on this machine, with this dataset and model: nothing is left to decide."""
+
+    dataset: TokenDataset
+    source: str  # hub name or directory that the weights and their config come from
+    config: Any  # the model's transformers configuration
+    tokenizer: Optional[Any]
+    strategy: str  # a name of strategy.py's table
+    sharding: Sharding
+    devices: int  # per node
+    num_nodes: int
+    kind: str  # "cpu" or "cuda"
+    micro_batches: int  # per step and device
+    global_batch_size: int  # sequences
+    start: checkpoint.Progress
+    max_step: int
+    end: Optional[int]  # position at which number_epochs are over; None with max_step
+    run_directory: Path
+    resume_from: Optional[Path]
+
+    @property
+    def world_size(self) -> int:
+        return self.devices * self.num_nodes
+
+    def sequences_at(self, position: int) -> int:
+        """Sequences that the step at `position` consumes: a global batch, or what is left of the last epoch."""
+        return self.global_batch_size if self.end is None else min(self.global_batch_size, self.end - position)
+
+    def facts(self, arguments: Arguments) -> dict[str, Any]:
+        """What a checkpoint of this run and the run that resumes from it must have in common."""
+        return {
+            "global_batch_size": self.global_batch_size,
+            "context_length": self.dataset.context_length,
+            "train_rows": len(self.dataset.train),
+            "seed": arguments.training.seed,
+            "precision": arguments.model.precision,
+        }
+
+
+def make_plan(arguments: Arguments) -> Plan:
+    """Resolve and check everything. Raises ValueError."""
+    data, model, training, fsdp = arguments.data, arguments.model, arguments.training, arguments.fsdp
+    for name, value in (("model_name", model.model_name), ("train_data_dir", data.train_data_dir)):
+        if value is None:
+            raise ValueError(f"--{name} is missing: a run needs --model_name and --train_data_dir.")
+    check_numbers(arguments)
+    devices, num_nodes, kind = resolve_devices(
+        arguments.devices.devices, arguments.devices.num_nodes, arguments.devices.accelerator
+    )
+    world_size = devices * num_nodes
+    sharding = Sharding(
+        fsdp.auto_wrap_policy, fsdp.sharding_strategy, fsdp.limit_all_gathers, fsdp.cpu_offload, fsdp.backward_prefetch
+    )
+    strategy = resolve_strategy(fsdp.strategy, world_size, arguments.devices.tpu, model.precision, kind, sharding)
+    micro_batches, global_batch_size = batch_sizes(
+        training.micro_batch_size, training.gradient_accumulation_steps, training.global_batch_size, devices, num_nodes
+    )
+    if arguments.demo:
+        prepare_demo(Path(data.train_data_dir), data.context_length)
+    dataset = open_dataset(data.train_data_dir)
+    check_sizes(arguments, dataset, global_batch_size)
+    directory, resume_from = choose_directory(arguments)
+    source = model.model_name if resume_from is None else str(resume_from)
+    config = load_config(source)
+    tokenizer = check_model(arguments, config, dataset, source, resume_from)
+    end = None if training.max_step is not None else training.number_epochs * len(dataset.train)
+    start = checkpoint.Progress()
+    if resume_from is not None:
+        start = checkpoint.Progress(**checkpoint.check(resume_from)["progress"])
+    max_step = training.max_step if end is None else start.step - (start.position - end) // global_batch_size
+    plan = Plan(
+        dataset, source, config, tokenizer, strategy, sharding, devices, num_nodes, kind, micro_batches,
+        global_batch_size, start, max_step, end, directory, resume_from,
+    )  # fmt: skip
+    if resume_from is not None:
+        check_resume(plan, plan.facts(arguments), checkpoint.check(resume_from))
+    return plan
+
+
+def check_numbers(arguments: Arguments) -> None:
+    """Signs and ranges of all numbers."""
+    positive = (
+        "number_epochs max_step micro_batch_size gradient_accumulation_steps global_batch_size lr eval_batch_size "
+        "eval_step_interval save_step_interval keep_last log_step_interval context_length"
+    ).split()
+    not_negative = "grad_clip min_lr warmup_steps weight_decay num_workers eval_iters sample_tokens seed".split()
+    flat = arguments.flat()
+    for names, fits, words in ((positive, lambda v: v > 0, "positive"), (not_negative, lambda v: v >= 0, "0 or more")):
+        for name in names:
+            if flat[name] is not None and not fits(flat[name]):
+                raise ValueError(f"--{name} must be {words}, not {flat[name]}.")
+    for name in ("beta1", "beta2"):
+        if not 0 <= flat[name] < 1:
+            raise ValueError(f"--{name} must be at least 0 and less than 1, not {flat[name]}.")
+    if flat["min_lr"] > flat["lr"]:
+        raise ValueError(f"--min_lr {flat['min_lr']} is larger than --lr {flat['lr']}.")
+
+
+def batch_sizes(
+    micro_batch_size: int, accumulation: Optional[int], global_batch_size: Optional[int], devices: int, num_nodes: int
+) -> tuple[int, int]:
+    """(micro-batches per step and device, sequences per step). Raises ValueError, with all numbers, if they disagree."""
+    per_micro_batch = micro_batch_size * devices * num_nodes
+    spelled = f"--micro_batch_size {micro_batch_size} x {devices} devices x {num_nodes} nodes = {per_micro_batch}"
+    if global_batch_size is None:
+        accumulation = accumulation or 1
+        return accumulation, accumulation * per_micro_batch
+    if global_batch_size % per_micro_batch:
+        raise ValueError(f"--global_batch_size {global_batch_size} doesn't divide by {spelled}.")
+    needed = global_batch_size // per_micro_batch
+    if accumulation not in (None, needed):
+        raise ValueError(
+            f"--global_batch_size {global_batch_size} needs --gradient_accumulation_steps {needed}, "
+            f"not {accumulation}: {spelled}."
+        )
+    return needed, global_batch_size
+
+
+def check_sizes(arguments: Arguments, dataset: TokenDataset, global_batch_size: int) -> None:
+    """Batches against the dataset."""
+    rows, folder = len(dataset.train), str(dataset.folder)
+    asked = arguments.data.context_length
+    if asked not in (None, dataset.context_length):
+        raise ValueError(
+            f"--context_length {asked}: the rows of {folder!r} hold {dataset.context_length} tokens; "
+            f"run prepare_data.py again with --context_length {asked}."
+        )
+    if arguments.training.micro_batch_size > rows:
+        raise ValueError(
+            f"--micro_batch_size {arguments.training.micro_batch_size} is larger than the training split of {folder!r}: "
+            f"{rows} sequences."
+        )
+    if global_batch_size > rows:
+        raise ValueError(f"A step takes {global_batch_size} sequences, but the training split of {folder!r} has {rows}.")
+
+
+def choose_directory(arguments: Arguments) -> tuple[Path, Optional[Path]]:
+    """(run directory, checkpoint to resume from or None)."""
+    flags = arguments.checkpoint
+    given = None if flags.checkpoint is None else Path(flags.checkpoint)
+    if given is not None and not flags.resume:
+        raise ValueError("--checkpoint says where to resume, so it goes with --resume true.")
+    if given is not None:
+        checkpoint.check(given)
+    default = run_directory.default_name(arguments.model.model_name, arguments.data.train_data_dir)
+    directory = run_directory.choose(flags.output_dir, flags.run_name, default, flags.resume, given)
+    run_directory.require_writable(directory)
+    return directory, (given or checkpoint.latest(directory)) if flags.resume else None
+
+
+def check_model(
+    arguments: Arguments, config: Any, dataset: TokenDataset, source: str, resume_from: Optional[Path]
+) -> Optional[Any]:
+    """The model against the flags and the dataset. Returns the tokenizer that goes with checkpoints, if any."""
+    text_config = config.get_text_config()
+    if dataset.max_token_id >= text_config.vocab_size:
+        raise ValueError(
+            f"{str(dataset.folder)!r} holds token id {dataset.max_token_id}, but the vocabulary of {source!r} "
+            f"has {text_config.vocab_size} tokens: the dataset was made with another tokenizer."
+        )
+    longest = getattr(text_config, "max_position_embeddings", None)
+    rotary = getattr(text_config, "rope_parameters", None) is not None
+    if longest is not None and dataset.context_length > longest and not rotary:
+        raise ValueError(
+            f"Rows of {str(dataset.folder)!r} hold {dataset.context_length} tokens, "
+            f"but {source!r} has positions for {longest}."
+        )
+    skeleton = build_skeleton(config, DTYPES[arguments.model.precision])
+    modules_to_wrap(skeleton, arguments.fsdp.auto_wrap_policy)
+    if arguments.fsdp.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
+        raise ValueError(f"--activation_checkpointing true: {type(skeleton).__name__} doesn't support it.")
+    if resume_from is not None and arguments.model.model_name != source:
+        started_from = build_skeleton(load_config(arguments.model.model_name), skeleton.dtype)
+        differing = set(checkpoint.shapes(started_from)) ^ set(checkpoint.shapes(skeleton))
+        if differing:
+            name, shape = min(differing)
+            raise ValueError(
+                f"{str(resume_from)!r} belongs to another model than --model_name {arguments.model.model_name!r}: "
+                f"{len(differing)} parameters differ, such as {name} {list(shape)}."
+            )
+    of_model, of_data = load_tokenizer(source), load_tokenizer(str(dataset.folder / "tokenizer"))
+    if of_model is not None and of_data is not None and of_model.get_vocab() != of_data.get_vocab():
+        raise ValueError(
+            f"{str(dataset.folder)!r} was made with another tokenizer than that of {source!r} "
+            f"({len(of_data)} and {len(of_model)} tokens): run prepare_data.py with --tokenizer {source}."
+        )
+    return of_model or of_data
+
+
+def check_resume(plan: Plan, now: dict[str, Any], document: dict[str, Any]) -> None:
+    """The run as it would go on, against what its checkpoint says."""
+    for name, value in now.items():
+        if document[name] != value:
+            raise ValueError(f"{str(plan.resume_from)!r} was written with {name} {document[name]}, not {value}.")
+    if plan.start.step >= plan.max_step:
+        raise ValueError(
+            f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of {plan.max_step}): "
+            "to train on, give a larger --max_step or --number_epochs."
+        )
+
+
+def prepare_demo(folder: Path, context_length: int) -> None:
+    """The source of the Python standard library, tokenized and packed, made once."""
+    import os
+
+    from filelock import FileLock
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):  # torchrun starts all ranks at once
+        if folder.exists():
+            return
+        from fabric_llm.prepare import prepare, summary
+
+        print(f"Preparing {folder} from the source of the Python standard library (once, about half a minute).")
+        manifest = prepare(
+            inputs=[os.path.dirname(os.__file__)],
+            output=folder,
+            tokenizer=None,
+            train_tokenizer=4096,
+            context_length=context_length,
+            validation_fraction=0.05,
+            pattern=["*.py"],
+            exclude=["site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"],
+        )
+        print(summary(manifest))
+        sys.stdout.flush()
