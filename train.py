@@ -142,6 +142,8 @@ class Run:
         self.directory.mkdir(parents=True, exist_ok=True)
         for name in checkpoint.sweep(self.directory):
             print(f"Removed {name}, left by a save that was cut off.")
+        for name in checkpoint.move_aside(self.directory, plan.start.step):
+            print(f"Kept as {name}: this run writes that step anew.")
         resolved = {
             "context_length": plan.dataset.context_length,
             "gradient_accumulation_steps": None,  # follows from the global batch, on any number of devices

@@ -103,9 +103,10 @@ def save(
         weights = _full_weights(model, offload=fabric.device.type != "cpu")
         if rank_zero:
             template.save_pretrained(temporary, state_dict=weights, max_shard_size="5GB")
-        del weights
     else:
-        _save_parts(get_model_state_dict(model), temporary / "weights")
+        again = tied_names(template)
+        weights = {k: v for k, v in get_model_state_dict(model).items() if k.removeprefix(PREFIX) not in again}
+        _save_parts(weights, temporary / "weights")
         if rank_zero:
             template.config.save_pretrained(temporary)
             if template.generation_config is not None:
@@ -121,6 +122,12 @@ def save(
     if rank_zero:
         publish(temporary, target)
     fabric.barrier()
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Second names of parameters that have two, such as lm_head.weight where it is the embedding."""
+    once = {name for name, _ in model.named_parameters()}
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
 
 
 def _full_weights(model: nn.Module, offload: bool) -> dict[str, Tensor]:
@@ -199,6 +206,15 @@ def sweep(run_directory: Path) -> list[str]:
     for path in leftovers:
         shutil.rmtree(path)
     return [path.name for path in leftovers]
+
+
+def move_aside(run_directory: Path, after_step: int) -> list[str]:
+    """Rename the checkpoints of later steps, which a run that resumes at `after_step` will write anew."""
+    names = []
+    for path in checkpoints(run_directory):
+        if int(path.name.removeprefix("step-")) > after_step:
+            names.append(path.rename(path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")).name)
+    return names
 
 
 # ------------------------------------------------------------------------------- find

@@ -40,7 +40,7 @@ MANIFEST_FORMAT = 1
 MAX_LISTED_FILES = 10_000
 MAX_LISTED_SKIPS = 20
 # A batch is bounded both ways: many short documents keep every core of the tokenizer
-# busy, few long ones keep its working memory (about 100 bytes a token) small.
+# busy, few long ones keep its working memory (some 120 bytes a character) small.
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 4_000_000
 COPY_TOKENS = 16 * 2**20
@@ -100,8 +100,9 @@ def prepare(
     beside. The tokens that do not fill a last row are dropped and counted:
     tokens = rows * context_length + dropped_tokens in each split.
 
-    One document is tokenised at a time in memory, at about 100 bytes a token. On disk the
-    work needs 8 bytes a token, half of it until the end only.
+    Memory is that of one batch, or of one document where that is longer: a document is
+    tokenised whole, at some 120 bytes a character, so a file of gigabytes should be divided
+    into its documents first. On disk the work needs 8 bytes a token, 4 of which stay.
 
     Raises:
         ValueError: for everything a user can put right; the sentence says how.
@@ -110,6 +111,11 @@ def prepare(
     target = Path(output).resolve()  # a link to a larger disk stays a link
     _check_output(target, overwrite)
     sources = find_sources(inputs, pattern=pattern, exclude=exclude, output=target)
+    if len(sources) == 1 and sources[0].read is _read_text:
+        raise ValueError(
+            f"the only input, {sources[0].name}, is one document, which leaves none for validation: put one"
+            f" document on each line of a .jsonl file, or give several files"
+        )
     # A tokenizer that cannot be had should be told of before anything is written.
     hf_tokenizer = load_tokenizer(tokenizer) if tokenizer is not None else None
 
@@ -216,7 +222,7 @@ def _check_arguments(inputs, tokenizer, train_tokenizer, context_length, validat
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
-    if not output.exists():
+    if not os.path.exists(output):  # False as well where one may not look, which is told of later
         return
     if not output.is_dir():
         raise ValueError(f"output {output} is a file: name a folder")
@@ -399,7 +405,10 @@ def _read_parquet(path: str, text_field: str) -> Iterator[Document]:
 
 
 def _read_dataset_folder(path: str, text_field: str) -> Iterator[Document]:
-    loaded = datasets.load_from_disk(path)
+    try:
+        loaded = datasets.load_from_disk(path)
+    except Exception as error:  # OSError, KeyError, JSON and Arrow errors: what is missing decides
+        raise ValueError(f"{path} is not a complete dataset folder: {_one_line(error)}") from error
     yield from _read_rows(path, loaded if isinstance(loaded, dict) else {"rows": loaded}, text_field)
 
 

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -95,7 +96,7 @@ def make_fabric(name: str, *, devices: int, num_nodes: int, kind: str, precision
         "fsdp2": lambda: ModelParallelStrategy(
             _already_parallel, data_parallel_size=devices * num_nodes, tensor_parallel_size=1
         ),
-        "ddp": lambda: DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True),
+        "ddp": lambda: DDPStrategy(gradient_as_bucket_view=True, **_no_buffer_sync()),
         "single": lambda: "auto",
     }
     return Fabric(
@@ -109,6 +110,12 @@ def make_fabric(name: str, *, devices: int, num_nodes: int, kind: str, precision
 
 class AnyDeviceFSDPStrategy(FSDPStrategy):
     """FSDPStrategy, also on CPU (Fabric refuses the class itself there). `wrap` makes the FSDP modules."""
+
+
+def _no_buffer_sync() -> dict[str, bool]:
+    """Buffers are constants here; DDP would send them in each forward. torch 2.13 renamed the option."""
+    known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def _already_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -1,0 +1,156 @@
+"""Checkpoint -> a Hugging Face directory that proves itself. One process, no GPU."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fabric_llm import checkpoint
+from fabric_llm.model import DTYPES, build_skeleton, load_config, load_reference, load_tokenizer
+
+# Largest mean difference of logits that rounding explains, as a part of their standard deviation, by the coarsest
+# dtype that the two sides compute in. Measured on Llama and GPT-2 (docs/export.md): a float32 export differs by 1e-6,
+# a bfloat16 one by 1e-2; swapped or missing weights by more than 0.5.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class VerificationError(RuntimeError):
+    """The exported model isn't the model that was trained."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What `verify` measured."""
+
+    tensors: int
+    parameters: int
+    tied: int  # parameters with a second name
+    logits_difference: float  # mean absolute difference as a part of the logits' standard deviation
+    tolerance: float
+    same_next_token: float  # part of the probe's positions with the same most likely next token
+
+
+def find(path: str | Path) -> Path:
+    """The checkpoint at `path`, or the latest of the run at `path`. Raises ValueError where there is none."""
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(f"No checkpoint at {str(path)!r}.")
+    found = path if (path / checkpoint.MANIFEST).is_file() else checkpoint.latest(path)
+    if found is None:
+        raise ValueError(f"{str(path)!r} is neither a checkpoint nor a run with one: no {checkpoint.MANIFEST}, no step-N.")
+    return found
+
+
+def export(
+    source: Path, output: Path, *, dtype: str = "auto", max_shard_size: str = "5GB", overwrite: bool = False
+) -> Proof:
+    """Write `output` from the checkpoint `source` and verify it.
+
+    Raises ValueError for a damaged checkpoint or an existing `output`, VerificationError if what was written isn't the
+    model that was trained; then nothing is left at `output`.
+    """
+    progress = checkpoint.check(source, hashes=True)
+    if output.exists() and not overwrite:
+        raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
+    trained_dtype = DTYPES[progress["precision"]]
+    config = load_config(str(source))
+    model = load_reference(str(source), config, trained_dtype, seed=0, state_dict=checkpoint.sharded_weights(source))
+    model.config.use_cache = True
+    model.to(trained_dtype if dtype == "auto" else getattr(torch, dtype))
+    temporary = output.with_name(f".tmp-{output.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(temporary, max_shard_size=max_shard_size)
+    tokenizer = load_tokenizer(str(source))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(temporary)
+    try:
+        proof = verify(temporary, model, checkpoint.read_probe(source), progress["precision"])
+    except VerificationError:
+        shutil.rmtree(temporary)
+        raise
+    if output.exists():
+        shutil.rmtree(output)
+    temporary.rename(output)
+    return proof
+
+
+def verify(folder: Path, trained: PreTrainedModel, probe: dict[str, Tensor], precision: str) -> Proof:
+    """Open `folder` with plain transformers and compare it with the trained weights and the recorded logits.
+
+    trained: the model with the checkpoint's weights, in the dtype of the export. Raises VerificationError.
+    """
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=trained.dtype, output_loading_info=True, trust_remote_code=False
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            raise VerificationError(f"{kind.replace('_', ' ')} in the export: {sorted(map(str, info[kind]))[:10]}.")
+    skeleton = build_skeleton(load_config(str(folder)), trained.dtype)
+    expected = dict(checkpoint.shapes(skeleton))
+    there = dict(loaded.named_parameters())
+    if set(expected) != set(there):
+        raise VerificationError(f"parameters differ from the model's: {sorted(set(expected) ^ set(there))[:10]}.")
+    ties = checkpoint.tied_names(skeleton)
+    if ties != checkpoint.tied_names(loaded):
+        raise VerificationError(f"tied weights {sorted(ties)} came out as {sorted(checkpoint.tied_names(loaded))}.")
+    for name, parameter in trained.named_parameters():
+        if tuple(there[name].shape) != expected[name]:
+            raise VerificationError(f"{name} has shape {list(there[name].shape)}, not {list(expected[name])}.")
+        if not torch.equal(there[name], parameter):
+            raise VerificationError(f"{name} isn't what the checkpoint holds.")
+    with torch.no_grad():
+        logits = loaded.eval()(probe["input_ids"]).logits[0, probe["positions"]].float()
+    recorded = probe["logits"]
+    if logits.shape != recorded.shape:
+        raise VerificationError(f"logits have shape {list(logits.shape)}, in training {list(recorded.shape)}.")
+    difference = ((logits - recorded).abs().mean() / recorded.std()).item()
+    computed_in = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32
+    tolerance = max(TOLERANCE[computed_in], TOLERANCE[trained.dtype])
+    if not difference <= tolerance:  # also where it is NaN
+        raise VerificationError(
+            f"logits differ from those in training by {difference:.2g} of their standard deviation, "
+            f"more than rounding explains ({tolerance:g})."
+        )
+    return Proof(
+        tensors=len(stored_names(folder)),
+        parameters=sum(p.numel() for p in loaded.parameters()),
+        tied=len(ties),
+        logits_difference=difference,
+        tolerance=tolerance,
+        same_next_token=(logits.argmax(-1) == recorded.argmax(-1)).float().mean().item(),
+    )
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Names of the tensors in the safetensors files of a Hugging Face directory."""
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            names.update(opened.keys())
+    return names
+
+
+def push(folder: Path, repository: str, private: bool = True) -> str:
+    """Upload a verified directory to the Hugging Face hub; returns the address. Can be repeated."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    api.create_repo(repository, private=private, exist_ok=True)
+    return str(api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Upload by fabric_llm"))
+
+
+def read_proof(proof: Proof) -> str:
+    """One line for the user."""
+    return (
+        f"Verified with plain transformers: {proof.tensors} tensors, {proof.parameters:,} parameters, {proof.tied} tied; "
+        f"logits differ from those in training by {proof.logits_difference:.1e} of their standard deviation "
+        f"(limit {proof.tolerance:g}), {proof.same_next_token:.0%} of next tokens the same."
+    )
+

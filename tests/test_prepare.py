@@ -1,0 +1,789 @@
+"""Raw text to packed rows: what goes in comes out, counted, or an error says why not."""
+
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from fabric_llm.prepare import (
+    END_OF_TEXT,
+    _read_rows,
+    document_hash,
+    prepare,
+    summary,
+    train_byte_level_bpe,
+)
+
+STANDARD_LIBRARY = Path(os.__file__).parent
+REPOSITORY = Path(__file__).parents[1]
+CONTEXT_LENGTH = 16
+
+
+# --- a corpus and its tokenizers -----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """24 documents: short modules of the standard library, and the awkward ones."""
+    found = []
+    for path in sorted(STANDARD_LIBRARY.glob("*.py")):
+        if 200 < path.stat().st_size < 6000:
+            found.append(path.read_bytes().decode("utf-8"))
+    awkward = ["naïve Ünïcödé \U0001f600\r\n\tend ", "x", "  leading and trailing  \n\n", "\x00 control \x7f"]
+    return found[:20] + awkward
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory, texts) -> str:
+    """A byte-level BPE without BOS, like GPT-2's."""
+    folder = tmp_path_factory.mktemp("bpe")
+    train_byte_level_bpe(texts, vocab_size=600).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def bos_bpe(tmp_path_factory, texts) -> str:
+    """A byte-level BPE that puts <s> before each text, like Llama's."""
+    backend = train_byte_level_bpe(texts, vocab_size=600).backend_tokenizer
+    backend.add_special_tokens(["<s>", "</s>"])
+    return save_tokenizer(tmp_path_factory.mktemp("bos_bpe"), backend, template="<s> $A")
+
+
+def save_tokenizer(folder: Path, backend: Tokenizer, template: str | None = None, bos="<s>", eos="</s>") -> str:
+    if template is not None:
+        special = [(token, backend.token_to_id(token)) for token in {bos, eos}]
+        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos).save_pretrained(folder)
+    return str(folder)
+
+
+def write_texts(folder: Path, texts: list[str]) -> Path:
+    folder.mkdir(parents=True)
+    for number, text in enumerate(texts):
+        (folder / f"{number:03d}.txt").write_bytes(text.encode())
+    return folder
+
+
+def write_lines(path: Path, records: list) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def make(tmp_path, bpe):
+    """prepare(), with what a test does not care about filled in."""
+
+    def make(*inputs, **changes):
+        arguments = dict(output=tmp_path / "out", context_length=CONTEXT_LENGTH, validation_fraction=0.3)
+        if "train_tokenizer" not in changes:
+            arguments["tokenizer"] = bpe
+        return prepare(inputs=list(inputs), **{**arguments, **changes})
+
+    return make
+
+
+def tokens_of(output: Path, split: str) -> list[int]:
+    return [token for row in datasets.load_from_disk(output)[split]["input_ids"] for token in row]
+
+
+def documents_of(output: Path, split: str) -> list[str]:
+    """The texts of a split, decoded from its rows; the last may be cut short."""
+    tokenizer = AutoTokenizer.from_pretrained(output / "tokenizer")
+    found = [[]]
+    for token in tokens_of(output, split):
+        if token == tokenizer.eos_token_id:
+            found.append([])
+        else:
+            found[-1].append(token)
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
+
+
+def assert_holds(output: Path, texts: list[str], seed: int = 1234, fraction: float = 0.3) -> None:
+    """The splits at `output` hold `texts`, each in its split, in order."""
+    for split in ("train", "validation"):
+        expected = [
+            text
+            for index, text in enumerate(texts)
+            if (document_hash(seed, index) < fraction) == (split == "validation")
+        ]
+        *whole, cut = documents_of(output, split)
+        assert whole == expected[: len(whole)]
+        # What is missing is the one unfilled row: less than context_length tokens.
+        missing = "".join(expected[len(whole) :])
+        assert missing.startswith(cut.rstrip("\ufffd")) and len(whole) >= len(expected) - CONTEXT_LENGTH
+
+
+# --- the rows ------------------------------------------------------------------------
+
+
+def test_rows_decode_to_the_documents_in_order(make, tmp_path, texts):
+    make(write_texts(tmp_path / "in", texts))
+    assert_holds(tmp_path / "out", texts)
+
+
+def test_dataset_is_a_dict_of_fixed_size_int32_rows(make, tmp_path, texts):
+    make(write_texts(tmp_path / "in", texts))
+    loaded = datasets.load_from_disk(tmp_path / "out")
+    assert isinstance(loaded, datasets.DatasetDict) and set(loaded) == {"train", "validation"}
+    for split in loaded.values():
+        assert split.features == {"input_ids": datasets.List(datasets.Value("int32"), length=CONTEXT_LENGTH)}
+        assert split.data.schema.field("input_ids").type == pa.list_(pa.int32(), CONTEXT_LENGTH)
+        assert len(split[0]["input_ids"]) == CONTEXT_LENGTH
+
+
+def test_every_token_is_in_a_row_or_counted_as_dropped(make, tmp_path, texts, bpe):
+    manifest = make(write_texts(tmp_path / "in", texts))
+    tokenizer = AutoTokenizer.from_pretrained(bpe)
+    counted = 0
+    for name, split in manifest["splits"].items():
+        assert split["tokens"] == split["rows"] * CONTEXT_LENGTH + split["dropped_tokens"]
+        assert 0 <= split["dropped_tokens"] < CONTEXT_LENGTH
+        assert split["rows"] == len(datasets.load_from_disk(tmp_path / "out")[name])
+        counted += split["tokens"]
+    assert counted == sum(len(tokenizer(text)["input_ids"]) + 1 for text in texts)
+    assert sum(split["documents"] for split in manifest["splits"].values()) == len(texts)
+
+
+def test_exactly_one_eos_ends_each_document(make, tmp_path, texts):
+    # Rows of 2 tokens drop one token at most, so every EOS but perhaps one is seen.
+    manifest = make(write_texts(tmp_path / "in", texts), context_length=2)
+    for name, split in manifest["splits"].items():
+        seen = tokens_of(tmp_path / "out", name).count(manifest["eos_token_id"])
+        assert seen + split["dropped_tokens"] == split["documents"]
+
+
+def test_bos_of_the_tokenizer_is_kept(make, tmp_path, texts, bos_bpe):
+    manifest = make(write_texts(tmp_path / "in", texts), tokenizer=bos_bpe, context_length=2)
+    bos, eos = manifest["bos_token_id"], manifest["eos_token_id"]
+    tokens = tokens_of(tmp_path / "out", "train")
+    assert tokens[0] == bos
+    assert [tokens[at + 1] for at, token in enumerate(tokens[:-1]) if token == eos] == [bos] * (tokens.count(bos) - 1)
+    assert tokens.count(bos) == manifest["splits"]["train"]["documents"]
+
+
+@pytest.mark.parametrize(
+    "template, bos, document",
+    [
+        ("$A </s>", "<s>", "a {eos}"),  # T5's way: its EOS is not doubled
+        ("<s> $A </s>", "<s>", "{bos} a {eos}"),
+        ("</s> $A", "</s>", "a {eos}"),  # OPT's way: BOS is EOS, and one of the two stays
+    ],
+)
+def test_no_convention_doubles_the_eos(make, tmp_path, texts, template, bos, document):
+    backend = train_byte_level_bpe(texts, vocab_size=300).backend_tokenizer
+    backend.add_special_tokens(["<s>", "</s>"])
+    a = backend.token_to_id("a")
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", backend, template, bos=bos)
+    manifest = make(write_texts(tmp_path / "in", ["a"] * 8), tokenizer=tokenizer, context_length=2)
+    ids = {"a": a, "{bos}": manifest["bos_token_id"], "{eos}": manifest["eos_token_id"]}
+    expected = [ids[part] for part in document.split()]
+    tokens = tokens_of(tmp_path / "out", "train")
+    assert tokens == (expected * 8)[: len(tokens)]
+
+
+def test_saved_tokenizer_gives_the_tokens_of_the_rows(make, tmp_path, texts, bos_bpe):
+    make(write_texts(tmp_path / "in", texts), tokenizer=bos_bpe)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    stream = []
+    for index, text in enumerate(texts):
+        if document_hash(1234, index) >= 0.3:
+            stream += tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+    tokens = tokens_of(tmp_path / "out", "train")
+    assert tokens == stream[: len(tokens)]
+
+
+@pytest.mark.parametrize("which", ["bpe", "bos_bpe"])
+def test_text_that_spells_a_special_token_stays_text(make, tmp_path, request, which):
+    spelled = ["</s> a", f"{END_OF_TEXT}", f"a{END_OF_TEXT}b <s>x</s>", f"end{END_OF_TEXT}"] * 3
+    make(write_texts(tmp_path / "in", spelled), tokenizer=request.getfixturevalue(which), context_length=2)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    for split in ("train", "validation"):
+        expected = [
+            text
+            for index, text in enumerate(spelled)
+            if (document_hash(1234, index) < 0.3) == (split == "validation")
+        ]
+        body = [ids for ids in tokens_of(tmp_path / "out", split) if ids not in tokenizer.all_special_ids]
+        assert "".join(expected).startswith(tokenizer.decode(body))
+        assert len(documents_of(tmp_path / "out", split)) >= len(expected)
+
+
+def test_spelling_that_the_model_itself_takes_for_eos_is_an_error(make, tmp_path):
+    # A WordLevel (or Unigram) vocabulary finds </s> in text without any special handling.
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "<s>": 2, "a": 3}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", backend)
+    folder = write_texts(tmp_path / "in", ["a a", "a </s> a"])
+    with pytest.raises(ValueError, match=r"001\.txt holds text that this tokenizer turns into .* </s>: take it out"):
+        make(folder, tokenizer=tokenizer, context_length=2)
+
+
+def test_truncation_set_in_the_tokenizer_is_not_obeyed(make, tmp_path, texts):
+    backend = train_byte_level_bpe(texts, vocab_size=300).backend_tokenizer
+    backend.enable_truncation(5)
+    backend.enable_padding(length=7)
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", backend, bos=END_OF_TEXT, eos=END_OF_TEXT)
+    make(write_texts(tmp_path / "in", texts), tokenizer=tokenizer)
+    assert_holds(tmp_path / "out", texts)
+
+
+def test_nothing_is_printed_where_stderr_is_no_terminal(make, tmp_path, texts, capfd):
+    make(write_texts(tmp_path / "in", [text * 20 for text in texts]))
+    assert capfd.readouterr() == ("", "")
+
+
+# --- the splits ----------------------------------------------------------------------
+
+
+def test_same_arguments_give_the_same_bytes(make, tmp_path, texts):
+    folder = write_texts(tmp_path / "in", texts)
+    make(folder, output=tmp_path / "a", train_tokenizer=400)
+    make(folder, output=tmp_path / "b", train_tokenizer=400)
+    files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
+    assert len(files) > 8
+    for name in files:
+        a, b = (tmp_path / "a" / name).read_bytes(), (tmp_path / "b" / name).read_bytes()
+        assert a == b.replace(b"/b", b"/a") if name.name == "manifest.json" else a == b
+
+
+def test_split_does_not_depend_on_the_batches(make, tmp_path, texts, monkeypatch):
+    folder = write_texts(tmp_path / "in", texts)
+    whole = make(folder, output=tmp_path / "a")
+    monkeypatch.setattr("fabric_llm.prepare.BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr("fabric_llm.prepare.BATCH_CHARACTERS", 500)
+    monkeypatch.setattr("fabric_llm.prepare.COPY_TOKENS", 7)
+    assert make(folder, output=tmp_path / "b")["splits"] == whole["splits"]
+
+
+def test_another_seed_gives_another_split(make, tmp_path, texts):
+    folder = write_texts(tmp_path / "in", texts)
+    make(folder, output=tmp_path / "a", seed=1)
+    make(folder, output=tmp_path / "b", seed=2)
+    assert documents_of(tmp_path / "a", "validation") != documents_of(tmp_path / "b", "validation")
+    assert_holds(tmp_path / "b", texts, seed=2)
+
+
+def test_validation_fraction_is_kept_on_the_average():
+    share = np.mean([document_hash(1234, index) < 0.05 for index in range(20_000)])
+    assert share == pytest.approx(0.05, abs=0.005)  # three standard deviations
+
+
+@pytest.mark.parametrize("fraction, moved_to", [(1e-9, "validation"), (1 - 1e-9, "train")])
+def test_each_split_gets_a_document_whatever_the_fraction(
+    make, tmp_path, texts, fraction, moved_to, monkeypatch
+):
+    monkeypatch.setattr("fabric_llm.prepare.COPY_TOKENS", 7)  # the move goes by many small copies
+    long = [text for text in texts if len(text) > 100]
+    manifest = make(write_texts(tmp_path / "in", long), validation_fraction=fraction)
+    hashes = [document_hash(1234, index) for index in range(len(long))]
+    chosen = hashes.index(min(hashes) if moved_to == "validation" else max(hashes))
+    other = "train" if moved_to == "validation" else "validation"
+    assert manifest["splits"][moved_to]["documents"] == 1
+    assert long[chosen].startswith(documents_of(tmp_path / "out", moved_to)[0])
+    *whole, cut = documents_of(tmp_path / "out", other)
+    assert whole == [text for index, text in enumerate(long) if index != chosen][: len(whole)]
+    assert len(whole) >= len(long) - 2
+    for split in manifest["splits"].values():
+        assert split["tokens"] == split["rows"] * CONTEXT_LENGTH + split["dropped_tokens"]
+
+
+# --- inputs --------------------------------------------------------------------------
+
+
+def test_json_lines(make, tmp_path, texts):
+    path = write_lines(tmp_path / "a.jsonl", [{"id": 1, "text": text} for text in texts])
+    path.write_text(path.read_text() + "\n  \n")  # blank lines are no documents
+    manifest = make(path)
+    assert_holds(tmp_path / "out", texts)
+    assert manifest["skipped"]["empty"] == 0
+
+
+def test_json_lines_gzipped(make, tmp_path, texts):
+    plain = write_lines(tmp_path / "a.jsonl", [{"body": text} for text in texts])
+    with gzip.open(tmp_path / "b.jsonl.gz", "wb") as file:
+        file.write(plain.read_bytes())
+    make(tmp_path / "b.jsonl.gz", text_field="body")
+    assert_holds(tmp_path / "out", texts)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_parquet(make, tmp_path, texts, kind):
+    column = pa.array([*texts, None, ""]).cast(kind)
+    pq.write_table(pa.table({"n": range(len(column)), "text": column}), tmp_path / "a.parquet", row_group_size=5)
+    manifest = make(tmp_path / "a.parquet")
+    assert_holds(tmp_path / "out", texts)
+    assert manifest["skipped"]["empty"] == 2
+
+
+def test_dataset_folder(make, tmp_path, texts):
+    datasets.Dataset.from_dict({"n": range(len(texts) + 1), "text": [*texts, None]}).save_to_disk(tmp_path / "in")
+    assert make(tmp_path / "in")["skipped"]["empty"] == 1
+    assert_holds(tmp_path / "out", texts)
+
+
+def test_dataset_folder_with_splits_is_joined(make, tmp_path, texts):
+    parts = {"train": texts[:10], "test": texts[10:]}
+    parts = {name: datasets.Dataset.from_dict({"text": part}) for name, part in parts.items()}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "in")
+    make(tmp_path / "in")
+    assert_holds(tmp_path / "out", texts)
+
+
+@pytest.mark.parametrize("columns_known", [True, False])
+def test_streamed_rows(texts, columns_known):
+    # What `load_dataset(name, streaming=True)` returns; some streams do not say their columns.
+    if columns_known:
+        rows = datasets.Dataset.from_dict({"text": texts, "n": range(len(texts))}).to_iterable_dataset()
+    else:
+        rows = datasets.IterableDataset.from_generator(lambda: ({"text": text} for text in texts))
+        assert rows.column_names is None
+    found = list(_read_rows("org/name", {"train": rows}, "text"))
+    assert found == [(f"org/name [train] row {n}", text) for n, text in enumerate(texts)]
+    with pytest.raises(ValueError, match=r'^org/name \[train\].* has no field "body" \(fields: text'):
+        list(_read_rows("org/name", {"train": rows}, "body"))
+
+
+def test_folder_is_read_recursively_and_sorted_with_every_kind_in_it(make, tmp_path, texts):
+    folder = write_texts(tmp_path / "in" / "b" / "deep", texts[4:10]).parents[1]
+    (folder / "a.md").write_bytes(texts[0].encode())
+    (folder / "ignored.bin").write_bytes(b"\xff")
+    write_lines(folder / "b" / "c.jsonl", [{"text": text} for text in texts[1:3]])
+    with gzip.open(folder / "b" / "D.TXT.gz", "wb") as file:
+        file.write(texts[3].encode())
+    pq.write_table(pa.table({"text": texts[10:]}), folder / "b" / "deep" / "x.parquet")
+    manifest = make(folder)
+    names = [Path(file["path"]).name for file in manifest["files"]]
+    assert names[:3] == ["a.md", "D.TXT.gz", "c.jsonl"] and names[-1] == "x.parquet"
+    assert_holds(tmp_path / "out", [texts[0], texts[3], *texts[1:3], *texts[4:]])
+
+
+def test_several_inputs_are_read_in_the_order_given(make, tmp_path, texts):
+    last = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts[12:]])
+    first = write_texts(tmp_path / "z", texts[:12])
+    manifest = make(first, str(last))
+    assert manifest["inputs"] == [str(first), str(last)]
+    assert_holds(tmp_path / "out", texts)
+
+
+def test_pattern_and_exclude_choose_the_files_of_a_folder(make, tmp_path):
+    names = ["a.py", "b.py", "tests/c.py", "deep/tests/d.py", "deep/e.py", "notes.txt"]
+    for name in names:
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(f"# {name}\n" * 20)
+    manifest = make(tmp_path / "in", pattern=["*.py"], exclude=["tests"], seed=1)
+    read = [str(Path(file["path"]).relative_to(tmp_path / "in")) for file in manifest["files"]]
+    assert read == ["a.py", "b.py", "deep/e.py"]
+
+
+def test_file_named_outright_is_read_whatever_its_name(make, tmp_path):
+    for name in ("a.py", "b"):
+        (tmp_path / name).write_text("print('hello')\n" * 10)
+    assert make(tmp_path / "a.py", tmp_path / "b")["files_total"] == 2
+
+
+def test_output_inside_an_input_folder_is_not_read(make, tmp_path, texts):
+    folder = write_texts(tmp_path / "in", texts)
+    first = make(folder, output=folder / "out", pattern=["*.txt", "*.json"])
+    second = make(folder, output=folder / "out", pattern=["*.txt", "*.json"], overwrite=True)
+    assert second == first
+
+
+def test_byte_order_mark_is_dropped_and_line_ends_are_kept(make, tmp_path):
+    folder = write_texts(tmp_path / "in", ["\ufeffone\r\ntwo\r" * 4] * 6)
+    make(folder, context_length=2)
+    assert documents_of(tmp_path / "out", "train")[0] == ("one\r\ntwo\r" + "\ufeffone\r\ntwo\r" * 3)
+
+
+# --- documents that are left out -----------------------------------------------------
+
+
+def test_empty_documents_are_skipped_and_counted(make, tmp_path, texts):
+    manifest = make(write_texts(tmp_path / "in", ["", *texts[:12], " \n\t", *texts[12:]]))
+    assert manifest["skipped"] == {"empty": 2, "not_utf8": 0, "not_utf8_files": []}
+    assert_holds(tmp_path / "out", texts)
+
+
+def test_files_that_are_not_utf8_are_skipped_listed_and_warned_of(make, tmp_path, texts):
+    folder = write_texts(tmp_path / "in", texts)
+    for number in range(25):
+        (folder / f"0000-{number:02d}.txt").write_bytes("café".encode("latin-1"))
+    with pytest.warns(UserWarning, match=r"skipped 25 documents that are not valid UTF-8, the first being .*-00\.txt"):
+        manifest = make(folder)
+    assert manifest["skipped"]["not_utf8"] == 25
+    assert [Path(name).name for name in manifest["skipped"]["not_utf8_files"]] == [
+        f"0000-{number:02d}.txt" for number in range(20)
+    ]
+    assert "25 not valid UTF-8" in summary(manifest) and "0000-19.txt" in summary(manifest)
+    assert_holds(tmp_path / "out", texts)
+
+
+def test_bad_lines_and_rows_are_skipped_one_by_one(make, tmp_path, texts):
+    good = write_lines(tmp_path / "good.jsonl", [{"text": text} for text in texts[:12]])
+    lines = b'{"text": "caf\xe9"}\n' + b'{"text": "half a pair \\ud800"}\n' + good.read_bytes()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    # pyarrow writes, and reads, text that is not UTF-8 without a word
+    data = pa.array([text.encode() for text in texts[12:]] + [b"caf\xe9"])
+    column = pa.Array.from_buffers(pa.string(), len(data), data.buffers())
+    pq.write_table(pa.table({"text": column}), tmp_path / "b.parquet")
+    with pytest.warns(UserWarning, match="skipped 3 documents"):
+        manifest = make(tmp_path / "a.jsonl", tmp_path / "b.parquet")
+    assert manifest["skipped"]["not_utf8_files"] == [
+        f"{tmp_path}/a.jsonl:1",
+        f"{tmp_path}/a.jsonl:2",
+        f"{tmp_path}/b.parquet row {len(texts) - 12}",
+    ]
+    assert_holds(tmp_path / "out", texts)
+
+
+# --- tokenizer -----------------------------------------------------------------------
+
+
+def test_trained_tokenizer_returns_any_text():
+    tokenizer = train_byte_level_bpe(["only ascii here"], vocab_size=300)
+    text = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x11000), 0x1F600, 0x10FFFF]))
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_trained_tokenizer_has_one_special_token_and_opens_again(make, tmp_path, texts):
+    manifest = make(write_texts(tmp_path / "in", texts), train_tokenizer=500)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    assert tokenizer.eos_token == tokenizer.bos_token == tokenizer.pad_token == END_OF_TEXT
+    assert tokenizer.all_special_ids == [0]
+    assert manifest["tokenizer"] == "trained:500"
+    assert manifest["vocab_size"] == len(tokenizer) == 500
+    assert manifest["eos_token_id"] == manifest["bos_token_id"] == 0
+    assert_holds(tmp_path / "out", texts)
+
+
+def test_tokenizer_training_is_deterministic_over_processes(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from fabric_llm.prepare import train_byte_level_bpe;"
+        "train_byte_level_bpe([Path(p).read_text() for p in sys.argv[2:]], vocab_size=1500).save_pretrained(sys.argv[1])"
+    )
+    paths = [str(STANDARD_LIBRARY / name) for name in ("ast.py", "typing.py", "argparse.py", "inspect.py")]
+    for seed, name in (("1", "a"), ("2", "b")):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": seed}
+        command = [sys.executable, "-c", code, str(tmp_path / name), *paths]
+        subprocess.run(command, check=True, cwd=REPOSITORY, env=environment)
+    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
+
+
+# --- manifest and summary ------------------------------------------------------------
+
+
+def test_manifest_says_what_was_done(make, tmp_path, texts, bpe):
+    folder = write_texts(tmp_path / "in", texts)
+    manifest = make(folder, seed=7)
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
+    assert manifest["format"] == 1 and manifest["packed"] is True
+    assert manifest["context_length"] == CONTEXT_LENGTH and manifest["seed"] == 7
+    assert manifest["validation_fraction"] == 0.3 and manifest["text_field"] == "text"
+    assert manifest["tokenizer"] == bpe and len(manifest["tokenizer_sha256"]) == 64
+    assert manifest["files_total"] == len(texts) == len(manifest["files"])
+    assert manifest["bytes_total"] == sum(len(text.encode()) for text in texts)
+    seen = tokens_of(tmp_path / "out", "train") + tokens_of(tmp_path / "out", "validation")
+    assert max(seen) <= manifest["max_token_id"] < manifest["vocab_size"]
+
+
+def test_list_of_files_is_capped_but_their_number_is_not(make, tmp_path, texts, monkeypatch):
+    monkeypatch.setattr("fabric_llm.prepare.MAX_LISTED_FILES", 3)
+    manifest = make(write_texts(tmp_path / "in", texts))
+    assert len(manifest["files"]) == 3 and manifest["files_total"] == len(texts)
+
+
+def test_summary_counts_what_was_made(make, tmp_path, texts):
+    manifest = make(write_texts(tmp_path / "in", texts))
+    text = summary(manifest)
+    for split in manifest["splits"].values():
+        assert f"{split['documents']} documents" in text and f"{split['rows']:,} rows of {CONTEXT_LENGTH}" in text
+    assert text.endswith(f"written to {tmp_path / 'out'}")
+
+
+# --- all or nothing ------------------------------------------------------------------
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
+
+
+def test_killed_preparation_leaves_no_dataset_and_the_next_one_sweeps(make, tmp_path, texts, bpe):
+    corpus = write_lines(tmp_path / "in.jsonl", [{"text": text * 20} for text in texts * 60])
+    output = tmp_path / "out"
+    code = "import sys; from fabric_llm.prepare import prepare; prepare(inputs=[sys.argv[1]], output=sys.argv[2], "
+    code += f"tokenizer=sys.argv[3], context_length={CONTEXT_LENGTH})"
+    process = subprocess.Popen([sys.executable, "-c", code, str(corpus), str(output), bpe], cwd=REPOSITORY)
+    deadline = time.monotonic() + 60
+    while not any(path.stat().st_size for path in tmp_path.glob(".out.preparing-*/train.int32")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not output.exists() and len(leftovers(tmp_path)) == 1
+
+    make(write_texts(tmp_path / "in", texts))
+    assert leftovers(tmp_path) == []
+    assert_holds(output, texts)
+
+
+def test_failed_preparation_cleans_up(make, tmp_path, texts):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts] + [{}])
+    with pytest.raises(ValueError, match="no field"):
+        make(path)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_output_that_is_not_empty_is_kept(make, tmp_path, texts):
+    folder = write_texts(tmp_path / "in", texts)
+    first = make(folder)
+    with pytest.raises(ValueError, match="out exists and is not empty: pass --overwrite to replace it"):
+        make(folder, seed=2)
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == first
+
+
+def test_empty_output_folder_is_used(make, tmp_path, texts):
+    (tmp_path / "out").mkdir()
+    make(write_texts(tmp_path / "in", texts))
+    assert_holds(tmp_path / "out", texts)
+
+
+def test_overwrite_replaces_a_dataset(make, tmp_path, texts):
+    folder = write_texts(tmp_path / "in", texts)
+    make(folder)
+    make(folder, seed=2, overwrite=True)
+    assert_holds(tmp_path / "out", texts, seed=2)
+    assert leftovers(tmp_path) == []
+
+
+def test_failed_overwrite_keeps_the_old_dataset(make, tmp_path, texts):
+    folder = write_texts(tmp_path / "in", texts)
+    make(folder)
+    with pytest.raises(ValueError, match="do not fill one row"):
+        make(folder, context_length=10**6, overwrite=True)
+    assert_holds(tmp_path / "out", texts)
+    assert leftovers(tmp_path) == []
+
+
+def test_overwrite_touches_nothing_but_a_prepared_dataset(make, tmp_path, texts):
+    precious = write_texts(tmp_path / "out", ["precious"])
+    with pytest.raises(ValueError, match="holds no prepared dataset, so it is not overwritten"):
+        make(write_texts(tmp_path / "in", texts), overwrite=True)
+    assert os.listdir(precious) == ["000.txt"]
+
+
+def test_output_may_be_a_link(make, tmp_path, texts):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "mine")
+    folder = write_texts(tmp_path / "in", texts)
+    make(folder)
+    make(folder, overwrite=True)
+    assert (tmp_path / "out").is_symlink() and os.listdir(tmp_path / "disk") == ["mine"]
+    assert_holds(tmp_path / "out", texts)
+
+
+# --- errors --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(tokenizer=None), r"exactly one of --tokenizer \(got None\) and --train_tokenizer \(got None\)"),
+        (dict(tokenizer="x", train_tokenizer=300), r"exactly one of --tokenizer \(got x\) and .* \(got 300\)"),
+        (dict(tokenizer=None, train_tokenizer=256), "train_tokenizer must be at least 257 .* got 256"),
+        (dict(context_length=1), "context_length must be at least 2 tokens, got 1"),
+        (dict(validation_fraction=0), "validation_fraction must lie between 0 and 1, both excluded, got 0"),
+        (dict(validation_fraction=1.0), "validation_fraction must lie between 0 and 1, both excluded, got 1.0"),
+        (dict(inputs=[]), "no input: name at least one"),
+        (dict(pattern=[]), "no pattern"),
+    ],
+)
+def test_arguments_out_of_range(tmp_path, changes, message):
+    arguments = dict(inputs=["in"], output=tmp_path / "out", tokenizer="x", context_length=8)
+    with pytest.raises(ValueError, match=message):
+        prepare(**{**arguments, **changes})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"text": "a', r"a\.jsonl:3 is not valid JSON: "),
+        ('["text"]', r"a\.jsonl:3 is not a JSON object but list"),
+        ('{"body": "a", "id": 1}', r'a\.jsonl:3 has no field "text" \(fields: body, id\): name .* --text_field'),
+        ('{"text": 5}', r'a\.jsonl:3 holds int, not a string, in its field "text"'),
+        ('{"text": null}', r'a\.jsonl:3 holds NoneType, not a string, in its field "text"'),
+    ],
+)
+@pytest.mark.parametrize("tokenizer", ["given", "trained"])
+def test_bad_json_line_is_named(make, tmp_path, line, message, tokenizer):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path / "a.jsonl", **({} if tokenizer == "given" else {"train_tokenizer": 300}))
+
+
+def test_missing_column_names_the_columns_there_are(make, tmp_path):
+    pq.write_table(pa.table({"body": ["a"], "id": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r'a\.parquet has no field "text" \(fields: body, id\): name .* --text_field'):
+        make(tmp_path / "a.parquet")
+    datasets.Dataset.from_dict({"body": ["a"], "id": [1]}).save_to_disk(tmp_path / "hf")
+    with pytest.raises(ValueError, match=r'hf \[rows\] has no field "text" \(fields: body, id\)'):
+        make(tmp_path / "hf")
+
+
+def test_column_that_is_not_text(make, tmp_path):
+    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r'a\.parquet holds int64, not strings, in its column "text"'):
+        make(tmp_path / "a.parquet")
+    datasets.Dataset.from_dict({"text": [1, 2]}).save_to_disk(tmp_path / "hf")
+    with pytest.raises(ValueError, match=r'hf \[rows\] row 0 holds int, not a string, in its column "text"'):
+        make(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
+@pytest.mark.parametrize("damage", ["cut", "plain"])
+def test_damaged_gzip_file_is_named(make, tmp_path, name, damage):
+    data = gzip.compress(random.Random(0).randbytes(1000).hex().encode())
+    (tmp_path / name).write_bytes(data[:500] if damage == "cut" else b'{"text": "a"}\n')
+    (tmp_path / "other.txt").write_text("text")
+    with pytest.raises(ValueError, match=rf"{name} is not a complete gzip file: "):
+        make(tmp_path / name, tmp_path / "other.txt")
+
+
+def test_damaged_dataset_folder_is_named(make, tmp_path, texts):
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "in")
+    (tmp_path / "in" / "dataset_info.json").unlink()
+    with pytest.raises(ValueError, match="in is not a complete dataset folder: "):
+        make(tmp_path / "in")
+
+
+def test_damaged_parquet_file_is_named(make, tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"no table")
+    with pytest.raises(ValueError, match=r"a\.parquet is not a parquet file: "):
+        make(tmp_path / "a.parquet")
+
+
+def test_folder_without_a_matching_file(make, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.pdf").write_text("x")
+    with pytest.raises(ValueError, match=r"no file in .*in matches \*\.txt .*: choose others with --pattern"):
+        make(tmp_path / "in")
+
+
+def test_file_that_comes_in_twice(make, tmp_path, texts):
+    folder = write_texts(tmp_path / "in", texts)
+    with pytest.raises(ValueError, match=r"000\.txt comes in twice, by the inputs .*in and .*000\.txt: name it once"):
+        make(folder, folder / "000.txt")
+
+
+def test_single_text_file_cannot_be_split(make, tmp_path):
+    (tmp_path / "a.txt").write_text("one long book " * 1000)
+    with pytest.raises(ValueError, match=r"a\.txt, is one document, which leaves none for validation: put one"):
+        make(tmp_path / "a.txt")
+
+
+def test_corpus_without_text(make, tmp_path):
+    folder = write_texts(tmp_path / "in", ["", " "])
+    with pytest.raises(ValueError, match="no document with text in 2 inputs and files: 2 empty documents and 0 that"):
+        make(folder)
+    with pytest.raises(ValueError, match="no document with text"):
+        make(folder, train_tokenizer=300)
+
+
+@pytest.mark.parametrize(
+    "lengths, split, advice",
+    [
+        ([300] * 20 + [1], "validation", "a larger --validation_fraction"),
+        ([1] + [300] * 20, "train", "a smaller --validation_fraction"),
+    ],
+)
+def test_split_that_fills_no_row(make, tmp_path, lengths, split, advice):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "a" * length} for length in lengths])
+    # A seed and a fraction that leave the document of 1 token alone on its side.
+    short = lengths.index(1)
+    order = min if split == "validation" else max
+    seed = next(
+        seed
+        for seed in range(1000)
+        if order(range(len(lengths)), key=lambda index: document_hash(seed, index)) == short
+    )
+    with pytest.raises(ValueError) as raised:
+        make(path, seed=seed, validation_fraction=1e-9 if split == "validation" else 1 - 1e-9)
+    assert str(raised.value).startswith(
+        f"the {split} split has 2 tokens in 1 of {len(lengths)} documents, which do not fill one row of"
+        f" context_length {CONTEXT_LENGTH}: choose a smaller --context_length or {advice}, or give more text"
+    )
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_single_document_cannot_be_split(make, tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "a" * 1000}])
+    with pytest.raises(ValueError, match="the validation split has 0 tokens in 0 of 1 documents"):
+        make(path)
+
+
+def test_output_that_is_a_file(make, tmp_path, texts):
+    (tmp_path / "out").write_text("x")
+    with pytest.raises(ValueError, match="out is a file: name a folder"):
+        make(write_texts(tmp_path / "in", texts), overwrite=True)
+
+
+def test_output_that_cannot_be_written(make, tmp_path, texts):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match=r"output .*file/out cannot be written: "):
+        make(write_texts(tmp_path / "in", texts), output=tmp_path / "file" / "out")
+
+
+def test_output_that_is_a_mount_point(make, tmp_path, texts):
+    with pytest.raises(ValueError, match="is a mount point, which cannot be replaced: name a folder inside it"):
+        make(write_texts(tmp_path / "in", texts), output="/")
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    """As with HF_HUB_OFFLINE=1, which both libraries read when they are imported."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize("name", ["no-such/corpus", "corpus", "org/corpus:config"])
+def test_input_that_is_nowhere(make, tmp_path, no_hub, name):
+    with pytest.raises(ValueError, match=f"^input {name} is neither a file or folder here nor a dataset .*: .*Hub"):
+        make(name)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["./corpus", "/data/corpus", "a/b/c", "corpus/", "../x", "book.txt", "data/a.jsonl"])
+def test_input_that_can_only_be_a_path_is_not_looked_for_on_the_hub(make, name):
+    with pytest.raises(ValueError, match=f"^input {name} is neither a file or folder here nor .* from the hub$"):
+        make(name)
+
+
+def test_tokenizer_that_is_nowhere(make, tmp_path, texts, no_hub):
+    folder = write_texts(tmp_path / "in", texts)
+    for name in ("no-such/tokenizer", str(tmp_path / "in")):
+        with pytest.raises(ValueError, match=f"^tokenizer {name} is neither a folder here nor one [^\n]*$"):
+            make(folder, tokenizer=name)
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def test_tokenizer_without_eos(make, tmp_path, texts, bpe):
+    shutil.copytree(bpe, tmp_path / "tokenizer")
+    config = json.loads((tmp_path / "tokenizer" / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="tokenizer .* has no EOS token to end documents with: set eos_token"):
+        make(write_texts(tmp_path / "in", texts), tokenizer=str(tmp_path / "tokenizer"))
