@@ -1,0 +1,92 @@
+"""Toy models and data, made once: real transformers models, real dataset folders, no network."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["WANDB_MODE"] = "offline"
+
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers.utils.logging import disable_progress_bar
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+torch.set_num_threads(1)  # ranks are forked from this process: no thread pool may be there
+disable_progress_bar()
+datasets.disable_progress_bars()
+
+VOCABULARY = 131  # odd, so that shards are uneven
+CONTEXT = 24
+ROWS = 44  # not a multiple of the global batch
+
+TOY_CONFIGS = {
+    "llama": LlamaConfig(
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
+    "gpt2": GPT2Config(  # tied embeddings, biases, learned positions, dropout
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        vocab_size=VOCABULARY,
+        n_positions=64,
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+        attn_pdrop=0.1,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models llama, gpt2, llama-tied, gpt2-no-dropout and datasets `data` and `ragged`."""
+    folder = tmp_path_factory.mktemp("toys")
+    configs = {**TOY_CONFIGS}
+    configs["llama-tied"] = LlamaConfig(**{**configs["llama"].to_dict(), "tie_word_embeddings": True})
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    configs["gpt2-no-dropout"] = GPT2Config(**{**configs["gpt2"].to_dict(), **no_dropout})
+    for seed, (name, config) in enumerate(configs.items()):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    generator = np.random.default_rng(0)
+    make_dataset(folder / "data", generator)
+    make_dataset(folder / "ragged", generator, ragged=True)
+    return folder
+
+
+def make_dataset(folder: Path, generator: np.random.Generator, ragged: bool = False, rows: int = ROWS) -> None:
+    """Token sequences with something to learn; `ragged`: with labels of which a different part is masked in each row."""
+
+    def split(count: int) -> datasets.Dataset:
+        tokens = generator.integers(0, VOCABULARY, (count, CONTEXT))
+        tokens[:, 1::2] = (tokens[:, ::2] * 7 + 3) % VOCABULARY
+        columns = {"input_ids": tokens.tolist()}
+        if ragged:
+            labels = tokens.copy()
+            for row in labels:
+                row[generator.random(CONTEXT) < generator.random()] = -100
+            labels[0] = -100  # one row without any target
+            columns["labels"] = labels.tolist()
+        return datasets.Dataset.from_dict(columns)
+
+    datasets.DatasetDict({"train": split(rows), "validation": split(10)}).save_to_disk(str(folder))

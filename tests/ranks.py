@@ -1,0 +1,117 @@
+"""Run a function in several real processes that form a gloo process group.
+
+Ranks are forked from the test process, which has imported everything already: a start takes a tenth of a second.
+They meet through a file, so that no port can be taken, and always destroy their process group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120) -> list[Any]:
+    """[function(*args) on each rank]. With world_size 1 there is no process group, as in a plain `python train.py`.
+
+    Raises AssertionError with the first failing rank's traceback and output. SystemExit counts as failure.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pids = [_fork(rank, world_size, folder, function, args) for rank in range(world_size)]
+        statuses = _wait(pids, timeout_seconds)
+        reports = [_report(folder, rank, status) for rank, status in enumerate(statuses)]
+        if any(statuses):
+            raise AssertionError("\n".join(report for report, status in zip(reports, statuses) if status))
+        return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _fork(rank: int, world_size: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        if world_size > 1:
+            _join(rank, world_size, folder)
+        result = function(*args)
+        (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # no atexit handlers of the test process
+
+
+def _join(rank: int, world_size: int, folder: Path) -> None:
+    os.environ.update(  # what torchrun sets; Fabric then starts nothing itself
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+        TORCHELASTIC_RUN_ID="tests",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    store = torch.distributed.FileStore(str(folder / "store"), world_size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def _wait(pids: list[int], timeout_seconds: float) -> list[int]:
+    """Exit statuses; once one rank has failed the others get five seconds before they are killed."""
+    statuses: dict[int, int] = {}
+    deadline = time.monotonic() + timeout_seconds
+    while len(statuses) < len(pids):
+        for pid in pids:
+            if pid not in statuses and (done := os.waitpid(pid, os.WNOHANG))[0]:
+                statuses[pid] = done[1]
+                if done[1]:
+                    deadline = min(deadline, time.monotonic() + 5)
+        if time.monotonic() > deadline:
+            for pid in pids:
+                if pid not in statuses:
+                    os.kill(pid, signal.SIGKILL)
+                    statuses[pid] = os.waitpid(pid, 0)[1]
+        time.sleep(0.01)
+    return [statuses[pid] for pid in pids]
+
+
+def _report(folder: Path, rank: int, status: int) -> str:
+    output = folder / f"output-{rank}"
+    text = output.read_text(errors="replace") if output.exists() else ""
+    return f"--- rank {rank}, wait status {status} ---\n{text[-6000:]}"
+
+
+def train_ranks(world_size: int, *flags: Any, timeout_seconds: float = 120) -> None:
+    """`train.py FLAGS` on `world_size` ranks, all of its code and real files."""
+    import train
+
+    argv = [str(flag) for flag in flags] + ["--devices", str(world_size), "--log_step_interval", "1"]
+    run_ranks(world_size, train.main, argv, timeout_seconds=timeout_seconds)
+
+
+def metrics(run_directory: Path, key: str = "loss") -> list[Any]:
+    """The values of `key` in metrics.jsonl, in order."""
+    lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines if key in line]

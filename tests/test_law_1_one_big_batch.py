@@ -1,0 +1,63 @@
+"""Law 1: k micro-batches x n ranks give the loss, gradient norm and weights of one big batch.
+
+The reference is not this project's code: plain transformers and torch, one batch, loss as a mean over targets.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import metrics, train_ranks
+from transformers import AutoModelForCausalLM
+
+from fabric_llm.data import Batches, open_dataset
+from fabric_llm.optim import lr_at
+
+STEPS, GLOBAL_BATCH, LR, SEED, WEIGHT_DECAY, CLIP = 4, 8, 1e-3, 5, 0.1, 1.0
+
+
+def plain_training(model_name: Path, data: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """(losses, gradient norms, final weights) of a loop written as in a textbook."""
+    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).train()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    rows = Batches(open_dataset(data).train, SEED, GLOBAL_BATCH, 1)
+    losses, norms = [], []
+    for step in range(STEPS):
+        [batch] = rows.at(step * GLOBAL_BATCH)
+        logits = model(batch["input_ids"]).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, max_step=STEPS, lr=LR, min_lr=0.0, warmup_steps=2)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, model.state_dict()
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2-no-dropout"])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "micro_batch"),
+    [("auto", 1, 8), ("auto", 1, 2), ("ddp", 2, 2), ("ddp", 2, 1), ("fsdp", 2, 2), ("fsdp", 2, 1), ("fsdp2", 2, 2)],
+)
+def test_micro_batches_and_ranks_are_one_big_batch(toys, tmp_path, model, strategy, ranks, micro_batch):
+    losses, norms, weights = plain_training(toys / model, toys / "ragged")
+    train_ranks(
+        ranks,
+        *("--model_name", toys / model, "--train_data_dir", toys / "ragged", "--output_dir", tmp_path),
+        *("--run_name", "run", "--strategy", strategy, "--precision", "32-true", "--seed", SEED),
+        *("--micro_batch_size", micro_batch, "--global_batch_size", GLOBAL_BATCH, "--max_step", STEPS),
+        *("--lr", LR, "--warmup_steps", 2, "--weight_decay", WEIGHT_DECAY, "--grad_clip", CLIP, "--eval_iters", 0),
+    )
+    assert metrics(tmp_path / "run", "loss") == pytest.approx(losses, rel=1e-6, abs=0)
+    assert metrics(tmp_path / "run", "grad_norm") == pytest.approx(norms, rel=1e-6, abs=0)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "step-00000004", dtype=torch.float32).state_dict()
+    assert trained.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
