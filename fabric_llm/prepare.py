@@ -158,7 +158,7 @@ def prepare(
             "files_total": len(sources),
             "bytes_total": sum(source.bytes or 0 for source in sources),
             "text_field": text_field,
-            "tokenizer": tokenizer if tokenizer is not None else f"trained:{train_tokenizer}",
+            "tokenizer": str(tokenizer) if tokenizer is not None else f"trained:{train_tokenizer}",
             "tokenizer_sha256": hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
             "vocab_size": len(hf_tokenizer),
             "eos_token_id": hf_tokenizer.eos_token_id,
@@ -497,8 +497,7 @@ def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrained
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        # The alphabet's order is that of a hash set; ids must not depend on it.
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
@@ -617,10 +616,8 @@ def _move_nearest(source: _Split, destination: _Split) -> None:
     for position in range(start, len(tokens) - count, COPY_TOKENS):
         chunk = np.array(tokens[position + count : position + count + COPY_TOKENS])
         tokens[position : position + len(chunk)] = chunk
-    del tokens
     source.documents -= 1
-    source.tokens -= count
-    os.truncate(source.path, source.tokens * np.dtype(np.int32).itemsize)
+    source.tokens -= count  # what the file still holds beyond is not read again
 
 
 # --- rows ----------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Raw text to packed rows: what goes in comes out, counted, or an error says why not."""
 
 import gzip
+import hashlib
 import json
 import os
 import random
@@ -381,13 +382,13 @@ def test_several_inputs_are_read_in_the_order_given(make, tmp_path, texts):
 
 
 def test_pattern_and_exclude_choose_the_files_of_a_folder(make, tmp_path):
-    names = ["a.py", "b.py", "tests/c.py", "deep/tests/d.py", "deep/e.py", "notes.txt"]
+    names = ["z/y.py", "b.py", "a.py", "tests/c.py", "k/x.py", "deep/tests/d.py", "deep/e.py", "c/q.py", "notes.txt"]
     for name in names:
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(f"# {name}\n" * 20)
     manifest = make(tmp_path / "in", pattern=["*.py"], exclude=["tests"], seed=1)
     read = [str(Path(file["path"]).relative_to(tmp_path / "in")) for file in manifest["files"]]
-    assert read == ["a.py", "b.py", "deep/e.py"]
+    assert read == ["a.py", "b.py", "c/q.py", "deep/e.py", "k/x.py", "z/y.py"]
 
 
 def test_file_named_outright_is_read_whatever_its_name(make, tmp_path):
@@ -473,7 +474,8 @@ def test_trained_tokenizer_has_one_special_token_and_opens_again(make, tmp_path,
 def test_tokenizer_training_is_deterministic_over_processes(tmp_path):
     code = (
         "import sys; from pathlib import Path; from fabric_llm.prepare import train_byte_level_bpe;"
-        "train_byte_level_bpe([Path(p).read_text() for p in sys.argv[2:]], vocab_size=1500).save_pretrained(sys.argv[1])"
+        "texts = [Path(path).read_text() for path in sys.argv[2:]];"
+        "train_byte_level_bpe(texts, vocab_size=1500).save_pretrained(sys.argv[1])"
     )
     paths = [str(STANDARD_LIBRARY / name) for name in ("ast.py", "typing.py", "argparse.py", "inspect.py")]
     for seed, name in (("1", "a"), ("2", "b")):
@@ -496,8 +498,11 @@ def test_manifest_says_what_was_done(make, tmp_path, texts, bpe):
     assert manifest["tokenizer"] == bpe and len(manifest["tokenizer_sha256"]) == 64
     assert manifest["files_total"] == len(texts) == len(manifest["files"])
     assert manifest["bytes_total"] == sum(len(text.encode()) for text in texts)
-    seen = tokens_of(tmp_path / "out", "train") + tokens_of(tmp_path / "out", "validation")
-    assert max(seen) <= manifest["max_token_id"] < manifest["vocab_size"]
+    seen = {split: tokens_of(tmp_path / "out", split) for split in ("train", "validation")}
+    for split, tokens in seen.items():
+        digest = hashlib.sha256(np.array(tokens, dtype="<i4").tobytes()).hexdigest()
+        assert manifest["splits"][split]["sha256"] == digest
+    assert max(seen["train"] + seen["validation"]) <= manifest["max_token_id"] < manifest["vocab_size"]
 
 
 def test_list_of_files_is_capped_but_their_number_is_not(make, tmp_path, texts, monkeypatch):

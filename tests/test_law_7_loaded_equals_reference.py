@@ -1,0 +1,63 @@
+"""Law 7: after loading, every parameter and buffer equals the reference in transformers."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from transformers import AutoModelForCausalLM
+
+
+def loaded(argv, world_size):
+    """What a rank holds after set-up, gathered whole, and its buffers again after a forward pass."""
+    import train
+    from arguments import parse_train
+    from fabric_llm.checkpoint import PREFIX
+    from fabric_llm.data import Batches
+    from fabric_llm.strategy import make_fabric
+    from preflight import make_plan
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    arguments = parse_train(argv)
+    plan = make_plan(arguments)
+    fabric = make_fabric(
+        plan.strategy, devices=world_size, num_nodes=1, kind="cpu", precision=arguments.model.precision
+    )
+    fabric.launch()
+    model, _, _ = train.set_up(fabric, arguments, plan)
+    state = get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True))
+    state = {name.removeprefix(PREFIX): value.clone() for name, value in state.items()}
+
+    def buffers():
+        named = model.module.named_buffers()
+        return {name.split("causal_lm.", 1)[1].replace("_fsdp_wrapped_module.", ""): b.clone() for name, b in named}
+
+    before = buffers()
+    [batch] = Batches(plan.dataset.train, 0, 2, 1).at(0)
+    model(**batch)
+    return state, before, buffers()
+
+
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("model", ["llama", "llama-tied", "gpt2"])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "wrap"),
+    [("auto", 1, "auto"), ("ddp", 2, "auto"), ("fsdp", 2, "auto"), ("fsdp", 2, "none"), ("fsdp", 2, "size:2000"),
+     ("fsdp2", 2, "auto"), ("fsdp2", 2, "size:2000"), ("fsdp2", 3, "none")],
+)  # fmt: skip
+def test_parameters_and_buffers_equal_the_reference(toys, tmp_path, model, precision, strategy, ranks, wrap):
+    argv = ["--model_name", toys / model, "--train_data_dir", toys / "data", "--output_dir", tmp_path]
+    argv += ["--strategy", strategy, "--precision", precision, "--auto_wrap_policy", wrap, "--devices", ranks]
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    reference = AutoModelForCausalLM.from_pretrained(toys / model, dtype=dtype)
+    expected = reference.state_dict()
+    expected_buffers = dict(reference.named_buffers())
+    for state, *buffers in run_ranks(ranks, loaded, [str(word) for word in argv], ranks):
+        assert state.keys() <= expected.keys()
+        assert {name for name, _ in reference.named_parameters()} <= state.keys()
+        for name, value in state.items():
+            assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), name
+        for found in buffers:
+            assert found.keys() == expected_buffers.keys()
+            for name, value in found.items():
+                assert value.dtype == expected_buffers[name].dtype and torch.equal(value, expected_buffers[name]), name
