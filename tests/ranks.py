@@ -47,6 +47,7 @@ def _fork(rank: int, world_size: int, folder: Path, function: Callable[..., Any]
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        torch.set_num_threads(1)  # makes torch's thread pool anew before threads race to do so
         if world_size > 1:
             _join(rank, world_size, folder)
         result = function(*args)

@@ -42,8 +42,8 @@ def loaded(argv, world_size):
 @pytest.mark.parametrize("model", ["llama", "llama-tied", "gpt2"])
 @pytest.mark.parametrize(
     ("strategy", "ranks", "wrap"),
-    [("auto", 1, "auto"), ("ddp", 2, "auto"), ("fsdp", 2, "auto"), ("fsdp", 2, "none"), ("fsdp", 2, "size:2000"),
-     ("fsdp2", 2, "auto"), ("fsdp2", 2, "size:2000"), ("fsdp2", 3, "none")],
+    [("auto", 1, "auto"), ("ddp", 2, "auto"), ("fsdp", 2, "auto"), ("fsdp", 2, "none"), ("fsdp", 2, "size:5000"),
+     ("fsdp2", 2, "auto"), ("fsdp2", 2, "size:5000"), ("fsdp2", 3, "none")],
 )  # fmt: skip
 def test_parameters_and_buffers_equal_the_reference(toys, tmp_path, model, precision, strategy, ranks, wrap):
     argv = ["--model_name", toys / model, "--train_data_dir", toys / "data", "--output_dir", tmp_path]
