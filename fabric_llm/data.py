@@ -51,19 +51,19 @@ def open_dataset(folder: str | Path) -> TokenDataset:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"No dataset at {str(folder)!r}. Make one with prepare_data.py --input ... --output {folder}.")
-    try:
-        splits = datasets.load_from_disk(str(folder))
-    except (FileNotFoundError, ValueError, OSError, pa.ArrowInvalid) as error:
-        raise ValueError(f"{str(folder)!r} isn't a dataset folder: {' '.join(str(error).split())}") from error
-    if not isinstance(splits, datasets.DatasetDict):
+    if (folder / "state.json").is_file():
         raise ValueError(f"{str(folder)!r} holds one split without a name; it needs 'train' and 'validation'.")
-    validation_name = next((name for name in VALIDATION_NAMES if name in splits), "validation")
+    if not (folder / "dataset_dict.json").is_file():
+        raise ValueError(f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json (see data/README.md).")
+    names = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+    validation_name = next((name for name in VALIDATION_NAMES if name in names), "validation")
     manifest_file = folder / "manifest.json"
     manifest = json.loads(manifest_file.read_text()) if manifest_file.is_file() else {}
-    lengths, max_token_ids = set(), []
+    splits, lengths, max_token_ids = {}, set(), []
     for name in ("train", validation_name):
-        if name not in splits:
-            raise ValueError(f"{str(folder)!r} has no split {name!r}, only {', '.join(map(repr, splits))}.")
+        if name not in names:
+            raise ValueError(f"{str(folder)!r} has no split {name!r}, only {', '.join(map(repr, names))}.")
+        splits[name] = _load_split(folder / name)
         _check_columns(splits[name], where=f"split {name!r} of {str(folder)!r}")
         if manifest.get("packed"):
             lengths.add(manifest["context_length"])
@@ -80,6 +80,15 @@ def open_dataset(folder: str | Path) -> TokenDataset:
     columns = [name for name in COLUMNS if name in splits["train"].column_names]
     train, validation = (splits[name].select_columns(columns) for name in ("train", validation_name))
     return TokenDataset(folder, train, validation, context_length, max(max_token_ids), manifest)
+
+
+def _load_split(folder: Path) -> datasets.Dataset:
+    try:
+        if not json.loads((folder / "state.json").read_text())["_data_files"]:  # load_from_disk fails on it
+            return datasets.Dataset.from_dict({})
+        return datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError, pa.ArrowInvalid) as error:
+        raise ValueError(f"{str(folder)!r} can't be read: {' '.join(str(error).split()).rstrip('.')}.") from error
 
 
 def _check_columns(split: datasets.Dataset, where: str) -> None:

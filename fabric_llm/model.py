@@ -39,8 +39,11 @@ def load_config(model_name: str) -> PretrainedConfig:
 
 
 def _not_a_model(model_name: str, error: Exception) -> str:
+    said = " ".join(str(error).split())
+    if "custom code" in said:
+        return f"{model_name!r} needs Python code of its own (auto_map), which is never run; use a model transformers has."
     if Path(model_name).exists():
-        return f"The configuration of {model_name!r} can't be read: {' '.join(str(error).split())[:300]}"
+        return f"The configuration of {model_name!r} can't be read: {said[:300].rstrip('.')}."
     return f"No model {model_name!r}: neither a directory here nor a name that the Hugging Face hub gives now."
 
 

@@ -1,0 +1,493 @@
+#!/usr/bin/env python
+"""What FSDP's choices cost: memory per rank, step time and loss of each, side by side with DDP.
+
+    python benchmarks/sharding.py --markdown docs/results/sharding.md
+
+Each row is a set of flags of train.py. A row has its own processes, one per device, that live through the whole run and
+train with train.py's own `set_up` and `train_step`. The rows take turns: some steps of each, again and again, so that
+whatever else the machine does meets all of them alike. All rows start from the same weights and see the same tokens,
+and must give the same losses: the exit code is 1 if they don't, or if a row fails.
+
+Memory is counted in a step of its own, which isn't timed. On CUDA it is the allocator's high-water mark
+(`torch.cuda.max_memory_allocated`). On a CPU it is the kernel's high-water mark of resident memory (VmHWM in
+/proc/self/status, reset through /proc/self/clear_refs, see proc(5)) above what the process held before it had a model,
+with glibc told to map every block of 64 KiB and more by itself and so to give it back at once when it is freed: that
+catches what FSDP frees by resizing storages and what gloo allocates, and it misses no short peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Iterable, NamedTuple, Optional
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from fabric_llm.data import Batches
+
+VOCABULARY, CONTEXT_TOKENS, MICRO_BATCH = 8192, 256, 1
+LOSS_TOLERANCE = 1e-4  # nats, between any two rows at any step
+MIB = 2**20
+
+VARIANTS = {  # row -> flags of train.py; SIZE becomes the parameters of one attention block
+    "ddp": "--strategy ddp",
+    "fsdp, no wrapping": "--strategy fsdp --auto_wrap_policy none",
+    "fsdp, by size": "--strategy fsdp --auto_wrap_policy size:SIZE",
+    "fsdp, by layer": "--strategy fsdp --auto_wrap_policy LlamaDecoderLayer",
+    "fsdp, by layer, SHARD_GRAD_OP": "--strategy fsdp --sharding_strategy SHARD_GRAD_OP",
+    "fsdp, by layer, NO_SHARD": "--strategy fsdp --sharding_strategy NO_SHARD",
+    "fsdp, by layer, activation_checkpointing": "--strategy fsdp --activation_checkpointing true",
+    "fsdp, by layer, cpu_offload": "--strategy fsdp --cpu_offload true",
+    "fsdp2, no wrapping": "--strategy fsdp2 --auto_wrap_policy none",
+    "fsdp2, by layer": "--strategy fsdp2 --auto_wrap_policy LlamaDecoderLayer",
+    "fsdp2, by layer, SHARD_GRAD_OP": "--strategy fsdp2 --sharding_strategy SHARD_GRAD_OP",
+    "fsdp2, by layer, cpu_offload": "--strategy fsdp2 --cpu_offload true",
+}
+
+
+def main(argv: Optional[list[str]] = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    options = parse(argv)
+    threads = max(1, (os.cpu_count() or 1) // options.devices)
+    os.environ.update(OMP_NUM_THREADS=str(threads), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as name:
+        write_inputs(Path(name), options)
+        rows = measure(Path(name), options)
+    page = header(argv, options, threads, load) + table(rows)
+    print(page)
+    if options.markdown:
+        options.markdown.write_text(page + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if failed := [row["name"] for row in rows if row["failed"]]:
+        return fail(f"failed: {'; '.join(failed)}.")
+    spread = max(max(losses) - min(losses) for losses in zip(*(row["losses"] for row in rows)))
+    if not spread <= LOSS_TOLERANCE:
+        return fail(f"the losses differ by up to {spread:.1e}.")
+    return 0
+
+
+def fail(sentence: str) -> int:
+    print(f"sharding.py: error: {sentence}", file=sys.stderr)
+    return 1
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="FSDP's choices side by side with DDP: memory, step time, loss.")
+    parser.add_argument("--devices", type=int, default=2, help="processes, one device each (default: 2)")
+    parser.add_argument("--accelerator", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
+    parser.add_argument("--hidden_size", type=int, default=512, help="width of the Llama, a multiple of 32 (default: 512)")
+    parser.add_argument("--layers", type=int, default=8, help="decoder layers (default: 8)")
+    parser.add_argument("--steps", type=int, default=5, help="steps whose losses are compared, untimed (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns that each row gets (default: 5)")
+    parser.add_argument("--round_steps", type=int, default=2, help="timed steps in a turn (default: 2)")
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="ROW", help="rows to run")
+    parser.add_argument("--markdown", type=Path, help="file to write the table to")
+    parser.add_argument("--json", type=Path, help="file to write the numbers to: bytes, seconds, nats")
+    return parser.parse_args(argv)
+
+
+def write_inputs(folder: Path, options: argparse.Namespace) -> None:
+    """A Llama without weights, a tiny one, and a dataset of random tokens, some of them frequent: that can be learnt."""
+    import datasets
+    import numpy as np
+    from transformers import LlamaConfig
+
+    for name, hidden_size, layers in (("llama", options.hidden_size, options.layers), ("tiny", 32, 1)):
+        LlamaConfig(
+            hidden_size=hidden_size,
+            intermediate_size=-(-hidden_size * 8 // 3 // 32) * 32,
+            num_hidden_layers=layers,
+            num_attention_heads=max(1, hidden_size // 64),
+            vocab_size=VOCABULARY,
+            max_position_embeddings=CONTEXT_TOKENS,
+            tie_word_embeddings=False,
+        ).save_pretrained(folder / name)
+    tokens = np.random.default_rng(0).zipf(1.3, (64, CONTEXT_TOKENS)) % VOCABULARY
+    split = datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
+    datasets.disable_progress_bars()
+    datasets.DatasetDict({"train": split, "validation": split}).save_to_disk(str(folder / "data"))
+
+
+# ------------------------------------------------------------------- the rows take turns
+
+
+def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Start all rows, time them in turns, and count their memory."""
+    start_method = multiprocessing.get_context("forkserver")  # imports once; unlike fork it goes with CUDA
+    start_method.set_forkserver_preload(["lightning.fabric", "transformers.models.llama.modeling_llama", "datasets"])
+    rows = [{"name": name, "flags": flags(name, options), "seconds": [], "failed": False} for name in options.only]
+    running = []
+    for index, row in enumerate(rows):
+        ranks = start(start_method, folder / f"store-{index}", row, folder, options)
+        results = ask(ranks, "train", 0, options.steps)
+        if results is None:
+            row["failed"] = True
+            progress(f"{index + 1}/{len(rows)}  {row['name']}: failed")
+            continue
+        running.append((row, ranks))
+        row["losses"] = [loss for _, loss in results[0]]
+        progress(f"{index + 1}/{len(rows)}  {row['name']}: loss {row['losses'][-1]:.6f} at step {options.steps}")
+    step = options.steps
+    for turn in range(options.rounds):
+        for row, ranks in running:
+            results = ask(ranks, "train", step, options.round_steps)
+            row["seconds"] += [max(seconds for seconds, _ in one_step) for one_step in zip(*results)]
+        step += options.round_steps
+        progress(f"round {turn + 1}/{options.rounds}")
+    for row, ranks in running:
+        results = ask(ranks, "memory", step)
+        row.update({key: largest(result[key] for result in results) for key in results[0]})
+        stop(ranks)
+    return rows
+
+
+def flags(name: str, options: argparse.Namespace) -> str:
+    return VARIANTS[name].replace("SIZE", str(4 * options.hidden_size**2))
+
+
+def largest(numbers: Iterable[Optional[int]]) -> Optional[int]:
+    numbers = list(numbers)
+    return None if None in numbers else max(numbers)
+
+
+def progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+Ranks = list[tuple[Any, Connection]]  # a process and our end of its pipe, for each rank of a row
+
+
+def start(start_method: Any, store: Path, row: dict[str, Any], folder: Path, options: argparse.Namespace) -> Ranks:
+    ranks = []
+    for rank in range(options.devices):
+        ours, theirs = start_method.Pipe()
+        arguments = (rank, options.devices, options.accelerator, row["flags"], folder, store, theirs)
+        process = start_method.Process(target=work, args=arguments, daemon=True)
+        process.start()
+        theirs.close()  # so that a process that dies closes the pipe
+        ranks.append((process, ours))
+    return ranks
+
+
+def ask(ranks: Ranks, task: str, *arguments: Any) -> Optional[list[Any]]:
+    """[the task's result on each rank]. None, and the row's processes are gone, where one of them has died."""
+    pipes = [ours for _, ours in ranks]
+    results = {}
+    try:
+        for pipe in pipes:
+            pipe.send((task, *arguments))
+        while len(results) < len(pipes):
+            for pipe in wait([p for p in pipes if p not in results]):
+                results[pipe] = pipe.recv()
+    except (EOFError, ConnectionError):
+        for process, _ in ranks:
+            process.kill()
+        return None
+    return [results[pipe] for pipe in pipes]
+
+
+def stop(ranks: Ranks) -> None:
+    for _, ours in ranks:
+        ours.send(None)
+    for process, _ in ranks:
+        process.join()
+
+
+# ------------------------------------------------------------------- one rank of a row
+
+
+class Trainer(NamedTuple):
+    """What train.py's Run holds, as far as a step needs it."""
+
+    fabric: Fabric
+    model: nn.Module
+    optimizer: Optimizer
+    batches: Batches
+    lr: float
+    grad_clip: float
+    sync_every_micro_batch: bool
+
+
+def work(
+    rank: int, devices: int, accelerator: str, row_flags: str, folder: Path, store: Path, pipe: Connection
+) -> None:
+    """Join the other ranks, set up, then do what the pipe asks for until it says None."""
+    import torch
+
+    kind = join(rank, devices, accelerator, store)
+    tiny = set_up(devices, kind, row_flags, folder, "tiny")
+    train(tiny, 0, 2)  # whatever is imported, compiled or cached on first use belongs to no row
+    del tiny
+    before = memory_in_use(kind)
+    trainer = set_up(devices, kind, row_flags, folder, "llama")
+    for task, *arguments in iter(pipe.recv, None):
+        pipe.send(train(trainer, *arguments) if task == "train" else memory(trainer, before, *arguments))
+    torch.distributed.destroy_process_group()
+
+
+def join(rank: int, devices: int, accelerator: str, store: Path) -> str:
+    """Form the process group as torchrun would, but meet in a file. Returns "cpu" or "cuda"."""
+    import torch
+
+    from fabric_llm.strategy import resolve_devices
+
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(devices),
+        LOCAL_WORLD_SIZE=str(devices),
+        GROUP_RANK="0",
+        TORCHELASTIC_RUN_ID="sharding",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    _, _, kind = resolve_devices(devices, 1, accelerator)
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    file_store = torch.distributed.FileStore(str(store), devices)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=file_store, rank=rank, world_size=devices)
+    return kind
+
+
+def set_up(devices: int, kind: str, row_flags: str, folder: Path, model_name: str) -> Trainer:
+    """The same calls as in train.py's main and Run."""
+    import train as train_script
+    from arguments import parse_train
+    from fabric_llm.data import Batches
+    from fabric_llm.strategy import make_fabric, syncs_every_micro_batch
+    from preflight import make_plan
+
+    argv = f"--devices {devices} --accelerator {kind} --precision 32-true --lr 1e-3 --max_step 1000 {row_flags}".split()
+    argv += ["--micro_batch_size", str(MICRO_BATCH), "--output_dir", str(folder)]
+    argv += ["--model_name", str(folder / model_name), "--train_data_dir", str(folder / "data")]
+    arguments = parse_train(argv)
+    plan = make_plan(arguments)
+    precision = arguments.model.precision
+    fabric = make_fabric(plan.strategy, devices=plan.devices, num_nodes=1, kind=plan.kind, precision=precision)
+    fabric.launch()
+    model, optimizer, _ = train_script.set_up(fabric, arguments, plan)
+    rows, seed = plan.dataset.train, arguments.training.seed
+    batches = Batches(
+        rows, seed, MICRO_BATCH, plan.micro_batches, rank=fabric.global_rank, world_size=fabric.world_size
+    )
+    lr, grad_clip = arguments.training.lr, arguments.training.grad_clip
+    return Trainer(fabric, model, optimizer, batches, lr, grad_clip, syncs_every_micro_batch(plan.strategy))
+
+
+def train(trainer: Trainer, first_step: int, count: int) -> list[tuple[float, float]]:
+    """(seconds on this rank, loss of the global batch) of the `count` steps from `first_step` on."""
+    from fabric_llm.step import train_step
+
+    results = []
+    for step in range(first_step, first_step + count):
+        micro_batches = trainer.batches.at(step * trainer.batches.global_batch_size)
+        trainer.fabric.barrier()
+        synchronize(trainer.fabric.device)
+        begin = time.perf_counter()
+        result = train_step(
+            trainer.fabric,
+            trainer.model,
+            trainer.optimizer,
+            micro_batches,
+            lr=trainer.lr,
+            grad_clip=trainer.grad_clip,
+            sync_every_micro_batch=trainer.sync_every_micro_batch,
+        )
+        synchronize(trainer.fabric.device)
+        seconds = time.perf_counter() - begin
+        results.append((seconds, trainer.fabric.all_reduce(result.loss, reduce_op="sum").item()))
+    return results
+
+
+def synchronize(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ------------------------------------------------------------------- memory
+
+
+def memory(trainer: Trainer, before: Optional[int], first_step: int) -> dict[str, Optional[int]]:
+    """Bytes that this rank holds between steps, and those that a step needs on top of them (see this file's head).
+
+    `before`: bytes in use without the model. On top come gradients, gathered parameters, activations and the buffers of
+    communication, those that DDP never frees included. A count that can't be taken on this machine is None.
+    """
+    device = trainer.fabric.device
+    parameters, state = parameters_held(trainer.model), optimizer_state_held(trainer.optimizer)
+    give_back_freed_memory()
+    train(trainer, first_step, 1)
+    forget_peak(device.type)
+    train(trainer, first_step + 1, 2)
+    peak = peak_memory(device.type)
+    held_here = storage_bytes(t for t in [*parameters, *state] if t.device.type == device.type)
+    return {
+        "parameter_bytes": storage_bytes(parameters),
+        "optimizer_bytes": storage_bytes(state),
+        "additional_bytes": None if peak is None or before is None else peak - before - held_here,
+    }
+
+
+def parameters_held(model: nn.Module) -> list[Tensor]:
+    """All tensors that hold values of parameters on this rank: FSDP's shards, and what it has gathered, if anything."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    flat = [m._handle.flat_param for m in model.modules() if isinstance(m, FSDP) and m._handle is not None]
+    names = ("_local_shard", "_full_param_padded")
+    tensors = [*model.parameters(), *(getattr(p, name) for p in flat for name in names if hasattr(p, name))]
+    return [local(tensor.detach()) for tensor in tensors]
+
+
+def optimizer_state_held(optimizer: Optimizer) -> list[Tensor]:
+    states = optimizer.optimizer.state.values()  # the one inside Fabric's wrapper
+    return [local(value) for state in states for value in state.values() if hasattr(value, "untyped_storage")]
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """What is allocated for `tensors`: a storage that several of them share counts once, and whole."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def memory_in_use(kind: str) -> Optional[int]:
+    """Bytes in use by this process on its device now, None where there is no way to tell."""
+    import torch
+
+    gc.collect()
+    if kind == "cuda":
+        return torch.cuda.memory_allocated()
+    give_back_freed_memory(from_now_on=False)
+    return status_bytes("VmRSS")
+
+
+def forget_peak(kind: str) -> None:
+    import torch
+
+    gc.collect()
+    if kind == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    elif Path("/proc/self/clear_refs").exists():
+        give_back_freed_memory()
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again at VmRSS
+
+
+def peak_memory(kind: str) -> Optional[int]:
+    import torch
+
+    return torch.cuda.max_memory_allocated() if kind == "cuda" else status_bytes("VmHWM")
+
+
+def status_bytes(key: str) -> Optional[int]:
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+
+
+def give_back_freed_memory(from_now_on: bool = True) -> None:
+    """Have glibc return freed memory to the kernel; `from_now_on`: also all that is freed later, which costs time."""
+    import ctypes
+
+    if platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    if from_now_on:
+        trim_threshold, mmap_threshold = -1, -3  # names M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+        libc.mallopt(trim_threshold, 64 * 1024)
+        libc.mallopt(mmap_threshold, 64 * 1024)
+    libc.malloc_trim(0)
+
+
+# ------------------------------------------------------------------- the page
+
+
+def header(argv: list[str], options: argparse.Namespace, threads: int, load: float) -> str:
+    import lightning
+    import torch
+    import transformers
+
+    command = shlex.join(["python", "benchmarks/sharding.py", *argv])
+    kind = "cuda" if options.accelerator == "cuda" or options.accelerator == "auto" and torch.cuda.is_available() else "cpu"
+    hardware = torch.cuda.get_device_name() if kind == "cuda" else f"{cpu_name()}, {os.cpu_count()} cores"
+    timed = options.rounds * options.round_steps
+    return "\n".join(
+        (
+            "# Sharding: FSDP's choices and DDP",
+            "",
+            f"- Command: `{command}`",
+            f"- Date: {datetime.date.today()}",
+            f"- Hardware: {options.devices} processes ({'NCCL' if kind == 'cuda' else f'gloo, {threads} thread each'}) on {hardware}; "
+            f"load average {load:.1f} before the start",
+            f"- Versions: Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}, "
+            f"transformers {transformers.__version__}",
+            f"- Model: Llama, hidden size {options.hidden_size}, {options.layers} layers, vocabulary {VOCABULARY}, "
+            f"context {CONTEXT_TOKENS} tokens, micro-batch {MICRO_BATCH}, float32, AdamW",
+            f"- Memory: the rank that needs most, MiB. Step: median of {timed} steps of the slowest rank, rows in turns",
+            f"- Loss: at step {options.steps}, in nats; all rows agree to {LOSS_TOLERANCE:.0e} at each step up to it, "
+            "or the exit code is 1",
+            "",
+            "",
+        )
+    )
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown, a line for each row."""
+    titles = ("", "parameters", "optimizer", "additional peak in a step", "step, ms", "quartiles", "x first row", "loss")
+    lines = ["| " + " | ".join(titles) + " |", "|---" + "|--:" * (len(titles) - 1) + "|"]
+    first = next((statistics.median(row["seconds"]) for row in rows if not row["failed"]), None)
+    for row in rows:
+        if row["failed"]:
+            lines.append(f"| {row['name']} | failed |" + " |" * (len(titles) - 2))
+            continue
+        low, middle, high = statistics.quantiles(row["seconds"], n=4, method="inclusive")
+        cells = (
+            row["name"],
+            *(mebibytes(row[key]) for key in ("parameter_bytes", "optimizer_bytes", "additional_bytes")),
+            f"{1000 * middle:.0f}",
+            f"{1000 * low:.0f}-{1000 * high:.0f}",
+            f"{middle / first:.2f}",
+            f"{row['losses'][-1]:.6f}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def mebibytes(count: Optional[int]) -> str:
+    return "not measured" if count is None else f"{count / MIB:.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

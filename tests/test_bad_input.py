@@ -1,0 +1,213 @@
+"""Bad input to train.py: one sentence with the offending value, exit code 2, before any process or model exists."""
+
+import json
+import shutil
+
+import datasets
+import pytest
+import torch
+from conftest import CONTEXT, ROWS, VOCABULARY
+from ranks import train_ranks
+
+import train
+
+
+@pytest.fixture
+def refused(toys, tmp_path, capsys, monkeypatch):
+    """Call train.py with good flags and then these; returns the one sentence of its refusal."""
+
+    def never(*args, **kwargs):
+        raise AssertionError("too late: a model or a process would have been made")
+
+    monkeypatch.setattr("fabric_llm.model.load_reference", never)
+    monkeypatch.setattr("lightning.fabric.Fabric.launch", never)
+    monkeypatch.setattr("builtins.input", never)
+
+    def call(*flags, good=True):
+        base = ["--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", tmp_path / "runs"]
+        with pytest.raises(SystemExit) as exit:
+            train.main([str(word) for word in [*(base if good else []), *flags]])
+        error = capsys.readouterr().err
+        assert exit.value.code == 2
+        lines = error.strip().splitlines()
+        assert len(lines) == 1 and lines[0].startswith("train.py: error: ") and lines[0].endswith((".", "?")), error
+        assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
+        return lines[0].removeprefix("train.py: error: ")
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--lrr", "1"], ["--lrr", "--lr"]),
+        (["--micro_batchsize", "1"], ["--micro_batchsize", "--micro_batch_size"]),
+        (["--lr", "fast"], ["--lr", "number", "fast"]),
+        (["--devices", "two"], ["--devices", "integer or auto", "two"]),
+        (["--resume", "maybe"], ["--resume", "true or false", "maybe"]),
+        (["--precision", "fp8"], ["--precision", "bf16-true", "fp8"]),
+        (["--max_step", "0"], ["--max_step", "0"]),
+        (["--lr", "-1"], ["--lr", "-1"]),
+        (["--min_lr", "1"], ["--min_lr 1.0", "--lr 2e-05"]),
+        (["--beta2", "1"], ["--beta2", "1.0"]),
+        (["--train_data_dir", "nowhere"], ["nowhere", "prepare_data.py"]),
+        (["--model_name", "./nowhere"], ["./nowhere"]),
+        (["--context_length", "99"], ["99", str(CONTEXT)]),
+        (["--micro_batch_size", "45"], ["45", f"{ROWS} sequences"]),
+        (["--global_batch_size", "64"], ["64", str(ROWS)]),
+        (["--global_batch_size", "6", "--micro_batch_size", "4"], ["6", "4", "4 x 1 devices"]),
+        (["--global_batch_size", "8", "--micro_batch_size", "2", "--gradient_accumulation_steps", "3"], ["8", "4", "3"]),
+        (["--auto_wrap_policy", "NoSuchBlock"], ["NoSuchBlock", "LlamaDecoderLayer"]),
+        (["--auto_wrap_policy", "size:many"], ["size:many", "size:1e8"]),
+        (["--precision", "16-mixed"], ["16-mixed", "GPU"]),
+        (["--accelerator", "cuda"], ["cuda", "no GPU"]),
+        (["--tpu", "true"], ["torch_xla"]),
+        (["--strategy", "fsdp2", "--sharding_strategy", "NO_SHARD"], ["NO_SHARD", "ddp"]),
+        (["--strategy", "ddp", "--cpu_offload", "true"], ["cpu_offload", "fsdp"]),
+        (["--run_name", "../elsewhere"], ["../elsewhere"]),
+        (["--resume", "true"], ["--resume true", "llama-data"]),
+        (["--resume", "true", "--run_name", "nothing"], ["runs/nothing"]),
+        (["--checkpoint", "x"], ["--resume true"]),
+        (["--resume", "true", "--checkpoint", "nowhere"], ["nowhere", "isn't a checkpoint"]),
+        (["--output_dir", "/dev/null/runs"], ["/dev/null/runs", "can't be written"]),
+        (["--config", "none.yaml"], ["none.yaml", "No such file"]),
+    ],
+)
+def test_flags(refused, flags, words):
+    if flags[0] == "--accelerator" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    sentence = refused(*flags)
+    assert all(word in sentence for word in words), sentence
+
+
+def test_more_devices_than_there_are(refused, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert "--devices 4: this machine has 2 GPUs" in refused("--devices", 4)
+
+
+def test_yaml_keys(refused, tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("lr: 1e-4\nwarm_up_steps: 3\n")
+    sentence = refused("--config", config)
+    assert "warm_up_steps" in sentence and "'warmup_steps'" in sentence
+    config.write_text("lr: [1\n")
+    assert "isn't valid YAML" in refused("--config", config)
+    config.write_text("- lr\n")
+    assert "flag: value" in refused("--config", config)
+    config.write_text("lr: quick\n")
+    assert "--lr takes a number, not 'quick'" in refused("--config", config)
+
+
+def test_model_and_data_belong_together(refused):
+    assert "--train_data_dir is missing" in refused("--model_name", "x", good=False)
+    assert "--model_name is missing" in refused("--train_data_dir", "x", good=False)
+
+
+def dataset(folder, **splits):
+    made = {name: datasets.Dataset.from_dict(columns) for name, columns in splits.items()}
+    datasets.DatasetDict(made).save_to_disk(str(folder))
+    return "--train_data_dir", folder
+
+
+ROW = list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("splits", "words"),
+    [
+        ({"train": {"input_ids": [ROW]}}, ["no split 'validation'", "'train'"]),
+        ({"validation": {"input_ids": [ROW]}}, ["no split 'train'"]),
+        ({"train": {"input_ids": []}, "validation": {"input_ids": [ROW]}}, ["'train'", "empty"]),
+        ({"train": {"input_ids": [ROW]}, "valid": {"input_ids": []}}, ["'valid'", "empty"]),
+        ({"train": {"text": ["a"]}, "validation": {"input_ids": [ROW]}}, ["'input_ids'", "'text'"]),
+        ({"train": {"input_ids": ["a"]}, "validation": {"input_ids": [ROW]}}, ["'input_ids'", "integers"]),
+        ({"train": {"input_ids": [[0.5] * 8]}, "validation": {"input_ids": [ROW]}}, ["'input_ids'", "integers"]),
+        ({"train": {"input_ids": [ROW, ROW[:5]]}, "validation": {"input_ids": [ROW]}}, ["5", "8", "different length"]),
+        ({"train": {"input_ids": [ROW]}, "validation": {"input_ids": [ROW[:5]]}}, ["[5, 8]", "different length"]),
+        ({"train": {"input_ids": [ROW], "labels": [ROW[:4]]}, "validation": {"input_ids": [ROW]}}, ["4", "8"]),
+        ({"train": {"input_ids": [[*ROW, VOCABULARY]]}, "validation": {"input_ids": [[*ROW, 0]]}}, [str(VOCABULARY)]),
+        ({"train": {"input_ids": [[*ROW, -1]]}, "validation": {"input_ids": [[*ROW, 0]]}}, ["-1"]),
+        ({"train": {"input_ids": [[3]]}, "validation": {"input_ids": [[3]]}}, ["1 token"]),
+        ({"train": {"input_ids": [ROW, None]}, "validation": {"input_ids": [ROW]}}, ["'input_ids'", "empty values"]),
+    ],
+)
+def test_datasets(refused, tmp_path, splits, words):
+    sentence = refused(*dataset(tmp_path / "bad", **splits))
+    assert all(word in sentence for word in words), sentence
+
+
+def test_a_folder_that_is_no_dataset(refused, tmp_path):
+    (tmp_path / "text").mkdir()
+    assert "isn't a dataset folder" in refused("--train_data_dir", tmp_path / "text")
+    datasets.Dataset.from_dict({"input_ids": [ROW]}).save_to_disk(str(tmp_path / "one"))
+    assert "one split without a name" in refused("--train_data_dir", tmp_path / "one")
+
+
+def test_more_positions_than_the_model_has(refused, toys, tmp_path):
+    rows = {"input_ids": [[1] * 65]}
+    sentence = refused(*dataset(tmp_path / "long", train=rows, validation=rows), "--model_name", toys / "gpt2")
+    assert "65" in sentence and "64" in sentence
+
+
+def test_models(refused, toys, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    assert "no config.json" in refused("--model_name", folder)
+    (folder / "config.json").write_text('{"model_type": "t5"}')
+    assert "isn't a causal language model" in refused("--model_name", folder)
+    (folder / "config.json").write_text("{")
+    assert str(folder) in refused("--model_name", folder)
+    assert "hub" in refused("--model_name", "nobody/nothing")
+
+
+def test_remote_code_is_never_run(refused, toys, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(toys / "llama", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.update(model_type="evil", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    sentence = refused("--model_name", folder)
+    assert str(folder) in sentence and "never run" in sentence
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture(scope="module")
+def finished(toys, tmp_path_factory):
+    """A finished run of two steps, checkpoints at 1 and 2."""
+    output = tmp_path_factory.mktemp("finished")
+    flags = ["--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", output]
+    train_ranks(1, *flags, "--run_name", "run", "--max_step", 2, "--save_step_interval", 1, "--global_batch_size", 4)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], ["holds checkpoints up to step-00000002", "--resume true", "--run_name"]),
+        (["--resume", "true", "--max_step", "2"], ["is where this run ends", "step 2 of 2", "--max_step"]),
+        (["--resume", "true", "--global_batch_size", "8"], ["global_batch_size 4, not 8"]),
+        (["--resume", "true", "--seed", "9"], ["seed 1234, not 9"]),
+        (["--resume", "true", "--precision", "32-true"], ["precision bf16-true, not 32-true"]),
+    ],
+)
+def test_a_run_that_is_there_already(refused, finished, flags, words):
+    sentence = refused("--output_dir", finished, "--run_name", "run", "--global_batch_size", 4, "--max_step", 9, *flags)
+    assert all(word in sentence for word in words), sentence
+
+
+def test_a_checkpoint_of_another_model(refused, finished, toys):
+    flags = ("--resume", "true", "--checkpoint", finished / "run" / "step-00000001", "--model_name", toys / "gpt2")
+    sentence = refused(*flags, "--global_batch_size", 4)
+    assert "belongs to another model" in sentence and "gpt2" in sentence
+
+
+def test_a_damaged_checkpoint(refused, finished, tmp_path):
+    damaged = tmp_path / "run" / "step-00000001"
+    shutil.copytree(finished / "run" / "step-00000001", damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    sentence = refused("--resume", "true", "--checkpoint", damaged, "--global_batch_size", 4)
+    assert "damaged" in sentence and "model.safetensors" in sentence
+    weights.unlink()
+    assert "model.safetensors is missing" in refused("--resume", "true", "--checkpoint", damaged)
