@@ -303,7 +303,7 @@ def set_up(fabric: Fabric, arguments: Arguments, plan: Plan) -> tuple[Any, Any, 
     template = model.build_skeleton(plan.config, dtype)
     skeleton = model.LanguageModel(model.build_skeleton(plan.config, dtype))
     if arguments.fsdp.activation_checkpointing:
-        skeleton.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        model.checkpoint_activations(skeleton.causal_lm)
     decayed = optim.decayed_names(skeleton)
     materializer = model.Materializer(skeleton, reference, fabric.device)
     wrapped = strategy.wrap(fabric, plan.strategy, skeleton, materializer, arguments.model.precision, plan.sharding)

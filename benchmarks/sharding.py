@@ -3,16 +3,16 @@
 
     python benchmarks/sharding.py --markdown docs/results/sharding.md
 
-Each row is a set of flags of train.py. A row has its own processes, one per device, that live through the whole run and
-train with train.py's own `set_up` and `train_step`. The rows take turns: some steps of each, again and again, so that
-whatever else the machine does meets all of them alike. All rows start from the same weights and see the same tokens,
-and must give the same losses: the exit code is 1 if they don't, or if a row fails.
+Each row is a set of flags of train.py, trained in its own processes with train.py's own `set_up` and `train_step`. All
+rows start from the same weights, see the same tokens and must give the same losses: the exit code is 1 if they don't,
+or if a row fails.
 
-Memory is counted in a step of its own, which isn't timed. On CUDA it is the allocator's high-water mark
-(`torch.cuda.max_memory_allocated`). On a CPU it is the kernel's high-water mark of resident memory (VmHWM in
-/proc/self/status, reset through /proc/self/clear_refs, see proc(5)) above what the process held before it had a model,
-with glibc told to map every block of 64 KiB and more by itself and so to give it back at once when it is freed: that
-catches what FSDP frees by resizing storages and what gloo allocates, and it misses no short peak.
+Time: the processes of all rows stay, and the rows take turns, a step of each and again, so that whatever else the
+machine does meets all of them alike. Memory is counted before that, in processes of its own. On CUDA it is the
+allocator's high-water mark (`torch.cuda.max_memory_allocated`). On a CPU it is the kernel's high-water mark of resident
+memory (VmHWM in /proc/self/status, reset through /proc/self/clear_refs, see proc(5)) above what the process held before
+it had a model, with glibc told to map every block of 64 KiB and more by itself, and so to give it back at once when it
+is freed. That catches what FSDP frees by resizing storages and what gloo allocates, and it misses no short peak.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterable, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -97,9 +98,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--accelerator", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
     parser.add_argument("--hidden_size", type=int, default=512, help="width of the Llama, a multiple of 32 (default: 512)")
     parser.add_argument("--layers", type=int, default=8, help="decoder layers (default: 8)")
-    parser.add_argument("--steps", type=int, default=5, help="steps whose losses are compared, untimed (default: 5)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns that each row gets (default: 5)")
-    parser.add_argument("--round_steps", type=int, default=2, help="timed steps in a turn (default: 2)")
+    parser.add_argument("--steps", type=int, default=3, help="steps whose losses are compared (default: 3)")
+    parser.add_argument("--rounds", type=int, default=9, help="timed steps of each row, one a turn (default: 9)")
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="ROW", help="rows to run")
     parser.add_argument("--markdown", type=Path, help="file to write the table to")
     parser.add_argument("--json", type=Path, help="file to write the numbers to: bytes, seconds, nats")
@@ -135,30 +135,36 @@ def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Start all rows, time them in turns, and count their memory."""
     start_method = multiprocessing.get_context("forkserver")  # imports once; unlike fork it goes with CUDA
     start_method.set_forkserver_preload(["lightning.fabric", "transformers.models.llama.modeling_llama", "datasets"])
-    rows = [{"name": name, "flags": flags(name, options), "seconds": [], "failed": False} for name in options.only]
+    rows = [{"name": name, "flags": flags(name, options), "failed": False} for name in options.only]
+    for index, row in enumerate(rows):
+        ranks = start(start_method, folder / f"memory-{index}", row, folder, options, counts_memory=True)
+        losses = ask(ranks, "train", 0, options.steps)
+        memory = losses and ask(ranks, "memory", options.steps)
+        row["failed"] = memory is None
+        if memory is not None:
+            stop(ranks)
+            row["losses"] = [loss for _, loss in losses[0]]
+            row.update({key: largest(result[key] for result in memory) for key in memory[0]})
+        outcome = "failed" if row["failed"] else f"loss {row['losses'][-1]:.6f} at step {options.steps}"
+        progress(f"memory {index + 1}/{len(rows)}  {row['name']}: {outcome}")
+    time_in_turns(start_method, folder, [row for row in rows if not row["failed"]], options)
+    return rows
+
+
+def time_in_turns(start_method: Any, folder: Path, rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Add `seconds` of `options.rounds` steps, each that of the slowest rank, to each of `rows`."""
     running = []
     for index, row in enumerate(rows):
-        ranks = start(start_method, folder / f"store-{index}", row, folder, options)
-        results = ask(ranks, "train", 0, options.steps)
-        if results is None:
-            row["failed"] = True
-            progress(f"{index + 1}/{len(rows)}  {row['name']}: failed")
-            continue
-        running.append((row, ranks))
-        row["losses"] = [loss for _, loss in results[0]]
-        progress(f"{index + 1}/{len(rows)}  {row['name']}: loss {row['losses'][-1]:.6f} at step {options.steps}")
-    step = options.steps
+        running.append(start(start_method, folder / f"time-{index}", row, folder, options, counts_memory=False))
+        ask(running[-1], "train", 0, 1)  # the first step allocates the optimizer's state
+        row["seconds"] = []
     for turn in range(options.rounds):
-        for row, ranks in running:
-            results = ask(ranks, "train", step, options.round_steps)
-            row["seconds"] += [max(seconds for seconds, _ in one_step) for one_step in zip(*results)]
-        step += options.round_steps
-        progress(f"round {turn + 1}/{options.rounds}")
-    for row, ranks in running:
-        results = ask(ranks, "memory", step)
-        row.update({key: largest(result[key] for result in results) for key in results[0]})
+        for row, ranks in zip(rows, running):
+            results = ask(ranks, "train", 1 + turn, 1)
+            row["seconds"].append(max(seconds for [(seconds, _)] in results))
+        progress(f"time {turn + 1}/{options.rounds}")
+    for ranks in running:
         stop(ranks)
-    return rows
 
 
 def flags(name: str, options: argparse.Namespace) -> str:
@@ -177,11 +183,13 @@ def progress(line: str) -> None:
 Ranks = list[tuple[Any, Connection]]  # a process and our end of its pipe, for each rank of a row
 
 
-def start(start_method: Any, store: Path, row: dict[str, Any], folder: Path, options: argparse.Namespace) -> Ranks:
+def start(
+    start_method: Any, store: Path, row: dict[str, Any], folder: Path, options: argparse.Namespace, counts_memory: bool
+) -> Ranks:
     ranks = []
     for rank in range(options.devices):
         ours, theirs = start_method.Pipe()
-        arguments = (rank, options.devices, options.accelerator, row["flags"], folder, store, theirs)
+        arguments = (rank, options.devices, options.accelerator, row["flags"], folder, store, counts_memory, theirs)
         process = start_method.Process(target=work, args=arguments, daemon=True)
         process.start()
         theirs.close()  # so that a process that dies closes the pipe
@@ -229,16 +237,24 @@ class Trainer(NamedTuple):
 
 
 def work(
-    rank: int, devices: int, accelerator: str, row_flags: str, folder: Path, store: Path, pipe: Connection
+    rank: int,
+    devices: int,
+    accelerator: str,
+    row_flags: str,
+    folder: Path,
+    store: Path,
+    counts_memory: bool,
+    pipe: Connection,
 ) -> None:
     """Join the other ranks, set up, then do what the pipe asks for until it says None."""
     import torch
 
     kind = join(rank, devices, accelerator, store)
-    tiny = set_up(devices, kind, row_flags, folder, "tiny")
-    train(tiny, 0, 2)  # whatever is imported, compiled or cached on first use belongs to no row
-    del tiny
-    before = memory_in_use(kind)
+    before = None
+    if counts_memory:
+        give_back_freed_memory()
+        train(set_up(devices, kind, row_flags, folder, "tiny"), 0, 2)  # imports and caches that belong to no row
+        before = memory_in_use(kind)
     trainer = set_up(devices, kind, row_flags, folder, "llama")
     for task, *arguments in iter(pipe.recv, None):
         pipe.send(train(trainer, *arguments) if task == "train" else memory(trainer, before, *arguments))
@@ -330,25 +346,21 @@ def synchronize(device: Any) -> None:
 # ------------------------------------------------------------------- memory
 
 
-def memory(trainer: Trainer, before: Optional[int], first_step: int) -> dict[str, Optional[int]]:
-    """Bytes that this rank holds between steps, and those that a step needs on top of them (see this file's head).
+def memory(trainer: Trainer, before: Optional[int], step: int) -> dict[str, Optional[int]]:
+    """Bytes that this rank holds between steps, and those that `step` needs on top of them (see this file's head).
 
     `before`: bytes in use without the model. On top come gradients, gathered parameters, activations and the buffers of
     communication, those that DDP never frees included. A count that can't be taken on this machine is None.
     """
     device = trainer.fabric.device
     parameters, state = parameters_held(trainer.model), optimizer_state_held(trainer.optimizer)
-    give_back_freed_memory()
-    train(trainer, first_step, 1)
-    forget_peak(device.type)
-    train(trainer, first_step + 1, 2)
-    peak = peak_memory(device.type)
+    sizes = {"parameter_bytes": storage_bytes(parameters), "optimizer_bytes": storage_bytes(state)}
     held_here = storage_bytes(t for t in [*parameters, *state] if t.device.type == device.type)
-    return {
-        "parameter_bytes": storage_bytes(parameters),
-        "optimizer_bytes": storage_bytes(state),
-        "additional_bytes": None if peak is None or before is None else peak - before - held_here,
-    }
+    del parameters, state
+    forget_peak(device.type)
+    train(trainer, step, 1)
+    peak = peak_memory(device.type)
+    return {**sizes, "additional_bytes": None if peak is None or before is None else peak - before - held_here}
 
 
 def parameters_held(model: nn.Module) -> list[Tensor]:
@@ -383,7 +395,7 @@ def memory_in_use(kind: str) -> Optional[int]:
     gc.collect()
     if kind == "cuda":
         return torch.cuda.memory_allocated()
-    give_back_freed_memory(from_now_on=False)
+    give_back_freed_memory()
     return status_bytes("VmRSS")
 
 
@@ -410,17 +422,16 @@ def status_bytes(key: str) -> Optional[int]:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
-def give_back_freed_memory(from_now_on: bool = True) -> None:
-    """Have glibc return freed memory to the kernel; `from_now_on`: also all that is freed later, which costs time."""
+def give_back_freed_memory() -> None:
+    """Have glibc return freed memory to the kernel, now and from now on. That takes time: not where steps are timed."""
     import ctypes
 
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
-    if from_now_on:
-        trim_threshold, mmap_threshold = -1, -3  # names M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
-        libc.mallopt(trim_threshold, 64 * 1024)
-        libc.mallopt(mmap_threshold, 64 * 1024)
+    trim_threshold, mmap_threshold = -1, -3  # names M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    libc.mallopt(trim_threshold, 64 * 1024)
+    libc.mallopt(mmap_threshold, 64 * 1024)
     libc.malloc_trim(0)
 
 
@@ -435,7 +446,6 @@ def header(argv: list[str], options: argparse.Namespace, threads: int, load: flo
     command = shlex.join(["python", "benchmarks/sharding.py", *argv])
     kind = "cuda" if options.accelerator == "cuda" or options.accelerator == "auto" and torch.cuda.is_available() else "cpu"
     hardware = torch.cuda.get_device_name() if kind == "cuda" else f"{cpu_name()}, {os.cpu_count()} cores"
-    timed = options.rounds * options.round_steps
     return "\n".join(
         (
             "# Sharding: FSDP's choices and DDP",
@@ -448,7 +458,7 @@ def header(argv: list[str], options: argparse.Namespace, threads: int, load: flo
             f"transformers {transformers.__version__}",
             f"- Model: Llama, hidden size {options.hidden_size}, {options.layers} layers, vocabulary {VOCABULARY}, "
             f"context {CONTEXT_TOKENS} tokens, micro-batch {MICRO_BATCH}, float32, AdamW",
-            f"- Memory: the rank that needs most, MiB. Step: median of {timed} steps of the slowest rank, rows in turns",
+            f"- Memory: the rank that needs most, MiB. Step: median of {options.rounds} steps of the slowest rank, rows in turns",
             f"- Loss: at step {options.steps}, in nats; all rows agree to {LOSS_TOLERANCE:.0e} at each step up to it, "
             "or the exit code is 1",
             "",

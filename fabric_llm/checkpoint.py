@@ -105,7 +105,8 @@ def save(
             template.save_pretrained(temporary, state_dict=weights, max_shard_size="5GB")
     else:
         again = tied_names(template)
-        weights = {k: v for k, v in get_model_state_dict(model).items() if k.removeprefix(PREFIX) not in again}
+        with _quiet():
+            weights = {k: v for k, v in get_model_state_dict(model).items() if k.removeprefix(PREFIX) not in again}
         _save_parts(weights, temporary / "weights")
         if rank_zero:
             template.config.save_pretrained(temporary)
@@ -132,7 +133,8 @@ def tied_names(model: nn.Module) -> set[str]:
 
 def _full_weights(model: nn.Module, offload: bool) -> dict[str, Tensor]:
     """HF name -> whole tensor, on rank 0 (on a CPU on all ranks: offload_to_cpu crashes there)."""
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
+    with _quiet():
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
     return {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
 
 
@@ -149,7 +151,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tu
 def _save_parts(tensors: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
-    with _single_process_is_fine():
+    with _quiet():
         dcp.save(tensors, storage_writer=writer)
 
 
@@ -264,15 +266,16 @@ def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def _load_parts(tensors: dict[str, Any], folder: Path) -> None:
-    with _single_process_is_fine():
+    with _quiet():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path=str(folder)))
 
 
 @contextmanager
-def _single_process_is_fine() -> Iterator[None]:
-    """One device and export_hf.py have no process group, and torch.distributed.checkpoint warns of that."""
+def _quiet() -> Iterator[None]:
+    """Without torch's warnings of what is meant: one device has no process group, NO_SHARD holds everything."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings("ignore", message="When using ``NO_SHARD``")
         yield
 
 
@@ -283,7 +286,7 @@ def sharded_weights(path: Path) -> Optional[dict[str, Tensor]]:
         return None
     metadata = HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
     weights = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
-    with _single_process_is_fine():
+    with _quiet():
         dcp.load(weights, storage_reader=HuggingFaceStorageReader(path=str(folder)), no_dist=True)
     return {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
 

@@ -125,6 +125,12 @@ class LanguageModel(nn.Module):
         )
 
 
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Recompute each layer in the backward pass. transformers does it inside the layer, so names stay as they are."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 class Materializer:
     """Gives modules on the meta device memory and the reference's values, the same on all ranks.
 

@@ -253,7 +253,7 @@ def _wrap_fsdp(
             sharding_strategy=ShardingStrategy[how.sharding_strategy if sharded else "NO_SHARD"],
             device_mesh=_mesh(fabric, how) if sharded else None,
             mixed_precision=_fsdp_mixed_precision(precision),
-            cpu_offload=CPUOffload(how.cpu_offload),
+            cpu_offload=CPUOffload(how.cpu_offload and fabric.device.type != "cpu"),  # on a CPU all is there already
             backward_prefetch=None if how.backward_prefetch == "none" else BackwardPrefetch[how.backward_prefetch],
             limit_all_gathers=how.limit_all_gathers,
             device_id=fabric.device,

@@ -1,0 +1,144 @@
+"""Every FSDP flag changes where things are, never what is computed."""
+
+import pytest
+import torch
+from ranks import metrics, run_ranks, train_ranks
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from conftest import TOY_CONFIGS
+from fabric_llm.model import build_skeleton
+from fabric_llm.strategy import modules_to_wrap, original_name
+
+FLAGS = [
+    ("fsdp", 2, "--sharding_strategy SHARD_GRAD_OP"),
+    ("fsdp", 2, "--sharding_strategy NO_SHARD"),
+    ("fsdp", 2, "--sharding_strategy HYBRID_SHARD"),
+    ("fsdp", 2, "--auto_wrap_policy none"),
+    ("fsdp", 2, "--auto_wrap_policy size:5000"),
+    ("fsdp", 2, "--auto_wrap_policy LlamaMLP,LlamaAttention"),
+    ("fsdp", 2, "--activation_checkpointing true"),
+    ("fsdp", 2, "--cpu_offload true"),
+    ("fsdp", 2, "--backward_prefetch BACKWARD_POST --limit_all_gathers false"),
+    ("fsdp", 2, "--backward_prefetch none --state_dict_type sharded"),
+    ("fsdp", 1, ""),
+    ("fsdp", 3, ""),
+    ("fsdp2", 2, "--sharding_strategy SHARD_GRAD_OP"),
+    ("fsdp2", 2, "--sharding_strategy HYBRID_SHARD"),
+    ("fsdp2", 2, "--auto_wrap_policy none"),
+    ("fsdp2", 2, "--auto_wrap_policy size:5000"),
+    ("fsdp2", 2, "--activation_checkpointing true"),
+    ("fsdp2", 2, "--cpu_offload true --state_dict_type sharded"),
+    ("fsdp2", 1, ""),
+    ("ddp", 2, "--activation_checkpointing true"),
+    ("auto", 1, "--activation_checkpointing true"),
+]
+
+
+def run(toys, folder, ranks, *flags, precision="32-true"):
+    train_ranks(
+        ranks,
+        *("--model_name", toys / "llama-tied", "--train_data_dir", toys / "data", "--output_dir", folder),
+        *("--run_name", "run", "--precision", precision, "--lr", 1e-3, "--max_step", 4),
+        *("--global_batch_size", 12, "--micro_batch_size", 2, "--eval_iters", 3, *flags),
+    )
+    return metrics(folder / "run", "loss"), metrics(folder / "run", "grad_norm"), metrics(folder / "run", "eval_loss")
+
+
+@pytest.fixture(scope="module")
+def plain(toys, tmp_path_factory):
+    """One device: (losses, gradient norms, evaluation losses, final weights) in 32-true and bf16-mixed."""
+
+    def of(precision):
+        folder = tmp_path_factory.mktemp("plain")
+        curves = run(toys, folder, 1, precision=precision)
+        return *curves, AutoModelForCausalLM.from_pretrained(folder / "run" / "step-00000004").state_dict()
+
+    return {precision: of(precision) for precision in ("32-true", "bf16-mixed")}
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "flags"), FLAGS)
+def test_flags_do_not_change_the_result(toys, tmp_path, plain, strategy, ranks, flags):
+    curves = run(toys, tmp_path, ranks, "--strategy", strategy, *flags.split())
+    for found, expected in zip(curves, plain["32-true"]):
+        assert found == pytest.approx(expected, rel=1e-6, abs=0)
+    if "sharded" not in flags:
+        weights = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "step-00000004").state_dict()
+        for name, value in plain["32-true"][-1].items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "ddp"])
+def test_bf16_mixed_keeps_float32_weights(toys, tmp_path, plain, strategy):
+    losses, norms, _ = run(toys, tmp_path, 2, "--strategy", strategy, precision="bf16-mixed")
+    assert losses == pytest.approx(plain["bf16-mixed"][0], rel=1e-3)
+    assert norms == pytest.approx(plain["bf16-mixed"][1], rel=2e-2)
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "step-00000004").state_dict()
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert losses != pytest.approx(plain["32-true"][0], rel=1e-7), "computed in bfloat16"
+
+
+def wrapped_names(model, policy):
+    names = {module: name for name, module in model.named_modules()}
+    return [names[module] for module in modules_to_wrap(model, policy)]
+
+
+def test_auto_asks_the_model():
+    for name in ("llama", "gpt2"):
+        model = build_skeleton(TOY_CONFIGS[name], torch.float32)
+        layers = "model.layers" if name == "llama" else "transformer.h"
+        assert wrapped_names(model, "auto") == [f"{layers}.0", f"{layers}.1"]
+
+
+def test_auto_of_a_model_that_says_nothing_takes_its_longest_list():
+    class Block(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleList([Block(2, 2), Block(2, 2)]))
+    assert wrapped_names(model, "auto") == ["1.0", "1.1"]
+
+
+def test_size_wraps_from_below_and_never_splits_tied_weights():
+    model = build_skeleton(TOY_CONFIGS["llama"], torch.float32)
+    assert "lm_head" in wrapped_names(model, "size:4000")
+    assert wrapped_names(model, "size:5000") == ["model.layers.0.mlp", "model.layers.1.mlp", "model"]
+    tied = build_skeleton(TOY_CONFIGS["gpt2"], torch.float32)
+    names = wrapped_names(tied, "size:4000")
+    assert "lm_head" not in names and "transformer.wte" not in names and "transformer" not in names
+    assert "transformer.h.0.mlp.c_fc" in names
+
+
+def test_names_are_those_of_the_model():
+    name = "_forward_module._fsdp_wrapped_module.causal_lm.model.layers.0._fsdp_wrapped_module.mlp.up_proj.weight"
+    assert original_name(name) == "causal_lm.model.layers.0.mlp.up_proj.weight"
+    assert original_name("module.causal_lm.lm_head.weight") == "causal_lm.lm_head.weight"
+
+
+def held(argv, ranks):
+    """(parameter bytes, gradient norm group size) that this rank holds after set-up."""
+    import train
+    from arguments import parse_train
+    from fabric_llm.strategy import make_fabric, shard_group
+    from preflight import make_plan
+
+    arguments = parse_train(argv)
+    plan = make_plan(arguments)
+    fabric = make_fabric(plan.strategy, devices=ranks, num_nodes=1, kind="cpu", precision=arguments.model.precision)
+    fabric.launch()
+    model, _, _ = train.set_up(fabric, arguments, plan)
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    group = shard_group(model)
+    return sum(p.numel() * p.element_size() for p in local), 1 if group is None else group.size()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags", "part"),
+    [("ddp", "", 1), ("fsdp", "", 2), ("fsdp", "--sharding_strategy NO_SHARD", 1), ("fsdp2", "", 2)],
+)
+def test_a_rank_holds_its_part(toys, tmp_path, strategy, flags, part):
+    argv = f"--model_name {toys / 'llama'} --train_data_dir {toys / 'data'} --output_dir {tmp_path} --devices 2"
+    argv = f"{argv} --strategy {strategy} {flags}".split()
+    whole = sum(p.numel() for p in build_skeleton(TOY_CONFIGS["llama"], torch.float32).parameters()) * 2
+    for bytes_held, group in run_ranks(2, held, argv, 2):
+        assert bytes_held == pytest.approx(whole / part, rel=0.02)
+        assert group == part
