@@ -13,9 +13,13 @@ VERIFICATION_FAILED = 1  # exit code
 
 def main(argv: Optional[list[str]] = None) -> None:
     arguments = parse_export(argv)
+    from huggingface_hub.utils import validate_repo_id
+
     from fabric_llm.export import VerificationError, export, find, push, read_proof
 
     try:
+        if arguments.push_to_hub is not None:
+            validate_repo_id(arguments.push_to_hub)
         source = find(arguments.checkpoint)
         print(f"Exporting {source} to {arguments.output}", flush=True)
         proof = export(
@@ -27,15 +31,20 @@ def main(argv: Optional[list[str]] = None) -> None:
         )
     except ValueError as error:
         fail("export_hf.py", str(error))
+    except OSError as error:
+        fail("export_hf.py", f"{arguments.output!r} can't be written: {error}.")
     except VerificationError as error:
         fail("export_hf.py", f"not exported, verification failed: {error}", VERIFICATION_FAILED)
     print(read_proof(proof))
     if arguments.push_to_hub is not None:
         try:
             address = push(Path(arguments.output), arguments.push_to_hub, arguments.private)
-        except OSError as error:  # huggingface_hub's and the network's errors
+        except Exception as error:  # huggingface_hub's own and those of its HTTP library, which changes with versions
             sentence = " ".join(str(error).split())
-            fail("export_hf.py", f"{arguments.output} is complete, but pushing it failed (repeat with --overwrite true): {sentence}")
+            fail(
+                "export_hf.py",
+                f"{arguments.output} is complete, but pushing it failed (repeat with --overwrite true): {sentence}",
+            )
         print(f"Pushed to {address}")
     print(f"Next: AutoModelForCausalLM.from_pretrained({arguments.output!r})", flush=True)
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 VOCABULARY, CONTEXT_TOKENS, MICRO_BATCH = 8192, 256, 1
 LOSS_TOLERANCE = 1e-4  # nats, between any two rows at any step
 MIB = 2**20
+NOT_MEASURED = "not measured"
 
 VARIANTS = {  # row -> flags of train.py; SIZE becomes the parameters of one attention block
     "ddp": "--strategy ddp",
@@ -79,31 +80,40 @@ def main(argv: Optional[list[str]] = None) -> int:
         options.markdown.write_text(page + "\n")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if failed := [row["name"] for row in rows if row["failed"]]:
-        return fail(f"failed: {'; '.join(failed)}.")
-    spread = max(max(losses) - min(losses) for losses in zip(*(row["losses"] for row in rows)))
-    if not spread <= LOSS_TOLERANCE:
-        return fail(f"the losses differ by up to {spread:.1e}.")
+    if problem := problem_of(rows):
+        print(f"sharding.py: error: {problem}", file=sys.stderr)
+        return 1
     return 0
 
 
-def fail(sentence: str) -> int:
-    print(f"sharding.py: error: {sentence}", file=sys.stderr)
-    return 1
+def problem_of(rows: list[dict[str, Any]]) -> Optional[str]:
+    """A sentence where a row failed or computed something else than the first, None where all is well."""
+    if failed := [row["name"] for row in rows if row["failed"]]:
+        return f"failed: {'; '.join(failed)}."
+    for row in rows:
+        pairs = list(zip(row["losses"], rows[0]["losses"], strict=True))
+        if not all(abs(loss - expected) <= LOSS_TOLERANCE for loss, expected in pairs):  # also where one is NaN
+            return f"{row['name']}: losses {row['losses']}, but {rows[0]['losses']} with {rows[0]['name']}."
+    return None
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="FSDP's choices side by side with DDP: memory, step time, loss.")
     parser.add_argument("--devices", type=int, default=2, help="processes, one device each (default: 2)")
     parser.add_argument("--accelerator", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
-    parser.add_argument("--hidden_size", type=int, default=512, help="width of the Llama, a multiple of 32 (default: 512)")
+    parser.add_argument("--hidden_size", type=int, default=512, help="width, a multiple of 64 (default: 512)")
     parser.add_argument("--layers", type=int, default=8, help="decoder layers (default: 8)")
     parser.add_argument("--steps", type=int, default=3, help="steps whose losses are compared (default: 3)")
-    parser.add_argument("--rounds", type=int, default=9, help="timed steps of each row, one a turn (default: 9)")
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each row, one a turn; 0: none (default: 7)")
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="ROW", help="rows to run")
     parser.add_argument("--markdown", type=Path, help="file to write the table to")
     parser.add_argument("--json", type=Path, help="file to write the numbers to: bytes, seconds, nats")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.hidden_size % 64 or min(options.hidden_size, options.layers, options.steps, options.devices) < 1:
+        parser.error("--hidden_size must be a multiple of 64, and sizes, steps and devices at least 1.")
+    if options.rounds < 0 or options.rounds == 1:
+        parser.error(f"--rounds {options.rounds}: quartiles need at least 2.")
+    return options
 
 
 def write_inputs(folder: Path, options: argparse.Namespace) -> None:
@@ -147,7 +157,8 @@ def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
             row.update({key: largest(result[key] for result in memory) for key in memory[0]})
         outcome = "failed" if row["failed"] else f"loss {row['losses'][-1]:.6f} at step {options.steps}"
         progress(f"memory {index + 1}/{len(rows)}  {row['name']}: {outcome}")
-    time_in_turns(start_method, folder, [row for row in rows if not row["failed"]], options)
+    if options.rounds:
+        time_in_turns(start_method, folder, [row for row in rows if not row["failed"]], options)
     return rows
 
 
@@ -444,7 +455,8 @@ def header(argv: list[str], options: argparse.Namespace, threads: int, load: flo
     import transformers
 
     command = shlex.join(["python", "benchmarks/sharding.py", *argv])
-    kind = "cuda" if options.accelerator == "cuda" or options.accelerator == "auto" and torch.cuda.is_available() else "cpu"
+    kind = "cuda" if options.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
+    backend = "NCCL" if kind == "cuda" else f"gloo, {threads} thread each"
     hardware = torch.cuda.get_device_name() if kind == "cuda" else f"{cpu_name()}, {os.cpu_count()} cores"
     return "\n".join(
         (
@@ -452,15 +464,19 @@ def header(argv: list[str], options: argparse.Namespace, threads: int, load: flo
             "",
             f"- Command: `{command}`",
             f"- Date: {datetime.date.today()}",
-            f"- Hardware: {options.devices} processes ({'NCCL' if kind == 'cuda' else f'gloo, {threads} thread each'}) on {hardware}; "
-            f"load average {load:.1f} before the start",
-            f"- Versions: Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}, "
-            f"transformers {transformers.__version__}",
+            f"- Hardware: {options.devices} processes ({backend}) on {hardware}",
+            f"- Load: average {load:.1f} before the start, {os.getloadavg()[0]:.1f} at the end",
+            f"- Versions: Python {platform.python_version()}, torch {torch.__version__}, "
+            f"lightning {lightning.__version__}, transformers {transformers.__version__}",
             f"- Model: Llama, hidden size {options.hidden_size}, {options.layers} layers, vocabulary {VOCABULARY}, "
             f"context {CONTEXT_TOKENS} tokens, micro-batch {MICRO_BATCH}, float32, AdamW",
-            f"- Memory: the rank that needs most, MiB. Step: median of {options.rounds} steps of the slowest rank, rows in turns",
+            "- Memory: MiB on the rank that has most; additional: above parameters and optimizer, so with gradients, "
+            "gathered parameters, activations, buffers of communication",
+            f"- Step: median and quartiles of {options.rounds} steps of the slowest rank, rows in turns; "
+            "x first: over the first row's",
             f"- Loss: at step {options.steps}, in nats; all rows agree to {LOSS_TOLERANCE:.0e} at each step up to it, "
             "or the exit code is 1",
+            *(["- On a CPU cpu_offload has nothing to move: its rows say only that it works"] if kind == "cpu" else []),
             "",
             "",
         )
@@ -475,28 +491,29 @@ def cpu_name() -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown, a line for each row."""
-    titles = ("", "parameters", "optimizer", "additional peak in a step", "step, ms", "quartiles", "x first row", "loss")
+    titles = ("", "parameters", "optimizer", "additional peak in a step", "step, ms", "quartiles", "x first", "loss")
     lines = ["| " + " | ".join(titles) + " |", "|---" + "|--:" * (len(titles) - 1) + "|"]
-    first = next((statistics.median(row["seconds"]) for row in rows if not row["failed"]), None)
+    first = next((statistics.median(row["seconds"]) for row in rows if "seconds" in row), None)
     for row in rows:
         if row["failed"]:
-            lines.append(f"| {row['name']} | failed |" + " |" * (len(titles) - 2))
-            continue
-        low, middle, high = statistics.quantiles(row["seconds"], n=4, method="inclusive")
-        cells = (
-            row["name"],
-            *(mebibytes(row[key]) for key in ("parameter_bytes", "optimizer_bytes", "additional_bytes")),
-            f"{1000 * middle:.0f}",
-            f"{1000 * low:.0f}-{1000 * high:.0f}",
-            f"{middle / first:.2f}",
-            f"{row['losses'][-1]:.6f}",
-        )
-        lines.append("| " + " | ".join(cells) + " |")
+            cells = ["failed"] * (len(titles) - 1)
+        else:
+            memory = (mebibytes(row[key]) for key in ("parameter_bytes", "optimizer_bytes", "additional_bytes"))
+            cells = [*memory, *times(row.get("seconds"), first), f"{row['losses'][-1]:.6f}"]
+        lines.append("| " + " | ".join([row["name"], *cells]) + " |")
     return "\n".join(lines)
 
 
+def times(seconds: Optional[list[float]], first: Optional[float]) -> tuple[str, str, str]:
+    """(median in ms, quartiles in ms, median / `first`)."""
+    if seconds is None or first is None:
+        return (NOT_MEASURED,) * 3
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return f"{1000 * middle:.0f}", f"{1000 * low:.0f}-{1000 * high:.0f}", f"{middle / first:.2f}"
+
+
 def mebibytes(count: Optional[int]) -> str:
-    return "not measured" if count is None else f"{count / MIB:.1f}"
+    return NOT_MEASURED if count is None else f"{count / MIB:.1f}"
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from fabric_llm import checkpoint
 from fabric_llm.model import DTYPES, build_skeleton, load_config, load_reference, load_tokenizer
@@ -53,32 +53,47 @@ def export(
     """Write `output` from the checkpoint `source` and verify it.
 
     Raises ValueError for a damaged checkpoint or an existing `output`, VerificationError if what was written isn't the
-    model that was trained; then nothing is left at `output`.
+    model that was trained; then nothing is left behind, and a former `output` stays as it was.
     """
+    _check_output(output, overwrite)
     progress = checkpoint.check(source, hashes=True)
-    if output.exists() and not overwrite:
-        raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
     trained_dtype = DTYPES[progress["precision"]]
     config = load_config(str(source))
     model = load_reference(str(source), config, trained_dtype, seed=0, state_dict=checkpoint.sharded_weights(source))
-    model.config.use_cache = True
     model.to(trained_dtype if dtype == "auto" else getattr(torch, dtype))
     temporary = output.with_name(f".tmp-{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(temporary, max_shard_size=max_shard_size)
+    try:
+        _write(temporary, source, model, max_shard_size)
+        proof = verify(temporary, model, checkpoint.read_probe(source), progress["precision"])
+        if output.exists():
+            shutil.rmtree(output)
+        temporary.rename(output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return proof
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if not output.exists():
+        return
+    if not overwrite:
+        raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
+    if not (output / "config.json").is_file() or (output / checkpoint.MANIFEST).exists():  # such as the run itself
+        raise ValueError(f"{str(output)!r} isn't an exported model, so it is not overwritten; take another --output.")
+
+
+def _write(folder: Path, source: Path, model: PreTrainedModel, max_shard_size: str) -> None:
+    # By way of a fresh skeleton, as in checkpoint.save: a model that was given a state dict would keep the names that
+    # its tensors have in memory, where experts are fused, and not take those of the hub.
+    template = build_skeleton(model.config, model.dtype)
+    if (source / "generation_config.json").is_file():
+        template.generation_config = GenerationConfig.from_pretrained(source)
+    template.config.use_cache = template.generation_config.use_cache = True  # off in training only
+    template.save_pretrained(folder, state_dict=model.state_dict(), max_shard_size=max_shard_size)
     tokenizer = load_tokenizer(str(source))
     if tokenizer is not None:
-        tokenizer.save_pretrained(temporary)
-    try:
-        proof = verify(temporary, model, checkpoint.read_probe(source), progress["precision"])
-    except VerificationError:
-        shutil.rmtree(temporary)
-        raise
-    if output.exists():
-        shutil.rmtree(output)
-    temporary.rename(output)
-    return proof
+        tokenizer.save_pretrained(folder)
 
 
 def verify(folder: Path, trained: PreTrainedModel, probe: dict[str, Tensor], precision: str) -> Proof:
@@ -86,9 +101,12 @@ def verify(folder: Path, trained: PreTrainedModel, probe: dict[str, Tensor], pre
 
     trained: the model with the checkpoint's weights, in the dtype of the export. Raises VerificationError.
     """
-    loaded, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=trained.dtype, output_loading_info=True, trust_remote_code=False
-    )
+    try:
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=trained.dtype, output_loading_info=True, trust_remote_code=False
+        )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise VerificationError(f"transformers can't open the export: {' '.join(str(error).split())[:400]}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
             raise VerificationError(f"{kind.replace('_', ' ')} in the export: {sorted(map(str, info[kind]))[:10]}.")

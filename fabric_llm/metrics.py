@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import inspect
 import json
 import os
 import resource
@@ -23,9 +25,13 @@ class MetricsFile:
     """metrics.jsonl: one JSON object a line, each with `step`; flushed line by line."""
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        """Opens `path` to append. Lines of steps after `resumed_step` belong to work that is being redone: they go."""
+        """Opens `path` to append. Lines of steps after `resumed_step` belong to work that is being redone: they go.
+
+        At 0 all go: they are those of a run that was killed before its first checkpoint.
+        """
         if path.exists():
-            kept = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line) <= resumed_step]
+            lines = path.read_text().splitlines(keepends=True) if resumed_step else []
+            kept = [line for line in lines if _step_of(line) <= resumed_step]
             temporary = path.with_name(f".{path.name}.tmp")
             temporary.write_text("".join(kept))
             temporary.replace(path)
@@ -51,9 +57,10 @@ def _step_of(line: str) -> float:
 class Throughput:
     """Tokens per second of training proper: time between `pause` and `resume` (evaluation, saving) doesn't count."""
 
-    def __init__(self) -> None:
-        self.seconds, self.tokens = 0.0, 0
-        self.last_seconds, self.last_tokens = 0.0, 0
+    def __init__(self, tokens: int = 0) -> None:
+        """tokens: those of a resumed run so far."""
+        self.seconds, self.tokens = 0.0, tokens
+        self.last_seconds, self.last_tokens = 0.0, tokens
         self.started: Optional[float] = time.monotonic()
 
     def pause(self) -> None:
@@ -119,41 +126,81 @@ class Console:
 def open_tracker(
     name: str, folder: Path, config: dict[str, Any], entity: Optional[str], project: Optional[str]
 ) -> tuple[Tracker, Callable[[], None]]:
-    """(log, close) for --logger none, csv, tensorboard or wandb."""
+    """(log, close) for --logger none, csv, tensorboard or wandb. `folder` holds metrics.jsonl, up to date.
+
+    A tracker never stops a run: its first failure is a warning, and its end.
+    """
     if name == "csv":
-        return _csv(folder)
+        return _harmless(name, *_csv(folder))
     if name == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(str(folder / "tensorboard"))
-
-        def log(step: int, record: Record) -> None:
-            for key, value in record.items():
-                writer.add_scalar(key, value, step)
-
-        return log, writer.close
+        return _harmless(name, *_tensorboard(folder))
     if name == "wandb":
-        return _wandb(folder, config, entity, project)
+        return _harmless(name, *_wandb(folder, config, entity, project))
     return (lambda step, record: None), (lambda: None)
 
 
-def _csv(folder: Path) -> tuple[Tracker, Callable[[], None]]:
-    from lightning.fabric.loggers import CSVLogger
+def _harmless(name: str, log: Tracker, close: Callable[[], None]) -> tuple[Tracker, Callable[[], None]]:
+    failed = False
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*log dir.*exists.*")  # a resumed run
-        logger = CSVLogger(str(folder), name="", version="csv", flush_logs_every_n_steps=1)
-        logger.experiment  # makes the folder
-    return (lambda step, record: logger.log_metrics(record, step)), logger.save
+    def guarded(action: Callable[..., None], *values: Any) -> None:
+        nonlocal failed
+        if failed:
+            return
+        try:
+            action(*values)
+        except Exception as error:
+            failed = True
+            warnings.warn(f"--logger {name} failed and is off, metrics.jsonl goes on: {error!r}.", stacklevel=3)
+
+    return (lambda step, record: guarded(log, step, record)), (lambda: guarded(close))
+
+
+def _lines_so_far(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that a resumed run keeps."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+CSV_COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory_gib", "eval_loss")
+
+
+def _csv(folder: Path) -> tuple[Tracker, Callable[[], None]]:
+    """metrics.csv: the lines of metrics.jsonl as a table, empty where a line doesn't have a number."""
+    so_far = _lines_so_far(folder)
+    file = (folder / "metrics.csv").open("w", newline="")
+    table = csv.DictWriter(file, CSV_COLUMNS)
+    table.writeheader()
+    table.writerows(so_far)
+
+    def log(step: int, record: Record) -> None:
+        table.writerow({"step": step, **record})
+        file.flush()
+
+    return log, file.close
+
+
+def _tensorboard(folder: Path) -> tuple[Tracker, Callable[[], None]]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    steps = [line["step"] for line in _lines_so_far(folder)]
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=max(steps) + 1 if steps else None)
+
+    def log(step: int, record: Record) -> None:
+        for key, value in record.items():
+            writer.add_scalar(key, value, step)
+
+    return log, writer.close
 
 
 def _wandb(
     folder: Path, config: dict[str, Any], entity: Optional[str], project: Optional[str]
 ) -> tuple[Tracker, Callable[[], None]]:
     """A Weights & Biases run; offline, with one warning, where there is no key or no network. Never asks."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    os.environ.setdefault("WANDB_INIT_TIMEOUT", "20")  # seconds; 90 by default, and in vain where there is no network
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "600")  # seconds; after them the rest is for `wandb sync`
     import wandb
 
-    os.environ.setdefault("WANDB_SILENT", "true")
     settings = {
         "project": project or "fabric_llm",
         "entity": entity,
@@ -165,19 +212,28 @@ def _wandb(
     }
     run = None
     if os.environ.get("WANDB_MODE", "online") == "online":
-        if wandb.api.api_key is None:
-            reason = "there is no API key (set WANDB_API_KEY, or run `wandb login`)"
-        else:
-            try:
-                run = wandb.init(**settings, settings=wandb.Settings(init_timeout=30))
-            except (wandb.errors.CommError, wandb.errors.UsageError) as error:
-                reason = f"the server can't be reached ({str(error).splitlines()[0]})"
+        try:
+            if _logged_in_to_wandb():
+                run = wandb.init(**settings)
+            else:
+                reason = "there is no API key (set WANDB_API_KEY, or run `wandb login`)"
+        except wandb.errors.Error as error:
+            reason = f"there is no connection ({str(error).splitlines()[0]})"
+            wandb.teardown()  # or the id stays in use by the run that failed
         if run is None:
             warnings.warn(f"Weights & Biases logs offline into {folder / 'wandb'}: {reason}.", stacklevel=2)
-            run = wandb.init(**settings, mode="offline")
-    else:
-        run = wandb.init(**settings)
+            settings["mode"] = "offline"
+    run = run or wandb.init(**settings)
     return (lambda step, record: run.log(record, step=step)), run.finish
+
+
+def _logged_in_to_wandb() -> bool:
+    """Whether there is an API key. Never asks for one."""
+    import wandb
+
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return wandb.login(prompt=False, verify=False)
+    return wandb.api.api_key is not None  # before there was `prompt`
 
 
 def upload_to_wandb(checkpoint: Path) -> None:

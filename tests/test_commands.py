@@ -1,0 +1,139 @@
+"""The commands of the README, typed as a user types them: real processes, real files."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import metrics
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def run(command, folder, expected_code=0):
+    """Run a command line in `folder`; returns (stdout, stderr)."""
+    command = command.replace("\\\n", " ")
+    words = [sys.executable if word == "python" else word for word in command.split()]
+    words = [str(ROOT / word) if word in ("train.py", "prepare_data.py", "export_hf.py") else word for word in words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == expected_code, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout, done.stderr
+
+
+def readme_commands(*words):
+    """The command lines of the README's code blocks that contain all `words`."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.S)
+    lines = [line for block in blocks for line in re.split(r"(?<!\\)\n", block) if line.strip()]
+    return [line for line in lines if all(word in line for word in words)]
+
+
+def test_the_demo_runs_says_what_it_is_and_what_comes_next(tmp_path):
+    [command] = [c for c in readme_commands("install", "train.py")]
+    main_job = command.split("&&")[-1].strip().removeprefix(".venv/bin/")
+    out, _ = run(f"{main_job} --max_step 4", tmp_path)
+    assert "the demo, configs/demo.yaml" in out
+    assert re.search(r"Loss \d+\.\d+ -> \d+\.\d+, validation loss", out)
+    assert "Checkpoint: checkpoints/demo_llama-demo/step-00000004" in out
+    assert "Sample:" in out
+    [following] = re.findall(r"Next: (.*)", out)
+    out, _ = run(following, tmp_path)
+    assert "Verified with plain transformers" in out
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf" / "demo_llama-demo")
+    assert tokenizer.decode(tokenizer("def f(x):")["input_ids"]) == "def f(x):"
+    # a second run reuses the dataset and takes another directory
+    out, _ = run(f"{main_job} --max_step 1 --devices 2 --strategy fsdp --sample_tokens 0", tmp_path)
+    assert "Preparing" not in out and "fsdp on 2 cpu devices" in out
+    assert (tmp_path / "checkpoints" / "demo_llama-demo-2" / "step-00000001").is_dir()
+
+
+def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
+    """The README's second block, with a small model and text instead of Llama 3 and a hub."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for file in sorted(Path(os.__file__).parent.glob("*.py"))[:40]:
+        (corpus / f"{file.stem}.txt").write_text(file.read_text())
+    model = tmp_path / "model"
+    model.mkdir()
+    config = json.loads((ROOT / "configs" / "demo_llama" / "config.json").read_text())
+    small = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    (model / "config.json").write_text(json.dumps({**config, **small}))
+    prepare, train, export, resume = (
+        readme_commands(word)[0]
+        for word in ("prepare_data.py --input", "train.py --devices 4 --model_name", "export_hf.py ", "--resume true")
+    )
+    name = "meta-llama/Meta-Llama-3-8B"
+    prepare = prepare.replace(f"--tokenizer {name}", "--train_tokenizer 512").replace("4096", "64")
+    out, _ = run(prepare, tmp_path)
+    assert "train" in out and "Next: python train.py" in out
+    flags = "--max_step 6 --save_step_interval 3 --eval_step_interval 3 --eval_iters 2"
+    train = train.replace("--devices 4", "--devices 2").replace(name, "model")
+    train = re.sub(r"--(number_epochs 1|eval_step_interval 200|save_step_interval 500)", "", train)
+    run(f"{train} {flags} --max_step 3 --strategy fsdp2", tmp_path)
+    resume = resume.replace("Meta-Llama-3-8B-mine", "model-mine").replace("--devices 2", "--devices 1")
+    out, _ = run(f"{resume} --max_step 6", tmp_path)
+    assert "resumed from checkpoints/model-mine/step-00000003" in out
+    assert metrics(tmp_path / "checkpoints" / "model-mine", "step")[-1] == 6
+    export = export.replace("Meta-Llama-3-8B-mine", "model-mine").split("--push_to_hub")[0]
+    out, _ = run(export, tmp_path)
+    assert "Verified with plain transformers" in out
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "mine").config.vocab_size == 512
+    # a checkpoint is a model to start from
+    out, _ = run(
+        "python train.py --model_name checkpoints/model-mine/step-00000006 --train_data_dir data/mine --max_step 1",
+        tmp_path,
+    )
+    assert "weights of checkpoints/model-mine/step-00000006" in out
+    assert (tmp_path / "checkpoints" / "model-mine-2" / "step-00000001").is_dir()
+
+
+def test_a_mistake_gets_one_sentence_in_all_processes(toys, tmp_path):
+    out, error = run("python train.py --devices 2 --lrr 1", tmp_path, expected_code=2)
+    assert error == "train.py: error: unknown flag --lrr. Did you mean --lr?\n"
+    out, error = run("python prepare_data.py --input nowhere --train_tokenizer 300 --output data/x", tmp_path, 2)
+    assert error.startswith("prepare_data.py: error: ") and "nowhere" in error and len(error.splitlines()) == 1
+    out, error = run("python export_hf.py nowhere --output x", tmp_path, expected_code=2)
+    assert error == "export_hf.py: error: No checkpoint at 'nowhere'.\n"
+
+
+def test_a_mistake_that_only_the_weights_show_ends_all_processes(toys, tmp_path):
+    """Weights are read after the processes have started: still one sentence and exit code 2, and nobody hangs."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(toys / "llama", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    command = f"python train.py --devices 2 --model_name {tmp_path / 'model'} --train_data_dir {toys / 'data'}"
+    _, error = run(command, tmp_path, expected_code=2)
+    sentences = [line for line in error.splitlines() if line.startswith("train.py: error:")]
+    assert len(sentences) == 1 and "model.norm.weight" in sentences[0]
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("script", ["train.py", "prepare_data.py", "export_hf.py"])
+def test_help(script, tmp_path):
+    out, _ = run(f"python {script} --help", tmp_path)
+    assert "usage:" in out and "--output" in out
+
+
+@pytest.mark.slow
+def test_the_demo_gives_the_same_curve_on_one_device_fsdp_and_fsdp2(tmp_path):
+    """The whole demo three times, to 1e-4 at every logged step."""
+    flags = "--precision 32-true --micro_batch_size 4 --sample_tokens 0 --run_name"
+    run(f"python train.py --devices 1 {flags} one", tmp_path)
+    run(f"python train.py --devices 2 --strategy fsdp {flags} fsdp", tmp_path)
+    run(f"python train.py --devices 2 --strategy fsdp2 {flags} fsdp2", tmp_path)
+    one, fsdp, fsdp2 = (metrics(tmp_path / "checkpoints" / name) for name in ("one", "fsdp", "fsdp2"))
+    assert len(one) > 10
+    assert fsdp == pytest.approx(one, abs=1e-4)
+    assert fsdp2 == pytest.approx(one, abs=1e-4)
