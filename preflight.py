@@ -75,6 +75,11 @@ def make_plan(arguments: Arguments) -> Plan:
     micro_batches, global_batch_size = batch_sizes(
         training.micro_batch_size, training.gradient_accumulation_steps, training.global_batch_size, devices, num_nodes
     )
+    if strategy == "fsdp" and sharding.cpu_offload and micro_batches > 1:
+        raise ValueError(  # FSDP1 overwrites the offloaded gradient of the micro-batch before, without a word
+            f"--cpu_offload true with --strategy fsdp can't accumulate gradients ({micro_batches} micro-batches a step): "
+            "take --strategy fsdp2, or a larger --micro_batch_size."
+        )
     if arguments.demo:
         prepare_demo(Path(data.train_data_dir), data.context_length)
     dataset = open_dataset(data.train_data_dir)

@@ -237,9 +237,12 @@ def _logged_in_to_wandb() -> bool:
 
 
 def upload_to_wandb(checkpoint: Path) -> None:
-    """--log_model: the checkpoint as an artifact of the current Weights & Biases run."""
+    """--log_model: the checkpoint as an artifact of the current Weights & Biases run. A failure is a warning."""
     import wandb
 
-    artifact = wandb.Artifact(f"{checkpoint.parent.name}", type="model", metadata={"checkpoint": checkpoint.name})
-    artifact.add_dir(str(checkpoint))
-    wandb.log_artifact(artifact)
+    try:
+        artifact = wandb.Artifact(f"{checkpoint.parent.name}", type="model", metadata={"checkpoint": checkpoint.name})
+        artifact.add_dir(str(checkpoint))
+        wandb.log_artifact(artifact)
+    except Exception as error:
+        warnings.warn(f"--log_model: {checkpoint} wasn't uploaded: {error!r}.", stacklevel=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Optional
@@ -10,10 +11,10 @@ from fabric_llm import checkpoint
 
 
 def default_name(model_name: str, data_folder: str) -> str:
-    """MODEL-DATA from the last parts of both names."""
-    model, data = Path(model_name), Path(data_folder)
-    model_part = model.parent.name if model.name.startswith("step-") else model.name
-    return f"{model_part}-{data.name}"
+    """MODEL-DATA from the last parts of both names; a run that starts from a checkpoint of RUN: RUN-DATA, or RUN."""
+    model, data = Path(model_name), Path(data_folder).name
+    name = model.parent.name if model.name.startswith("step-") else model.name
+    return re.sub(rf"-{re.escape(data)}(-\d+)?$", "", name) + f"-{data}"
 
 
 def choose(output_dir: str, run_name: Optional[str], default: str, resume: bool, given: Optional[Path]) -> Path:

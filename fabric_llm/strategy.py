@@ -278,7 +278,8 @@ def _wrap_fsdp2(
 
     settings: dict[str, Any] = {
         "mesh": _mesh(fabric, how),
-        "reshard_after_forward": how.sharding_strategy != "SHARD_GRAD_OP",
+        # None: all but the outermost unit, which the backward pass needs first
+        "reshard_after_forward": False if how.sharding_strategy == "SHARD_GRAD_OP" else None,
         "offload_policy": CPUOffloadPolicy(pin_memory=fabric.device.type == "cuda")
         if how.cpu_offload
         else OffloadPolicy(),

@@ -64,6 +64,7 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         (["--tpu", "true"], ["torch_xla"]),
         (["--strategy", "fsdp2", "--sharding_strategy", "NO_SHARD"], ["NO_SHARD", "ddp"]),
         (["--strategy", "ddp", "--cpu_offload", "true"], ["cpu_offload", "fsdp"]),
+        (["--strategy", "fsdp", "--cpu_offload", "true", "--global_batch_size", "2"], ["2 micro-batches", "fsdp2"]),
         (["--run_name", "../elsewhere"], ["../elsewhere"]),
         (["--resume", "true"], ["--resume true", "llama-data"]),
         (["--resume", "true", "--run_name", "nothing"], ["runs/nothing"]),

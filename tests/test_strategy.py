@@ -18,7 +18,7 @@ FLAGS = [
     ("fsdp", 2, "--auto_wrap_policy size:5000"),
     ("fsdp", 2, "--auto_wrap_policy LlamaMLP,LlamaAttention"),
     ("fsdp", 2, "--activation_checkpointing true"),
-    ("fsdp", 2, "--cpu_offload true"),
+    ("fsdp", 2, "--cpu_offload true --micro_batch_size 6"),
     ("fsdp", 2, "--backward_prefetch BACKWARD_POST --limit_all_gathers false"),
     ("fsdp", 2, "--backward_prefetch none --state_dict_type sharded"),
     ("fsdp", 1, ""),
