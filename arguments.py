@@ -97,7 +97,7 @@ class TrainingArguments:
 
     number_epochs: int = flag(1, "passes over the training split; not used where max_step is given")
     max_step: Optional[int] = flag(None, "steps of the whole run (default: what number_epochs needs)")
-    micro_batch_size: int = flag(1, "sequences per device in one forward pass")
+    micro_batch_size: Optional[int] = flag(None, "sequences per device in one forward pass (default: 1, or what follows)")
     gradient_accumulation_steps: Optional[int] = flag(None, "micro-batches per step (default: 1, or what follows)")
     global_batch_size: Optional[int] = flag(
         None, "sequences per step = micro_batch_size x gradient_accumulation_steps x devices x nodes"

@@ -16,6 +16,9 @@ from fabric_llm.data import TokenDataset, open_dataset
 from fabric_llm.model import DTYPES, build_skeleton, has_weights, load_config, load_tokenizer
 from fabric_llm.strategy import Sharding, modules_to_wrap, resolve_devices, resolve_strategy
 
+DEMO_VOCABULARY = 2048  # as in configs/demo_llama
+DEMO_EXCLUDED = "site-packages dist-packages test tests idlelib lib2to3 encodings pydoc_data __pycache__".split()
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -30,6 +33,7 @@ class Plan:
     devices: int  # per node
     num_nodes: int
     kind: str  # "cpu" or "cuda"
+    micro_batch_size: int  # sequences per forward pass and device
     micro_batches: int  # per step and device
     global_batch_size: int  # sequences
     start: checkpoint.Progress
@@ -72,7 +76,7 @@ def make_plan(arguments: Arguments) -> Plan:
         fsdp.auto_wrap_policy, fsdp.sharding_strategy, fsdp.limit_all_gathers, fsdp.cpu_offload, fsdp.backward_prefetch
     )
     strategy = resolve_strategy(fsdp.strategy, world_size, arguments.devices.tpu, model.precision, kind, sharding)
-    micro_batches, global_batch_size = batch_sizes(
+    micro_batch_size, micro_batches, global_batch_size = batch_sizes(
         training.micro_batch_size, training.gradient_accumulation_steps, training.global_batch_size, devices, num_nodes
     )
     if strategy == "fsdp" and sharding.cpu_offload and micro_batches > 1:
@@ -83,7 +87,7 @@ def make_plan(arguments: Arguments) -> Plan:
     if arguments.demo:
         prepare_demo(Path(data.train_data_dir), data.context_length)
     dataset = open_dataset(data.train_data_dir)
-    check_sizes(arguments, dataset, global_batch_size)
+    check_sizes(arguments, dataset, micro_batch_size, global_batch_size)
     directory, resume_from = choose_directory(arguments)
     source = model.model_name if resume_from is None else str(resume_from)
     config = load_config(source)
@@ -94,8 +98,8 @@ def make_plan(arguments: Arguments) -> Plan:
         start = checkpoint.Progress(**checkpoint.check(resume_from)["progress"])
     max_step = training.max_step if end is None else start.step - (start.position - end) // global_batch_size
     plan = Plan(
-        dataset, source, config, tokenizer, strategy, sharding, devices, num_nodes, kind, micro_batches,
-        global_batch_size, start, max_step, end, directory, resume_from,
+        dataset, source, config, tokenizer, strategy, sharding, devices, num_nodes, kind, micro_batch_size,
+        micro_batches, global_batch_size, start, max_step, end, directory, resume_from,
     )  # fmt: skip
     if resume_from is not None:
         check_resume(plan, plan.facts(arguments), checkpoint.check(resume_from))
@@ -122,14 +126,24 @@ def check_numbers(arguments: Arguments) -> None:
 
 
 def batch_sizes(
-    micro_batch_size: int, accumulation: Optional[int], global_batch_size: Optional[int], devices: int, num_nodes: int
-) -> tuple[int, int]:
-    """(micro-batches per step and device, sequences per step). Raises ValueError, with all numbers, if they disagree."""
-    per_micro_batch = micro_batch_size * devices * num_nodes
-    spelled = f"--micro_batch_size {micro_batch_size} x {devices} devices x {num_nodes} nodes = {per_micro_batch}"
+    micro_batch_size: Optional[int],
+    accumulation: Optional[int],
+    global_batch_size: Optional[int],
+    devices: int,
+    num_nodes: int,
+) -> tuple[int, int, int]:
+    """(sequences per micro-batch, micro-batches per step and device, sequences per step).
+
+    What isn't given follows from the rest. Raises ValueError, with all numbers, if they don't divide or disagree.
+    """
+    world_size = devices * num_nodes
     if global_batch_size is None:
-        accumulation = accumulation or 1
-        return accumulation, accumulation * per_micro_batch
+        micro_batch_size, accumulation = micro_batch_size or 1, accumulation or 1
+        return micro_batch_size, accumulation, micro_batch_size * accumulation * world_size
+    if micro_batch_size is None:
+        micro_batch_size = max(1, global_batch_size // (accumulation * world_size)) if accumulation else 1
+    per_micro_batch = micro_batch_size * world_size
+    spelled = f"--micro_batch_size {micro_batch_size} x {devices} devices x {num_nodes} nodes = {per_micro_batch}"
     if global_batch_size % per_micro_batch:
         raise ValueError(f"--global_batch_size {global_batch_size} doesn't divide by {spelled}.")
     needed = global_batch_size // per_micro_batch
@@ -138,10 +152,10 @@ def batch_sizes(
             f"--global_batch_size {global_batch_size} needs --gradient_accumulation_steps {needed}, "
             f"not {accumulation}: {spelled}."
         )
-    return needed, global_batch_size
+    return micro_batch_size, needed, global_batch_size
 
 
-def check_sizes(arguments: Arguments, dataset: TokenDataset, global_batch_size: int) -> None:
+def check_sizes(arguments: Arguments, dataset: TokenDataset, micro_batch_size: int, global_batch_size: int) -> None:
     """Batches against the dataset."""
     rows, folder = len(dataset.train), str(dataset.folder)
     asked = arguments.data.context_length
@@ -150,9 +164,9 @@ def check_sizes(arguments: Arguments, dataset: TokenDataset, global_batch_size: 
             f"--context_length {asked}: the rows of {folder!r} hold {dataset.context_length} tokens; "
             f"run prepare_data.py again with --context_length {asked}."
         )
-    if arguments.training.micro_batch_size > rows:
+    if micro_batch_size > rows:
         raise ValueError(
-            f"--micro_batch_size {arguments.training.micro_batch_size} is larger than the training split of {folder!r}: "
+            f"--micro_batch_size {micro_batch_size} is larger than the training split of {folder!r}: "
             f"{rows} sequences."
         )
     if global_batch_size > rows:
@@ -241,11 +255,11 @@ def prepare_demo(folder: Path, context_length: int) -> None:
             inputs=[os.path.dirname(os.__file__)],
             output=folder,
             tokenizer=None,
-            train_tokenizer=4096,
+            train_tokenizer=DEMO_VOCABULARY,
             context_length=context_length,
             validation_fraction=0.05,
             pattern=["*.py"],
-            exclude=["site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"],
+            exclude=DEMO_EXCLUDED,
         )
         print(summary(manifest))
         sys.stdout.flush()

@@ -113,7 +113,7 @@ class Run:
             Batches(
                 plan.dataset.train,
                 arguments.training.seed,
-                arguments.training.micro_batch_size,
+                plan.micro_batch_size,
                 plan.micro_batches,
                 end=plan.end,
                 **ranks,
@@ -130,10 +130,10 @@ class Run:
             end=min(evaluation.eval_iters * evaluation.eval_batch_size, len(plan.dataset.validation)),
             **ranks,
         )
-        self.throughput = Throughput()
         self.first_loss = self.last_loss = self.last_eval_loss = math.nan
         if self.rank_zero:
             self.open_logs()
+        self.throughput = Throughput(plan.start.tokens)
 
     def open_logs(self) -> None:
         from fabric_llm import checkpoint, metrics
@@ -144,12 +144,9 @@ class Run:
             print(f"Removed {name}, left by a save that was cut off.")
         for name in checkpoint.move_aside(self.directory, plan.start.step):
             print(f"Kept as {name}: this run writes that step anew.")
-        resolved = {
-            "context_length": plan.dataset.context_length,
-            "gradient_accumulation_steps": None,  # follows from the global batch, on any number of devices
-            "global_batch_size": plan.global_batch_size,
-            "max_step": arguments.training.max_step,
-        }
+        resolved = {"context_length": plan.dataset.context_length, "global_batch_size": plan.global_batch_size}
+        if arguments.training.micro_batch_size is not None:
+            resolved["gradient_accumulation_steps"] = None  # follows, on any number of devices
         write_yaml(arguments, self.directory / "arguments.yaml", **resolved)
         self.metrics = metrics.MetricsFile(self.directory / "metrics.jsonl", plan.start.step)
         logging = arguments.logging
@@ -301,6 +298,7 @@ def set_up(fabric: Fabric, arguments: Arguments, plan: Plan) -> tuple[Any, Any, 
         fail("train.py", problem)
     model.disable_progress_bar()  # from here on there is our own
     template = model.build_skeleton(plan.config, dtype)
+    template.generation_config = model.load_generation_config(plan.source) or template.generation_config
     skeleton = model.LanguageModel(model.build_skeleton(plan.config, dtype))
     if arguments.fsdp.activation_checkpointing:
         model.checkpoint_activations(skeleton.causal_lm)

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import inspect
 import json
+import math
 import os
 import resource
 import sys
@@ -39,7 +40,8 @@ class MetricsFile:
 
     def write(self, step: int, record: Record) -> None:
         """Append one line."""
-        self.file.write(json.dumps({"step": step, **record}) + "\n")
+        finite = {key: value if math.isfinite(value) else None for key, value in record.items()}  # JSON has no infinity
+        self.file.write(json.dumps({"step": step, **finite}) + "\n")
         self.file.flush()
 
     def close(self) -> None:

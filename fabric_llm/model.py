@@ -15,7 +15,14 @@ from typing import Any, Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.logging import disable_progress_bar  # noqa: F401
 
 from fabric_llm.data import IGNORED
@@ -58,6 +65,22 @@ def load_tokenizer(model_name: str) -> Optional[Any]:
         return None
 
 
+def load_generation_config(model_name: str) -> Optional[GenerationConfig]:
+    """How the model at `model_name` is sampled, None where it doesn't say or what it says can't be saved again."""
+    try:
+        config = GenerationConfig.from_pretrained(model_name)
+    except OSError:
+        return None
+    for do_sample in (config.do_sample, True):  # Llama 2: a temperature without do_sample, read but not written
+        config.do_sample = do_sample
+        try:
+            config.validate(strict=True)
+            return config
+        except ValueError:
+            pass
+    return None
+
+
 def has_weights(model_name: str) -> bool:
     """False for a local directory with only a config.json."""
     folder = Path(model_name)
@@ -67,9 +90,7 @@ def has_weights(model_name: str) -> bool:
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model on the meta device: names, shapes and ties, no memory."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.config.use_cache = False
-    return model.train()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
 def load_reference(

@@ -32,7 +32,8 @@ def choose(output_dir: str, run_name: Optional[str], default: str, resume: bool,
         return given.parent
     if run_name is None:
         names = [default] + [f"{default}-{k}" for k in range(2, 10_000)]
-        taken = [name for name in names if (parent / name).exists()]
+        there = {path.name for path in parent.iterdir()} if parent.is_dir() else set()
+        taken = [name for name in names if name in there]
         run_name = (taken[-1] if taken else default) if resume else next(n for n in names if n not in taken)
     folder = parent / run_name
     if resume and checkpoint.latest(folder) is None:

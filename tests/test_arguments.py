@@ -1,0 +1,336 @@
+"""Command line and YAML -> arguments; and what is computed from numbers alone: learning rate, groups, clipping."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CONTEXT
+from ranks import metrics, train_ranks
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from arguments import DEMO_CONFIG, ROOT, parse_export, parse_prepare, parse_train
+from fabric_llm.optim import adamw, clip_gradients, decayed_names, lr_at, parameter_groups
+
+FLAGS = {  # the contract: design, section 4
+    "Devices": "devices num_nodes accelerator tpu",
+    "Data": "train_data_dir context_length",
+    "Model": "model_name precision",
+    "FSDP": "strategy auto_wrap_policy sharding_strategy state_dict_type limit_all_gathers cpu_offload backward_prefetch "
+    "activation_checkpointing",
+    "Checkpoint": "output_dir run_name resume checkpoint",
+    "Training": "number_epochs max_step micro_batch_size gradient_accumulation_steps global_batch_size grad_clip lr min_lr "
+    "lr_decay lr_schedule warmup_steps weight_decay beta1 beta2 seed",
+    "Evaluation": "eval_batch_size eval_iters eval_step_interval",
+    "Save": "save_step_interval keep_last",
+    "Logging": "logger entity project log_model",
+}
+MODEL_AND_DATA = ["--model_name", "m", "--train_data_dir", "d"]
+
+
+def flat(*argv):
+    return parse_train([str(word) for word in argv]).flat()
+
+
+# ------------------------------------------------------------------------------- help
+
+
+def help_of(script):
+    """(text, modules that were imported) of `script --help`."""
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = [{script!r}, '--help']\n"
+        "try:\n"
+        f"    runpy.run_path({script!r}, run_name='__main__')\n"
+        "finally:\n"
+        "    print('\\n'.join(sys.modules), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, set(done.stderr.split())
+
+
+@pytest.mark.parametrize("script", ["train.py", "prepare_data.py", "export_hf.py"])
+def test_help_imports_nothing_heavy(script):
+    text, modules = help_of(script)
+    assert "--config" in text and f"usage: {script}" in text
+    heavy = {"torch", "transformers", "lightning", "datasets", "numpy", "pyarrow", "wandb", "tokenizers", "huggingface_hub"}
+    assert not modules & heavy
+
+
+def entries_of_help():
+    """{(group, flag): its entry in one line} of train.py --help."""
+    group, flag, entries = None, None, {}
+    for line in help_of("train.py")[0].split("\noptions:")[1].splitlines():
+        if line and not line.startswith(" "):
+            group = line.removesuffix(":")
+        elif line.startswith("  --") and group is not None:
+            flag = line.split()[0].removeprefix("--")
+            entries[group, flag] = " ".join(line.split())
+        elif line and (group, flag) in entries:
+            entries[group, flag] += " " + line.strip()
+    return entries
+
+
+def test_help_lists_every_flag_in_its_group():
+    found = list(entries_of_help())
+    for group, flags in FLAGS.items():
+        assert not {(group, flag) for flag in flags.split()} - set(found), group
+    assert sorted(flag for _, flag in found) == sorted(flat(*MODEL_AND_DATA)), "each flag once"
+
+
+def test_every_flag_says_its_default():
+    defaults = {**flat(*MODEL_AND_DATA), "model_name": None, "train_data_dir": None}
+    for (_, flag), entry in entries_of_help().items():
+        value = "null" if defaults[flag] is None else str(defaults[flag])
+        assert entry.endswith(f"default: {value})"), entry
+
+
+# ------------------------------------------------------------------------------- command line and YAML
+
+
+@pytest.mark.parametrize("order", ["first", "last", "equals"])
+def test_the_command_line_wins_wherever_config_stands(tmp_path, order):
+    config = tmp_path / "mine.yaml"
+    config.write_text("model_name: m\ntrain_data_dir: d\nlr: 1e-4\nseed: 7\n")
+    given = {"first": ["--config", config, "--lr", 3], "last": ["--lr", 3, "--config", config]}.get(
+        order, ["--lr", 3, f"--config={config}"]
+    )
+    values = flat(*given)
+    assert (values["lr"], values["seed"], values["model_name"], values["beta1"]) == (3.0, 7, "m", 0.9)
+
+
+@pytest.mark.parametrize("text", ["2e-5", "2.0e-5", "0.00002", "2E-5", "'2e-5'"])
+def test_numbers_in_yaml_are_numbers(tmp_path, text):
+    """YAML 1.1 reads 2e-5, without a point, as text."""
+    config = tmp_path / "mine.yaml"
+    config.write_text(f"lr: {text}\nwarmup_steps: 10\nweight_decay: 0\n")
+    values = flat(*MODEL_AND_DATA, "--config", config)
+    assert values["lr"] == 2e-5 and type(values["lr"]) is float
+    assert values["warmup_steps"] == 10 and type(values["warmup_steps"]) is int
+    assert values["weight_decay"] == 0 and type(values["weight_decay"]) is float
+
+
+def test_values_on_the_command_line():
+    values = flat(*MODEL_AND_DATA, "--lr=2e-5", "--tpu", "true", "--lr_decay=false", "--keep_last", "null", "--devices", "3")
+    assert (values["lr"], values["tpu"], values["lr_decay"], values["keep_last"], values["devices"]) == (
+        *(2e-5, True, False, None, 3),
+    )
+    assert flat(*MODEL_AND_DATA, "--devices", "auto")["devices"] == "auto"
+    assert flat(*MODEL_AND_DATA, "--run_name", "007")["run_name"] == "007", "a name is text"
+
+
+def test_values_in_yaml(tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("tpu: true\nlr_decay: false\nkeep_last: null\ndevices: auto\nrun_name: '7'\nbackward_prefetch: none\n")
+    values = flat(*MODEL_AND_DATA, "--config", config, "--keep_last", 2)
+    assert (values["tpu"], values["lr_decay"], values["keep_last"], values["devices"]) == (True, False, 2, "auto")
+    assert (values["run_name"], values["backward_prefetch"]) == ("7", "none")
+
+
+def test_scripts_beside_train():
+    prepare = parse_prepare(["--input", "a", "b", "--output", "o", "--train_tokenizer", "4096"])
+    assert (prepare.input, prepare.train_tokenizer, prepare.tokenizer) == (["a", "b"], 4096, None)
+    export = parse_export(["checkpoints/run", "--output", "hf"])
+    assert (export.checkpoint, export.output, export.dtype, export.private) == ("checkpoints/run", "hf", "auto", True)
+    assert parse_export(["--output", "hf", "--checkpoint", "c"]).checkpoint == "c"
+
+
+@pytest.mark.parametrize("argv", [["--output", "hf"], ["run"], ["run", "--output"], ["run", "run", "--output", "hf"]])
+def test_export_without_what_it_needs(argv, capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse_export(argv)
+    assert exit.value.code == 2 and len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------- presets
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_preset_parses(config):
+    assert flat("--config", config, "--seed", 9)["seed"] == 9
+
+
+def test_the_demo_applies_only_to_a_bare_command(tmp_path):
+    demo = parse_train(["--max_step", "3", "--seed=5"])
+    assert demo.demo and (demo.training.max_step, demo.training.seed, demo.training.lr) == (3, 5, 4e-3)
+    assert Path(demo.model.model_name) == ROOT / "configs" / "demo_llama", "also when started elsewhere"
+    config = tmp_path / "mine.yaml"
+    config.write_text("seed: 7\n")
+    for argv in (["--model_name", "m"], ["--model_name=m"], ["--train_data_dir", "d"], ["--config", str(config)]):
+        given = parse_train(argv)
+        assert not given.demo and given.training.lr == 2e-5, argv
+    assert not parse_train(["--config", str(DEMO_CONFIG)]).demo
+
+
+# ------------------------------------------------------------------------------- arguments.yaml
+
+
+@pytest.fixture(scope="module")
+def finished(toys, tmp_path_factory):
+    """(output folder, flags) of a finished run `first` of four steps."""
+    output = tmp_path_factory.mktemp("finished")
+    flags = ("--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--output_dir", output, "--max_step", 4)
+    flags += ("--lr", 1e-2, "--warmup_steps", 1, "--micro_batch_size", 2, "--gradient_accumulation_steps", 2)
+    train_ranks(1, *flags, "--run_name", "first", "--save_step_interval", 2, "--eval_iters", 2)
+    return output
+
+
+def test_arguments_yaml_repeats_the_run(finished):
+    train_ranks(1, "--config", finished / "first" / "arguments.yaml", "--run_name", "again")
+    for key in ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss"):
+        assert metrics(finished / "again", key) == metrics(finished / "first", key), key
+    again, first = ((finished / name / "arguments.yaml").read_text() for name in ("again", "first"))
+    assert again == first
+
+
+def test_arguments_yaml_repeats_the_run_on_other_ranks(finished):
+    """It holds the global batch, not how one number of devices came by it."""
+    flags = ("--run_name", "two", "--micro_batch_size", 1, "--strategy", "ddp", "--precision", "32-true")
+    train_ranks(2, "--config", finished / "first" / "arguments.yaml", *flags)
+    assert metrics(finished / "two", "tokens") == metrics(finished / "first", "tokens") == [4 * CONTEXT * k for k in (1, 2, 3, 4)]
+
+
+def test_a_resumed_run_goes_on_with_its_own_arguments(finished):
+    named = ["--resume", "true", "--run_name", "first", "--output_dir", str(finished)]
+    arguments = parse_train([*named, "--max_step", "9", "--micro_batch_size=4"])
+    assert not arguments.demo and arguments.training.lr == 1e-2 and arguments.training.global_batch_size == 4
+    assert arguments.training.max_step == 9 and arguments.training.micro_batch_size == 4
+    assert arguments.checkpoint.resume and arguments.checkpoint.run_name == "first"
+    by_path = parse_train(["--resume=true", "--checkpoint", str(finished / "first" / "step-00000002")])
+    assert by_path.training.lr == 1e-2 and by_path.checkpoint.checkpoint.endswith("step-00000002")
+    assert parse_train(["--resume", "true", "--run_name", "unknown"]).demo
+    assert parse_train(["--resume", "false", "--run_name", "first", "--output_dir", str(finished)]).demo
+
+
+def test_resume_by_name_alone(finished):
+    train_ranks(1, "--resume", "true", "--run_name", "first", "--output_dir", finished, "--max_step", 6)
+    assert metrics(finished / "first", "step")[-2:] == [6, 6]
+    document = json.loads((finished / "first" / "step-00000006" / "trainer" / "progress.json").read_text())
+    assert document["progress"]["position"] == 24
+
+
+# ------------------------------------------------------------------------------- learning rate
+
+
+SCHEDULE = {"max_step": 100, "lr": 1.0, "min_lr": 0.1, "warmup_steps": 10}
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear"])
+def test_lr_warms_up_then_falls_to_min_lr(shape):
+    rates = [lr_at(step, **SCHEDULE, shape=shape) for step in range(100)]
+    assert rates[:10] == pytest.approx([(k + 1) / 10 for k in range(10)]), "no step at 0"
+    assert rates[10] == 1.0
+    assert all(a > b for a, b in zip(rates[10:], rates[11:])), "each step less than the one before"
+    assert 0.1 < rates[99] < 0.12
+    assert lr_at(55, **SCHEDULE, shape=shape) == pytest.approx(0.55), "half-way"
+    assert [lr_at(step, **SCHEDULE, shape=shape) for step in (100, 101, 10**6)] == pytest.approx([0.1] * 3)
+
+
+def test_lr_is_the_formula():
+    for step in (10, 20, 77):
+        done = (step - 10) / 90
+        assert lr_at(step, **SCHEDULE) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+        assert lr_at(step, **SCHEDULE, shape="linear") == pytest.approx(0.1 + 0.9 * (1 - done))
+
+
+def test_lr_without_decay_or_warmup():
+    assert [lr_at(step, **SCHEDULE, decay=False) for step in (0, 9, 10, 99, 10**6)] == [0.1, 1.0, 1.0, 1.0, 1.0]
+    assert lr_at(0, **{**SCHEDULE, "warmup_steps": 0}) == 1.0
+    assert lr_at(0, max_step=1, lr=1.0, min_lr=0.0, warmup_steps=0) == 1.0, "a run of one step isn't wasted"
+
+
+def test_lr_with_a_warmup_as_long_as_the_run():
+    rates = [lr_at(step, max_step=5, lr=1.0, min_lr=0.0, warmup_steps=5) for step in range(7)]
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 0.0])
+
+
+def test_the_optimizer_takes_these_rates(finished):
+    expected = [lr_at(step, max_step=4, lr=1e-2, min_lr=0.0, warmup_steps=1) for step in range(4)]
+    assert metrics(finished / "first", "lr")[:4] == expected
+
+
+# ------------------------------------------------------------------------------- groups and clipping
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2"])
+def test_weight_decay_is_for_matrices_only(toys, name):
+    model = AutoModelForCausalLM.from_pretrained(toys / name)
+    model.get_output_embeddings().weight.requires_grad_(name != "llama")
+    decayed, kept = parameter_groups(model.named_parameters(), decayed_names(model), 0.1)
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
+    assert all(p.ndim >= 2 for p in decayed["params"]) and all(p.ndim == 1 for p in kept["params"])
+    together = [id(p) for p in [*decayed["params"], *kept["params"]]]
+    assert sorted(together) == sorted(id(p) for p in model.parameters() if p.requires_grad), "each once, no frozen one"
+    names = {id(p): n for n, p in model.named_parameters()}
+    assert not any(word in names[id(p)] for p in decayed["params"] for word in ("norm", "ln_", "bias"))
+
+
+def test_a_group_without_parameters_is_left_out():
+    model = nn.Linear(3, 3, bias=False)
+    (group,) = parameter_groups(model.named_parameters(), decayed_names(model), 0.1)
+    assert group["weight_decay"] == 0.1
+    adamw([group], lr=0.1, beta1=0.9, beta2=0.95)
+
+
+@pytest.fixture
+def gradients(toys):
+    """A function dtype -> llama in that dtype, with the gradients of a batch."""
+
+    def make(dtype):
+        model = AutoModelForCausalLM.from_pretrained(toys / "llama", dtype=dtype)
+        tokens = torch.arange(48).reshape(2, 24)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        return model
+
+    return make
+
+
+def norm_in_float64(model):
+    return math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+def test_clipping_is_that_of_torch(gradients, max_norm):
+    ours, theirs = gradients(torch.float32), gradients(torch.float32)
+    norm = clip_gradients(ours.parameters(), max_norm, None)
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+    assert norm.dtype == torch.float64 and norm.item() == pytest.approx(expected.item(), rel=1e-6) and norm > 0.5
+    for ours_, theirs_ in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(ours_.grad, theirs_.grad, rtol=1e-6, atol=0)
+    assert norm_in_float64(ours) == pytest.approx(min(max_norm, norm.item()), rel=1e-5)
+
+
+def test_clipping_at_0_only_measures(gradients):
+    model = gradients(torch.float32)
+    before = [p.grad.clone() for p in model.parameters()]
+    assert clip_gradients(model.parameters(), 0, None).item() == pytest.approx(norm_in_float64(model), rel=1e-12)
+    assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before))
+
+
+def test_bf16_gradients_do_not_round_the_norm(gradients):
+    model = gradients(torch.bfloat16)
+    exact = norm_in_float64(model)
+    norm = clip_gradients(model.parameters(), 0.5, None).item()
+    assert norm == pytest.approx(exact, rel=1e-12) and norm != torch.tensor(norm).bfloat16().item()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert norm_in_float64(model) == pytest.approx(0.5, rel=2e-3)
+
+
+def test_clipping_without_any_gradient():
+    model = nn.Linear(2, 2)
+    assert clip_gradients(model.parameters(), 1.0, None).item() == 0.0
+    model.weight.grad = torch.zeros(2, 2)  # and one of zeros, beside a parameter without
+    assert clip_gradients(model.parameters(), 1.0, None).item() == 0.0
+    assert torch.equal(model.weight.grad, torch.zeros(2, 2)) and model.bias.grad is None
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_shows_in_the_norm(gradients, bad):
+    model = gradients(torch.bfloat16)
+    next(model.parameters()).grad[0, 0] = bad
+    assert not math.isfinite(clip_gradients(model.parameters(), 1.0, None).item())

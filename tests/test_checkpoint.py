@@ -1,0 +1,441 @@
+"""Checkpoints on disk: what lies where, that a name means a complete one, and that nothing is run to read them."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks, train_ranks
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import train
+from fabric_llm import checkpoint, run_directory
+from fabric_llm.checkpoint import Progress, check, checkpoints, latest, move_aside, prune, publish, sweep
+from fabric_llm.export import export
+
+FLAGS = ("--micro_batch_size", 4, "--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true", "--max_step", 3)
+FLAGS += ("--save_step_interval", 1)
+
+
+@pytest.fixture(scope="module")
+def runs(toys, tmp_path_factory):
+    """Finished runs `full` (one rank) and `sharded` (two FSDP ranks) with checkpoints at steps 1, 2 and 3."""
+    folder = tmp_path_factory.mktemp("runs")
+    flags = ("--model_name", toys / "llama-tied", "--train_data_dir", toys / "data", "--output_dir", folder, *FLAGS)
+    train_ranks(1, *flags, "--run_name", "full")
+    train_ranks(2, *flags, "--run_name", "sharded", "--strategy", "fsdp", "--state_dict_type", "sharded")
+    return folder
+
+
+@pytest.fixture
+def run(runs, tmp_path):
+    """A copy of the run `full` to break."""
+    shutil.copytree(runs / "full", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def argv(toys, output, *flags):
+    base = ("--model_name", toys / "llama-tied", "--train_data_dir", toys / "data", "--output_dir", output, *FLAGS)
+    return [str(word) for word in (*base, *flags)]
+
+
+def one_rank(toys, output, *flags):
+    """train.py in this very process, so that monkeypatches apply to it."""
+    train.main(argv(toys, output, *flags))
+
+
+# ------------------------------------------------------------------------------- layout
+
+
+def test_layout_of_a_full_checkpoint(runs):
+    assert names(runs / "full") == ["arguments.yaml", "metrics.jsonl", "step-00000001", "step-00000002", "step-00000003"]
+    assert files(runs / "full" / "step-00000003") == [
+        "MANIFEST.json",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "trainer/optimizer/shard-00001-model-00001-of-00001.safetensors",
+        "trainer/probe.safetensors",
+        "trainer/progress.json",
+    ]
+
+
+def test_layout_of_a_sharded_checkpoint(runs):
+    assert files(runs / "sharded" / "step-00000003") == [
+        "MANIFEST.json",
+        "config.json",
+        "generation_config.json",
+        "trainer/optimizer/shard-00001-model-00001-of-00001.safetensors",
+        "trainer/optimizer/shard-00002-model-00001-of-00001.safetensors",
+        "trainer/probe.safetensors",
+        "trainer/progress.json",
+        "weights/shard-00001-model-00001-of-00001.safetensors",
+        "weights/shard-00002-model-00001-of-00001.safetensors",
+    ]
+
+
+def test_a_full_checkpoint_opens_with_transformers(runs, toys):
+    opened, info = AutoModelForCausalLM.from_pretrained(runs / "full" / "step-00000003", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert load_file(runs / "full" / "step-00000003" / "model.safetensors").keys() == load_file(
+        toys / "llama-tied" / "model.safetensors"
+    ).keys()
+    assert opened.lm_head.weight is opened.model.embed_tokens.weight
+
+
+def test_each_rank_writes_its_part(runs):
+    """Together the parts are the model once: nothing is stored twice, no rank holds it all."""
+    whole = checkpoint.sharded_weights(runs / "sharded" / "step-00000003")
+    shards = [load_file(f) for f in sorted((runs / "sharded" / "step-00000003" / "weights").iterdir())]
+    numbers = [sum(tensor.numel() for tensor in shard.values()) for shard in shards]
+    assert sum(numbers) == sum(tensor.numel() for tensor in whole.values())
+    assert min(numbers) > 0.3 * sum(numbers)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_the_manifest_holds_bytes_and_hash_of_every_other_file(runs, kind):
+    folder = runs / kind / "step-00000003"
+    manifest = json.loads((folder / "MANIFEST.json").read_text())["files"]
+    assert sorted(manifest) == [name for name in files(folder) if name != "MANIFEST.json"]
+    for name, entry in manifest.items():
+        content = (folder / name).read_bytes()
+        assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}, name
+
+
+def test_progress_json_says_where_the_run_is(runs):
+    document = check(runs / "full" / "step-00000002", hashes=True)
+    assert document == {
+        "progress": {"step": 2, "position": 8, "tokens": 8 * 24},
+        "state_dict_type": "full",
+        "global_batch_size": 4,
+        "context_length": 24,
+        "train_rows": 44,
+        "seed": 1234,
+        "precision": "32-true",
+    }
+
+
+def test_progress_advances_by_what_a_step_consumed():
+    progress = Progress().advance(8, 24).advance(3, 24)
+    assert progress == Progress(step=2, position=11, tokens=264)
+
+
+# ------------------------------------------------------------------------------- publishing
+
+
+def train_until_killed(where, argv):
+    """train.py that gets SIGKILL while it publishes step 3."""
+    rename, fsync, write_text = Path.rename, os.fsync, Path.write_text
+
+    def kill_where(is_there, action):
+        def call(self, *args, **kwargs):
+            if is_there(self):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return action(self, *args, **kwargs)
+
+        return call
+
+    if where == "manifest":
+        Path.write_text = kill_where(lambda path: path.name == "MANIFEST.json", write_text)
+    elif where == "fsync":
+        os.fsync = kill_where(lambda d: ".tmp-step-00000003" in os.readlink(f"/proc/self/fd/{d}"), fsync)
+    else:
+        Path.rename = kill_where(lambda path: path.name.startswith(".tmp-step-00000003"), rename)
+    train.main(argv)
+
+
+@pytest.mark.parametrize("where", ["manifest", "fsync", "rename"])
+def test_a_save_that_was_killed_is_no_checkpoint(toys, runs, tmp_path, capsys, where):
+    """Until the rename there is nothing named step-N; the run goes on from the one before, and sweeps."""
+    shutil.copytree(runs / "full", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "step-00000003")
+    with pytest.raises(AssertionError, match="wait status 9"):
+        run_ranks(1, train_until_killed, where, argv(toys, tmp_path, "--run_name", "run", "--resume", "true"))
+    assert latest(tmp_path / "run").name == "step-00000002"
+    (leftover,) = [name for name in names(tmp_path / "run") if name.startswith(".tmp-step-00000003-")]
+    assert not (tmp_path / "run" / "step-00000003").exists()
+
+    one_rank(toys, tmp_path, "--run_name", "run", "--resume", "true")
+    assert f"Removed {leftover}, left by a save that was cut off." in capsys.readouterr().out
+    assert names(tmp_path / "run") == names(runs / "full")
+    again, undisturbed = (load_file(p / "step-00000003" / "model.safetensors") for p in (tmp_path / "run", runs / "full"))
+    assert all(torch.equal(again[name], tensor) for name, tensor in undisturbed.items())
+
+
+def test_everything_is_on_disk_before_the_name(tmp_path, monkeypatch):
+    events = []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda d: (events.append(os.readlink(f"/proc/self/fd/{d}")), fsync(d)))
+    monkeypatch.setattr(Path, "rename", lambda self, target: (events.append("rename"), rename(self, target)))
+    temporary = tmp_path / ".tmp-step-00000001-0"
+    (temporary / "trainer").mkdir(parents=True)
+    (temporary / "weights").write_text("weights")
+    (temporary / "trainer" / "progress.json").write_text("{}")
+    publish(temporary, tmp_path / "step-00000001")
+    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
+    expected = ["", "weights", "trainer", "trainer/progress.json", "MANIFEST.json"]
+    assert sorted(before) == sorted(str(temporary / name) for name in expected)
+    assert after == [str(tmp_path)]
+
+
+def test_nothing_is_overwritten(run):
+    with pytest.raises(FileExistsError, match="step-00000002"):
+        checkpoint.save(
+            run / "step-00000002",
+            *(None, None, None),
+            template=None,
+            tokenizer=None,
+            progress=Progress(),
+            facts={},
+            probe={},
+            state_dict_type="full",
+        )
+    check(run / "step-00000002", hashes=True)
+
+
+def test_leftovers_of_saves_and_prunes_are_swept_and_nothing_else(run):
+    for name in (".tmp-step-00000004-ab12", ".trash-step-00000001-cd34", ".tmp-mine", ".trash", "aside-step-00000002-x"):
+        (run / name).mkdir()
+    before = names(run)
+    assert sorted(sweep(run)) == [".tmp-step-00000004-ab12", ".trash-step-00000001-cd34"]
+    assert names(run) == [name for name in before if not name.startswith((".tmp-step", ".trash-step"))]
+    assert sweep(run) == []
+
+
+# ------------------------------------------------------------------------------- latest, prune, rollback
+
+
+def test_latest_is_the_highest_complete_step(run):
+    shutil.copytree(run / "step-00000001", run / "step-00000012")
+    shutil.copytree(run / "step-00000001", run / "step-123456789")
+    assert [path.name for path in checkpoints(run)][-2:] == ["step-00000012", "step-123456789"]
+    (run / "step-123456789" / "MANIFEST.json").unlink()
+    assert latest(run).name == "step-00000012"
+
+
+def test_latest_passes_over_what_only_looks_like_a_checkpoint(run):
+    for name in ("step-x", "step-", "step-9", "step-00000009x", "xstep-00000009", "aside-step-00000009-a"):
+        (run / name).mkdir()
+        (run / name / "MANIFEST.json").write_text("{}")
+    (run / "step-00000010").mkdir()  # no manifest
+    (run / "step-00000011").write_text("a file")
+    assert latest(run).name == "step-00000003"
+    assert latest(run / "nowhere") is None and latest(run / "step-x") is None
+
+
+@pytest.mark.parametrize(("keep_last", "left"), [(1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (9, [1, 2, 3])])
+def test_prune_keeps_the_newest(run, keep_last, left):
+    prune(run, keep_last)
+    assert [int(path.name.removeprefix("step-")) for path in checkpoints(run)] == left
+    assert [n for n in names(run) if "trash" in n] == []
+
+
+def test_keep_last(toys, tmp_path):
+    one_rank(toys, tmp_path, "--run_name", "run", "--keep_last", 2)
+    assert names(tmp_path / "run") == ["arguments.yaml", "metrics.jsonl", "step-00000002", "step-00000003"]
+
+
+def test_a_prune_that_is_cut_off_leaves_no_half_checkpoint(run, monkeypatch):
+    def killed(path):
+        (path / "config.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune(run, 1)
+    assert [path.name for path in checkpoints(run)] == ["step-00000002", "step-00000003"]
+    for path in checkpoints(run):
+        check(path, hashes=True)
+    assert len(sweep(run)) == 1
+
+
+def test_rollback_moves_newer_checkpoints_aside(toys, run, capsys):
+    before = load_file(run / "step-00000003" / "model.safetensors")
+    one_rank(toys, run.parent, "--resume", "true", "--checkpoint", run / "step-00000001")
+    aside = [name for name in names(run) if name.startswith("aside-")]
+    out = capsys.readouterr().out
+    assert len(aside) == 2 and all(f"Kept as {name}" in out for name in aside)
+    kept = load_file(run / next(name for name in aside if "step-00000003" in name) / "model.safetensors")
+    assert all(torch.equal(kept[name], tensor) for name, tensor in before.items())
+    assert [path.name for path in checkpoints(run)] == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_move_aside_leaves_older_ones(run):
+    assert move_aside(run, 3) == []
+    (name,) = move_aside(run, 2)
+    assert name.startswith("aside-step-00000003-") and latest(run).name == "step-00000002"
+
+
+# ------------------------------------------------------------------------------- damage
+
+
+def test_check_names_the_first_file_that_is_damaged(run):
+    folder = run / "step-00000003"
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    flipped = bytearray(content)
+    flipped[-5] ^= 16
+    weights.write_bytes(flipped)
+    check(folder)  # by size alone nothing is wrong
+    with pytest.raises(ValueError, match="step-00000003.*damaged: the content of model.safetensors has changed"):
+        check(folder, hashes=True)
+    weights.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match=f"model.safetensors has {len(content) - 1} bytes, not {len(content)}"):
+        check(folder)
+    weights.write_bytes(content)
+    check(folder, hashes=True)
+    (folder / "trainer" / "progress.json").unlink()
+    with pytest.raises(ValueError, match="trainer/progress.json is missing"):
+        check(folder)
+    with pytest.raises(ValueError, match="isn't a checkpoint: it has no MANIFEST.json"):
+        check(run)
+
+
+# ------------------------------------------------------------------------------- no code in it
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_every_file_is_json_or_safetensors(runs, kind):
+    for path in (runs / kind / "step-00000003").rglob("*"):
+        if path.suffix == ".safetensors":
+            content = path.read_bytes()
+            json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        elif path.is_file():
+            assert path.suffix == ".json" and json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_nothing_is_pickled_or_unpickled(toys, tmp_path, monkeypatch, kind):
+    """Saving, resuming and exporting, with every unpickler out of order."""
+
+    def never(*args, **kwargs):
+        raise AssertionError("pickle")
+
+    for module in (torch, pickle):
+        for name in ("load", "save", "loads", "dump", "dumps", "Unpickler", "Pickler"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, never)
+    one_rank(toys, tmp_path, "--run_name", "run", "--state_dict_type", kind, "--max_step", 2, "--num_workers", 0)
+    one_rank(toys, tmp_path, "--run_name", "run", "--state_dict_type", kind, "--resume", "true")
+    export(tmp_path / "run" / "step-00000003", tmp_path / "hf")
+
+
+# ------------------------------------------------------------------------------- optimizer state
+
+
+def optimizer_after_loading(flags):
+    """{parameter name: AdamW state} of a one-device run that has loaded its checkpoint and not stepped yet."""
+    from arguments import parse_train
+    from fabric_llm.strategy import make_fabric, original_name
+    from preflight import make_plan
+
+    arguments = parse_train([str(flag) for flag in flags])
+    plan = make_plan(arguments)
+    fabric = make_fabric(plan.strategy, devices=1, num_nodes=1, kind="cpu", precision=arguments.model.precision)
+    model, optimizer, _ = train.set_up(fabric, arguments, plan)
+    state = optimizer.optimizer.state
+    return {original_name(name): {k: v.clone() for k, v in state[p].items()} for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "kind"), [("ddp", 2, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 3, "full"), ("fsdp", 3, "full")]
+)
+@pytest.mark.parametrize("model", ["llama-tied", "gpt2-no-dropout"])
+def test_optimizer_state_of_any_strategy_loads_on_one_device(toys, tmp_path, strategy, ranks, kind, model):
+    """The tensors of the parts, put together by their offsets here, are those that the optimizer gets."""
+    flags = ("--model_name", toys / model, "--train_data_dir", toys / "data", "--output_dir", tmp_path, *FLAGS)
+    flags += ("--run_name", "run", "--global_batch_size", 6, "--micro_batch_size", 1, "--max_step", 2)
+    train_ranks(ranks, *flags, "--strategy", strategy, "--state_dict_type", kind, "--save_step_interval", 2)
+    (loaded,) = run_ranks(1, optimizer_after_loading, [*flags, "--resume", "true", "--max_step", 5])
+    stored = put_together(tmp_path / "run" / "step-00000002" / "trainer" / "optimizer")
+    assert {name.split(".", 1)[1].rsplit(".", 1)[0] for name in stored} == set(loaded)
+    for name, state in loaded.items():
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+        for key, value in state.items():
+            assert torch.equal(value, stored[f"state.{name}.{key}"]), (name, key)
+        assert state["step"] == 2 and state["exp_avg"].abs().sum() > 0
+
+
+def put_together(folder):
+    """Whole tensors from the parts' files, read without torch.distributed.checkpoint."""
+    from safetensors import safe_open
+
+    whole = {}
+    for path in sorted(folder.iterdir()):
+        with safe_open(path, framework="pt") as file:
+            offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name in file.keys():
+                part, start = file.get_tensor(name), offsets[name]["saved_offsets"]
+                whole.setdefault(name, []).append((start, part))
+    return {name: joined(parts) for name, parts in whole.items()}
+
+
+def joined(parts):
+    if parts[0][1].ndim == 0:
+        return parts[0][1]
+    assert all(not any(start[1:]) for start, _ in parts), "parts are rows"
+    return torch.cat([part for _, part in sorted(parts, key=lambda item: item[0][0])])
+
+
+# ------------------------------------------------------------------------------- the run directory
+
+
+def choose(parent, run_name=None, resume=False, given=None):
+    return run_directory.choose(str(parent), run_name, "model-data", resume, given)
+
+
+def test_default_name():
+    assert run_directory.default_name("meta-llama/Meta-Llama-3-8B", "data/mine") == "Meta-Llama-3-8B-mine"
+    assert run_directory.default_name("checkpoints/first/step-00000100", "data/mine/") == "first-mine"
+
+
+def test_new_runs_are_numbered_and_resume_takes_the_newest(run):
+    parent = run.parent
+    assert choose(parent) == parent / "model-data"
+    for name in ("model-data", "model-data-2", "model-data-10"):
+        shutil.copytree(run, parent / name)
+    assert choose(parent) == parent / "model-data-3"
+    assert choose(parent, resume=True) == parent / "model-data-10"
+    assert choose(parent, "model-data", resume=True) == parent / "model-data"
+    assert choose(parent, "mine") == parent / "mine"
+    assert choose(parent, None, True, run / "step-00000001") == run
+
+
+@pytest.mark.parametrize("name", ["../x", "..", ".", "", "a/b", "a/", "/tmp/x"])
+def test_a_run_name_is_a_plain_name(tmp_path, name):
+    with pytest.raises(ValueError, match="must be a plain name"):
+        choose(tmp_path, name)
+
+
+def test_runs_are_neither_mixed_nor_made_up(run):
+    with pytest.raises(ValueError, match="holds checkpoints up to step-00000003"):
+        choose(run.parent, "run")
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        choose(run.parent, "other", resume=True)
+    with pytest.raises(ValueError, match="no complete checkpoint.*model-data"):
+        choose(run.parent, resume=True)
+    (run.parent / "started").mkdir()  # and killed before its first checkpoint
+    assert choose(run.parent, "started") == run.parent / "started"
+    assert names(run.parent) == ["run", "started"], "nothing is created"
+
+
+def test_where_files_cannot_be_made(tmp_path):
+    run_directory.require_writable(tmp_path / "a" / "b" / "run")
+    assert names(tmp_path / "a" / "b") == []
+    with pytest.raises(ValueError, match="can't be written"):
+        run_directory.require_writable(Path("/dev/null/runs/run"))

@@ -1,0 +1,263 @@
+"""metrics.jsonl and the trackers: complete, true, and never in the way of a run."""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CONTEXT
+from ranks import train_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fabric_llm.metrics import Console, MetricsFile, Throughput, duration, open_tracker, peak_memory_gib
+
+TRAINING = {
+    "step": int,
+    "loss": float,
+    "lr": float,
+    "grad_norm": float,
+    "tokens": int,
+    "tokens_per_second": float,
+    "peak_memory_gib": float,
+}
+EVALUATION = {"step": int, "eval_loss": float}
+GLOBAL_BATCH = 8
+
+
+def flags(toys, output, *more):
+    return (
+        *("--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", output, "--run_name", "run"),
+        *("--global_batch_size", GLOBAL_BATCH, "--micro_batch_size", 4, "--eval_iters", 2, "--eval_batch_size", 2, *more),
+    )
+
+
+@pytest.fixture(scope="module", params=["csv", "tensorboard"])
+def run(request, toys, tmp_path_factory):
+    """(run directory, logger) of six steps, of which 5 and 6 were done twice: once before resuming from step 4."""
+    output = tmp_path_factory.mktemp(request.param)
+    base = flags(toys, output, "--logger", request.param, "--save_step_interval", 4, "--eval_step_interval", 3)
+    train_ranks(1, *base, "--max_step", 6)
+    train_ranks(1, *base, "--max_step", 6, "--resume", "true", "--checkpoint", output / "run" / "step-00000004")
+    return output / "run", request.param
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# ------------------------------------------------------------------------------- metrics.jsonl
+
+
+def test_every_line_has_its_keys_and_types(run):
+    training = [line for line in lines(run[0]) if "loss" in line]
+    evaluation = [line for line in lines(run[0]) if "loss" not in line]
+    for expected, found in ((TRAINING, training), (EVALUATION, evaluation)):
+        assert found
+        for line in found:
+            assert {key: type(value) for key, value in line.items()} == expected
+    assert all(line["tokens_per_second"] > 0 and 0.05 < line["peak_memory_gib"] < 64 for line in training)
+
+
+def test_one_line_for_each_step_and_evaluation_also_after_resuming(run):
+    assert [line["step"] for line in lines(run[0]) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    evaluations = [line["step"] for line in lines(run[0]) if "eval_loss" in line]
+    assert evaluations == [0, 3, 6], "before the run, in the middle of the epoch, at the end"
+
+
+def test_tokens_are_those_of_all_sequences_so_far(run):
+    assert [line["tokens"] for line in lines(run[0]) if "loss" in line] == [k * GLOBAL_BATCH * CONTEXT for k in range(1, 7)]
+
+
+def test_tokens_of_all_ranks_and_of_a_smaller_last_step(toys, tmp_path):
+    train_ranks(2, *flags(toys, tmp_path, "--strategy", "ddp", "--number_epochs", 1))
+    found = [line["tokens"] for line in lines(tmp_path / "run") if "loss" in line]
+    assert found == [CONTEXT * n for n in (8, 16, 24, 32, 40, 44)], "44 rows: the last step has 4"
+
+
+def test_log_step_interval(toys, tmp_path):
+    base = [*flags(toys, tmp_path, "--max_step", 5), "--devices", 1, "--log_step_interval", 3]
+    import train
+
+    train.main([str(flag) for flag in base])
+    assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == [1, 3, 5], "and the first and the last"
+
+
+def test_a_resumed_file_loses_what_is_done_again_and_a_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    whole = '{"step": 0, "eval_loss": 2.0}\n{"step": 1, "loss": 1.5}\n{"step": 2, "loss": 1.25}\n'
+    for torn in ("", '{"step": 1, "lo', '{"step": 1', '{"step": 3, "loss": 1.0}\n', "{}\n"):
+        path.write_text(whole + torn)
+        file = MetricsFile(path, resumed_step=1)
+        file.write(2, {"loss": 1.0})
+        file.close()
+        assert [(line["step"], line.get("loss")) for line in lines(tmp_path)] == [(0, None), (1, 1.5), (2, 1.0)]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_that_starts_again_starts_its_file_again(tmp_path):
+    """Killed before its first checkpoint: nothing of the first try stays, the evaluation at step 0 neither."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 2.0}\n{"step": 1, "loss": 1.5}\n')
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write(0, {"eval_loss": 2.5})
+    file.close()
+    assert lines(tmp_path) == [{"step": 0, "eval_loss": 2.5}]
+
+
+def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write(1, {"loss": 0.5})
+    assert lines(tmp_path) == [{"step": 1, "loss": 0.5}]
+    file.close()
+
+
+# ------------------------------------------------------------------------------- trackers
+
+
+def test_the_tracker_has_what_metrics_jsonl_has(run):
+    folder, logger = run
+    expected = {(line["step"], key): value for line in lines(folder) for key, value in line.items() if key != "step"}
+    found = read_csv(folder) if logger == "csv" else read_tensorboard(folder)
+    assert found.keys() == expected.keys()
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def read_csv(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {(int(row["step"]), key): float(row[key]) for row in rows for key in row if row[key] and key != "step"}
+
+
+def read_tensorboard(folder):
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {(event.step, key): event.value for key in events.Tags()["scalars"] for event in events.Scalars(key)}
+
+
+def test_a_tracker_that_fails_warns_once_and_lets_the_run_go_on(tmp_path):
+    log, close = open_tracker("csv", tmp_path, {}, None, None)
+    close()  # as if the disk had gone
+    with pytest.warns(UserWarning, match="--logger csv failed and is off.*closed file") as caught:
+        log(1, {"loss": 1.0})
+        log(2, {"loss": 1.0})
+        close()
+    assert len(caught) == 1
+
+
+def test_no_tracker(tmp_path):
+    log, close = open_tracker("none", tmp_path, {}, None, None)
+    log(1, {"loss": 1.0})
+    close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------- Weights & Biases
+
+
+@pytest.fixture(scope="module")
+def wandb_runs(toys, tmp_path_factory):
+    """{case: (seconds, finished process, run directory)} of `train.py --logger wandb` in a bare environment."""
+    cases = {
+        "no key": {},
+        "no server": {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "2"},
+    }
+    started = {}
+    for case, variables in cases.items():
+        output = tmp_path_factory.mktemp("wandb")
+        (output / "home").mkdir()
+        base = flags(toys, output, "--logger", "wandb", "--max_step", 2, "--log_step_interval", 1, "--devices", 1)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+        stdin = {"stdin": subprocess.DEVNULL} if case == "no server" else {"preexec_fn": lambda: os.close(0)}
+        started[case] = output / "run", subprocess.Popen(
+            [sys.executable, Path(__file__).parent.parent / "train.py", *map(str, base)],
+            env={**environment, **variables, "HOME": str(output / "home")},
+            cwd=output,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **stdin,
+        )
+    begin, finished = time.monotonic(), {}
+    for case, (folder, process) in started.items():
+        process.out, process.err = process.communicate(timeout=100)
+        finished[case] = time.monotonic() - begin, process, folder
+    return finished
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [("no key", ["there is no API key", "WANDB_API_KEY", "wandb login"]), ("no server", ["there is no connection"])],
+)
+def test_wandb_without_key_or_server_logs_offline_with_one_warning(wandb_runs, case, words):
+    seconds, process, folder = wandb_runs[case]
+    assert process.returncode == 0 and seconds < 60, process.err
+    warnings = [line for line in process.err.splitlines() if "Warning" in line or "WARNING" in line]
+    assert len(warnings) == 1 and all(word in warnings[0] for word in words), process.err
+    assert f"logs offline into {folder / 'wandb'}" in warnings[0]
+    assert [line["step"] for line in lines(folder) if "loss" in line] == [1, 2]
+    assert list((folder / "wandb").glob("offline-run-*/*.wandb")), "what `wandb sync` uploads later"
+    assert (folder / "step-00000002" / "MANIFEST.json").is_file()
+
+
+# ------------------------------------------------------------------------------- clock, memory, console
+
+
+def test_throughput_leaves_out_paused_time():
+    clock = Throughput()
+    time.sleep(0.05)
+    clock.pause()
+    time.sleep(0.3)
+    clock.pause()  # nested pauses are one
+    clock.resume()
+    time.sleep(0.05)
+    clock.tokens = 1000
+    assert 1000 / 0.25 < clock.lap() < 1000 / 0.1
+    time.sleep(0.1)
+    clock.tokens = 1500
+    assert 500 / 0.25 < clock.lap() < 500 / 0.1, "since the last lap only"
+    assert clock.seconds_left(steps_done=2, steps_left=4) == pytest.approx(2 * clock.seconds)
+
+
+def test_throughput_of_a_resumed_run_counts_its_own_tokens():
+    clock = Throughput(tokens=10**9)
+    time.sleep(0.1)
+    clock.tokens = 10**9 + 100
+    assert 100 / 0.3 < clock.lap() < 100 / 0.1
+
+
+def test_duration():
+    assert [duration(s) for s in (0, 59.9, 60, 3725, 360_000)] == ["0:00:00", "0:00:59", "0:01:00", "1:02:05", "100:00:00"]
+
+
+def test_peak_memory_counts_what_was_used():
+    before = peak_memory_gib(torch.device("cpu"))
+    torch.ones(2**27, dtype=torch.uint8)
+    assert 0 < before <= peak_memory_gib(torch.device("cpu")) < before + 1
+
+
+def test_console_prints_lines_where_there_is_no_terminal(capsys):
+    console = Console(total_steps=3, done_steps=0)
+    console.advance()
+    console.line("step 1/3")
+    console.close()
+    captured = capsys.readouterr()
+    assert captured.out == "step 1/3\n" and captured.err == ""
+
+
+def test_console_has_a_bar_on_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    console = Console(total_steps=3, done_steps=1)
+    console.advance()
+    console.line("step 2/3")
+    console.close()
+    assert "1/3" in sys.stderr.getvalue() and "step 2/3\n" in sys.stdout.getvalue()
