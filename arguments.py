@@ -42,6 +42,9 @@ class DataArguments:
 
     train_data_dir: Optional[str] = flag(None, "dataset folder that prepare_data.py wrote, or any with input_ids")
     context_length: Optional[int] = flag(None, "tokens per sequence; must be what the dataset holds (default: that)")
+    document_masking: bool = flag(
+        True, "packed documents don't see each other: attention and positions restart (needs prepare_data.py's manifest)"
+    )
     num_workers: int = flag(1, "threads that read the next batches ahead of the step; 0: read inside the step")
 
 
@@ -54,6 +57,16 @@ class ModelArguments:
     )
     precision: Literal["bf16-true", "bf16-mixed", "16-mixed", "32-true"] = flag(
         "bf16-true", "-true: weights in that dtype; -mixed: float32 weights, computation in 16 bit"
+    )
+    bf16_updates: Literal["stochastic", "kahan", "nearest", "master"] = flag(
+        "stochastic",
+        "bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 8, 6 (they don't), 14",
+    )
+    attention: Literal["sdpa", "flash_attention_2", "flex_attention", "eager"] = flag(
+        "sdpa", "transformers' attention implementation; flash needs its package"
+    )
+    verify_start: bool = flag(
+        True, "before step 1 compare the wrapped model with plain transformers on a probe (costs one pass on the CPU)"
     )
 
 
@@ -77,6 +90,9 @@ class FSDPArguments:
     cpu_offload: bool = flag(False, "fsdp, fsdp2: keep parameters, gradients and optimizer state in host memory")
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = flag(
         "BACKWARD_PRE", "fsdp: gather the next layer before, after, or not ahead of, the current gradient"
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = flag(
+        "float32", "fsdp, fsdp2: dtype that gradients are summed over devices in, unless --precision is 32-true"
     )
     activation_checkpointing: bool = flag(False, "recompute each layer in the backward pass instead of storing it")
 
@@ -102,6 +118,9 @@ class TrainingArguments:
     global_batch_size: Optional[int] = flag(
         None, "sequences per step = micro_batch_size x gradient_accumulation_steps x devices x nodes"
     )
+    accumulation_dtype: Literal["float32", "same"] = flag(
+        "float32", "of gradients summed over micro-batches; float32 costs 4 bytes a parameter held, same: that of the weights"
+    )
     grad_clip: float = flag(1.0, "largest L2 norm of the gradient; 0: no clipping")
     lr: float = flag(2e-5, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate at the last step")
@@ -112,6 +131,18 @@ class TrainingArguments:
     beta1: float = flag(0.9, "AdamW, decay of the first moment")
     beta2: float = flag(0.95, "AdamW, decay of the second moment")
     seed: int = flag(1234, "of data order, dropout and random weights")
+
+
+@dataclass
+class GuardArguments:
+    """Losing well (docs/numerics.md)"""
+
+    max_skipped_steps: int = flag(10, "skipped steps in a row after which the run stops with exit code 76")
+    spike_threshold: Optional[float] = flag(None, "standard deviations of the loss above its window that are a spike")
+    spike_window: int = flag(100, "steps that a loss is compared with")
+    spike_action: Literal["warn", "skip", "rewind"] = flag(
+        "warn", "skip: leave the update out; rewind: back to the last checkpoint, and past the data since then"
+    )
 
 
 @dataclass
@@ -153,6 +184,7 @@ class Arguments:
     fsdp: FSDPArguments
     checkpoint: CheckpointArguments
     training: TrainingArguments
+    guard: GuardArguments
     evaluation: EvaluationArguments
     save: SaveArguments
     logging: LoggingArguments

@@ -5,6 +5,7 @@ Each check raises ValueError in one sentence with the offending value; train.py 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ class Plan:
     end: Optional[int]  # position at which number_epochs are over; None with max_step
     run_directory: Path
     resume_from: Optional[Path]
+    document_end: Optional[int]  # token id that ends each packed document, None where documents aren't kept apart
 
     @property
     def world_size(self) -> int:
@@ -73,7 +75,12 @@ def make_plan(arguments: Arguments) -> Plan:
     )
     world_size = devices * num_nodes
     sharding = Sharding(
-        fsdp.auto_wrap_policy, fsdp.sharding_strategy, fsdp.limit_all_gathers, fsdp.cpu_offload, fsdp.backward_prefetch
+        fsdp.auto_wrap_policy,
+        fsdp.sharding_strategy,
+        fsdp.limit_all_gathers,
+        fsdp.cpu_offload,
+        fsdp.backward_prefetch,
+        fsdp.reduce_dtype,
     )
     strategy = resolve_strategy(fsdp.strategy, world_size, arguments.devices.tpu, model.precision, kind, sharding)
     micro_batch_size, micro_batches, global_batch_size = batch_sizes(
@@ -90,7 +97,7 @@ def make_plan(arguments: Arguments) -> Plan:
     check_sizes(arguments, dataset, micro_batch_size, global_batch_size)
     directory, resume_from = choose_directory(arguments)
     source = model.model_name if resume_from is None else str(resume_from)
-    config = load_config(source)
+    config = load_config(source, model.attention)
     tokenizer = check_model(arguments, config, dataset, source, resume_from)
     end = None if training.max_step is not None else training.number_epochs * len(dataset.train)
     start = checkpoint.Progress()
@@ -100,6 +107,7 @@ def make_plan(arguments: Arguments) -> Plan:
     plan = Plan(
         dataset, source, config, tokenizer, strategy, sharding, devices, num_nodes, kind, micro_batch_size,
         micro_batches, global_batch_size, start, max_step, end, directory, resume_from,
+        find_document_end(arguments, dataset, config),
     )  # fmt: skip
     if resume_from is not None:
         check_resume(plan, plan.facts(arguments), checkpoint.check(resume_from))
@@ -110,9 +118,9 @@ def check_numbers(arguments: Arguments) -> None:
     """Signs and ranges of all numbers."""
     positive = (
         "number_epochs max_step micro_batch_size gradient_accumulation_steps global_batch_size lr eval_batch_size "
-        "eval_step_interval save_step_interval keep_last log_step_interval context_length"
+        "eval_step_interval save_step_interval keep_last log_step_interval context_length spike_threshold spike_window"
     ).split()
-    not_negative = "grad_clip min_lr warmup_steps weight_decay num_workers eval_iters sample_tokens seed".split()
+    not_negative = "grad_clip min_lr warmup_steps weight_decay num_workers eval_iters sample_tokens seed max_skipped_steps".split()
     flat = arguments.flat()
     for names, fits, words in ((positive, lambda v: v > 0, "positive"), (not_negative, lambda v: v >= 0, "0 or more")):
         for name in names:
@@ -224,6 +232,19 @@ def check_model(
             f"({len(of_data)} and {len(of_model)} tokens): run prepare_data.py with --tokenizer {source}."
         )
     return of_model or of_data
+
+
+def find_document_end(arguments: Arguments, dataset: TokenDataset, config: Any) -> Optional[int]:
+    """The token that ends each document of a dataset of prepare_data.py, if documents are to be kept apart."""
+    if not (arguments.data.document_masking and dataset.manifest.get("packed")):
+        return None
+    model_class = type(build_skeleton(config, DTYPES[arguments.model.precision]))
+    if "position_ids" not in inspect.signature(model_class.forward).parameters:
+        raise ValueError(
+            f"{model_class.__name__} takes no positions, so packed documents can't be kept apart: "
+            "take --document_masking false."
+        )
+    return dataset.manifest["eos_token_id"]
 
 
 def check_resume(plan: Plan, now: dict[str, Any], document: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 
     python benchmarks/sharding.py --markdown docs/results/sharding.md
 
-Each row is a set of flags of train.py, trained in its own processes with train.py's own `set_up` and `train_step`. All
+Each row is a set of flags of train.py, trained in its own processes with run.py's `set_up` and `train_step`. All
 rows start from the same weights, see the same tokens and must give the same losses: the exit code is 1 if they don't,
 or if a row fails.
 
@@ -299,7 +299,7 @@ def join(rank: int, devices: int, accelerator: str, store: Path) -> str:
 
 def set_up(devices: int, kind: str, row_flags: str, folder: Path, model_name: str) -> Trainer:
     """The same calls as in train.py's main and Run."""
-    import train as train_script
+    import run
     from arguments import parse_train
     from fabric_llm.data import Batches
     from fabric_llm.strategy import make_fabric, syncs_every_micro_batch
@@ -313,13 +313,13 @@ def set_up(devices: int, kind: str, row_flags: str, folder: Path, model_name: st
     precision = arguments.model.precision
     fabric = make_fabric(plan.strategy, devices=plan.devices, num_nodes=1, kind=plan.kind, precision=precision)
     fabric.launch()
-    model, optimizer, _ = train_script.set_up(fabric, arguments, plan)
+    model, optimizer, _ = run.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
     rows, seed = plan.dataset.train, arguments.training.seed
     batches = Batches(
         rows, seed, MICRO_BATCH, plan.micro_batches, rank=fabric.global_rank, world_size=fabric.world_size
     )
     lr, grad_clip = arguments.training.lr, arguments.training.grad_clip
-    return Trainer(fabric, model, optimizer, batches, lr, grad_clip, syncs_every_micro_batch(plan.strategy))
+    return Trainer(fabric, model, optimizer, batches, lr, grad_clip, syncs_every_micro_batch(plan.strategy, False))
 
 
 def train(trainer: Trainer, first_step: int, count: int) -> list[tuple[float, float]]:
@@ -343,7 +343,7 @@ def train(trainer: Trainer, first_step: int, count: int) -> list[tuple[float, fl
         )
         synchronize(trainer.fabric.device)
         seconds = time.perf_counter() - begin
-        results.append((seconds, trainer.fabric.all_reduce(result.loss, reduce_op="sum").item()))
+        results.append((seconds, result.loss))
     return results
 
 

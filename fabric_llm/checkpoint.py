@@ -43,6 +43,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedModel
 
+from fabric_llm.strategy import reshard
+
 MANIFEST = "MANIFEST.json"
 PREFIX = "causal_lm."  # of parameter names in model.LanguageModel
 
@@ -94,6 +96,7 @@ def save(
     """
     if target.exists():
         raise FileExistsError(f"{target} exists already.")
+    reshard(model)
     temporary = Path(fabric.broadcast(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}"))))
     rank_zero = fabric.global_rank == 0
     if rank_zero:

@@ -26,7 +26,9 @@ IGNORED = -100  # label of a token that isn't a target, as in transformers and t
 VALIDATION_NAMES = ("validation", "valid")
 COLUMNS = ("input_ids", "attention_mask", "labels")
 
-MicroBatch = dict[str, Tensor]  # input_ids, labels, and attention_mask where the dataset has one: int64 [rows, context]
+# input_ids, labels; attention_mask where the dataset has one, position_ids where documents are kept apart:
+# int64 [rows, context]
+MicroBatch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ class Batches:
     world_size: int = 1
     shuffle: bool = True
     end: Optional[int] = None  # sequences; None: epoch follows epoch
+    document_end: Optional[int] = None  # token id that ends each document, to keep packed documents apart
 
     @property
     def global_batch_size(self) -> int:
@@ -200,9 +203,26 @@ class Batches:
         labels = batch.get("labels", batch["input_ids"]).clone()
         if "attention_mask" in batch:
             labels[batch["attention_mask"] == 0] = IGNORED
+        if self.document_end is not None:
+            begins = document_begins(batch["input_ids"], self.document_end)
+            batch["position_ids"] = restarting_positions(begins)
+            labels[begins] = IGNORED  # not a target of the document before
         if self.end is not None:
             labels[torch.from_numpy(positions >= self.end)] = IGNORED
         return {**batch, "labels": labels}
+
+
+def document_begins(input_ids: Tensor, document_end: int) -> Tensor:
+    """True where a document begins inside a row (the row's own beginning is none). bool [rows, context]"""
+    begins = torch.zeros_like(input_ids, dtype=torch.bool)
+    begins[:, 1:] = input_ids[:, :-1] == document_end
+    return begins
+
+
+def restarting_positions(begins: Tensor) -> Tensor:
+    """Positions that count from 0 in each document, from which transformers makes its attention mask. int64."""
+    index = torch.arange(begins.shape[1]).expand(begins.shape)
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
 @lru_cache(maxsize=2)  # a step can touch two epochs

@@ -40,7 +40,7 @@ class MetricsFile:
 
     def write(self, step: int, record: Record) -> None:
         """Append one line."""
-        finite = {key: value if math.isfinite(value) else None for key, value in record.items()}  # JSON has no infinity
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}  # JSON has no NaN
         self.file.write(json.dumps({"step": step, **finite}) + "\n")
         self.file.flush()
 
@@ -163,7 +163,10 @@ def _lines_so_far(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-CSV_COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory_gib", "eval_loss")
+CSV_COLUMNS = (
+    *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory_gib"),
+    *("updated_fraction", "update_ratio", "eval_loss"),
+)
 
 
 def _csv(folder: Path) -> tuple[Tracker, Callable[[], None]]:

@@ -31,13 +31,16 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 DTYPES = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.float32, "16-mixed": torch.float32, "32-true": torch.float32}
 
 
-def load_config(model_name: str) -> PretrainedConfig:
-    """The model's configuration. Raises ValueError where there is none or it isn't a causal LM's."""
+def load_config(model_name: str, attention: str = "sdpa") -> PretrainedConfig:
+    """The model's configuration, with transformers' name of the attention implementation to use.
+
+    Raises ValueError where there is none or it isn't a causal LM's.
+    """
     folder = Path(model_name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"{model_name!r} isn't a model directory: it has no config.json.")
     try:
-        config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(model_name, trust_remote_code=False, attn_implementation=attention)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(_not_a_model(model_name, error)) from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -131,14 +134,21 @@ class LanguageModel(nn.Module):
         self.causal_lm = causal_lm
 
     def forward(
-        self, input_ids: Tensor, labels: Optional[Tensor] = None, attention_mask: Optional[Tensor] = None
+        self,
+        input_ids: Tensor,
+        labels: Optional[Tensor] = None,
+        attention_mask: Optional[Tensor] = None,
+        position_ids: Optional[Tensor] = None,
     ) -> Tensor:
         """Sum of the cross-entropies of all targets, float32 scalar, in nats; without `labels` the logits.
 
-        input_ids, labels, attention_mask: int64 [rows, context]. Labels are unshifted: position t is predicted from
-        the positions before it, -100 is no target. Logits: [rows, context, vocabulary].
+        input_ids, labels, attention_mask, position_ids: int64 [rows, context]. Labels are unshifted: position t is predicted from
+        the positions before it, -100 is no target. Logits: [rows, context, vocabulary]. position_ids that restart keep
+        documents apart: transformers reads the attention mask from them if no other is given and nothing is cached.
         """
-        logits = self.causal_lm(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        given = {name: value for name, value in given.items() if value is not None}
+        logits = self.causal_lm(input_ids=input_ids, use_cache=False, **given).logits
         if labels is None:
             return logits
         return F.cross_entropy(

@@ -1,10 +1,10 @@
-"""Parameter groups, the optimizer, and the learning rate as a function of the step."""
+"""Parameter groups, the learning rate as a function of the step, gradients and updates by number. AdamW: adamw.py."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,6 @@ def parameter_groups(
             groups[name in decayed].append(parameter)
     settings = ((groups[True], weight_decay), (groups[False], 0.0))
     return [{"params": parameters, "weight_decay": decay} for parameters, decay in settings if parameters]
-
-
-def adamw(parameter_groups: list[dict[str, Any]], *, lr: float, beta1: float, beta2: float) -> torch.optim.AdamW:
-    """Fused AdamW (Loshchilov and Hutter 2019), moments in the dtype of the parameters."""
-    return torch.optim.AdamW(parameter_groups, lr=lr, betas=(beta1, beta2), eps=1e-8, fused=True)
 
 
 def lr_at(
@@ -77,8 +72,63 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: O
     return norm
 
 
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+class GradientSums:
+    """Sums of low-precision gradients over the micro-batches of a step, in float32: 4 bytes for each parameter held.
+
+    A bfloat16 sum rounds at each addition: over 64 micro-batches that is more error than rounding once
+    (docs/numerics.md has the numbers). float32 gradients are left to autograd.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = [p for p in parameters if p.dtype != torch.float32]
+        self.sums: list[Optional[Tensor]] = [None] * len(self.parameters)
+
+    @torch.no_grad()
+    def add(self, last: bool) -> None:
+        """Take the gradients of one micro-batch; after the last, leave the rounded sums in their place."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                continue
+            gradient, total = _local(parameter.grad), self.sums[index]
+            if last:
+                if total is not None:
+                    gradient.copy_(total.add_(gradient))
+                continue
+            self.sums[index] = gradient.float() if total is None else total.add_(gradient)
+            parameter.grad = None
+
+
+class UpdateSize(NamedTuple):
+    """What a step did to the weights, from a sample of them."""
+
+    fraction: float  # of weights whose value has changed
+    ratio: float  # L2 norm of the update, as a part of that of the weights
+
+
+def sample_weights(parameters: Iterable[nn.Parameter], per_parameter: int = 4096) -> Tensor:
+    """Copies of evenly spaced weights of each parameter that this rank holds a part of, float32, one-dimensional."""
+    samples = []
+    for parameter in parameters:
+        weights = _local(parameter.detach()).flatten()
+        if weights.numel():
+            samples.append(weights[:: -(-weights.numel() // per_parameter)].float())
+    return torch.cat(samples)
+
+
+def update_size(before: Tensor, after: Tensor, group: Optional[ProcessGroup]) -> UpdateSize:
+    """Compare two samples; over all ranks of `group`, the process group that the parameters are split over."""
+    counts = [(before != after).sum(), torch.tensor(before.numel(), device=before.device)]
+    squares = [(after - before).double().square().sum(), before.double().square().sum()]
+    numbers = torch.stack([x.double() for x in (*counts, *squares)])
+    if group is not None:
+        numbers = numbers.to(_communication_device(group))
+        torch.distributed.all_reduce(numbers, group=group)
+    changed, total, update, weights = numbers.tolist()
+    return UpdateSize(changed / total, math.sqrt(update / weights) if weights else 0.0)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _communication_device(group: Optional[ProcessGroup]) -> torch.device:

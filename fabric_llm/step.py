@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Callable, NamedTuple, Optional
 
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from fabric_llm.data import MicroBatch, random_key, target_count
-from fabric_llm.optim import clip_gradients
+from fabric_llm.optim import GradientSums, UpdateSize, clip_gradients, sample_weights, update_size
 from fabric_llm.strategy import shard_group
 
 
 class StepResult(NamedTuple):
-    """Scalars on the device, not yet read: reading one waits for the device."""
+    """Numbers that all ranks share."""
 
-    loss: Tensor  # this rank's share of the mean over the targets of the global batch, nats; the ranks' sum is the loss
-    grad_norm: Tensor  # of the global batch, before clipping
-    targets: Tensor  # target tokens of the global batch
+    loss: float  # mean over the targets of the global batch, nats
+    grad_norm: float  # of the global batch, before clipping
+    taken: bool  # False: no parameter and no optimizer state has changed
+    update: Optional[UpdateSize]  # where `measure` asked for it
+
+
+def finite(loss: float, grad_norm: float) -> bool:
+    """The least that a step must be to be taken."""
+    return math.isfinite(loss) and math.isfinite(grad_norm)
 
 
 def train_step(
@@ -31,15 +38,23 @@ def train_step(
     lr: float,
     grad_clip: float,
     sync_every_micro_batch: bool,
+    sum_in_float32: bool = True,
+    accept: Callable[[float, float], bool] = finite,
+    measure: bool = False,
 ) -> StepResult:
     """One optimizer step over the micro-batches of this rank, together with all other ranks.
 
     The loss is the sum over target tokens divided by the target tokens of the whole global batch, so that it doesn't
-    matter how sequences and masks are spread over micro-batches and ranks.
+    matter how sequences and masks are spread over micro-batches and ranks. `accept(loss, grad_norm)` decides whether the
+    update is made; it sees numbers that all ranks share, so all decide alike. Reading them is the one wait a step has:
+    without it a NaN would be in the weights before anyone looked.
+
+    sum_in_float32: sum the gradients of low-precision weights over micro-batches in float32, and round once.
     """
     micro_batches = [fabric.to_device(batch) for batch in micro_batches]
     targets = fabric.all_reduce(torch.stack([target_count(b) for b in micro_batches]).sum(), reduce_op="sum")
     targets = targets.clamp(min=1)  # a batch without any target contributes nothing, and never 0/0
+    sums = GradientSums(model.parameters()) if sum_in_float32 and len(micro_batches) > 1 else None
     total = torch.zeros((), device=fabric.device)
     for index, batch in enumerate(micro_batches):
         waits = index < len(micro_batches) - 1 and not sync_every_micro_batch
@@ -47,13 +62,27 @@ def train_step(
             loss = model(**batch) / targets
             fabric.backward(loss * fabric.world_size)  # strategies average gradients over ranks; ours is a sum
         total += loss.detach()
+        if sums is not None:
+            sums.add(last=index == len(micro_batches) - 1)
     fabric.strategy.precision.unscale_gradients(optimizer)
-    grad_norm = clip_gradients(model.parameters(), grad_clip, shard_group(model))
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
+    group = shard_group(model)
+    grad_norm = clip_gradients(model.parameters(), grad_clip, group).item()
+    loss = fabric.all_reduce(total, reduce_op="sum").item()
+    taken = accept(loss, grad_norm)
+    size = None
+    if taken or _scaled(fabric):  # a gradient scaler leaves out infinite gradients itself, and must see them
+        before = sample_weights(model.parameters()) if measure else None
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = lr
+        optimizer.step()
+        if before is not None:
+            size = update_size(before, sample_weights(model.parameters()), group)
     optimizer.zero_grad()
-    return StepResult(total, grad_norm, targets)
+    return StepResult(loss, grad_norm, taken, size)
+
+
+def _scaled(fabric: Fabric) -> bool:
+    return getattr(fabric.strategy.precision, "scaler", None) is not None
 
 
 @torch.no_grad()

@@ -40,6 +40,7 @@ class Sharding:
     limit_all_gathers: bool = True
     cpu_offload: bool = False
     backward_prefetch: str = "BACKWARD_PRE"
+    reduce_dtype: str = "float32"
 
 
 def resolve_devices(devices: Union[int, str], num_nodes: int, accelerator: str) -> tuple[int, int, str]:
@@ -252,7 +253,7 @@ def _wrap_fsdp(
             param_init_fn=materialize,
             sharding_strategy=ShardingStrategy[how.sharding_strategy if sharded else "NO_SHARD"],
             device_mesh=_mesh(fabric, how) if sharded else None,
-            mixed_precision=_fsdp_mixed_precision(precision),
+            mixed_precision=_fsdp_mixed_precision(precision, how.reduce_dtype),
             cpu_offload=CPUOffload(how.cpu_offload and fabric.device.type != "cpu"),  # on a CPU all is there already
             backward_prefetch=None if how.backward_prefetch == "none" else BackwardPrefetch[how.backward_prefetch],
             limit_all_gathers=how.limit_all_gathers,
@@ -261,14 +262,16 @@ def _wrap_fsdp(
         )
 
 
-def _fsdp_mixed_precision(precision: str) -> Any:
-    """Buffers stay float32 (Fabric's choice would round RoPE's frequencies), gradients are reduced in float32."""
+def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Any:
+    """Buffers stay float32 (Fabric's choice would round RoPE's frequencies)."""
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
     if precision == "32-true":
         return None
     dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
-    return FSDPMixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+    return FSDPMixedPrecision(
+        param_dtype=dtype, reduce_dtype=getattr(torch, reduce_dtype), buffer_dtype=torch.float32
+    )
 
 
 def _wrap_fsdp2(
@@ -286,7 +289,7 @@ def _wrap_fsdp2(
     }
     if precision != "32-true":
         settings["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, how.reduce_dtype), cast_forward_inputs=False
         )
     for unit in [*modules_to_wrap(model, how.auto_wrap_policy), model]:
         for module in unit.modules():
@@ -319,6 +322,15 @@ def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
     return parameter.device_mesh.get_group("shard") if isinstance(parameter, DTensor) else None
 
 
+def reshard(model: nn.Module) -> None:
+    """After a forward pass without a backward fsdp2 leaves the outermost unit whole: split it again."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def original_name(name: str) -> str:
     """A parameter's name in the unwrapped model."""
     for wrapper in ("_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.", "module."):
@@ -326,6 +338,12 @@ def original_name(name: str) -> str:
     return name
 
 
-def syncs_every_micro_batch(name: str) -> bool:
-    """False where gradients of earlier micro-batches can wait unreduced without costing memory."""
-    return name not in ("ddp", "single")
+def shard_rank(model: nn.Module) -> int:
+    """This rank's place among those that the parameters are split over; 0 on all ranks that hold them whole."""
+    group = shard_group(model)
+    return 0 if group is None else torch.distributed.get_rank(group)
+
+
+def syncs_every_micro_batch(name: str, sums_in_float32: bool) -> bool:
+    """False where gradients of earlier micro-batches can wait unreduced: they cost no memory, and stay where they are."""
+    return name not in ("ddp", "single") or sums_in_float32

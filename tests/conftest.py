@@ -59,7 +59,7 @@ TOY_CONFIGS = {
 
 @pytest.fixture(scope="session")
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with models llama, gpt2, llama-tied, gpt2-no-dropout and datasets `data` and `ragged`."""
+    """A folder with models llama, gpt2, llama-tied, gpt2-no-dropout and datasets `data`, `ragged` and `many`."""
     folder = tmp_path_factory.mktemp("toys")
     configs = {**TOY_CONFIGS}
     configs["llama-tied"] = LlamaConfig(**{**configs["llama"].to_dict(), "tie_word_embeddings": True})
@@ -71,10 +71,13 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = np.random.default_rng(0)
     make_dataset(folder / "data", generator)
     make_dataset(folder / "ragged", generator, ragged=True)
+    make_dataset(folder / "many", generator, rows=3200, validation_rows=256)
     return folder
 
 
-def make_dataset(folder: Path, generator: np.random.Generator, ragged: bool = False, rows: int = ROWS) -> None:
+def make_dataset(
+    folder: Path, generator: np.random.Generator, ragged: bool = False, rows: int = ROWS, validation_rows: int = 10
+) -> None:
     """Token sequences with something to learn; `ragged`: with labels of which a different part is masked in each row."""
 
     def split(count: int) -> datasets.Dataset:
@@ -89,4 +92,4 @@ def make_dataset(folder: Path, generator: np.random.Generator, ragged: bool = Fa
             columns["labels"] = labels.tolist()
         return datasets.Dataset.from_dict(columns)
 
-    datasets.DatasetDict({"train": split(rows), "validation": split(10)}).save_to_disk(str(folder))
+    datasets.DatasetDict({"train": split(rows), "validation": split(validation_rows)}).save_to_disk(str(folder))

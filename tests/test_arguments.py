@@ -14,7 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from arguments import DEMO_CONFIG, ROOT, parse_export, parse_prepare, parse_train
-from fabric_llm.optim import adamw, clip_gradients, decayed_names, lr_at, parameter_groups
+from fabric_llm.adamw import AdamW
+from fabric_llm.optim import clip_gradients, decayed_names, lr_at, parameter_groups
 
 FLAGS = {  # the contract: design, section 4
     "Devices": "devices num_nodes accelerator tpu",
@@ -274,7 +275,7 @@ def test_a_group_without_parameters_is_left_out():
     model = nn.Linear(3, 3, bias=False)
     (group,) = parameter_groups(model.named_parameters(), decayed_names(model), 0.1)
     assert group["weight_decay"] == 0.1
-    adamw([group], lr=0.1, beta1=0.9, beta2=0.95)
+    AdamW([group], lr=0.1)
 
 
 @pytest.fixture

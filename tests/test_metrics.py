@@ -25,6 +25,8 @@ TRAINING = {
     "tokens": int,
     "tokens_per_second": float,
     "peak_memory_gib": float,
+    "updated_fraction": float,
+    "update_ratio": float,
 }
 EVALUATION = {"step": int, "eval_loss": float}
 GLOBAL_BATCH = 8

@@ -1,0 +1,57 @@
+"""Losing well: which steps are taken, skipped or undone, from numbers that all ranks share."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any, Optional
+
+ENOUGH_LOSSES = 10  # to speak of a deviation
+
+
+@dataclass
+class Guard:
+    """Judges each step by its loss and gradient norm. Its state, `losses`, `skipped` and `rewinds`, is in checkpoints."""
+
+    max_skipped_steps: int = 10
+    spike_threshold: Optional[float] = None  # standard deviations; None: no step is a spike
+    spike_window: int = 100  # steps
+    spike_action: str = "warn"  # warn, skip or rewind
+    losses: list[float] = field(default_factory=list)  # of the last steps taken, at most spike_window
+    skipped: int = 0  # steps in a row
+    rewinds: int = 0  # since a step beyond the one that was left by the last rewind
+    verdict: str = "take"  # on the last step: take, warn, skip or rewind
+    reason: str = ""
+
+    def accept(self, loss: float, grad_norm: float) -> bool:
+        """True if the step is to be taken; `verdict` and `reason` say more."""
+        self.verdict, self.reason = self._judge(loss, grad_norm)
+        if self.verdict in ("take", "warn"):
+            self.skipped = 0
+            self.losses = [*self.losses, loss][-self.spike_window :]
+            return True
+        self.skipped += 1
+        return False
+
+    def _judge(self, loss: float, grad_norm: float) -> tuple[str, str]:
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return "skip", f"loss {loss}, gradient norm {grad_norm}"
+        if self.spike_threshold is not None and len(self.losses) >= min(ENOUGH_LOSSES, self.spike_window):
+            mean, deviation = statistics.fmean(self.losses), statistics.pstdev(self.losses)
+            if loss - mean > self.spike_threshold * deviation:
+                score = (loss - mean) / deviation if deviation else math.inf
+                return self.spike_action, f"loss {loss:.4f} is {score:.1f} deviations above {mean:.4f}"
+        return "take", ""
+
+    def gives_up(self) -> bool:
+        """True once there were more skips or rewinds in a row than allowed."""
+        return max(self.skipped, self.rewinds) > self.max_skipped_steps
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs, for JSON."""
+        return {name: asdict(self)[name] for name in ("losses", "skipped", "rewinds")}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `state()`."""
+        self.losses, self.skipped, self.rewinds = list(state["losses"]), state["skipped"], state["rewinds"]

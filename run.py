@@ -1,0 +1,340 @@
+"""The objects of a run, and what the loop in train.py does with them besides stepping."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from arguments import Arguments, fail, write_yaml
+from fabric_llm import checkpoint, metrics, model, optim, start, step, strategy
+from fabric_llm.adamw import AdamW
+from fabric_llm.checkpoint import Progress
+from fabric_llm.data import Batches, Prefetch
+from fabric_llm.guard import Guard
+from preflight import Plan
+
+NON_FINITE = 76  # exit code
+FEW_UPDATES, FEW_UPDATES_LOGS = 0.1, 3  # part of the weights, logged steps in a row
+
+# Models of finished runs. Their last reference takes the process group with it, and gloo's destructor, run while Python
+# holds its lock, can wait for ever for a thread that needs the lock to drop a tensor. So they live as long as the process.
+kept_alive: list[Any] = []
+
+
+class Run:
+    """The objects of a run, and what the loop does with them besides stepping."""
+
+    def __init__(self, fabric: Fabric, arguments: Arguments, plan: Plan) -> None:
+        self.fabric, self.arguments, self.plan = fabric, arguments, plan
+        self.directory = Path(fabric.broadcast(str(plan.run_directory)))
+        self.rank_zero = fabric.global_rank == 0
+        self.model, self.optimizer, self.template = set_up(fabric, arguments, plan, plan.source, plan.resume_from)
+        training = arguments.training
+        self.sum_in_float32 = training.accumulation_dtype == "float32"
+        self.sync_every_micro_batch = strategy.syncs_every_micro_batch(
+            plan.strategy, self.sum_in_float32 and arguments.model.precision == "bf16-true"
+        )
+        shared = {
+            "rank": fabric.global_rank,
+            "world_size": fabric.world_size,
+            "document_end": plan.document_end,
+        }
+        self.batches = Prefetch(
+            Batches(
+                plan.dataset.train, training.seed, plan.micro_batch_size, plan.micro_batches, end=plan.end, **shared
+            ),
+            arguments.data.num_workers,
+        )
+        evaluation = arguments.evaluation
+        self.evaluation_batches = Batches(
+            plan.dataset.validation,
+            arguments.training.seed,
+            evaluation.eval_batch_size,
+            -(-evaluation.eval_iters // fabric.world_size),  # the same number on every rank
+            shuffle=False,
+            end=min(evaluation.eval_iters * evaluation.eval_batch_size, len(plan.dataset.validation)),
+            **shared,
+        )
+        guard = arguments.guard
+        self.guard = Guard(guard.max_skipped_steps, guard.spike_threshold, guard.spike_window, guard.spike_action)
+        if plan.resume_from is not None:
+            self.guard.restore(checkpoint.check(plan.resume_from)["guard"])
+        self.few_updates = 0  # logged steps in a row
+        self.first_loss = self.last_loss = self.last_eval_loss = math.nan
+        if self.rank_zero:
+            self.open_logs()
+        self.throughput = metrics.Throughput(plan.start.tokens)
+
+    def open_logs(self) -> None:
+        arguments, plan = self.arguments, self.plan
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for name in checkpoint.sweep(self.directory):
+            print(f"Removed {name}, left by a save that was cut off.")
+        for name in checkpoint.move_aside(self.directory, plan.start.step):
+            print(f"Kept as {name}: this run writes that step anew.")
+        resolved = {"context_length": plan.dataset.context_length, "global_batch_size": plan.global_batch_size}
+        if arguments.training.micro_batch_size is not None:
+            resolved["gradient_accumulation_steps"] = None  # follows, on any number of devices
+        write_yaml(arguments, self.directory / "arguments.yaml", **resolved)
+        self.metrics = metrics.MetricsFile(self.directory / "metrics.jsonl", plan.start.step)
+        logging = arguments.logging
+        self.track, self.close_tracker = metrics.open_tracker(
+            logging.logger, self.directory, arguments.flat(), logging.entity, logging.project
+        )
+        start = f"resumed from {plan.resume_from}" if plan.resume_from else f"weights of {plan.source}"
+        parameters = sum(p.numel() for p in self.template.parameters())
+        print(
+            f"{type(self.template).__name__}, {parameters / 1e6:,.1f} M parameters, {arguments.model.precision}, {start}; "
+            f"{plan.strategy} on {plan.world_size} {plan.kind} device{'s' * (plan.world_size > 1)}; "
+            f"{plan.global_batch_size} sequences of {plan.dataset.context_length} tokens a step, "
+            f"{plan.max_step} steps; {self.directory}",
+            flush=True,
+        )
+        self.console = metrics.Console(plan.max_step, plan.start.step)
+
+    def advance(self, progress: Progress) -> None:
+        """Count a finished step."""
+        self.throughput.tokens = progress.tokens
+        if self.rank_zero:
+            self.console.advance()
+
+    def log(self, progress: Progress, lr: float, result: step.StepResult) -> None:
+        """One line of numbers."""
+        self.first_loss = result.loss if math.isnan(self.first_loss) else self.first_loss
+        self.last_loss = result.loss
+        if not self.rank_zero:
+            return
+        rate = self.throughput.lap()
+        record = {
+            "loss": result.loss,
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "tokens": progress.tokens,
+            "tokens_per_second": rate,
+            "peak_memory_gib": metrics.peak_memory_gib(self.fabric.device),
+        }
+        updated = ""
+        if result.update is not None:
+            record["updated_fraction"], record["update_ratio"] = result.update
+            updated = f"{result.update.fraction:.1%} of weights changed  "
+            self.warn_of_few_updates(result.update.fraction)
+        self.write(progress.step, record)
+        left = self.throughput.seconds_left(progress.step - self.plan.start.step, self.plan.max_step - progress.step)
+        self.console.line(
+            f"step {progress.step}/{self.plan.max_step}  loss {result.loss:.4f}  lr {lr:.2e}  "
+            f"grad norm {result.grad_norm:.3f}  {updated}{rate:,.0f} tokens/s  {record['peak_memory_gib']:.2f} GiB  "
+            f"{metrics.duration(left)} left"
+        )
+
+    def write(self, step: int, record: dict[str, Any]) -> None:
+        """To metrics.jsonl and, but for verdicts, which are words, to the tracker."""
+        self.metrics.write(step, record)
+        if "verdict" not in record:
+            self.track(step, record)
+
+    def warn_of_few_updates(self, fraction: float) -> None:
+        """Once, where the number stays low that says whether training in bfloat16 does anything."""
+        self.few_updates = self.few_updates + 1 if fraction < FEW_UPDATES else 0
+        if self.few_updates == FEW_UPDATES_LOGS:
+            nearest = self.arguments.model.bf16_updates == "nearest"
+            advice = (
+                "the rest was too small for bfloat16 and is lost: take --bf16_updates stochastic"
+                if nearest
+                else "on average nothing is lost, but if the loss stalls, take --bf16_updates kahan or a larger --lr"
+            )
+            self.console.line(f"Warning: only {fraction:.1%} of the weights change in a step; {advice} (docs/numerics.md).")
+
+    def report_verdict(self, before: Progress, progress: Progress, result: step.StepResult) -> None:
+        """Say which step was skipped or looked odd and where its data is; stop once there were too many."""
+        guard = self.guard
+        if guard.verdict == "take":
+            return
+        where = f"sequences {before.position} to {progress.position - 1}"
+        if self.rank_zero:
+            self.write(progress.step, {"verdict": guard.verdict, "position": before.position, "reason": guard.reason})
+            self.console.line(f"step {progress.step}/{self.plan.max_step}  {guard.verdict}: {guard.reason}; {where}")
+        if guard.gives_up():
+            fail(
+                "train.py",
+                f"{guard.skipped} steps in a row were left out (--max_skipped_steps {guard.max_skipped_steps}), the last "
+                f"because of {guard.reason}, {where}; the last checkpoint is "
+                f"{checkpoint.latest(self.directory) or 'none'}.",
+                NON_FINITE,
+            )
+
+    def rewind(self, progress: Progress) -> Progress:
+        """Go back to the last checkpoint, but on with the data after `progress`. Returns where the run is then."""
+        last = checkpoint.latest(self.directory)
+        if last is None:
+            fail("train.py", f"{self.guard.reason} at step {progress.step}, and no checkpoint to go back to.", NON_FINITE)
+        document = checkpoint.check(last)
+        back = Progress(**document["progress"])
+        rewinds = self.guard.rewinds + 1
+        self.guard.restore({**document["guard"], "rewinds": rewinds})
+        self.model = self.optimizer = None  # their memory first
+        self.model, self.optimizer, _ = set_up(self.fabric, self.arguments, self.plan, str(last), last)
+        self.throughput.tokens = self.throughput.last_tokens = back.tokens
+        if self.rank_zero:
+            self.console.line(f"step {back.step}/{self.plan.max_step}  went back to {last}, past position {progress.position}")
+        return replace(back, position=progress.position)
+
+    def evaluate(self, progress: Progress) -> None:
+        """Validation loss, the same at any number of devices."""
+        if self.arguments.evaluation.eval_iters == 0:
+            return
+        self.throughput.pause()
+        self.last_eval_loss = step.evaluate(self.fabric, self.model, self.evaluation_batches.stream(0))
+        self.throughput.resume()
+        if self.rank_zero:
+            self.write(progress.step, {"eval_loss": self.last_eval_loss})
+            self.console.line(f"step {progress.step}/{self.plan.max_step}  validation loss {self.last_eval_loss:.4f}")
+
+    def save(self, progress: Progress) -> None:
+        """Write a checkpoint and remove the oldest."""
+        self.throughput.pause()
+        target = checkpoint.step_directory(self.directory, progress.step)
+        checkpoint.save(
+            target,
+            self.fabric,
+            self.model.module,
+            self.optimizer,
+            template=self.template,
+            tokenizer=self.plan.tokenizer,
+            progress=progress,
+            facts={**self.plan.facts(self.arguments), "guard": self.guard.state()},
+            probe=checkpoint.record_probe(self.model, self.probe_input(), self.fabric.device),
+            state_dict_type=self.arguments.fsdp.state_dict_type,
+        )
+        if self.rank_zero:
+            if self.arguments.save.keep_last is not None:
+                checkpoint.prune(self.directory, self.arguments.save.keep_last)
+            self.console.line(f"step {progress.step}/{self.plan.max_step}  saved {target}")
+        self.throughput.resume()
+
+    def probe_input(self) -> Tensor:
+        """The first tokens of the validation split, int64 [1, up to 128]."""
+        return probe_input(self.plan)
+
+    def finish(self, progress: Progress) -> None:
+        """Close everything, and tell the user what there is and what comes next."""
+        self.batches.close()
+        if torch.distributed.is_initialized():
+            self.fabric.barrier()
+            kept_alive.append((self.model, self.optimizer))
+            torch.distributed.destroy_process_group()
+        if not self.rank_zero:
+            return
+        last = checkpoint.step_directory(self.directory, progress.step)
+        if self.arguments.logging.log_model and self.arguments.logging.logger == "wandb":
+            metrics.upload_to_wandb(last)
+        self.console.close()
+        self.metrics.close()
+        self.close_tracker()
+        print(f"\nLoss {self.first_loss:.4f} -> {self.last_loss:.4f}, validation loss {self.last_eval_loss:.4f}")
+        print(f"Checkpoint: {last}")
+        if self.arguments.logging.sample_tokens and self.arguments.fsdp.state_dict_type == "full":
+            from fabric_llm.generate import generate
+
+            prompt = self.plan.tokenizer.decode(self.probe_input()[0, :16])
+            print(f"Sample:\n{generate(str(last), prompt, self.arguments.logging.sample_tokens)}\n")
+        print(f"Next: python export_hf.py {self.directory} --output hf/{self.directory.name}", flush=True)
+
+
+def probe_input(plan: Plan) -> Tensor:
+    """The first tokens of the validation split, int64 [1, up to 128]."""
+    return torch.tensor(plan.dataset.validation[0]["input_ids"])[None, :128]
+
+
+def set_up(
+    fabric: Fabric, arguments: Arguments, plan: Plan, source: str, resume_from: Optional[Path]
+) -> tuple[nn.Module, torch.optim.Optimizer, PreTrainedModel]:
+    """(wrapped model, optimizer, unwrapped model without memory), with the weights of `source` to start from.
+
+    resume_from: checkpoint whose optimizer state to load.
+    """
+    dtype = model.DTYPES[arguments.model.precision]
+    template = model.build_skeleton(plan.config, dtype)
+    template.generation_config = model.load_generation_config(source) or template.generation_config
+    skeleton = model.LanguageModel(model.build_skeleton(plan.config, dtype))
+    if arguments.fsdp.activation_checkpointing:
+        model.checkpoint_activations(skeleton.causal_lm)
+    decayed = optim.decayed_names(skeleton)
+    reference, expected = load_reference(fabric, arguments, source, plan)
+    materializer = model.Materializer(skeleton, reference, fabric.device)
+    wrapped = strategy.wrap(fabric, plan.strategy, skeleton, materializer, arguments.model.precision, plan.sharding)
+    named = ((strategy.original_name(name), parameter) for name, parameter in wrapped.module.named_parameters())
+    training = arguments.training
+    optimizer = AdamW(
+        optim.parameter_groups(named, decayed, training.weight_decay),
+        lr=training.lr,
+        betas=(training.beta1, training.beta2),
+        updates=arguments.model.bf16_updates,
+        seed=training.seed,
+        shard_rank=strategy.shard_rank(wrapped),
+    )
+    optimizer = fabric.setup_optimizers(optimizer)
+    if resume_from is not None:
+        checkpoint.load_optimizer(resume_from, wrapped.module, optimizer)
+    if arguments.model.verify_start:
+        verify_start(fabric, arguments, plan, wrapped, expected)
+    return wrapped, optimizer, template
+
+
+def load_reference(
+    fabric: Fabric, arguments: Arguments, source: str, plan: Plan
+) -> tuple[Optional[PreTrainedModel], Optional[start.Outputs]]:
+    """On rank 0 the model with its weights on the CPU, and what it makes of the probe; None on the others.
+
+    What is wrong with the weights ends the run on all ranks, with one sentence.
+    """
+    reference, expected, problem = None, None, None
+    if fabric.global_rank == 0:
+        try:
+            reference = model.load_reference(
+                source,
+                plan.config,
+                model.DTYPES[arguments.model.precision],
+                arguments.training.seed,
+                checkpoint.sharded_weights(Path(source)),
+            )
+            if plan.document_end is not None and not start.keeps_documents_apart(reference):
+                raise ValueError(
+                    f"{type(reference).__name__} doesn't keep packed documents apart with --attention "
+                    f"{arguments.model.attention}: take another, or --document_masking false."
+                )
+        except ValueError as error:
+            problem = str(error)
+    problem = fabric.broadcast(problem)
+    if problem is not None:
+        fail("train.py", problem)
+    model.disable_progress_bar()  # from here on there is our own
+    if reference is not None and arguments.model.verify_start:
+        expected = start.outputs(reference, probe_input(plan)[:, : start.PROBE_TOKENS], lambda ids: reference(ids).logits)
+    return reference, expected
+
+
+def verify_start(
+    fabric: Fabric, arguments: Arguments, plan: Plan, wrapped: nn.Module, expected: Optional[start.Outputs]
+) -> None:
+    """Stop on all ranks if the wrapped model isn't the one that transformers loads."""
+    began = time.monotonic()
+    try:
+        ours = start.check(
+            fabric, wrapped, expected, probe_input(plan)[:, : start.PROBE_TOKENS], arguments.model.precision
+        )
+    except ValueError as error:
+        fail("train.py", str(error))
+    if expected is not None:
+        print(
+            f"Start verified: loss {ours.loss:.4f} on {start.PROBE_TOKENS} tokens, {expected.loss:.4f} in plain "
+            f"transformers ({time.monotonic() - began:.1f} s).",
+            flush=True,
+        )

@@ -1,0 +1,424 @@
+"""AdamW keeps small updates in bfloat16, is torch's AdamW in float32, and its state survives any change of ranks."""
+
+import math
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+from conftest import CONTEXT, TOY_CONFIGS, VOCABULARY
+from fabric_llm import adamw, checkpoint, model, optim, strategy
+from fabric_llm.adamw import UPDATES, AdamW, bfloat16_bits
+
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+HALF_STEP = 2.0**-8  # half the distance from 1 to the next bfloat16
+
+
+def parameters(dtype, *shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def train(params, optimizer, steps, seed=1):
+    """Steps with random gradients, the same for every optimizer."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+def bits(tensor):
+    return tensor.detach().view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
+
+
+def same_bits(first, second):
+    return all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True))
+
+
+# ------------------------------------------------------------------------------- the same as torch
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+@pytest.mark.parametrize("how", ["fused", "foreach"])
+def test_float32_is_torch_adamw(updates, how):
+    shapes = (7, 5), (3,), (), (0,)
+    ours, theirs = parameters(torch.float32, *shapes), parameters(torch.float32, *shapes)
+    optimizer = AdamW(ours, **SETTINGS, updates=updates)
+    train(ours, optimizer, 50)
+    train(theirs, torch.optim.AdamW(theirs, **SETTINGS, **{how: True}), 50)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert set(optimizer.state[ours[0]]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_nearest_is_torch_adamw_in_bfloat16():
+    ours, theirs = parameters(torch.bfloat16, (70, 50), (3,)), parameters(torch.bfloat16, (70, 50), (3,))
+    train(ours, AdamW(ours, **SETTINGS, updates="nearest"), 50)
+    train(theirs, torch.optim.AdamW(theirs, **SETTINGS, fused=True), 50)
+    assert same_bits(ours, theirs)
+
+
+def test_master_is_float32_training_rounded_at_the_end():
+    """With the same gradients the master is the float32 parameter, bit for bit."""
+    ours = parameters(torch.bfloat16, (70, 50), (3,))
+    theirs = [nn.Parameter(p.detach().float()) for p in ours]
+    optimizer = AdamW(ours, **SETTINGS, updates="master")
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.optim.AdamW(theirs, **SETTINGS, fused=True)
+    for _ in range(50):
+        for a, b in zip(ours, theirs):
+            a.grad = torch.randn(a.shape, generator=generator).bfloat16()
+            b.grad = a.grad.float()
+        optimizer.step()
+        reference.step()
+    assert same_bits([optimizer.state[p]["master"] for p in ours], theirs)
+    assert same_bits(ours, [p.bfloat16() for p in theirs])
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+def test_blocks_do_not_show(updates, monkeypatch):
+    """Parameters larger and smaller than a block: every element gets its own update, none two."""
+    shapes = (150,), (3, 7), (1,), (64,), (40, 5), (0,)
+    ours, whole = parameters(torch.bfloat16, *shapes), parameters(torch.bfloat16, *shapes)
+    train(whole, AdamW(whole, **SETTINGS, updates=updates), 20)
+    monkeypatch.setattr(adamw, "BLOCK_ELEMENTS", {"cpu": 64})
+    train(ours, AdamW(ours, **SETTINGS, updates=updates), 20)
+    for a, b in zip(ours, whole):
+        if updates == "stochastic":
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.01)
+        else:  # kahan's moments are rounded by other random numbers
+            torch.testing.assert_close(a, b, rtol=0.008, atol=1e-3 if updates == "kahan" else 0)
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+def test_gradients_in_float32_and_parameters_without(updates):
+    ours = parameters(torch.bfloat16, (4, 5), (6,))
+    before = [p.detach().clone() for p in ours]
+    optimizer = AdamW(ours, **{**SETTINGS, "lr": 0.1}, updates=updates)
+    ours[0].grad_dtype = None
+    ours[0].grad = torch.ones(5, 4).T  # float32 and transposed
+    assert optimizer.step(lambda: 3.0) == 3.0
+    assert (ours[0] < before[0]).all()
+    assert same_bits(ours[1:], before[1:]) and ours[1] not in optimizer.state
+
+
+def test_a_wrong_name_is_refused():
+    with pytest.raises(ValueError, match="'kaha' is none of stochastic, kahan, nearest, master"):
+        AdamW(parameters(torch.bfloat16, (1,)), lr=1e-3, updates="kaha")
+
+
+# ------------------------------------------------------------------------------- small updates
+
+
+def drift(updates, *, dtype=torch.bfloat16, steps=400, count=2**12):
+    """Ones after `steps` updates of a hundredth of half a step each, upwards: (parameters, optimizer)."""
+    param = nn.Parameter(torch.ones(count, dtype=dtype))
+    optimizer = AdamW([param], lr=HALF_STEP / 100, betas=(0.0, 0.0), eps=0.0, weight_decay=0.0, updates=updates)
+    for _ in range(steps):
+        param.grad = -torch.ones_like(param)  # Adam moves by lr
+        optimizer.step()
+    return param.detach().double(), optimizer
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """What float32 makes of it."""
+    return drift("nearest", dtype=torch.float32)[0]
+
+
+def test_nearest_loses_small_updates(exact):
+    assert (drift("nearest")[0] == 1).all() and exact[0] == pytest.approx(1 + 4 * HALF_STEP, rel=1e-4)
+
+
+def test_stochastic_moves_by_the_right_amount_on_average(exact):
+    values, _ = drift("stochastic", steps=350)
+    expected = 1 + 3.5 * HALF_STEP
+    assert values.std() > 0  # each its own way
+    assert abs(values.mean() - expected) < 3 * values.std() / math.sqrt(values.numel())
+
+
+def test_kahan_stays_within_a_step_and_knows_the_rest(exact):
+    values, optimizer = drift("kahan")
+    assert ((values - exact).abs() <= 2 * HALF_STEP).all()
+    (state,) = optimizer.state.values()
+    assert (values + state["compensation"].double() - exact).abs().max() < HALF_STEP / 4
+
+
+def test_master_is_float32(exact):
+    values, optimizer = drift("master")
+    (state,) = optimizer.state.values()
+    assert torch.equal(state["master"].double(), exact)
+    assert torch.equal(values, exact.bfloat16().double())
+
+
+@pytest.mark.parametrize(("updates", "falls"), [("stochastic", True), ("kahan", True), ("master", True), ("nearest", False)])
+def test_the_second_moment_does_not_stall(updates, falls):
+    """Large gradients, then small ones, at beta2 0.999: rounded to nearest, exp_avg_sq would never come down again."""
+    param = nn.Parameter(torch.ones(2**12, dtype=torch.bfloat16))
+    optimizer = AdamW([param], lr=1e-6, betas=(0.9, 0.999), updates=updates)
+    large = 50
+    for step in range(1000):
+        param.grad = torch.full_like(param, 1.0 if step < large else 0.01)
+        optimizer.step()
+    exact = 0.999 ** (1000 - large) * (1 - 0.999**large) + 1e-4 * (1 - 0.999 ** (1000 - large))
+    found = optimizer.state[param]["exp_avg_sq"].double().mean().item()
+    assert (found == pytest.approx(exact, rel=0.01)) == falls
+    if not falls:
+        assert found > 2 * exact
+
+
+# ------------------------------------------------------------------------------- rounding
+
+
+def rounded(values, seed=0):
+    noise = torch.randint(0, 2**16, values.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+    return bfloat16_bits(values.clone(), noise).to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("value", [1.001, -1.001, 3e-5, -7.77e4, 3.3e38, 1e-39, -3e-40, 1 + 2**-16, 1.9999])
+def test_rounding_is_right_on_average(value):
+    value = torch.tensor(value)
+    count = 2**20
+    found = rounded(value.expand(count)).double()
+    low, high = found.min(), found.max()
+    assert low <= value <= high
+    assert bits(high.bfloat16()).sub(bits(low.bfloat16())).abs() <= 1  # neighbours
+    spread = (high - value.double()) * (value.double() - low)  # the variance of the two-point distribution
+    assert abs(found.mean() - value.double()) <= 4 * (spread / count).sqrt()
+
+
+def test_every_bfloat16_stays():
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for noise in (0, 1, 2**15, 2**16 - 1):
+        found = bfloat16_bits(every.float(), torch.full((2**16,), noise, dtype=torch.int32))
+        found = found.to(torch.int16).view(torch.bfloat16)
+        numbers = ~every.isnan()
+        assert same_bits([found[numbers]], [every[numbers]])  # infinities, denormals and -0.0 among them
+        assert found[~numbers].isnan().all()
+
+
+def test_nan_stays_nan_and_the_largest_number_becomes_infinite():
+    nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
+    assert nans.isnan().all()
+    assert all(rounded(nans, seed).isnan().all() for seed in range(20))
+    found = rounded(torch.full((1000,), torch.finfo(torch.float32).max))
+    assert set(found.tolist()) <= {math.inf, torch.finfo(torch.bfloat16).max}
+
+
+@pytest.mark.parametrize("updates", ["stochastic", "kahan"])
+def test_rounding_errors_are_independent(updates, monkeypatch):
+    """Between elements of a block, blocks, state tensors and steps: sums of errors grow like those of coin flips."""
+    monkeypatch.setattr(adamw, "BLOCK_ELEMENTS", {"cpu": 2**8})
+    param = nn.Parameter(torch.zeros(2**14, dtype=torch.bfloat16))
+    optimizer = AdamW([param], lr=1e-3, betas=(0.9, 0.9), weight_decay=0.0, updates=updates)
+    ups = []
+    for _ in range(64):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        for value in optimizer.state[param].values():
+            if value.shape == param.shape and value.dtype == torch.bfloat16:
+                value = value.double().view(64, 2**8)
+                ups.append((value > value.mean()).double())
+    ups = torch.stack([(up - up.mean()) / up.std() for up in ups if up.std() > 0])
+    assert len(ups) > 64
+    over_blocks = ups.sum(1) / 8  # the same place in all blocks
+    over_places = ups.sum(2) / 16  # all places of a block
+    assert over_blocks.square().mean() == pytest.approx(1, abs=0.1)
+    assert over_places.square().mean() == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+def test_lr_0_changes_nothing(updates):
+    params = [nn.Parameter(torch.tensor([-0.0, 0.0, 1.0, -3e-39, 1e38, -2.5]).bfloat16()), *parameters(torch.bfloat16, (9, 9))]
+    optimizer = AdamW(params, **{**SETTINGS, "lr": 1e-4}, updates=updates)
+    train(params, optimizer, 3)
+    with torch.no_grad():
+        params[0][0] = -0.0
+    before = [p.detach().clone() for p in params]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, before))
+    if updates in ("stochastic", "kahan"):
+        assert same_bits(params, before)
+
+
+# ------------------------------------------------------------------------------- randomness
+
+
+def result(steps=3, **settings):
+    params = parameters(torch.bfloat16, (50, 40), (7,))
+    optimizer = AdamW(params, **SETTINGS, **settings)
+    train(params, optimizer, steps)
+    return params + [value for p in params for value in optimizer.state[p].values() if value.ndim]
+
+
+@pytest.mark.parametrize("updates", ["stochastic", "kahan"])
+def test_random_numbers_are_a_function_of_seed_step_and_rank(updates):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first = result(updates=updates, seed=5, shard_rank=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(4)
+    assert same_bits(first, result(updates=updates, seed=5, shard_rank=1))
+    for other in ({"seed": 6, "shard_rank": 1}, {"seed": 5, "shard_rank": 0}):
+        assert not same_bits(first, result(updates=updates, **other))
+
+
+def test_each_step_rounds_its_own_way():
+    found = []
+    for step in (1.0, 2.0):
+        param = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+        optimizer = AdamW([param], lr=1e-3, betas=(0.0, 0.0), eps=0.0)
+        state = {"step": torch.tensor(step), "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+        optimizer.load_state_dict({"state": {0: state}, "param_groups": optimizer.state_dict()["param_groups"]})
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        found.append(param.detach())
+    assert not torch.equal(*found)
+
+
+# ------------------------------------------------------------------------------- state
+
+
+@pytest.mark.parametrize(("updates", "expected"), [("stochastic", 4), ("nearest", 4), ("kahan", 6), ("master", 12)])
+def test_state_takes_as_many_bytes_as_the_docstring_says(updates, expected):
+    params = parameters(torch.bfloat16, (50, 40), (7,))
+    optimizer = AdamW(params, **SETTINGS, updates=updates)
+    train(params, optimizer, 2)
+    for param in params:
+        tensors = [value for name, value in optimizer.state[param].items() if name != "step"]
+        assert sum(t.numel() * t.element_size() for t in tensors) == expected * param.numel()
+        assert all(t.shape == param.shape for t in tensors)
+        assert optimizer.state[param]["step"].item() == 2 and optimizer.state[param]["step"].ndim == 0
+
+
+def build(name, updates, source, lr=1e-3):
+    """(fabric, wrapped model, optimizer) on this rank, as train.py makes them, in bf16-true."""
+    config, dtype = TOY_CONFIGS["llama"], torch.bfloat16
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    fabric = strategy.make_fabric(name, devices=world_size, num_nodes=1, kind="cpu", precision="bf16-true")
+    fabric.launch()
+    reference = model.load_reference(str(source), config, dtype, 0) if fabric.global_rank == 0 else None
+    skeleton = model.LanguageModel(model.build_skeleton(config, dtype))
+    decayed = optim.decayed_names(skeleton)
+    materializer = model.Materializer(skeleton, reference, fabric.device)
+    wrapped = strategy.wrap(fabric, name, skeleton, materializer, "bf16-true", strategy.Sharding())
+    named = ((strategy.original_name(n), p) for n, p in wrapped.module.named_parameters())
+    group = strategy.shard_group(wrapped)
+    shard_rank = 0 if group is None else torch.distributed.get_rank(group)
+    groups = optim.parameter_groups(named, decayed, 0.1)
+    optimizer = fabric.setup_optimizers(AdamW(groups, lr=lr, updates=updates, seed=7, shard_rank=shard_rank))
+    return fabric, wrapped, optimizer
+
+
+def take_steps(fabric, wrapped, optimizer, first, last):
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(1000 * step + fabric.global_rank)
+        tokens = torch.randint(0, VOCABULARY, (2, CONTEXT), generator=generator)
+        fabric.backward(wrapped(input_ids=tokens, labels=tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save(target, fabric, wrapped, optimizer):
+    template = model.build_skeleton(TOY_CONFIGS["llama"], torch.bfloat16)
+    settings = {"template": template, "tokenizer": None, "progress": checkpoint.Progress(), "facts": {}}
+    settings |= {"probe": {"logits": torch.zeros(1)}, "state_dict_type": "full"}
+    checkpoint.save(target, fabric, wrapped.module, optimizer, **settings)
+
+
+def state_on_disk(path):
+    """Every tensor of the optimizer's state in a checkpoint, whole."""
+    reader = HuggingFaceStorageReader(path=str(path / "trainer" / "optimizer"))
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    checkpoint._load_parts(tensors, path / "trainer" / "optimizer")
+    return tensors
+
+
+def train_and_save(name, updates, source, folder):
+    """Four steps, saved after the second and the fourth."""
+    pieces = build(name, updates, source)
+    take_steps(*pieces, 0, 2)
+    save(folder / "step-00000002", *pieces)
+    take_steps(*pieces, 2, 4)
+    save(folder / "step-00000004", *pieces)
+
+
+def load_and_save(name, updates, source, target, steps):
+    """From a checkpoint, with `steps` more steps, into another. Returns dtypes and devices of the state in memory."""
+    fabric, wrapped, optimizer = build(name, updates, source)
+    checkpoint.load_optimizer(source, wrapped.module, optimizer)
+    states = optimizer.optimizer.state.values()
+    kinds = {(key, value.dtype, value.device.type) for state in states for key, value in state.items()}
+    take_steps(fabric, wrapped, optimizer, 2, 2 + steps)
+    save(target, fabric, wrapped, optimizer)
+    return kinds
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+def test_checkpoints_keep_every_bit_on_other_ranks(toys, tmp_path, updates):
+    """Written by one strategy, read and written again by the next: state and weights never change."""
+    first = tmp_path / "first"
+    run_ranks(2, train_and_save, "fsdp", updates, toys / "llama", first)
+    source = first / "step-00000002"
+    original = state_on_disk(source)
+    weights = (source / "model.safetensors").read_bytes()
+    wide = torch.float32 if updates == "master" else torch.bfloat16
+    expected = {"step": torch.float32, "exp_avg": wide, "exp_avg_sq": wide}
+    expected |= {"kahan": {"compensation": wide}, "master": {"master": wide}}.get(updates, {})
+    assert {name.rsplit(".", 1)[1]: t.dtype for name, t in original.items()} == expected
+    assert any(t.count_nonzero() for name, t in original.items() if name.endswith("compensation")) == (updates == "kahan")
+    for index, (name, ranks) in enumerate([("fsdp2", 3), ("single", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp", 3)]):
+        target = tmp_path / str(index) / "step-00000002"
+        kinds = set().union(*run_ranks(ranks, load_and_save, name, updates, source, target, 0))
+        assert kinds == {(key, dtype, "cpu") for key, dtype in expected.items()}
+        found = state_on_disk(target)
+        assert found.keys() == original.keys()
+        assert all(torch.equal(found[key], original[key]) for key in original), (name, ranks)
+        assert (target / "model.safetensors").read_bytes() == weights
+        source = target
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("fsdp", 2), ("fsdp2", 2), ("ddp", 2), ("single", 1)])
+@pytest.mark.parametrize("updates", UPDATES)
+def test_resume_is_bit_for_bit(toys, tmp_path, name, ranks, updates):
+    run_ranks(ranks, train_and_save, name, updates, toys / "llama", tmp_path)
+    target = tmp_path / "again" / "step-00000004"
+    run_ranks(ranks, load_and_save, name, updates, tmp_path / "step-00000002", target, 2)
+    straight, resumed = state_on_disk(tmp_path / "step-00000004"), state_on_disk(target)
+    assert all(torch.equal(straight[key], resumed[key]) for key in straight)
+    assert (tmp_path / "step-00000004" / "model.safetensors").read_bytes() == (target / "model.safetensors").read_bytes()
+
+
+def ddp_parameters(updates, source):
+    pieces = build("ddp", updates, source)
+    take_steps(*pieces, 0, 3)
+    return [bits(p).clone() for p in pieces[1].module.parameters()]
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+def test_ddp_ranks_stay_the_same(toys, updates):
+    first, second = run_ranks(2, ddp_parameters, updates, toys / "llama")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def shards_differ(source):
+    """On each rank: the first moments after one step of constant gradients, which only the rounding can tell apart."""
+    _, wrapped, optimizer = build("fsdp2", "stochastic", source)
+    for param in wrapped.parameters():
+        param.grad = torch.full_like(param, 0.3)
+    optimizer.step()
+    return torch.cat([s["exp_avg_sq"].to_local().flatten()[:40].float() for s in optimizer.optimizer.state.values()])
+
+
+def test_shards_are_rounded_differently(toys):
+    first, second = run_ranks(2, shards_differ, toys / "llama")
+    size = min(len(first), len(second))
+    assert not torch.equal(first[:size], second[:size])

@@ -1,0 +1,35 @@
+"""Law 10: a bf16-true run reaches the fp32 run's loss.
+
+At this learning rate most updates are smaller than half a unit in the last place of a bf16 weight, so plain rounding
+visibly stalls: the test can fail.
+"""
+
+import pytest
+from ranks import metrics, train_ranks
+
+STEPS, LR = 300, 1e-4
+
+
+def final_loss(toys, folder, name, ranks, *flags):
+    train_ranks(
+        ranks,
+        *("--model_name", toys / "llama-tied", "--train_data_dir", toys / "many", "--output_dir", folder),
+        *("--run_name", name, "--global_batch_size", 16, "--micro_batch_size", 8, "--max_step", STEPS),
+        *("--lr", LR, "--min_lr", LR / 10, "--warmup_steps", 5, "--beta2", 0.95, "--weight_decay", 0.0),
+        *("--eval_batch_size", 32, "--eval_iters", 8, *flags),
+    )
+    return metrics(folder / name, "eval_loss")[-1], metrics(folder / name, "updated_fraction")[5:]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2)])
+def test_a_bf16_run_reaches_the_fp32_loss(toys, tmp_path, strategy, ranks):
+    fp32, moved = final_loss(toys, tmp_path, "fp32", ranks, "--strategy", strategy, "--precision", "32-true")
+    assert min(moved) > 0.9
+    gaps = {}
+    for updates in ("stochastic", "kahan", "master", "nearest"):
+        loss, _ = final_loss(toys, tmp_path, updates, ranks, "--strategy", strategy, "--bf16_updates", updates)
+        gaps[updates] = abs(loss - fp32)
+    assert gaps["stochastic"] < 0.01
+    assert gaps["kahan"] < 0.01
+    assert gaps["master"] < 0.01
+    assert gaps["nearest"] > 5 * max(gaps["stochastic"], 0.01)

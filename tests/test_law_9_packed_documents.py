@@ -1,0 +1,107 @@
+"""Law 9: a packed document's loss does not change with its neighbours."""
+
+import json
+
+import datasets
+import pytest
+import torch
+from conftest import CONTEXT, VOCABULARY
+from ranks import metrics, train_ranks
+from transformers import AutoModelForCausalLM
+
+from fabric_llm.data import IGNORED, Batches, document_begins, restarting_positions
+from fabric_llm.model import LanguageModel
+from fabric_llm.start import keeps_documents_apart
+
+END = 0
+
+
+def documents(lengths, seed):
+    """Token lists of these lengths, each ending with END."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, VOCABULARY, (n - 1,), generator=generator).tolist() + [END] for n in lengths]
+
+
+def packed_batch(rows):
+    split = datasets.Dataset.from_dict({"input_ids": rows})
+    [batch] = Batches(split, 0, len(rows), 1, shuffle=False, document_end=END).at(0)
+    return batch
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2-no-dropout"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_loss_of_a_packed_document_is_that_of_the_document_alone(toys, model, attention):
+    causal_lm = AutoModelForCausalLM.from_pretrained(toys / model, dtype=torch.float32, attn_implementation=attention)
+    language_model = LanguageModel(causal_lm.eval())
+    first, second, third = documents([9, 7, 8], seed=1)
+    with torch.no_grad():
+        packed = language_model(**packed_batch([first + second + third]))
+        alone = [language_model(**packed_batch([document])) for document in (first, second, third)]
+        other = [documents([9], seed=2)[0], documents([8], seed=3)[0]]
+        elsewhere = language_model(**packed_batch([other[0] + second + other[1]]))
+        others = sum(language_model(**packed_batch([document])) for document in other)
+        together = language_model(**{k: v for k, v in packed_batch([first + second + third]).items() if k != "position_ids"})
+    assert packed.item() == pytest.approx(sum(alone).item(), rel=1e-6)
+    assert (elsewhere - others).item() == pytest.approx(alone[1].item(), rel=1e-5)
+    assert together.item() != pytest.approx(packed.item(), rel=1e-4), "without positions documents do see each other"
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2-no-dropout"])
+def test_gradients_do_not_cross_either(toys, model):
+    language_model = LanguageModel(AutoModelForCausalLM.from_pretrained(toys / model, dtype=torch.float32).eval())
+
+    def gradients(rows):
+        language_model.zero_grad()
+        sum(language_model(**packed_batch([row])) for row in rows).backward()
+        return [p.grad.clone() for p in language_model.parameters()]
+
+    first, second = documents([9, 7], seed=1)
+    for packed, alone in zip(gradients([first + second]), gradients([first, second])):
+        torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_targets_and_positions():
+    batch = packed_batch([[5, 6, END, 7, 8, 9, END, 4]])
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
+    assert batch["labels"].tolist() == [[5, 6, END, IGNORED, 8, 9, END, IGNORED]]
+    begins = document_begins(torch.tensor([[END, END, 3]]), END)
+    assert restarting_positions(begins).tolist() == [[0, 0, 0]]
+
+
+def test_a_model_that_lets_documents_see_each_other_is_found_out(toys):
+    llama = AutoModelForCausalLM.from_pretrained(toys / "llama")
+    assert keeps_documents_apart(llama)
+    forward = llama.forward
+    llama.forward = lambda *args, position_ids=None, **kwargs: forward(*args, **kwargs)
+    assert not keeps_documents_apart(llama)
+
+
+@pytest.fixture(scope="module")
+def packed(toys, tmp_path_factory):
+    """A dataset with prepare_data.py's manifest."""
+    folder = tmp_path_factory.mktemp("packed") / "data"
+
+    def split(rows, seed):
+        tokens = [t for d in documents([7] * (rows * CONTEXT // 7 + 1), seed) for t in d][: rows * CONTEXT]
+        return datasets.Dataset.from_dict({"input_ids": torch.tensor(tokens).view(rows, CONTEXT).tolist()})
+
+    datasets.DatasetDict({"train": split(40, 1), "validation": split(8, 2)}).save_to_disk(str(folder))
+    manifest = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1, "eos_token_id": END}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2), ("fsdp2", 2)])
+def test_training_masks_by_default_under_every_strategy(toys, tmp_path, packed, strategy, ranks):
+    flags = ("--model_name", toys / "llama", "--train_data_dir", packed, "--output_dir", tmp_path, "--max_step", 3)
+    flags += ("--strategy", strategy, "--precision", "32-true", "--global_batch_size", 4, "--lr", 1e-3)
+    train_ranks(ranks, *flags, "--run_name", "masked", "--activation_checkpointing", "true")
+    train_ranks(ranks, *flags, "--run_name", "plain", "--document_masking", "false")
+    masked, plain = metrics(tmp_path / "masked"), metrics(tmp_path / "plain")
+    assert masked[0] != pytest.approx(plain[0], rel=1e-4)
+
+    model = LanguageModel(AutoModelForCausalLM.from_pretrained(toys / "llama", dtype=torch.float32))
+    split = datasets.load_from_disk(str(packed))["train"]
+    [batch] = Batches(split, 1234, 4, 1, document_end=END).at(0)
+    targets = (batch["labels"][:, 1:] != IGNORED).sum()
+    assert masked[0] == pytest.approx((model(**batch) / targets).item(), rel=1e-6)
