@@ -60,6 +60,7 @@ class Plan:
             "train_rows": len(self.dataset.train),
             "seed": arguments.training.seed,
             "precision": arguments.model.precision,
+            "bf16_updates": arguments.model.bf16_updates if arguments.model.precision == "bf16-true" else None,
         }
 
 

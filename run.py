@@ -183,6 +183,10 @@ class Run:
         self.model, self.optimizer, _ = set_up(self.fabric, self.arguments, self.plan, str(last), last)
         self.throughput.tokens = self.throughput.last_tokens = back.tokens
         if self.rank_zero:
+            self.metrics.close()
+            self.metrics = metrics.MetricsFile(self.directory / "metrics.jsonl", back.step)  # each step once
+            reason = {"verdict": "rewind", "position": progress.position, "reason": self.guard.reason}
+            self.metrics.write(back.step, reason)
             self.console.line(f"step {back.step}/{self.plan.max_step}  went back to {last}, past position {progress.position}")
         return replace(back, position=progress.position)
 

@@ -40,8 +40,9 @@ class AdamW(torch.optim.Optimizer):
 
     Rounding is a function of (seed, shard_rank, step of the parameter, place among the parameters), nothing is saved
     for it and torch's generators stay as they are. Replicas pass the same `shard_rank`, ranks that hold different
-    parts different ones. On GPUs the random numbers also depend on the GPU's model.
+    parts different ones. On GPUs the random numbers also depend on the GPU's model. The host never waits for a GPU.
 
+    Parameters and state are contiguous; gradients may have any layout and dtype.
     Raises ValueError if `updates` is none of UPDATES.
     """
 
@@ -81,7 +82,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _alike(self, group: dict[str, Any]) -> dict[tuple[torch.device, torch.dtype, float], list[dict[str, Tensor]]]:
-        """(device, dtype, step) -> for each parameter, its flat local tensors: param, grad and state. Counts the step."""
+        """(device, dtype, step) -> for each parameter its flat local tensors: param, grad, state. Counts the step."""
         alike: dict[Any, list[dict[str, Tensor]]] = {}
         for param in group["params"]:
             if param.grad is None:
@@ -119,7 +120,7 @@ class AdamW(torch.optim.Optimizer):
                 if name == "step":
                     self.state[param][name] = torch.as_tensor(value, dtype=torch.float32, device="cpu").clone()
                 elif self.updates == "master" and param.dtype == torch.bfloat16:
-                    self.state[param][name] = value.to(device=param.device, dtype=torch.float32, copy=True)
+                    self.state[param][name] = value.to(device=param.device, dtype=torch.float32)
 
 
 # ------------------------------------------------------------------------------- steps
@@ -149,11 +150,12 @@ def rounded_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: 
     Kahan (1965), Further remarks on reducing truncation errors: the next sum starts from param + compensation, the
     error of this one. Both ways for AdamW: Zamirai et al. (2020), Revisiting BFloat16 Training, arXiv:2010.06192.
     """
-    names = ("grad", *tensors[0].keys() - {"grad", "param", "exp_avg", "exp_avg_sq"}, "param", "exp_avg", "exp_avg_sq")
-    kahan = "compensation" in names
-    rounded = names[-2:] if kahan else names[-3:]
+    kahan = "compensation" in tensors[0]
+    exact = ("grad", "compensation", "param") if kahan else ("grad",)
+    rounded = ("exp_avg", "exp_avg_sq") if kahan else ("param", "exp_avg", "exp_avg_sq")
+    names = exact + rounded
     scratch = _scratch(tensors, rows=len(names))
-    noise = Noise(key, scratch.device, len(rounded) * (scratch.numel() // len(names)))
+    noise = Noise(key, scratch.device, scratch.numel() // len(names) * len(rounded))
     moves = group["lr"] != 0  # else not even a -0.0 may change
     for block in blocks(tensors):
         rows, pieces = _rows(scratch, block, names)
@@ -168,7 +170,7 @@ def rounded_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: 
             rows["param"] -= rows["compensation"]
             torch._foreach_copy_(block["compensation"], pieces["param"])
         size = rows["param"].numel()
-        values = scratch[(len(names) - len(rounded)) * size : len(names) * size]  # the last rows, which are adjacent
+        values = scratch[len(exact) * size : len(names) * size]  # the rows to round, which are adjacent
         bits = bfloat16_bits(values, noise(values.numel()))
         pieces = _rows(bits, block, rounded)[1]
         for name in rounded if moves else rounded[-2:]:

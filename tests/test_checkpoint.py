@@ -129,6 +129,7 @@ def test_progress_json_says_where_the_run_is(runs):
         "train_rows": 44,
         "seed": 1234,
         "precision": "32-true",
+        "bf16_updates": None,
     }
 
 

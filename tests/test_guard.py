@@ -1,0 +1,137 @@
+"""Losing well: NaN and spikes on any rank change nothing, are said, and end a run that doesn't recover."""
+
+import json
+import math
+
+import pytest
+import torch
+from ranks import metrics, run_ranks
+from safetensors.torch import load_file
+
+from fabric_llm.guard import Guard
+
+
+def train_with_faults(argv, faults, factor):
+    """train.py, with the loss of some training forward passes multiplied by `factor`. Returns the exit code.
+
+    faults: {rank: numbers of its forward passes in training, from 0}.
+    """
+    import train
+    from fabric_llm.model import LanguageModel
+
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    forward, calls = LanguageModel.forward, iter(range(10**9))
+
+    def faulty(self, *args, **kwargs):
+        loss = forward(self, *args, **kwargs)
+        if self.training and torch.is_grad_enabled() and next(calls) in faults.get(rank, ()):
+            return loss * factor
+        return loss
+
+    LanguageModel.forward = faulty
+    try:
+        train.main(argv)
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def run(toys, folder, ranks, faults, *flags, factor=math.nan, strategy="auto", model="llama"):
+    words = ["--model_name", toys / model, "--train_data_dir", toys / "data", "--output_dir", folder, "--run_name", "run"]
+    words += ["--strategy", strategy, "--devices", ranks, "--log_step_interval", 1, "--eval_iters", 0, "--lr", 1e-2]
+    words += ["--global_batch_size", 4, "--micro_batch_size", 1, *flags]
+    codes = run_ranks(ranks, train_with_faults, [str(word) for word in words], faults, factor)
+    assert len(set(codes)) == 1, "all ranks end alike"
+    return codes[0]
+
+
+def weights(folder, step):
+    return load_file(folder / "run" / f"step-{step:08d}" / "model.safetensors")
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
+def test_a_bad_micro_batch_on_one_rank_changes_no_parameter_on_any(toys, tmp_path, strategy, ranks, factor):
+    last_rank, micro_batches = ranks - 1, 4 // ranks
+    faults = {last_rank: [micro_batches + 1]}  # the second step
+    flags = ("--max_step", 3, "--save_step_interval", 1, "--weight_decay", 0.5)
+    assert run(toys, tmp_path, ranks, faults, *flags, strategy=strategy, factor=factor) == 0
+    first, second, third = (weights(tmp_path, step) for step in (1, 2, 3))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not all(torch.equal(second[name], third[name]) for name in second)
+    assert all(torch.isfinite(value).all() for value in third.values())
+    assert metrics(tmp_path / "run", "verdict") == ["skip"]
+    assert metrics(tmp_path / "run", "position") == [4], "where its data is"
+    assert metrics(tmp_path / "run", "loss")[1] is None
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2)])
+def test_too_many_in_a_row_end_the_run_and_leave_the_last_good_checkpoint(toys, tmp_path, strategy, ranks):
+    faults = {0: range(8 // ranks, 400)}  # from the third step on
+    flags = ("--max_step", 50, "--save_step_interval", 2, "--max_skipped_steps", 3)
+    assert run(toys, tmp_path, ranks, faults, *flags, strategy=strategy) == 76
+    assert metrics(tmp_path / "run", "verdict") == ["skip"] * 4
+    saved = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
+    assert saved == ["step-00000002", "step-00000004"], "a skipped step's weights are those before it, and finite"
+    assert all(torch.isfinite(value).all() for value in weights(tmp_path, 4).values())
+
+
+def test_skips_that_are_not_in_a_row_do_not_add_up(toys, tmp_path):
+    faults = {0: [4 * k for k in (1, 3, 5, 7)]}
+    assert run(toys, tmp_path, 1, faults, "--max_step", 10, "--max_skipped_steps", 1) == 0
+    assert metrics(tmp_path / "run", "verdict") == ["skip"] * 4
+
+
+SPIKE = ("--max_step", 16, "--save_step_interval", 4, "--spike_threshold", 6, "--lr", 1e-4)
+SPIKE_AT = {0: range(4 * 12, 4 * 13)}  # the loss of step 13 is 100 times too large
+
+
+@pytest.mark.parametrize(("action", "changes"), [("warn", True), ("skip", False)])
+def test_a_spike_is_warned_of_or_skipped(toys, tmp_path, action, changes):
+    flags = (*SPIKE, "--save_step_interval", 1, "--spike_action", action)
+    assert run(toys, tmp_path, 1, SPIKE_AT, *flags, factor=100.0, model="gpt2-no-dropout") == 0
+    assert metrics(tmp_path / "run", "verdict") == [action]
+    before, after = weights(tmp_path, 12), weights(tmp_path, 13)
+    assert any(not torch.equal(before[name], after[name]) for name in before) == changes
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "kind"), [("auto", 1, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 2, "full")])
+def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(toys, tmp_path, strategy, ranks, kind):
+    faults = {0: range(4 // ranks * 13, 4 // ranks * 14)}  # step 14
+    flags = (*SPIKE, "--spike_action", "rewind", "--state_dict_type", kind)
+    assert run(toys, tmp_path, ranks, faults, *flags, factor=100.0, strategy=strategy) == 0
+    assert metrics(tmp_path / "run", "verdict") == ["rewind"]
+    assert metrics(tmp_path / "run", "position") == [14 * 4], "on with the data after the spike"
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17)), "each step once"
+    progress = json.loads((tmp_path / "run/step-00000016/trainer/progress.json").read_text())
+    assert progress["progress"]["position"] == (14 + 4) * 4
+    assert progress["guard"]["rewinds"] == 1
+
+
+def test_a_rewind_without_a_checkpoint_ends_the_run(toys, tmp_path):
+    flags = ("--max_step", 16, "--spike_threshold", 6, "--spike_action", "rewind", "--lr", 1e-4)
+    assert run(toys, tmp_path, 1, SPIKE_AT, *flags, factor=100.0) == 76
+
+
+def test_what_is_a_spike():
+    guard = Guard(spike_threshold=3.0, spike_window=20, spike_action="skip")
+    losses = [2.0, 2.1, 1.9, 2.05, 1.95] * 4
+    assert all(guard.accept(loss, 1.0) for loss in losses)
+    assert guard.accept(2.2, 1.0) and guard.verdict == "take"
+    assert not guard.accept(3.0, 1.0) and guard.verdict == "skip" and "deviations above" in guard.reason
+    assert guard.losses[-1] == 2.2, "a skipped loss is no part of the window"
+    assert guard.accept(0.5, 1.0), "a fall is none"
+    few = Guard(spike_threshold=3.0)
+    assert all(few.accept(loss, 1.0) for loss in (2.0, 2.0, 50.0)), "too few losses to tell"
+
+
+def test_only_finite_steps_are_taken_and_the_state_survives_json():
+    guard = Guard(max_skipped_steps=1, spike_threshold=3.0)
+    assert guard.accept(2.0, 1.0)
+    assert not guard.accept(2.0, math.inf) and not guard.gives_up()
+    assert not guard.accept(math.nan, 1.0) and guard.gives_up()
+    again = Guard(max_skipped_steps=1, spike_threshold=3.0)
+    again.restore(json.loads(json.dumps(guard.state())))
+    assert again.state() == guard.state() and again.gives_up()
+    assert again.accept(1.0, 1.0) and not again.gives_up()

@@ -1,0 +1,166 @@
+"""Numbers that a run rests on: parity with a plain loop, summed gradients, the part of weights that changes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import VOCABULARY
+from ranks import metrics, train_ranks
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from fabric_llm.data import Batches, open_dataset
+from fabric_llm.optim import GradientSums, lr_at, sample_weights, update_size
+
+
+def plain_losses(model_name, data, steps, accumulation, micro_batch, lr, seed):
+    """Gradient accumulation over 4 micro-batches as in a tutorial, but for the loss: a mean over all their targets."""
+    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).train()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+    rows = Batches(open_dataset(data).train, seed, micro_batch, accumulation)
+    losses = []
+    for step in range(steps):
+        batches = rows.at(step * micro_batch * accumulation)
+        targets = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+        losses.append(0.0)
+        for batch in batches:
+            logits = model(batch["input_ids"]).logits[:, :-1].transpose(1, 2)
+            loss = F.cross_entropy(logits, batch["labels"][:, 1:], reduction="sum") / targets
+            loss.backward()
+            losses[-1] += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in groups:
+            group["lr"] = lr_at(step, max_step=steps, lr=lr, min_lr=0.0, warmup_steps=0)
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, max_step=steps, lr=lr, min_lr=0.0, warmup_steps=0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("model", ["llama-tied", "gpt2-no-dropout"])
+def test_twenty_steps_with_accumulation_four_equal_a_plain_loop(toys, tmp_path, model):
+    expected = plain_losses(toys / model, toys / "ragged", 20, accumulation=4, micro_batch=2, lr=3e-3, seed=1)
+    train_ranks(
+        1,
+        *("--model_name", toys / model, "--train_data_dir", toys / "ragged", "--output_dir", tmp_path),
+        *("--run_name", "run", "--precision", "32-true", "--micro_batch_size", 2, "--gradient_accumulation_steps", 4),
+        *("--max_step", 20, "--lr", 3e-3, "--seed", 1, "--eval_iters", 0),
+    )
+    assert metrics(tmp_path / "run") == pytest.approx(expected, rel=1e-5, abs=0)
+
+
+def accumulated(toys, kind, micro_batches=64):
+    """(relative error of the accumulated gradient of a bf16 model against the float32 sum of the same gradients)."""
+    model = AutoModelForCausalLM.from_pretrained(toys / "llama", dtype=torch.bfloat16).train()
+    rows = Batches(open_dataset(toys / "many").train, 0, 1, micro_batches).at(0)
+    exact = [torch.zeros(p.shape) for p in model.parameters()]
+    sums = GradientSums(model.parameters()) if kind == "float32" else None
+    for index, batch in enumerate(rows):
+        alone = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        logits = model(batch["input_ids"]).logits.float()
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
+        for total, parameter, before in zip(exact, model.parameters(), alone):
+            total += parameter.grad.float()
+            if sums is None and before is not None:
+                parameter.grad.copy_(before + parameter.grad)  # what autograd does in bfloat16
+        if sums is not None:
+            sums.add(last=index == micro_batches - 1)
+    found = torch.cat([p.grad.float().flatten() for p in model.parameters()])
+    wanted = torch.cat([total.flatten() for total in exact])
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+def test_gradients_of_64_micro_batches_lose_no_more_than_one_rounding(toys):
+    assert accumulated(toys, "same") > 0.005
+    assert accumulated(toys, "float32") < 0.0025
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
+def test_float32_sums_give_the_same_run_at_any_number_of_micro_batches(toys, tmp_path, strategy, ranks):
+    flags = ("--model_name", toys / "llama", "--train_data_dir", toys / "ragged", "--output_dir", tmp_path, "--max_step", 3)
+    flags += ("--strategy", strategy, "--global_batch_size", 16, "--eval_iters", 0, "--bf16_updates", "master", "--lr", 1e-3)
+    train_ranks(ranks, *flags, "--run_name", "few", "--micro_batch_size", 16 // ranks)
+    train_ranks(ranks, *flags, "--run_name", "many", "--micro_batch_size", 1)
+    assert metrics(tmp_path / "many") == pytest.approx(metrics(tmp_path / "few"), rel=2e-3)
+    assert metrics(tmp_path / "many", "grad_norm") == pytest.approx(metrics(tmp_path / "few", "grad_norm"), rel=2e-2)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_reduce_dtype_is_used(toys, tmp_path, strategy):
+    flags = ("--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", tmp_path, "--max_step", 3)
+    flags += ("--strategy", strategy, "--precision", "bf16-mixed", "--global_batch_size", 4, "--eval_iters", 0, "--lr", 1e-3)
+    train_ranks(2, *flags, "--run_name", "float32")
+    train_ranks(2, *flags, "--run_name", "bfloat16", "--reduce_dtype", "bfloat16")
+    exact, rounded = (metrics(tmp_path / name, "grad_norm") for name in ("float32", "bfloat16"))
+    assert exact != rounded and rounded == pytest.approx(exact, rel=1e-2)
+
+
+def test_the_part_of_weights_that_changes_is_the_same_on_any_ranks(toys, tmp_path):
+    found = {}
+    for strategy, ranks in (("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)):
+        train_ranks(
+            ranks,
+            *("--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", tmp_path),
+            *("--run_name", strategy, "--strategy", strategy, "--global_batch_size", 4, "--max_step", 3, "--lr", 1e-5),
+            *("--bf16_updates", "nearest", "--eval_iters", 0),
+        )
+        found[strategy] = [metrics(tmp_path / strategy, key) for key in ("updated_fraction", "update_ratio")]
+    for fractions, ratios in found.values():
+        assert fractions == pytest.approx(found["auto"][0], rel=0.05)
+        assert ratios == pytest.approx(found["auto"][1], rel=0.2), "other weights are in the sample"
+        assert all(0 < fraction < 0.9 for fraction in fractions)
+
+
+def test_update_size_counts_what_it_says():
+    layer = nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+        before = sample_weights(layer.parameters())
+        layer.weight[0] += 0.5
+    size = update_size(before, sample_weights(layer.parameters()), None)
+    assert size.fraction == 0.25 and size.ratio == pytest.approx((4 * 0.25 / 16) ** 0.5)
+
+
+def test_few_changing_weights_are_warned_of_once(toys, tmp_path):
+    import contextlib
+    import io
+
+    import train
+    from ranks import run_ranks
+
+    def said(*flags):
+        words = ["--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", tmp_path]
+        words += ["--max_step", 8, "--log_step_interval", 1, "--eval_iters", 0, "--lr", 1e-7, *flags]
+
+        def run():
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                train.main([str(word) for word in words])
+            return output.getvalue()
+
+        return run_ranks(1, run)[0]
+
+    text = said("--bf16_updates", "nearest")
+    assert text.count("Warning: only") == 1 and "--bf16_updates stochastic" in text
+    assert said("--bf16_updates", "stochastic").count("nothing is lost") == 1
+    assert "Warning" not in said("--precision", "32-true")
+
+
+def test_the_loss_counts_tokens_not_rows(toys, tmp_path):
+    """Validation too: the mean over target tokens of all ranks, with masks of any shape."""
+    train_ranks(
+        2,
+        *("--model_name", toys / "llama", "--train_data_dir", toys / "ragged", "--output_dir", tmp_path, "--strategy", "fsdp"),
+        *("--run_name", "run", "--precision", "32-true", "--max_step", 1, "--global_batch_size", 2, "--eval_batch_size", 3),
+    )
+    dataset = open_dataset(toys / "ragged")
+    model = AutoModelForCausalLM.from_pretrained(toys / "llama", dtype=torch.float32)
+    rows = dataset.validation.with_format("torch")[:]
+    with torch.no_grad():
+        logits = model(rows["input_ids"]).logits[:, :-1].reshape(-1, VOCABULARY)
+    expected = F.cross_entropy(logits, rows["labels"][:, 1:].flatten()).item()
+    assert metrics(tmp_path / "run", "eval_loss")[0] == pytest.approx(expected, rel=1e-6)
