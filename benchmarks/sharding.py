@@ -3,7 +3,7 @@
 
     python benchmarks/sharding.py --markdown docs/results/sharding.md
 
-Each row is a set of flags of train.py, trained in its own processes with run.py's `set_up` and `train_step`. All
+Each row is a set of flags of train.py, trained in its own processes with set_up.py and `train_step`. All
 rows start from the same weights, see the same tokens and must give the same losses: the exit code is 1 if they don't,
 or if a row fails.
 
@@ -299,13 +299,13 @@ def join(rank: int, devices: int, accelerator: str, store: Path) -> str:
 
 def set_up(devices: int, kind: str, row_flags: str, folder: Path, model_name: str) -> Trainer:
     """The same calls as in train.py's main and Run."""
-    import run
+    import set_up as setting_up
     from arguments import parse_train
     from fabric_llm.data import Batches
     from fabric_llm.strategy import make_fabric, syncs_every_micro_batch
     from preflight import make_plan
 
-    argv = f"--devices {devices} --accelerator {kind} --precision 32-true --lr 1e-3 --max_step 1000 {row_flags}".split()
+    argv = f"--devices {devices} --accelerator {kind} --precision 32-true --lr 1e-3 --max_step 1000 --verify_start false {row_flags}".split()
     argv += ["--micro_batch_size", str(MICRO_BATCH), "--output_dir", str(folder)]
     argv += ["--model_name", str(folder / model_name), "--train_data_dir", str(folder / "data")]
     arguments = parse_train(argv)
@@ -313,7 +313,7 @@ def set_up(devices: int, kind: str, row_flags: str, folder: Path, model_name: st
     precision = arguments.model.precision
     fabric = make_fabric(plan.strategy, devices=plan.devices, num_nodes=1, kind=plan.kind, precision=precision)
     fabric.launch()
-    model, optimizer, _ = run.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
+    model, optimizer, _ = setting_up.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
     rows, seed = plan.dataset.train, arguments.training.seed
     batches = Batches(
         rows, seed, MICRO_BATCH, plan.micro_batches, rank=fabric.global_rank, world_size=fabric.world_size

@@ -6,48 +6,34 @@ memory is one batch of documents, so a corpus may be larger than the machine's m
 """
 
 import contextlib
-import fnmatch
-import gzip
 import hashlib
 import json
 import os
 import platform
-import re
 import secrets
 import shutil
 import sys
 import warnings
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import tokenizers
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-DEFAULT_PATTERNS = ["*.txt", "*.txt.gz", "*.md", "*.rst", "*.jsonl", "*.jsonl.gz", "*.parquet"]
-END_OF_TEXT = "<|endoftext|>"
+from fabric_llm.documents import DEFAULT_PATTERNS, Document, find_sources, read_documents
+from fabric_llm.tokenizer import END_OF_TEXT, encoder, load_tokenizer, train_byte_level_bpe
 
 MANIFEST_FORMAT = 1
 MAX_LISTED_FILES = 10_000
 MAX_LISTED_SKIPS = 20
-# A batch is bounded both ways: many short documents keep every core of the tokenizer
-# busy, few long ones keep its working memory (some 120 bytes a character) small.
-BATCH_DOCUMENTS = 1024
-BATCH_CHARACTERS = 4_000_000
 COPY_TOKENS = 16 * 2**20
 MAX_SHARD_SIZE = "1GB"
-
-# A document: where it comes from (for messages), and its text; None if not valid UTF-8.
-Document = tuple[str, str | None]
 
 
 def prepare(
@@ -111,7 +97,7 @@ def prepare(
     target = Path(output).resolve()  # a link to a larger disk stays a link
     _check_output(target, overwrite)
     sources = find_sources(inputs, pattern=pattern, exclude=exclude, output=target)
-    if len(sources) == 1 and sources[0].read is _read_text:
+    if len(sources) == 1 and sources[0].is_one_document:
         raise ValueError(
             f"the only input, {sources[0].name}, is one document, which leaves none for validation: put one"
             f" document on each line of a .jsonl file, or give several files"
@@ -130,7 +116,7 @@ def prepare(
         tokenizer_file = folder / "tokenizer" / "tokenizer.json"
 
         # Encode with the file that was saved, so that its checksum vouches for the rows.
-        encode = _encoder(Tokenizer.from_file(str(tokenizer_file)), hf_tokenizer)
+        encode = encoder(Tokenizer.from_file(str(tokenizer_file)), hf_tokenizer)
         encoded = encode(_readable(read_documents(sources, text_field), skipped), skipped)
         bar = tqdm(encoded, "tokenising", unit=" documents", disable=None if progress else True)
         train, validation = _split_documents(bar, folder, seed, validation_fraction)
@@ -238,218 +224,6 @@ def _check_output(output: Path, overwrite: bool) -> None:
         raise ValueError(f"output {output} holds no prepared dataset, so it is not overwritten: remove it yourself")
 
 
-# --- inputs --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Source:
-    """One thing to read: `read(name, text_field)` yields its documents."""
-
-    name: str
-    bytes: int | None  # None for a hub dataset
-    read: Callable[[str, str], Iterator[Document]]
-
-
-def find_sources(
-    inputs: Sequence[str | Path], *, pattern: Sequence[str], exclude: Sequence[str] = (), output: Path
-) -> list[Source]:
-    """Resolve `inputs` (see `prepare`) to sources, in order; reads no text yet.
-
-    `output`, a resolved path, is never descended into: it may lie inside an input folder.
-
-    Raises:
-        ValueError: an input that does not exist, a folder without a matching file, or a
-            file that comes in by two inputs.
-    """
-    sources, origin = [], {}
-    for given in map(str, inputs):
-        if not os.path.exists(given):
-            found = [Source(given, None, _hub_reader(given))]
-        elif os.path.isfile(given):
-            found = [_file_source(given)]
-        elif _is_dataset_folder(given):
-            size = sum(file.stat().st_size for file in Path(given).rglob("*.arrow"))
-            found = [Source(given, size, _read_dataset_folder)]
-        else:
-            found = [_file_source(path) for path in _walk(given, pattern, exclude, output)]
-            if not found:
-                raise ValueError(f"no file in {given} matches {' '.join(pattern)}: choose others with --pattern")
-        for source in found:
-            # The same text in train and in validation would make validation lie.
-            path = os.path.abspath(source.name)
-            if path in origin:
-                raise ValueError(
-                    f"{source.name} comes in twice, by the inputs {origin[path]} and {given}: name it once"
-                )
-            origin[path] = given
-        sources += found
-    return sources
-
-
-def _file_source(path: str) -> Source:
-    name = path.lower().removesuffix(".gz")
-    if name.endswith((".jsonl", ".ndjson")):
-        read = _read_json_lines
-    else:
-        read = _read_parquet if name.endswith(".parquet") else _read_text
-    return Source(path, os.path.getsize(path), read)
-
-
-def _walk(folder: str, pattern: Sequence[str], exclude: Sequence[str], output: Path) -> list[str]:
-    found = []
-    for root, directories, names in os.walk(folder, onerror=_refuse):
-        directories[:] = sorted(
-            name
-            for name in directories
-            if name not in exclude and os.path.realpath(os.path.join(root, name)) != str(output)
-        )
-        for name in sorted(names):
-            path = os.path.join(root, name)
-            if any(fnmatch.fnmatchcase(name.lower(), one.lower()) for one in pattern) and os.path.isfile(path):
-                found.append(path)
-    return found
-
-
-def _refuse(error: OSError) -> None:
-    # Without this os.walk passes over what it cannot list.
-    raise ValueError(f"folder {error.filename} cannot be read: {error.strerror}") from error
-
-
-def _is_dataset_folder(folder: str) -> bool:
-    return any(os.path.isfile(os.path.join(folder, name)) for name in ("dataset_dict.json", "state.json"))
-
-
-def read_documents(sources: Iterable[Source], text_field: str) -> Iterator[Document]:
-    """Yield (where, text) of every document of every source, in order.
-
-    text is None where the bytes are not valid UTF-8; `where` is for messages.
-
-    Raises:
-        ValueError: a line that is not a JSON object, a missing `text_field`, a field that
-            is not text, a damaged file.
-    """
-    for source in sources:
-        yield from source.read(source.name, text_field)
-
-
-def _open(path: str) -> BinaryIO:
-    return gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")
-
-
-def _decode(data: bytes) -> str | None:
-    try:
-        return data.decode("utf-8-sig")  # a byte order mark is no part of the text
-    except UnicodeDecodeError:
-        return None
-
-
-def _read_text(path: str, text_field: str) -> Iterator[Document]:
-    # Bytes, not text mode: line ends stay as they are.
-    try:
-        with _open(path) as file:
-            data = file.read()
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is not a complete gzip file: {error}") from error
-    yield path, _decode(data)
-
-
-def _read_json_lines(path: str, text_field: str) -> Iterator[Document]:
-    try:
-        with _open(path) as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    where = f"{path}:{number}"
-                    line = _decode(line)
-                    yield where, None if line is None else _json_text(where, line, text_field)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is not a complete gzip file: {error}") from error
-
-
-def _json_text(where: str, line: str, text_field: str) -> str | None:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not valid JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{where} is not a JSON object but {type(record).__name__}")
-    if text_field not in record:
-        raise _no_field(where, text_field, record)
-    text = record[text_field]
-    if not isinstance(text, str):
-        raise ValueError(f'{where} holds {type(text).__name__}, not a string, in its field "{text_field}"')
-    # JSON can spell half of a surrogate pair ("\ud800"), which no UTF-8 can hold.
-    return None if re.search("[\ud800-\udfff]", text) else text
-
-
-def _read_parquet(path: str, text_field: str) -> Iterator[Document]:
-    try:
-        file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a parquet file: {error}") from error
-    with file:
-        schema = file.schema_arrow
-        if text_field not in schema.names:
-            raise _no_field(path, text_field, schema.names)
-        kind = schema.field(text_field).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        text_kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-        if not any(is_kind(kind) for is_kind in text_kinds):
-            raise ValueError(f'{path} holds {kind}, not strings, in its column "{text_field}"')
-        row = 0
-        for batch in file.iter_batches(batch_size=BATCH_DOCUMENTS, columns=[text_field]):
-            # As bytes, since pyarrow does not check what it reads and one bad row
-            # must not cost the others. A null is an empty document.
-            for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()):
-                yield f"{path} row {row}", _decode(value.as_py() or b"")
-                row += 1
-
-
-def _read_dataset_folder(path: str, text_field: str) -> Iterator[Document]:
-    try:
-        loaded = datasets.load_from_disk(path)
-    except Exception as error:  # OSError, KeyError, JSON and Arrow errors: what is missing decides
-        raise ValueError(f"{path} is not a complete dataset folder: {_one_line(error)}") from error
-    yield from _read_rows(path, loaded if isinstance(loaded, dict) else {"rows": loaded}, text_field)
-
-
-def _hub_reader(name: str) -> Callable[[str, str], Iterator[Document]]:
-    """Open the hub dataset `name` or `name:config`; a reader that streams it."""
-    nowhere = f"input {name} is neither a file or folder here nor a dataset that can be read from the hub"
-    # What cannot be a hub name is a slip in a path, to be told of without asking the network.
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^/:]+)?", name) or name.startswith("."):
-        raise ValueError(nowhere)
-    if any(fnmatch.fnmatchcase(name.lower(), one) for one in DEFAULT_PATTERNS):
-        raise ValueError(nowhere)
-    repository, _, config = name.partition(":")
-    try:
-        loaded = datasets.load_dataset(repository, config or None, streaming=True)
-    except Exception as error:  # the hub, its client and its formats raise some twenty kinds
-        raise ValueError(f"{nowhere}: {_one_line(error)}") from error
-    return lambda _, text_field: _read_rows(name, loaded, text_field)
-
-
-def _read_rows(name: str, splits: dict, text_field: str) -> Iterator[Document]:
-    for split, rows in splits.items():
-        columns = rows.column_names  # None where a streamed dataset does not say
-        if columns is not None and text_field not in columns:
-            raise _no_field(f"{name} [{split}]", text_field, columns)
-        if columns is not None:
-            rows = rows.select_columns([text_field])  # decode no image on the way
-        for number, row in enumerate(rows):
-            where = f"{name} [{split}] row {number}"
-            if text_field not in row:
-                raise _no_field(where, text_field, row)
-            text = row[text_field]
-            if text is not None and not isinstance(text, str):
-                raise ValueError(f'{where} holds {type(text).__name__}, not a string, in its column "{text_field}"')
-            yield where, text or ""
-
-
-def _no_field(where: str, text_field: str, present: Iterable[str]) -> ValueError:
-    names = ", ".join(map(str, present)) or "none"
-    return ValueError(f'{where} has no field "{text_field}" (fields: {names}): name the right one with --text_field')
-
-
 def _readable(documents: Iterable[Document], skipped: dict) -> Iterator[tuple[str, str]]:
     """Pass on the documents with text in them; count the others in `skipped`."""
     for where, text in documents:
@@ -461,103 +235,6 @@ def _readable(documents: Iterable[Document], skipped: dict) -> Iterator[tuple[st
             skipped["empty"] += 1
         else:
             yield where, text
-
-
-# --- tokenizer -----------------------------------------------------------------------
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The fast tokenizer of a local folder or a hub name.
-
-    Raises:
-        ValueError: it cannot be loaded, is not a fast one, or has no EOS token.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # the hub, its client and each tokenizer class raise their own
-        raise ValueError(
-            f"tokenizer {name} is neither a folder here nor one that can be read from the hub: {_one_line(error)}"
-        ) from error
-    if not tokenizer.is_fast:
-        raise ValueError(f"tokenizer {name} has no fast version (tokenizer.json), which preparing data needs")
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"tokenizer {name} has no EOS token to end documents with: set eos_token in its folder")
-    return tokenizer
-
-
-def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of at most `vocab_size` tokens.
-
-    All 256 bytes are in it, so any text comes back from its tokens; `<|endoftext|>`,
-    id 0, is its BOS, EOS and padding. The same texts give the same tokenizer.
-    """
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
-    )
-
-
-def _encoder(backend: Tokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> Callable:
-    """A function from an iterator of (where, text) to one of int32 token arrays."""
-    eos = hf_tokenizer.eos_token_id
-    backend.no_truncation()  # a tokenizer.json may say otherwise
-    backend.no_padding()
-    backend.encode_special_tokens = True  # transformers' split_special_tokens
-    before, after = _special_tokens_around(backend)
-    before = np.array([token for token in before if token != eos], dtype=np.int32)
-    after = np.array([token for token in after if token != eos] + [eos], dtype=np.int32)
-    # A model whose vocabulary spells its special tokens whole (Unigram, WordLevel) finds
-    # them in text all the same. The unknown token alone may come from text.
-    forbidden = np.array(sorted({*hf_tokenizer.all_special_ids} - {hf_tokenizer.unk_token_id} | {eos}))
-
-    def encode(documents: Iterable[tuple[str, str]], skipped: dict) -> Iterator[np.ndarray]:
-        for batch in _batches(documents):
-            # Straight from the backend: no attention masks, no offsets, and no warning
-            # that a document is longer than the model.
-            encodings = backend.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
-            for (where, _), encoding in zip(batch, encodings, strict=True):
-                body = np.array(encoding.ids, dtype=np.int32)
-                if not len(body):  # a normaliser may leave nothing of a text
-                    skipped["empty"] += 1
-                    continue
-                found = forbidden[np.isin(forbidden, body)]
-                if len(found):
-                    raise ValueError(
-                        f"{where} holds text that this tokenizer turns into its special token"
-                        f" {hf_tokenizer.convert_ids_to_tokens(int(found[0]))}:"
-                        f" take it out of the text, or choose a byte-level tokenizer"
-                    )
-                yield np.concatenate([before, body, after])
-
-    return encode
-
-
-def _special_tokens_around(backend: Tokenizer) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer itself puts before and after a text."""
-    probe = backend.encode("a", add_special_tokens=True)
-    text = [position for position, special in enumerate(probe.special_tokens_mask) if not special]
-    return probe.ids[: text[0]], probe.ids[text[-1] + 1 :]
-
-
-def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    batch, characters = [], 0
-    for document in documents:
-        if batch and (len(batch) == BATCH_DOCUMENTS or characters + len(document[1]) > BATCH_CHARACTERS):
-            yield batch
-            batch, characters = [], 0
-        batch.append(document)
-        characters += len(document[1])
-    if batch:
-        yield batch
 
 
 # --- splits --------------------------------------------------------------------------
@@ -718,7 +395,3 @@ def _publish(folder: Path, output: Path) -> None:
     folder.rename(output)
     if old.exists():
         shutil.rmtree(old)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

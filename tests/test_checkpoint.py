@@ -18,7 +18,7 @@ import train
 from fabric_llm import checkpoint, run_directory
 from fabric_llm.checkpoint import Progress, check, checkpoints, latest, move_aside, prune, publish, sweep
 from fabric_llm.export import export
-from run import set_up
+from set_up import set_up
 
 FLAGS = ("--micro_batch_size", 4, "--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true", "--max_step", 3)
 FLAGS += ("--save_step_interval", 1)

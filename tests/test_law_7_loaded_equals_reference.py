@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 def loaded(argv, world_size):
     """What a rank holds after set-up, gathered whole, and its buffers again after a forward pass."""
-    import run
+    import set_up
     from arguments import parse_train
     from fabric_llm.checkpoint import PREFIX
     from fabric_llm.data import Batches
@@ -22,7 +22,7 @@ def loaded(argv, world_size):
         plan.strategy, devices=world_size, num_nodes=1, kind="cpu", precision=arguments.model.precision
     )
     fabric.launch()
-    model, _, _ = run.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
+    model, _, _ = set_up.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
     state = get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True))
     state = {name.removeprefix(PREFIX): value.clone() for name, value in state.items()}
 

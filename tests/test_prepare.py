@@ -21,14 +21,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fabric_llm.prepare import (
-    END_OF_TEXT,
-    _read_rows,
-    document_hash,
-    prepare,
-    summary,
-    train_byte_level_bpe,
-)
+from fabric_llm.documents import _read_rows
+from fabric_llm.prepare import document_hash, prepare, summary
+from fabric_llm.tokenizer import END_OF_TEXT, train_byte_level_bpe
 
 STANDARD_LIBRARY = Path(os.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
@@ -265,8 +260,8 @@ def test_same_arguments_give_the_same_bytes(make, tmp_path, texts):
 def test_split_does_not_depend_on_the_batches(make, tmp_path, texts, monkeypatch):
     folder = write_texts(tmp_path / "in", texts)
     whole = make(folder, output=tmp_path / "a")
-    monkeypatch.setattr("fabric_llm.prepare.BATCH_DOCUMENTS", 3)
-    monkeypatch.setattr("fabric_llm.prepare.BATCH_CHARACTERS", 500)
+    monkeypatch.setattr("fabric_llm.tokenizer.BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr("fabric_llm.tokenizer.BATCH_CHARACTERS", 500)
     monkeypatch.setattr("fabric_llm.prepare.COPY_TOKENS", 7)
     assert make(folder, output=tmp_path / "b")["splits"] == whole["splits"]
 
@@ -473,7 +468,7 @@ def test_trained_tokenizer_has_one_special_token_and_opens_again(make, tmp_path,
 
 def test_tokenizer_training_is_deterministic_over_processes(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from fabric_llm.prepare import train_byte_level_bpe;"
+        "import sys; from pathlib import Path; from fabric_llm.tokenizer import train_byte_level_bpe;"
         "texts = [Path(path).read_text() for path in sys.argv[2:]];"
         "train_byte_level_bpe(texts, vocab_size=1500).save_pretrained(sys.argv[1])"
     )

@@ -1,0 +1,109 @@
+"""Plan -> model and optimizer on the devices, with the weights and state to start from, verified."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Optional
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from arguments import Arguments, fail
+from fabric_llm import checkpoint, model, optim, start, strategy
+from fabric_llm.adamw import AdamW
+from preflight import Plan
+
+
+def probe_input(plan: Plan) -> Tensor:
+    """The first tokens of the validation split, int64 [1, up to 128]."""
+    return torch.tensor(plan.dataset.validation[0]["input_ids"])[None, :128]
+
+
+def set_up(
+    fabric: Fabric, arguments: Arguments, plan: Plan, source: str, resume_from: Optional[Path]
+) -> tuple[nn.Module, torch.optim.Optimizer, PreTrainedModel]:
+    """(wrapped model, optimizer, unwrapped model without memory), with the weights of `source` to start from.
+
+    resume_from: checkpoint whose optimizer state to load.
+    """
+    dtype = model.DTYPES[arguments.model.precision]
+    template = model.build_skeleton(plan.config, dtype)
+    template.generation_config = model.load_generation_config(source) or template.generation_config
+    skeleton = model.LanguageModel(model.build_skeleton(plan.config, dtype))
+    if arguments.fsdp.activation_checkpointing:
+        model.checkpoint_activations(skeleton.causal_lm)
+    decayed = optim.decayed_names(skeleton)
+    reference, expected = load_reference(fabric, arguments, source, plan)
+    materializer = model.Materializer(skeleton, reference, fabric.device)
+    wrapped = strategy.wrap(fabric, plan.strategy, skeleton, materializer, arguments.model.precision, plan.sharding)
+    named = ((strategy.original_name(name), parameter) for name, parameter in wrapped.module.named_parameters())
+    training = arguments.training
+    optimizer = AdamW(
+        optim.parameter_groups(named, decayed, training.weight_decay),
+        lr=training.lr,
+        betas=(training.beta1, training.beta2),
+        updates=arguments.model.bf16_updates,
+        seed=training.seed,
+        shard_rank=strategy.shard_rank(wrapped),
+    )
+    optimizer = fabric.setup_optimizers(optimizer)
+    if resume_from is not None:
+        checkpoint.load_optimizer(resume_from, wrapped.module, optimizer)
+    if arguments.model.verify_start:
+        verify_start(fabric, arguments, plan, wrapped, expected)
+    return wrapped, optimizer, template
+
+
+def load_reference(
+    fabric: Fabric, arguments: Arguments, source: str, plan: Plan
+) -> tuple[Optional[PreTrainedModel], Optional[start.Outputs]]:
+    """On rank 0 the model with its weights on the CPU, and what it makes of the probe; None on the others.
+
+    What is wrong with the weights ends the run on all ranks, with one sentence.
+    """
+    reference, expected, problem = None, None, None
+    if fabric.global_rank == 0:
+        try:
+            reference = model.load_reference(
+                source,
+                plan.config,
+                model.DTYPES[arguments.model.precision],
+                arguments.training.seed,
+                checkpoint.sharded_weights(Path(source)),
+            )
+            if plan.document_end is not None and not start.keeps_documents_apart(reference):
+                raise ValueError(
+                    f"{type(reference).__name__} doesn't keep packed documents apart with --attention "
+                    f"{arguments.model.attention}: take another, or --document_masking false."
+                )
+        except ValueError as error:
+            problem = str(error)
+    problem = fabric.broadcast(problem)
+    if problem is not None:
+        fail("train.py", problem)
+    model.disable_progress_bar()  # from here on there is our own
+    if reference is not None and arguments.model.verify_start:
+        expected = start.outputs(reference, probe_input(plan)[:, : start.PROBE_TOKENS], lambda ids: reference(ids).logits)
+    return reference, expected
+
+
+def verify_start(
+    fabric: Fabric, arguments: Arguments, plan: Plan, wrapped: nn.Module, expected: Optional[start.Outputs]
+) -> None:
+    """Stop on all ranks if the wrapped model isn't the one that transformers loads."""
+    began = time.monotonic()
+    try:
+        ours = start.check(
+            fabric, wrapped, expected, probe_input(plan)[:, : start.PROBE_TOKENS], arguments.model.precision
+        )
+    except ValueError as error:
+        fail("train.py", str(error))
+    if expected is not None:
+        print(
+            f"Start verified: loss {ours.loss:.4f} on {start.PROBE_TOKENS} tokens, {expected.loss:.4f} in plain "
+            f"transformers ({time.monotonic() - began:.1f} s).",
+            flush=True,
+        )

@@ -1,0 +1,127 @@
+"""benchmarks/bf16_updates.py at toy size: every row is there, and what it counts is so. No test here looks at a clock."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import bf16_updates
+from fabric_llm.prepare import prepare
+
+SCRIPT = Path(bf16_updates.__file__)
+BYTES = {  # a parameter: weights, optimizer state
+    "fp32": (4, 8), "master": (2, 12), "stochastic": (2, 4), "kahan": (2, 6), "nearest": (2, 4), "torch": (2, 4),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def result(toys, tmp_path_factory):
+    """(standard output, numbers of each row) of the main benchmark."""
+    folder = tmp_path_factory.mktemp("bf16_updates")
+    size = ("--steps", "40", "--lr", "1e-4", "--global_batch_size", "16", "--eval_iters", "8", "--accelerator", "cpu")
+    files = ("--json", folder / "rows.json", "--markdown", folder / "page.md", "--output_dir", folder / "runs")
+    model = ("--model_name", toys / "llama-tied", "--train_data_dir", toys / "many")
+    command = [sys.executable, SCRIPT, *size, *files, *model]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert (folder / "page.md").read_text() == done.stdout
+    return done.stdout, {row["name"]: row for row in json.loads((folder / "rows.json").read_text())}
+
+
+def test_the_table_has_every_row(result):
+    text, rows = result
+    assert list(rows) == list(bf16_updates.ROWS)
+    for name, row in rows.items():
+        [line] = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
+        assert f"| {row['eval_losses'][0]:.4f} | {row['eval_losses'][-1]:.4f} |" in line
+        assert row["eval_steps"][0] == 0 and row["eval_steps"][-1] == 40
+        assert len(row["step_seconds"]) > 3
+
+
+def test_stochastic_and_kahan_are_closer_to_fp32_than_nearest(result):
+    _, rows = result
+    gap = {name: abs(row["eval_losses"][-1] - rows["fp32"]["eval_losses"][-1]) for name, row in rows.items()}
+    for name in ("stochastic", "kahan", "master"):
+        assert gap[name] < gap["nearest"] / 2, gap
+
+
+def test_nearest_is_the_recipe_of_torch(result):
+    _, rows = result
+    assert rows["torch"]["eval_losses"] == pytest.approx(rows["nearest"]["eval_losses"], abs=1e-3)
+    assert rows["torch"]["updated_fraction"] == pytest.approx(rows["nearest"]["updated_fraction"], abs=0.01)
+
+
+def test_float32_changes_all_weights_and_nearest_the_fewest(result):
+    _, rows = result
+    assert rows["fp32"]["updated_fraction"] > 0.99
+    for name in ("stochastic", "kahan", "master"):
+        assert rows["nearest"]["updated_fraction"] < rows[name]["updated_fraction"] < 0.9
+
+
+@pytest.mark.parametrize(("name", "expected"), BYTES.items())
+def test_bytes_are_those_of_the_tensors(result, name, expected):
+    row = result[1][name]
+    steps_bytes = 4 * 22 / row["parameters"]  # a count for each tensor
+    assert row["weight_bytes"] / row["parameters"] == expected[0]
+    assert row["optimizer_bytes"] / row["parameters"] == pytest.approx(expected[1] + steps_bytes, abs=steps_bytes)
+
+
+@pytest.fixture
+def options():
+    return bf16_updates.parse(["--rounds", "1", "--accelerator", "cpu"])
+
+
+def test_summing_in_float32_leaves_the_error_of_one_rounding(toys, options):
+    errors = bf16_updates.accumulation_errors(options, toys / "llama-tied", toys / "many")
+    assert errors["float32"]["sum"] < 2**-9 < errors["same"]["sum"] / 2  # half a unit in the last place: at most 2**-9
+    assert errors["float32"]["fp32"] < errors["same"]["fp32"]
+    assert (errors["same"]["bytes"], errors["float32"]["bytes"]) == (2, 6)
+
+
+def test_same_is_what_autograd_does(toys, options):
+    flags = ("--global_batch_size", 1, "--micro_batch_size", 1)
+    trainer = bf16_updates.set_up(options, toys / "llama-tied", toys / "many", *flags)
+    parameters = list(trainer.model.parameters())
+    total = None
+    for gradients in bf16_updates.micro_gradients(trainer):
+        total = [g.clone() for g in gradients] if total is None else [t.add_(g) for t, g in zip(total, gradients)]
+        trainer.optimizer.zero_grad()
+    for _ in bf16_updates.micro_gradients(trainer):
+        pass
+    assert all(torch.equal(p.grad, t) for p, t in zip(parameters, total))
+
+
+def test_optimizer_time_has_every_optimizer(toys, tmp_path, options):
+    options.model_name, options.train_data_dir = str(toys / "llama-tied"), str(toys / "many")
+    _, _, rows, table = bf16_updates.optimizer_time(tmp_path, options)
+    state = {row["name"]: round(row["state"]) for row in rows}
+    names = ("torch.optim.AdamW, fused", "torch.optim.AdamW, foreach", "nearest", "stochastic", "kahan", "master")
+    assert state == dict(zip(names, (4, 4, 4, 4, 6, 12)))
+    assert all(f"| {name} |" in table for name in names)
+
+
+def test_masking_has_a_row_for_each_model(tmp_path, options, monkeypatch):
+    options.model_name, options.train_data_dir = str(tmp_path / "llama"), str(tmp_path / "data")
+    texts = [f"{name} is a word of {len(name)} letters. " * 30 for name in ("one", "three", "seven", "eleven")]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    shape = {**bf16_updates.LARGER, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bf16_updates.write_config(tmp_path / "llama", shape)
+    prepare(inputs=[tmp_path / "texts.jsonl"], output=tmp_path / "data", train_tokenizer=280, context_length=16)
+    monkeypatch.setattr(bf16_updates, "MASKING_BATCH_TOKENS", 64)
+    _, _, [row], table = bf16_updates.masking(tmp_path, options)
+    assert (row["context"], row["size"]) == (16, 4)
+    assert set(row["times"]) == {"false", "true"} and "| 16 | 4 |" in table
+
+
+def test_documents_are_many_and_each_is_there_once():
+    texts = list(bf16_updates.documents())
+    assert len(texts) > 50 and len(set(texts)) == len(texts)
+
+
+def test_a_model_needs_its_data(capsys):
+    with pytest.raises(SystemExit):
+        bf16_updates.parse(["--model_name", "gpt2"])
+    assert "--train_data_dir" in capsys.readouterr().err
