@@ -43,7 +43,8 @@ class DataArguments:
     train_data_dir: Optional[str] = flag(None, "dataset folder that prepare_data.py wrote, or any with input_ids")
     context_length: Optional[int] = flag(None, "tokens per sequence; must be what the dataset holds (default: that)")
     document_masking: bool = flag(
-        True, "packed documents don't see each other: attention and positions restart (needs prepare_data.py's manifest)"
+        True,
+        "packed documents don't see each other: attention and positions restart (needs prepare_data.py's manifest)",
     )
     num_workers: int = flag(1, "threads that read the next batches ahead of the step; 0: read inside the step")
 
@@ -113,13 +114,16 @@ class TrainingArguments:
 
     number_epochs: int = flag(1, "passes over the training split; not used where max_step is given")
     max_step: Optional[int] = flag(None, "steps of the whole run (default: what number_epochs needs)")
-    micro_batch_size: Optional[int] = flag(None, "sequences per device in one forward pass (default: 1, or what follows)")
+    micro_batch_size: Optional[int] = flag(
+        None, "sequences per device in one forward pass (default: 1, or what follows)"
+    )
     gradient_accumulation_steps: Optional[int] = flag(None, "micro-batches per step (default: 1, or what follows)")
     global_batch_size: Optional[int] = flag(
         None, "sequences per step = micro_batch_size x gradient_accumulation_steps x devices x nodes"
     )
     accumulation_dtype: Literal["float32", "same"] = flag(
-        "float32", "of gradients summed over micro-batches; float32 costs 4 bytes a parameter held, same: that of the weights"
+        "float32",
+        "of gradients summed over micro-batches; float32 costs 4 bytes a parameter held, same: that of the weights",
     )
     grad_clip: float = flag(1.0, "largest L2 norm of the gradient; 0: no clipping")
     lr: float = flag(2e-5, "peak learning rate")
@@ -271,7 +275,9 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     given, _ = names.parse_known_args(argv)
     if str(given.resume).lower() != "true" or not (given.run_name or given.checkpoint):
         return None
-    folder = Path(given.checkpoint).parent if given.checkpoint else Path(given.output_dir or "checkpoints", given.run_name)
+    folder = (
+        Path(given.checkpoint).parent if given.checkpoint else Path(given.output_dir or "checkpoints", given.run_name)
+    )
     return folder / "arguments.yaml" if (folder / "arguments.yaml").is_file() else None
 
 

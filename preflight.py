@@ -14,7 +14,7 @@ from typing import Any, Optional
 from arguments import Arguments
 from fabric_llm import checkpoint, run_directory
 from fabric_llm.data import TokenDataset, open_dataset
-from fabric_llm.model import DTYPES, build_skeleton, has_weights, load_config, load_tokenizer
+from fabric_llm.model import DTYPES, build_skeleton, load_config, load_tokenizer
 from fabric_llm.strategy import Sharding, modules_to_wrap, resolve_devices, resolve_strategy
 
 DEMO_VOCABULARY = 2048  # as in configs/demo_llama
@@ -121,7 +121,9 @@ def check_numbers(arguments: Arguments) -> None:
         "number_epochs max_step micro_batch_size gradient_accumulation_steps global_batch_size lr eval_batch_size "
         "eval_step_interval save_step_interval keep_last log_step_interval context_length spike_threshold spike_window"
     ).split()
-    not_negative = "grad_clip min_lr warmup_steps weight_decay num_workers eval_iters sample_tokens seed max_skipped_steps".split()
+    not_negative = (
+        "grad_clip min_lr warmup_steps weight_decay num_workers eval_iters sample_tokens seed max_skipped_steps".split()
+    )
     flat = arguments.flat()
     for names, fits, words in ((positive, lambda v: v > 0, "positive"), (not_negative, lambda v: v >= 0, "0 or more")):
         for name in names:
@@ -175,11 +177,12 @@ def check_sizes(arguments: Arguments, dataset: TokenDataset, micro_batch_size: i
         )
     if micro_batch_size > rows:
         raise ValueError(
-            f"--micro_batch_size {micro_batch_size} is larger than the training split of {folder!r}: "
-            f"{rows} sequences."
+            f"--micro_batch_size {micro_batch_size} is larger than the training split of {folder!r}: {rows} sequences."
         )
     if global_batch_size > rows:
-        raise ValueError(f"A step takes {global_batch_size} sequences, but the training split of {folder!r} has {rows}.")
+        raise ValueError(
+            f"A step takes {global_batch_size} sequences, but the training split of {folder!r} has {rows}."
+        )
 
 
 def choose_directory(arguments: Arguments) -> tuple[Path, Optional[Path]]:

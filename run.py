@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -147,7 +147,9 @@ class Run:
                 if nearest
                 else "on average nothing is lost, but if the loss stalls, take --bf16_updates kahan or a larger --lr"
             )
-            self.console.line(f"Warning: only {fraction:.1%} of the weights change in a step; {advice} (docs/numerics.md).")
+            self.console.line(
+                f"Warning: only {fraction:.1%} of the weights change in a step; {advice} (docs/numerics.md)."
+            )
 
     def report_verdict(self, before: Progress, progress: Progress, result: step.StepResult) -> None:
         """Say which step was skipped or looked odd and where its data is; stop once there were too many."""
@@ -171,7 +173,9 @@ class Run:
         """Go back to the last checkpoint, but on with the data after `progress`. Returns where the run is then."""
         last = checkpoint.latest(self.directory)
         if last is None:
-            fail("train.py", f"{self.guard.reason} at step {progress.step}, and no checkpoint to go back to.", NON_FINITE)
+            fail(
+                "train.py", f"{self.guard.reason} at step {progress.step}, and no checkpoint to go back to.", NON_FINITE
+            )
         document = checkpoint.check(last)
         back = Progress(**document["progress"])
         rewinds = self.guard.rewinds + 1
@@ -184,7 +188,9 @@ class Run:
             self.metrics = metrics.MetricsFile(self.directory / "metrics.jsonl", back.step)  # each step once
             reason = {"verdict": "rewind", "position": progress.position, "reason": self.guard.reason}
             self.metrics.write(back.step, reason)
-            self.console.line(f"step {back.step}/{self.plan.max_step}  went back to {last}, past position {progress.position}")
+            self.console.line(
+                f"step {back.step}/{self.plan.max_step}  went back to {last}, past position {progress.position}"
+            )
         return replace(back, position=progress.position)
 
     def evaluate(self, progress: Progress) -> None:

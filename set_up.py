@@ -86,7 +86,9 @@ def load_reference(
         fail("train.py", problem)
     model.disable_progress_bar()  # from here on there is our own
     if reference is not None and arguments.model.verify_start:
-        expected = start.outputs(reference, probe_input(plan)[:, : start.PROBE_TOKENS], lambda ids: reference(ids).logits)
+        expected = start.outputs(
+            reference, probe_input(plan)[:, : start.PROBE_TOKENS], lambda ids: reference(ids).logits
+        )
     return reference, expected
 
 

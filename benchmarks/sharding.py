@@ -104,8 +104,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--hidden_size", type=int, default=512, help="width, a multiple of 64 (default: 512)")
     parser.add_argument("--layers", type=int, default=8, help="decoder layers (default: 8)")
     parser.add_argument("--steps", type=int, default=3, help="steps whose losses are compared (default: 3)")
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each row, one a turn; 0: none (default: 7)")
-    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="ROW", help="rows to run")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="timed steps of each row, one a turn; 0: none (default: 7)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="ROW", help="rows to run"
+    )
     parser.add_argument("--markdown", type=Path, help="file to write the table to")
     parser.add_argument("--json", type=Path, help="file to write the numbers to: bytes, seconds, nats")
     options = parser.parse_args(argv)
@@ -305,7 +309,8 @@ def set_up(devices: int, kind: str, row_flags: str, folder: Path, model_name: st
     from fabric_llm.strategy import make_fabric, syncs_every_micro_batch
     from preflight import make_plan
 
-    argv = f"--devices {devices} --accelerator {kind} --precision 32-true --lr 1e-3 --max_step 1000 --verify_start false {row_flags}".split()
+    argv = f"--devices {devices} --accelerator {kind} --precision 32-true --lr 1e-3 --max_step 1000 {row_flags}".split()
+    argv += ["--verify_start", "false"]
     argv += ["--micro_batch_size", str(MICRO_BATCH), "--output_dir", str(folder)]
     argv += ["--model_name", str(folder / model_name), "--train_data_dir", str(folder / "data")]
     arguments = parse_train(argv)

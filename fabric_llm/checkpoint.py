@@ -175,7 +175,9 @@ def record_probe(model: nn.Module, input_ids: Tensor, device: torch.device) -> d
 def publish(temporary: Path, target: Path) -> None:
     """Make a complete directory durable, then give it its name: the one commit point."""
     files = sorted(path for path in temporary.rglob("*") if path.is_file())
-    manifest = {"files": {str(f.relative_to(temporary)): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in files}}
+    manifest = {
+        "files": {str(f.relative_to(temporary)): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in files}
+    }
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     for path in [*files, temporary / MANIFEST, *(d for d in temporary.rglob("*") if d.is_dir()), temporary]:
         _fsync(path)
@@ -227,7 +229,9 @@ def move_aside(run_directory: Path, after_step: int) -> list[str]:
 
 def checkpoints(run_directory: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    found = [p for p in run_directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name) and (p / MANIFEST).is_file()]
+    found = [
+        p for p in run_directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name) and (p / MANIFEST).is_file()
+    ]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 

@@ -43,7 +43,9 @@ def find(path: str | Path) -> Path:
         raise ValueError(f"No checkpoint at {str(path)!r}.")
     found = path if (path / checkpoint.MANIFEST).is_file() else checkpoint.latest(path)
     if found is None:
-        raise ValueError(f"{str(path)!r} is neither a checkpoint nor a run with one: no {checkpoint.MANIFEST}, no step-N.")
+        raise ValueError(
+            f"{str(path)!r} is neither a checkpoint nor a run with one: no {checkpoint.MANIFEST}, no step-N."
+        )
     return found
 
 
@@ -174,4 +176,3 @@ def read_proof(proof: Proof) -> str:
         f"logits differ from those in training by {proof.logits_difference:.1e} of their standard deviation "
         f"(limit {proof.tolerance:g}), {proof.same_next_token:.0%} of next tokens the same."
     )
-

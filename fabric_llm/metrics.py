@@ -40,7 +40,9 @@ class MetricsFile:
 
     def write(self, step: int, record: Record) -> None:
         """Append one line."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}  # JSON has no NaN
+        finite = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
+        }  # JSON has no NaN
         self.file.write(json.dumps({"step": step, **finite}) + "\n")
         self.file.flush()
 

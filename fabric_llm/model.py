@@ -51,7 +51,9 @@ def load_config(model_name: str, attention: str = "sdpa") -> PretrainedConfig:
 def _not_a_model(model_name: str, error: Exception) -> str:
     said = " ".join(str(error).split())
     if "custom code" in said:
-        return f"{model_name!r} needs Python code of its own (auto_map), which is never run; use a model transformers has."
+        return (
+            f"{model_name!r} needs Python code of its own (auto_map), which is never run; use a model transformers has."
+        )
     if Path(model_name).exists():
         return f"The configuration of {model_name!r} can't be read: {said[:300].rstrip('.')}."
     return f"No model {model_name!r}: neither a directory here nor a name that the Hugging Face hub gives now."
@@ -116,7 +118,9 @@ def load_reference(
         else:
             model, info = model_class.from_pretrained(model_name, use_safetensors=True, **source)
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"The weights of {model_name!r} can't be read: {' '.join(str(error).split())[:400]}") from error
+        raise ValueError(
+            f"The weights of {model_name!r} can't be read: {' '.join(str(error).split())[:400]}"
+        ) from error
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:  # transformers fills them with random numbers and a warning
         raise ValueError(
@@ -215,4 +219,3 @@ class Materializer:
             value = value.contiguous()
             torch.distributed.broadcast(value, src=0)
         return value
-

@@ -92,10 +92,16 @@ def difference(ours: Outputs, reference: Outputs, precision: str) -> Optional[st
     loss_limit, logits_limit, module_limit = LIMITS[precision]
     loss_difference = abs(ours.loss - reference.loss)
     logits_difference = ((ours.logits - reference.logits).abs().mean() / reference.logits.std()).item()
-    first = next((name for name in reference.modules if not module_difference(name, ours, reference) <= module_limit), None)
+    first = next(
+        (name for name in reference.modules if not module_difference(name, ours, reference) <= module_limit), None
+    )
     if first is None and loss_difference <= loss_limit and logits_difference <= logits_limit:  # False for NaN
         return None
-    named = "no module alone" if first is None else f"{first} ({module_difference(first, ours, reference):.1%} of its output)"
+    named = (
+        "no module alone"
+        if first is None
+        else f"{first} ({module_difference(first, ours, reference):.1%} of its output)"
+    )
     return (
         f"the model on the devices isn't the one that transformers loads: loss {ours.loss:.4f} instead of "
         f"{reference.loss:.4f}, logits differ by {logits_difference:.1%}; the first module that differs: {named}."
@@ -110,7 +116,9 @@ def module_difference(name: str, ours: Outputs, reference: Outputs) -> float:
     return ((found - expected).square().mean() / expected.square().mean().clamp(min=1e-12)).sqrt().item()
 
 
-def check(fabric: Fabric, wrapped: nn.Module, reference: Optional[Outputs], input_ids: Tensor, precision: str) -> Outputs:
+def check(
+    fabric: Fabric, wrapped: nn.Module, reference: Optional[Outputs], input_ids: Tensor, precision: str
+) -> Outputs:
     """Compare the wrapped model with the reference's outputs (rank 0). All ranks call it.
 
     Returns rank 0's outputs of the wrapped model. Raises ValueError, on all ranks alike, if they differ.

@@ -8,7 +8,7 @@ from typing import Callable, NamedTuple, Optional
 
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import nn
 
 from fabric_llm.data import MicroBatch, random_key, target_count
 from fabric_llm.optim import GradientSums, UpdateSize, clip_gradients, sample_weights, update_size

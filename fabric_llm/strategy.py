@@ -269,9 +269,7 @@ def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Any:
     if precision == "32-true":
         return None
     dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
-    return FSDPMixedPrecision(
-        param_dtype=dtype, reduce_dtype=getattr(torch, reduce_dtype), buffer_dtype=torch.float32
-    )
+    return FSDPMixedPrecision(param_dtype=dtype, reduce_dtype=getattr(torch, reduce_dtype), buffer_dtype=torch.float32)
 
 
 def _wrap_fsdp2(

@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
+from conftest import CONTEXT, TOY_CONFIGS, VOCABULARY
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from conftest import CONTEXT, TOY_CONFIGS, VOCABULARY
 from fabric_llm import adamw, checkpoint, model, optim, strategy
 from fabric_llm.adamw import UPDATES, AdamW, bfloat16_bits
 

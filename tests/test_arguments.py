@@ -59,7 +59,17 @@ def help_of(script):
 def test_help_imports_nothing_heavy(script):
     text, modules = help_of(script)
     assert "--config" in text and f"usage: {script}" in text
-    heavy = {"torch", "transformers", "lightning", "datasets", "numpy", "pyarrow", "wandb", "tokenizers", "huggingface_hub"}
+    heavy = {
+        "torch",
+        "transformers",
+        "lightning",
+        "datasets",
+        "numpy",
+        "pyarrow",
+        "wandb",
+        "tokenizers",
+        "huggingface_hub",
+    }
     assert not modules & heavy
 
 
@@ -117,7 +127,9 @@ def test_numbers_in_yaml_are_numbers(tmp_path, text):
 
 
 def test_values_on_the_command_line():
-    values = flat(*MODEL_AND_DATA, "--lr=2e-5", "--tpu", "true", "--lr_decay=false", "--keep_last", "null", "--devices", "3")
+    values = flat(
+        *MODEL_AND_DATA, "--lr=2e-5", "--tpu", "true", "--lr_decay=false", "--keep_last", "null", "--devices", "3"
+    )
     assert (values["lr"], values["tpu"], values["lr_decay"], values["keep_last"], values["devices"]) == (
         *(2e-5, True, False, None, 3),
     )
@@ -127,7 +139,9 @@ def test_values_on_the_command_line():
 
 def test_values_in_yaml(tmp_path):
     config = tmp_path / "mine.yaml"
-    config.write_text("tpu: true\nlr_decay: false\nkeep_last: null\ndevices: auto\nrun_name: '7'\nbackward_prefetch: none\n")
+    config.write_text(
+        "tpu: true\nlr_decay: false\nkeep_last: null\ndevices: auto\nrun_name: '7'\nbackward_prefetch: none\n"
+    )
     values = flat(*MODEL_AND_DATA, "--config", config, "--keep_last", 2)
     assert (values["tpu"], values["lr_decay"], values["keep_last"], values["devices"]) == (True, False, 2, "auto")
     assert (values["run_name"], values["backward_prefetch"]) == ("7", "none")
@@ -193,7 +207,11 @@ def test_arguments_yaml_repeats_the_run_on_other_ranks(finished):
     """It holds the global batch, not how one number of devices came by it."""
     flags = ("--run_name", "two", "--micro_batch_size", 1, "--strategy", "ddp", "--precision", "32-true")
     train_ranks(2, "--config", finished / "first" / "arguments.yaml", *flags)
-    assert metrics(finished / "two", "tokens") == metrics(finished / "first", "tokens") == [4 * CONTEXT * k for k in (1, 2, 3, 4)]
+    assert (
+        metrics(finished / "two", "tokens")
+        == metrics(finished / "first", "tokens")
+        == [4 * CONTEXT * k for k in (1, 2, 3, 4)]
+    )
 
 
 def test_a_resumed_run_goes_on_with_its_own_arguments(finished):

@@ -56,7 +56,10 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         (["--micro_batch_size", "45"], ["45", f"{ROWS} sequences"]),
         (["--global_batch_size", "64"], ["64", str(ROWS)]),
         (["--global_batch_size", "6", "--micro_batch_size", "4"], ["6", "4", "4 x 1 devices"]),
-        (["--global_batch_size", "8", "--micro_batch_size", "2", "--gradient_accumulation_steps", "3"], ["8", "4", "3"]),
+        (
+            ["--global_batch_size", "8", "--micro_batch_size", "2", "--gradient_accumulation_steps", "3"],
+            ["8", "4", "3"],
+        ),
         (["--auto_wrap_policy", "NoSuchBlock"], ["NoSuchBlock", "LlamaDecoderLayer"]),
         (["--auto_wrap_policy", "size:many"], ["size:many", "size:1e8"]),
         (["--precision", "16-mixed"], ["16-mixed", "GPU"]),

@@ -63,7 +63,13 @@ def one_rank(toys, output, *flags):
 
 
 def test_layout_of_a_full_checkpoint(runs):
-    assert names(runs / "full") == ["arguments.yaml", "metrics.jsonl", "step-00000001", "step-00000002", "step-00000003"]
+    assert names(runs / "full") == [
+        "arguments.yaml",
+        "metrics.jsonl",
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
+    ]
     assert files(runs / "full" / "step-00000003") == [
         "MANIFEST.json",
         "config.json",
@@ -92,9 +98,10 @@ def test_layout_of_a_sharded_checkpoint(runs):
 def test_a_full_checkpoint_opens_with_transformers(runs, toys):
     opened, info = AutoModelForCausalLM.from_pretrained(runs / "full" / "step-00000003", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert load_file(runs / "full" / "step-00000003" / "model.safetensors").keys() == load_file(
-        toys / "llama-tied" / "model.safetensors"
-    ).keys()
+    assert (
+        load_file(runs / "full" / "step-00000003" / "model.safetensors").keys()
+        == load_file(toys / "llama-tied" / "model.safetensors").keys()
+    )
     assert opened.lm_head.weight is opened.model.embed_tokens.weight
 
 
@@ -176,7 +183,9 @@ def test_a_save_that_was_killed_is_no_checkpoint(toys, runs, tmp_path, capsys, w
     one_rank(toys, tmp_path, "--run_name", "run", "--resume", "true")
     assert f"Removed {leftover}, left by a save that was cut off." in capsys.readouterr().out
     assert names(tmp_path / "run") == names(runs / "full")
-    again, undisturbed = (load_file(p / "step-00000003" / "model.safetensors") for p in (tmp_path / "run", runs / "full"))
+    again, undisturbed = (
+        load_file(p / "step-00000003" / "model.safetensors") for p in (tmp_path / "run", runs / "full")
+    )
     assert all(torch.equal(again[name], tensor) for name, tensor in undisturbed.items())
 
 
@@ -212,7 +221,13 @@ def test_nothing_is_overwritten(run):
 
 
 def test_leftovers_of_saves_and_prunes_are_swept_and_nothing_else(run):
-    for name in (".tmp-step-00000004-ab12", ".trash-step-00000001-cd34", ".tmp-mine", ".trash", "aside-step-00000002-x"):
+    for name in (
+        ".tmp-step-00000004-ab12",
+        ".trash-step-00000001-cd34",
+        ".tmp-mine",
+        ".trash",
+        "aside-step-00000002-x",
+    ):
         (run / name).mkdir()
     before = names(run)
     assert sorted(sweep(run)) == [".tmp-step-00000004-ab12", ".trash-step-00000001-cd34"]
@@ -357,7 +372,8 @@ def optimizer_after_loading(flags):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "kind"), [("ddp", 2, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 3, "full"), ("fsdp", 3, "full")]
+    ("strategy", "ranks", "kind"),
+    [("ddp", 2, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 3, "full"), ("fsdp", 3, "full")],
 )
 @pytest.mark.parametrize("model", ["llama-tied", "gpt2-no-dropout"])
 def test_optimizer_state_of_any_strategy_loads_on_one_device(toys, tmp_path, strategy, ranks, kind, model):

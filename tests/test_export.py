@@ -23,7 +23,18 @@ def runs(toys, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(toys / "data", folder / "data")
     small_tokenizer().save_pretrained(folder / "data" / "tokenizer")
-    flags = ("--train_data_dir", folder / "data", "--output_dir", folder, "--lr", 2e-2, "--max_step", 4, "--eval_iters", 0)
+    flags = (
+        "--train_data_dir",
+        folder / "data",
+        "--output_dir",
+        folder,
+        "--lr",
+        2e-2,
+        "--max_step",
+        4,
+        "--eval_iters",
+        0,
+    )
     flags += ("--micro_batch_size", 4, "--save_step_interval", 2)
     train_ranks(1, *flags, "--model_name", toys / "llama", "--run_name", "full", "--precision", "32-true")
     train_ranks(1, *flags, "--model_name", toys / "llama-tied", "--run_name", "tied", "--precision", "32-true")
@@ -350,7 +361,9 @@ def test_every_swap_of_two_tensors_is_caught_twice(runs, tmp_path):
     for first, second in swaps:
         folder = tmp_path / first
         shutil.copytree(source, folder)
-        save_file({**weights, first: weights[second], second: weights[first]}, folder / "model.safetensors", {"format": "pt"})
+        save_file(
+            {**weights, first: weights[second], second: weights[first]}, folder / "model.safetensors", {"format": "pt"}
+        )
         with pytest.raises(VerificationError, match="isn't what the checkpoint holds"):
             verify(folder, trained, probe, "32-true")
         with pytest.raises(VerificationError, match="logits differ"):

@@ -37,7 +37,16 @@ def train_with_faults(argv, faults, factor):
 
 
 def run(toys, folder, ranks, faults, *flags, factor=math.nan, strategy="auto", model="llama"):
-    words = ["--model_name", toys / model, "--train_data_dir", toys / "data", "--output_dir", folder, "--run_name", "run"]
+    words = [
+        "--model_name",
+        toys / model,
+        "--train_data_dir",
+        toys / "data",
+        "--output_dir",
+        folder,
+        "--run_name",
+        "run",
+    ]
     words += ["--strategy", strategy, "--devices", ranks, "--log_step_interval", 1, "--eval_iters", 0, "--lr", 1e-2]
     words += ["--global_batch_size", 4, "--micro_batch_size", 1, *flags]
     codes = run_ranks(ranks, train_with_faults, [str(word) for word in words], faults, factor)
@@ -95,7 +104,9 @@ def test_a_spike_is_warned_of_or_skipped(toys, tmp_path, action, changes):
     assert any(not torch.equal(before[name], after[name]) for name in before) == changes
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "kind"), [("auto", 1, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 2, "full")])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "kind"), [("auto", 1, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 2, "full")]
+)
 def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(toys, tmp_path, strategy, ranks, kind):
     faults = {0: range(4 // ranks * 13, 4 // ranks * 14)}  # step 14
     flags = (*SPIKE, "--spike_action", "rewind", "--state_dict_type", kind)

@@ -10,7 +10,8 @@ STEPS, HALF = 10, 4
 
 @pytest.mark.parametrize("model", ["llama-tied", "gpt2-no-dropout"])
 @pytest.mark.parametrize(
-    ("strategy", "kind"), [("ddp", "full"), ("fsdp", "full"), ("fsdp", "sharded"), ("fsdp2", "full"), ("fsdp2", "sharded")]
+    ("strategy", "kind"),
+    [("ddp", "full"), ("fsdp", "full"), ("fsdp", "sharded"), ("fsdp2", "full"), ("fsdp2", "sharded")],
 )
 @pytest.mark.parametrize("ranks_after", [1, 4])
 def test_the_curve_goes_on_with_another_number_of_ranks(toys, tmp_path, model, strategy, kind, ranks_after):
@@ -31,5 +32,7 @@ def test_the_curve_goes_on_with_another_number_of_ranks(toys, tmp_path, model, s
     assert metrics(tmp_path / "run", "step") == expected["step"]
     for key in ("loss", "grad_norm", "eval_loss"):
         assert metrics(tmp_path / "run", key) == pytest.approx(expected[key], rel=2e-6, abs=0), key
-    progress = json.loads((tmp_path / "run" / f"step-{STEPS:08d}" / "trainer" / "progress.json").read_text())["progress"]
+    progress = json.loads((tmp_path / "run" / f"step-{STEPS:08d}" / "trainer" / "progress.json").read_text())[
+        "progress"
+    ]
     assert progress == {"step": STEPS, "position": STEPS * 8, "tokens": STEPS * 8 * 24}

@@ -24,7 +24,9 @@ def seen(world_size, micro_batch_size, micro_batches, workers, start=0, end=ROWS
         step = []
         for rank in ranks:
             for batch in rank.at(position):
-                step += [int(ids[0]) for ids, labels in zip(batch["input_ids"], batch["labels"]) if labels[0] != IGNORED]
+                step += [
+                    int(ids[0]) for ids, labels in zip(batch["input_ids"], batch["labels"]) if labels[0] != IGNORED
+                ]
         steps.append(step)
         position += world_size * micro_batch_size * micro_batches
     for rank in ranks:
@@ -33,7 +35,9 @@ def seen(world_size, micro_batch_size, micro_batches, workers, start=0, end=ROWS
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 5])
-@pytest.mark.parametrize(("world_size", "micro_batch_size", "micro_batches"), [(1, 12, 1), (2, 3, 2), (3, 2, 2), (4, 3, 1), (6, 1, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size", "micro_batches"), [(1, 12, 1), (2, 3, 2), (3, 2, 2), (4, 3, 1), (6, 1, 2)]
+)
 def test_each_epoch_is_a_permutation_and_each_step_the_same_set(world_size, micro_batch_size, micro_batches, workers):
     steps = seen(world_size, micro_batch_size, micro_batches, workers)
     # the steps hold the same sequences whatever the ranks: compare with one rank

@@ -8,13 +8,14 @@ from transformers import AutoModelForCausalLM
 
 def loaded(argv, world_size):
     """What a rank holds after set-up, gathered whole, and its buffers again after a forward pass."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
     import set_up
     from arguments import parse_train
     from fabric_llm.checkpoint import PREFIX
     from fabric_llm.data import Batches
     from fabric_llm.strategy import make_fabric
     from preflight import make_plan
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     arguments = parse_train(argv)
     plan = make_plan(arguments)
@@ -34,8 +35,6 @@ def loaded(argv, world_size):
     [batch] = Batches(plan.dataset.train, 0, 2, 1).at(0)
     model(**batch)
     return state, before, buffers()
-
-
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])

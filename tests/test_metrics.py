@@ -34,8 +34,27 @@ GLOBAL_BATCH = 8
 
 def flags(toys, output, *more):
     return (
-        *("--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", output, "--run_name", "run"),
-        *("--global_batch_size", GLOBAL_BATCH, "--micro_batch_size", 4, "--eval_iters", 2, "--eval_batch_size", 2, *more),
+        *(
+            "--model_name",
+            toys / "llama",
+            "--train_data_dir",
+            toys / "data",
+            "--output_dir",
+            output,
+            "--run_name",
+            "run",
+        ),
+        *(
+            "--global_batch_size",
+            GLOBAL_BATCH,
+            "--micro_batch_size",
+            4,
+            "--eval_iters",
+            2,
+            "--eval_batch_size",
+            2,
+            *more,
+        ),
     )
 
 
@@ -73,7 +92,9 @@ def test_one_line_for_each_step_and_evaluation_also_after_resuming(run):
 
 
 def test_tokens_are_those_of_all_sequences_so_far(run):
-    assert [line["tokens"] for line in lines(run[0]) if "loss" in line] == [k * GLOBAL_BATCH * CONTEXT for k in range(1, 7)]
+    assert [line["tokens"] for line in lines(run[0]) if "loss" in line] == [
+        k * GLOBAL_BATCH * CONTEXT for k in range(1, 7)
+    ]
 
 
 def test_tokens_of_all_ranks_and_of_a_smaller_last_step(toys, tmp_path):
@@ -87,7 +108,9 @@ def test_log_step_interval(toys, tmp_path):
     import train
 
     train.main([str(flag) for flag in base])
-    assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == [1, 3, 5], "and the first and the last"
+    assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == [1, 3, 5], (
+        "and the first and the last"
+    )
 
 
 def test_a_resumed_file_loses_what_is_done_again_and_a_torn_line(tmp_path):
@@ -175,14 +198,17 @@ def wandb_runs(toys, tmp_path_factory):
         base = flags(toys, output, "--logger", "wandb", "--max_step", 2, "--log_step_interval", 1, "--devices", 1)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
         stdin = {"stdin": subprocess.DEVNULL} if case == "no server" else {"preexec_fn": lambda: os.close(0)}
-        started[case] = output / "run", subprocess.Popen(
-            [sys.executable, Path(__file__).parent.parent / "train.py", *map(str, base)],
-            env={**environment, **variables, "HOME": str(output / "home")},
-            cwd=output,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            **stdin,
+        started[case] = (
+            output / "run",
+            subprocess.Popen(
+                [sys.executable, Path(__file__).parent.parent / "train.py", *map(str, base)],
+                env={**environment, **variables, "HOME": str(output / "home")},
+                cwd=output,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                **stdin,
+            ),
         )
     begin, finished = time.monotonic(), {}
     for case, (folder, process) in started.items():
@@ -233,7 +259,13 @@ def test_throughput_of_a_resumed_run_counts_its_own_tokens():
 
 
 def test_duration():
-    assert [duration(s) for s in (0, 59.9, 60, 3725, 360_000)] == ["0:00:00", "0:00:59", "0:01:00", "1:02:05", "100:00:00"]
+    assert [duration(s) for s in (0, 59.9, 60, 3725, 360_000)] == [
+        "0:00:00",
+        "0:00:59",
+        "0:01:00",
+        "1:02:05",
+        "100:00:00",
+    ]
 
 
 def test_peak_memory_counts_what_was_used():

@@ -82,8 +82,28 @@ def test_gradients_of_64_micro_batches_lose_no_more_than_one_rounding(toys):
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
 def test_float32_sums_give_the_same_run_at_any_number_of_micro_batches(toys, tmp_path, strategy, ranks):
-    flags = ("--model_name", toys / "llama", "--train_data_dir", toys / "ragged", "--output_dir", tmp_path, "--max_step", 3)
-    flags += ("--strategy", strategy, "--global_batch_size", 16, "--eval_iters", 0, "--bf16_updates", "master", "--lr", 1e-3)
+    flags = (
+        "--model_name",
+        toys / "llama",
+        "--train_data_dir",
+        toys / "ragged",
+        "--output_dir",
+        tmp_path,
+        "--max_step",
+        3,
+    )
+    flags += (
+        "--strategy",
+        strategy,
+        "--global_batch_size",
+        16,
+        "--eval_iters",
+        0,
+        "--bf16_updates",
+        "master",
+        "--lr",
+        1e-3,
+    )
     train_ranks(ranks, *flags, "--run_name", "few", "--micro_batch_size", 16 // ranks)
     train_ranks(ranks, *flags, "--run_name", "many", "--micro_batch_size", 1)
     assert metrics(tmp_path / "many") == pytest.approx(metrics(tmp_path / "few"), rel=2e-3)
@@ -92,8 +112,28 @@ def test_float32_sums_give_the_same_run_at_any_number_of_micro_batches(toys, tmp
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_reduce_dtype_is_used(toys, tmp_path, strategy):
-    flags = ("--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", tmp_path, "--max_step", 3)
-    flags += ("--strategy", strategy, "--precision", "bf16-mixed", "--global_batch_size", 4, "--eval_iters", 0, "--lr", 1e-3)
+    flags = (
+        "--model_name",
+        toys / "llama",
+        "--train_data_dir",
+        toys / "data",
+        "--output_dir",
+        tmp_path,
+        "--max_step",
+        3,
+    )
+    flags += (
+        "--strategy",
+        strategy,
+        "--precision",
+        "bf16-mixed",
+        "--global_batch_size",
+        4,
+        "--eval_iters",
+        0,
+        "--lr",
+        1e-3,
+    )
     train_ranks(2, *flags, "--run_name", "float32")
     train_ranks(2, *flags, "--run_name", "bfloat16", "--reduce_dtype", "bfloat16")
     exact, rounded = (metrics(tmp_path / name, "grad_norm") for name in ("float32", "bfloat16"))
@@ -130,8 +170,9 @@ def test_few_changing_weights_are_warned_of_once(toys, tmp_path):
     import contextlib
     import io
 
-    import train
     from ranks import run_ranks
+
+    import train
 
     def said(*flags):
         words = ["--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", tmp_path]
@@ -154,8 +195,28 @@ def test_the_loss_counts_tokens_not_rows(toys, tmp_path):
     """Validation too: the mean over target tokens of all ranks, with masks of any shape."""
     train_ranks(
         2,
-        *("--model_name", toys / "llama", "--train_data_dir", toys / "ragged", "--output_dir", tmp_path, "--strategy", "fsdp"),
-        *("--run_name", "run", "--precision", "32-true", "--max_step", 1, "--global_batch_size", 2, "--eval_batch_size", 3),
+        *(
+            "--model_name",
+            toys / "llama",
+            "--train_data_dir",
+            toys / "ragged",
+            "--output_dir",
+            tmp_path,
+            "--strategy",
+            "fsdp",
+        ),
+        *(
+            "--run_name",
+            "run",
+            "--precision",
+            "32-true",
+            "--max_step",
+            1,
+            "--global_batch_size",
+            2,
+            "--eval_batch_size",
+            3,
+        ),
     )
     dataset = open_dataset(toys / "ragged")
     model = AutoModelForCausalLM.from_pretrained(toys / "llama", dtype=torch.float32)

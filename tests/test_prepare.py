@@ -210,9 +210,7 @@ def test_text_that_spells_a_special_token_stays_text(make, tmp_path, request, wh
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
     for split in ("train", "validation"):
         expected = [
-            text
-            for index, text in enumerate(spelled)
-            if (document_hash(1234, index) < 0.3) == (split == "validation")
+            text for index, text in enumerate(spelled) if (document_hash(1234, index) < 0.3) == (split == "validation")
         ]
         body = [ids for ids in tokens_of(tmp_path / "out", split) if ids not in tokenizer.all_special_ids]
         assert "".join(expected).startswith(tokenizer.decode(body))
@@ -280,9 +278,7 @@ def test_validation_fraction_is_kept_on_the_average():
 
 
 @pytest.mark.parametrize("fraction, moved_to", [(1e-9, "validation"), (1 - 1e-9, "train")])
-def test_each_split_gets_a_document_whatever_the_fraction(
-    make, tmp_path, texts, fraction, moved_to, monkeypatch
-):
+def test_each_split_gets_a_document_whatever_the_fraction(make, tmp_path, texts, fraction, moved_to, monkeypatch):
     monkeypatch.setattr("fabric_llm.prepare.COPY_TOKENS", 7)  # the move goes by many small copies
     long = [text for text in texts if len(text) > 100]
     manifest = make(write_texts(tmp_path / "in", long), validation_fraction=fraction)

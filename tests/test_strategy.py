@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from conftest import TOY_CONFIGS
 from ranks import metrics, run_ranks, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from conftest import TOY_CONFIGS
 from fabric_llm.model import build_skeleton
 from fabric_llm.strategy import modules_to_wrap, original_name
 
