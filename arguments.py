@@ -104,7 +104,9 @@ class CheckpointArguments:
 
     output_dir: str = flag("checkpoints", "folder of run directories")
     run_name: Optional[str] = flag(None, "name of the run directory (default: model and data, numbered)")
-    resume: bool = flag(False, "go on from the run's latest checkpoint, or from --checkpoint")
+    resume: Union[bool, Literal["auto"]] = flag(
+        False, "go on from the run's latest checkpoint, or from --checkpoint; auto: if there is one, else start"
+    )
     checkpoint: Optional[str] = flag(None, "the checkpoint to resume from, checkpoints/RUN/step-N")
 
 
@@ -273,7 +275,7 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     for name in ("resume", "run_name", "checkpoint", "output_dir"):
         names.add_argument(f"--{name}", nargs="?")
     given, _ = names.parse_known_args(argv)
-    if str(given.resume).lower() != "true" or not (given.run_name or given.checkpoint):
+    if str(given.resume).lower() not in ("true", "auto") or not (given.run_name or given.checkpoint):
         return None
     folder = (
         Path(given.checkpoint).parent if given.checkpoint else Path(given.output_dir or "checkpoints", given.run_name)

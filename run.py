@@ -15,6 +15,7 @@ from fabric_llm import checkpoint, metrics, step, strategy
 from fabric_llm.checkpoint import Progress
 from fabric_llm.data import Batches, Prefetch
 from fabric_llm.guard import Guard
+from fabric_llm.stop import STOPPED, StopSignal
 from preflight import Plan
 from set_up import probe_input, set_up
 
@@ -31,6 +32,7 @@ class Run:
 
     def __init__(self, fabric: Fabric, arguments: Arguments, plan: Plan) -> None:
         self.fabric, self.arguments, self.plan = fabric, arguments, plan
+        self.signals = StopSignal()
         self.directory = Path(fabric.broadcast(str(plan.run_directory)))
         self.rank_zero = fabric.global_rank == 0
         self.model, self.optimizer, self.template = set_up(fabric, arguments, plan, plan.source, plan.resume_from)
@@ -226,21 +228,32 @@ class Run:
             self.console.line(f"step {progress.step}/{self.plan.max_step}  saved {target}")
         self.throughput.resume()
 
-    def finish(self, progress: Progress) -> None:
-        """Close everything, and tell the user what there is and what comes next."""
+    def finish(self, progress: Progress, stopped: bool) -> None:
+        """Close everything, and tell the user what there is and what comes next; exit code 75 if asked to stop."""
+        self.signals.restore()
         self.batches.close()
         if torch.distributed.is_initialized():
             self.fabric.barrier()
             kept_alive.append((self.model, self.optimizer))
             torch.distributed.destroy_process_group()
-        if not self.rank_zero:
-            return
-        last = checkpoint.step_directory(self.directory, progress.step)
-        if self.arguments.logging.log_model and self.arguments.logging.logger == "wandb":
-            metrics.upload_to_wandb(last)
-        self.console.close()
-        self.metrics.close()
-        self.close_tracker()
+        if self.rank_zero:
+            last = checkpoint.step_directory(self.directory, progress.step)
+            if self.arguments.logging.log_model and self.arguments.logging.logger == "wandb":
+                metrics.upload_to_wandb(last)
+            self.console.close()
+            self.metrics.close()
+            self.close_tracker()
+            self.stopped(last) if stopped else self.done(last)
+        if stopped:
+            raise SystemExit(STOPPED)
+
+    def stopped(self, last: Path) -> None:
+        """What a run says that was asked to stop."""
+        print(f"\nStopped on request. Checkpoint: {last}")
+        print(f"Next: the same command with --resume true --run_name {self.directory.name}", flush=True)
+
+    def done(self, last: Path) -> None:
+        """What a finished run says."""
         print(f"\nLoss {self.first_loss:.4f} -> {self.last_loss:.4f}, validation loss {self.last_eval_loss:.4f}")
         print(f"Checkpoint: {last}")
         if self.arguments.logging.sample_tokens and self.arguments.fsdp.state_dict_type == "full":

@@ -41,6 +41,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan) -> None:
     """The run, from its first step or the one it resumes at to the last. Every rank calls it."""
     from fabric_llm.optim import lr_at
     from fabric_llm.step import seed_step, train_step
+    from fabric_llm.stop import requests
     from run import Run
 
     run = Run(fabric, arguments, plan)
@@ -61,11 +62,12 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan) -> None:
             decay=training.lr_decay,
             shape=training.lr_schedule,
         )
+        stop_requested, save_requested = requests(fabric, run.signals, run.directory)
         before, progress = progress, progress.advance(plan.sequences_at(progress.position), plan.dataset.context_length)
-        last = progress.step >= plan.max_step or progress.position == plan.end
+        last = stop_requested or progress.step >= plan.max_step or progress.position == plan.end
         half_done = progress.position // half_epoch > before.position // half_epoch
-        evaluates = last or half_done or due(progress.step, evaluation.eval_step_interval)
-        saves = last or due(progress.step, save.save_step_interval)
+        evaluates = (last and not stop_requested) or half_done or due(progress.step, evaluation.eval_step_interval)
+        saves = last or save_requested or due(progress.step, save.save_step_interval)
         logs = saves or evaluates or before == plan.start or due(progress.step, arguments.logging.log_step_interval)
 
         seed_step(training.seed, before.step, fabric.global_rank)
@@ -84,7 +86,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan) -> None:
         run.advance(progress)
         run.report_verdict(before, progress, result)
         if run.guard.verdict == "rewind":
-            progress, last = run.rewind(progress), progress.position == plan.end
+            progress, last = run.rewind(progress), stop_requested or progress.position == plan.end
             continue
         if logs:
             run.log(progress, lr, result)
@@ -93,7 +95,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan) -> None:
         if saves:
             run.save(progress)
 
-    run.finish(progress)
+    run.finish(progress, stopped=progress.step < plan.max_step and progress.position != plan.end)
 
 
 def due(step: int, interval: Optional[int]) -> bool:
@@ -101,7 +103,11 @@ def due(step: int, interval: Optional[int]) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    code = 0
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 0
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # everything is closed; destructors of process groups have been seen to hang, see run.kept_alive
+    os._exit(code)  # everything is closed; destructors of process groups have been seen to hang, see run.kept_alive

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from pathlib import Path
-from typing import Optional
+from typing import Optional, Union
 
 from fabric_llm import checkpoint
 
@@ -17,11 +17,13 @@ def default_name(model_name: str, data_folder: str) -> str:
     return re.sub(rf"-{re.escape(data)}(-\d+)?$", "", name) + f"-{data}"
 
 
-def choose(output_dir: str, run_name: Optional[str], default: str, resume: bool, given: Optional[Path]) -> Path:
+def choose(
+    output_dir: str, run_name: Optional[str], default: str, resume: Union[bool, str], given: Optional[Path]
+) -> Path:
     """The run directory; nothing is created.
 
     run_name: as given by the user; without one a new run takes the first free of DEFAULT, DEFAULT-2, ... and a resumed
-    run the newest of those that is there. given: the checkpoint to resume from, whose run goes on.
+    run the newest of those that is there. resume: True, False, or "auto" for either. given: the checkpoint to resume from, whose run goes on.
     Raises ValueError for a name that leaves output_dir, a new run in a directory that holds checkpoints, and a resume
     without a run.
     """
@@ -36,7 +38,7 @@ def choose(output_dir: str, run_name: Optional[str], default: str, resume: bool,
         taken = [name for name in names if name in there]
         run_name = (taken[-1] if taken else default) if resume else next(n for n in names if n not in taken)
     folder = parent / run_name
-    if resume and checkpoint.latest(folder) is None:
+    if resume is True and checkpoint.latest(folder) is None:
         raise ValueError(f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}.")
     if not resume and checkpoint.latest(folder) is not None:
         raise ValueError(

@@ -1,0 +1,96 @@
+"""Asked to stop, by a signal to any rank or by a file, all ranks finish the step, save and end with 75."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from ranks import metrics, run_ranks, train_ranks
+from safetensors.torch import load_file
+
+STEPS = 8
+
+
+def train_and_do(argv, rank, step, action):
+    """train.py; before `step` begins, rank `rank` does `action()`. Returns the exit code."""
+    import run
+    import train
+    from fabric_llm.step import seed_step
+
+    def acting(seed, done, own_rank):
+        if done == step - 1 and own_rank == rank:
+            action()
+        seed_step(seed, done, own_rank)
+
+    import fabric_llm.step
+
+    fabric_llm.step.seed_step = acting
+    assert run.kept_alive == []
+    try:
+        train.main(argv)
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def flags(toys, output, strategy, *more):
+    words = ["--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--output_dir", output, "--lr", 1e-2]
+    words += ["--strategy", strategy, "--global_batch_size", 4, "--micro_batch_size", 2, "--max_step", STEPS]
+    return [str(word) for word in [*words, "--eval_iters", 0, "--log_step_interval", 1, *more]]
+
+
+def send(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+def final_weights(folder):
+    return load_file(folder / f"step-{STEPS:08d}" / "model.safetensors")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2), ("fsdp2", 2)])
+def test_a_signal_to_one_rank_stops_all_after_a_save_and_nothing_is_lost(toys, tmp_path, strategy, ranks, number):
+    argv = flags(toys, tmp_path, strategy, "--devices", ranks)
+    train_ranks(ranks, *flags(toys, tmp_path, strategy), "--run_name", "whole")
+    codes = run_ranks(ranks, train_and_do, [*argv, "--run_name", "cut"], ranks - 1, 3, send(number))
+    assert codes == [75] * ranks
+    assert [path.name for path in (tmp_path / "cut").glob("step-*")] == ["step-00000004"], "the step after the signal"
+    train_ranks(ranks, *argv, "--run_name", "cut", "--resume", "auto")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    whole, cut = final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_a_stop_file_stops_and_goes(toys, tmp_path):
+    argv = [*flags(toys, tmp_path, "fsdp", "--devices", 2), "--run_name", "run"]
+    codes = run_ranks(2, train_and_do, argv, 0, 3, lambda: (tmp_path / "run" / "stop").touch())
+    assert codes == [75, 75]
+    assert not (tmp_path / "run" / "stop").exists()
+    assert (tmp_path / "run" / "step-00000004").is_dir()
+
+
+def test_a_save_file_saves_and_the_run_goes_on(toys, tmp_path):
+    argv = [*flags(toys, tmp_path, "auto"), "--run_name", "run"]
+    assert run_ranks(1, train_and_do, argv, 0, 3, lambda: (tmp_path / "run" / "save_now").touch()) == [0]
+    saved = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
+    assert saved == ["step-00000004", "step-00000008"]
+
+
+def test_a_second_signal_ends_at_once_without_a_save(toys, tmp_path):
+    def twice():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    argv = [*flags(toys, tmp_path, "auto"), "--run_name", "run"]
+    with pytest.raises(AssertionError, match=f"wait status {75 << 8}.*\n(.*\n)*.*ending without a save"):
+        run_ranks(1, train_and_do, argv, 0, 3, twice)
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+def test_resume_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(toys, tmp_path):
+    argv = [*flags(toys, tmp_path, "auto"), "--run_name", "run", "--resume", "auto"]
+    train_ranks(1, *argv, "--max_step", 2)
+    train_ranks(1, *argv, "--max_step", 4)
+    progress = json.loads((tmp_path / "run" / "step-00000004" / "trainer" / "progress.json").read_text())["progress"]
+    assert progress["step"] == 4 and metrics(tmp_path / "run", "step") == [1, 2, 3, 4]
