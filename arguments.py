@@ -107,6 +107,9 @@ class CheckpointArguments:
     resume: Union[bool, Literal["auto"]] = flag(
         False, "go on from the run's latest checkpoint, or from --checkpoint; auto: if there is one, else start"
     )
+    verify_checkpoints: Literal["full", "size"] = flag(
+        "full", "before resuming, compare sizes and sha256 of all files with the manifest, or only sizes"
+    )
     checkpoint: Optional[str] = flag(None, "the checkpoint to resume from, checkpoints/RUN/step-N")
 
 

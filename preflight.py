@@ -6,17 +6,19 @@ Each check raises ValueError in one sentence with the offending value; train.py 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from arguments import Arguments
+from arguments import Arguments, is_rank_zero
 from fabric_llm import checkpoint, run_directory
 from fabric_llm.data import TokenDataset, open_dataset
 from fabric_llm.model import DTYPES, build_skeleton, load_config, load_tokenizer
 from fabric_llm.strategy import Sharding, modules_to_wrap, resolve_devices, resolve_strategy
 
+CHOSEN = "FABRIC_LLM_RESUME_FROM"  # environment variable, for the processes that Fabric starts: the verified checkpoint
 DEMO_VOCABULARY = 2048  # as in configs/demo_llama
 DEMO_EXCLUDED = "site-packages dist-packages test tests idlelib lib2to3 encodings pydoc_data __pycache__".split()
 
@@ -186,17 +188,29 @@ def check_sizes(arguments: Arguments, dataset: TokenDataset, micro_batch_size: i
 
 
 def choose_directory(arguments: Arguments) -> tuple[Path, Optional[Path]]:
-    """(run directory, checkpoint to resume from or None)."""
+    """(run directory, checkpoint to resume from or None). Damaged checkpoints are passed over, loudly."""
     flags = arguments.checkpoint
+    hashes = flags.verify_checkpoints == "full"
     given = None if flags.checkpoint is None else Path(flags.checkpoint)
     if given is not None and not flags.resume:
         raise ValueError("--checkpoint says where to resume, so it goes with --resume true.")
+    if CHOSEN in os.environ:  # the process that started this one has read and hashed it all
+        chosen = Path(os.environ[CHOSEN])
+        return chosen.parent, chosen
     if given is not None:
-        checkpoint.check(given)
+        checkpoint.check(given, hashes)
     default = run_directory.default_name(arguments.model.model_name, arguments.data.train_data_dir)
     directory = run_directory.choose(flags.output_dir, flags.run_name, default, flags.resume, given)
     run_directory.require_writable(directory)
-    return directory, (given or checkpoint.latest(directory)) if flags.resume else None
+    if not flags.resume:
+        return directory, None
+    valid, problems = (given, []) if given is not None else checkpoint.newest_valid(directory, hashes)
+    if valid is None and problems:
+        raise ValueError(f"No checkpoint in {str(directory)!r} is whole: {' '.join(problems)}")
+    if is_rank_zero():
+        for problem in problems:
+            print(f"Warning: {problem} Resuming from {valid} instead.", flush=True)
+    return directory, valid
 
 
 def check_model(
@@ -265,8 +279,6 @@ def check_resume(plan: Plan, now: dict[str, Any], document: dict[str, Any]) -> N
 
 def prepare_demo(folder: Path, context_length: int) -> None:
     """The source of the Python standard library, tokenized and packed, made once."""
-    import os
-
     from filelock import FileLock
 
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ class Run:
     def __init__(self, fabric: Fabric, arguments: Arguments, plan: Plan) -> None:
         self.fabric, self.arguments, self.plan = fabric, arguments, plan
         self.signals = StopSignal()
-        self.directory = Path(fabric.broadcast(str(plan.run_directory)))
+        self.directory = plan.run_directory
         self.rank_zero = fabric.global_rank == 0
         self.model, self.optimizer, self.template = set_up(fabric, arguments, plan, plan.source, plan.resume_from)
         training = arguments.training

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Optional
 
 from arguments import Arguments, fail, is_rank_zero, parse_train
@@ -20,7 +21,7 @@ def main(argv: Optional[list[str]] = None) -> None:
     if arguments.demo and is_rank_zero():
         print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)
     from fabric_llm.strategy import make_fabric
-    from preflight import make_plan
+    from preflight import CHOSEN, make_plan
 
     try:
         plan = make_plan(arguments)
@@ -33,7 +34,10 @@ def main(argv: Optional[list[str]] = None) -> None:
         kind=plan.kind,
         precision=arguments.model.precision,
     )
+    if plan.resume_from is not None:
+        os.environ[CHOSEN] = str(plan.resume_from)
     fabric.launch()
+    os.environ.pop(CHOSEN, None)
     train(fabric, arguments, plan)
 
 
@@ -44,6 +48,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan) -> None:
     from fabric_llm.stop import requests
     from run import Run
 
+    plan = replace(plan, run_directory=fabric.broadcast(plan.run_directory))  # rank 0 looked before it was made
     run = Run(fabric, arguments, plan)
     training, evaluation, save = arguments.training, arguments.evaluation, arguments.save
     half_epoch = len(plan.dataset.train) / 2

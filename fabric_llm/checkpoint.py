@@ -216,9 +216,9 @@ def sweep(run_directory: Path) -> list[str]:
 
 
 def move_aside(run_directory: Path, after_step: int) -> list[str]:
-    """Rename the checkpoints of later steps, which a run that resumes at `after_step` will write anew."""
+    """Rename the checkpoints of later steps, whole or not, which a run that resumes at `after_step` will write anew."""
     names = []
-    for path in checkpoints(run_directory):
+    for path in step_directories(run_directory):
         if int(path.name.removeprefix("step-")) > after_step:
             names.append(path.rename(path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")).name)
     return names
@@ -227,17 +227,32 @@ def move_aside(run_directory: Path, after_step: int) -> list[str]:
 # ------------------------------------------------------------------------------- find
 
 
+def step_directories(run_directory: Path) -> list[Path]:
+    """Everything that bears a checkpoint's name, oldest first."""
+    found = [p for p in run_directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name) and p.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
 def checkpoints(run_directory: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    found = [
-        p for p in run_directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name) and (p / MANIFEST).is_file()
-    ]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return [path for path in step_directories(run_directory) if (path / MANIFEST).is_file()]
 
 
 def latest(run_directory: Path) -> Optional[Path]:
     """The newest complete checkpoint of a run, None if there is none."""
     return next(reversed(checkpoints(run_directory)), None)
+
+
+def newest_valid(run_directory: Path, hashes: bool) -> tuple[Optional[Path], list[str]]:
+    """(the newest checkpoint of a run that passes `check`, what is wrong with those that are newer)."""
+    problems = []
+    for path in reversed(checkpoints(run_directory)):
+        try:
+            check(path, hashes)
+            return path, problems
+        except ValueError as error:
+            problems.append(str(error))
+    return None, problems
 
 
 def check(path: Path, hashes: bool = False) -> dict[str, Any]:
@@ -247,7 +262,11 @@ def check(path: Path, hashes: bool = False) -> dict[str, Any]:
     """
     if not (path / MANIFEST).is_file():
         raise ValueError(f"{str(path)!r} isn't a checkpoint: it has no {MANIFEST}.")
-    for name, entry in json.loads((path / MANIFEST).read_text())["files"].items():
+    try:
+        entries = json.loads((path / MANIFEST).read_bytes())["files"].items()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"Checkpoint {str(path)!r} is damaged: {MANIFEST} can't be read.") from error
+    for name, entry in entries:
         file = path / name
         if not file.is_file():
             raise ValueError(f"Checkpoint {str(path)!r} is damaged: {name} is missing.")

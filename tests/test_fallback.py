@@ -1,0 +1,92 @@
+"""A damaged checkpoint is found before it is used: --resume true goes on from the newest whole one, and says so."""
+
+import pytest
+from ranks import metrics, run_ranks, train_ranks
+
+
+def damage_by(how, file):
+    if how == "flip":
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif how == "truncate":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    else:
+        file.unlink()
+
+
+@pytest.fixture
+def run(toys, tmp_path):
+    flags = (
+        "--model_name",
+        toys / "llama",
+        "--train_data_dir",
+        toys / "data",
+        "--output_dir",
+        tmp_path,
+        "--run_name",
+        "run",
+    )
+    flags += ("--global_batch_size", 4, "--save_step_interval", 2, "--eval_iters", 0)
+    train_ranks(2, *flags, "--strategy", "fsdp", "--max_step", 6)
+    return flags, tmp_path / "run"
+
+
+def said_and_code(argv):
+    import contextlib
+    import io
+
+    import train
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            train.main([str(word) for word in argv])
+        except SystemExit as stop:
+            return stop.code, output.getvalue()
+    return 0, output.getvalue()
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "delete"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["model.safetensors", "trainer/optimizer/*00002*", "trainer/progress.json", "config.json", "MANIFEST.json"],
+)
+def test_resume_falls_back_to_the_newest_whole_checkpoint(run, how, pattern):
+    flags, folder = run
+    [file] = (folder / "step-00000006").glob(pattern)
+    damage_by(how, file)
+    argv = [*flags, "--max_step", 7, "--resume", "true", "--log_step_interval", 1]
+    for code, said in run_ranks(2, said_and_code, [*argv, "--devices", 2, "--strategy", "fsdp"]):
+        assert code == 0
+        if "LlamaForCausalLM" in said:  # rank 0
+            assert "resumed from" in said and "step-00000004" in said
+            if pattern != "MANIFEST.json":  # there another file's entry may be what has changed, or it is no checkpoint
+                assert "is damaged" in said and file.name in said
+    assert metrics(folder, "step")[-3:] == [5, 6, 7]
+    assert (folder / "step-00000007").is_dir()
+
+
+def test_a_named_checkpoint_is_never_replaced_by_another(run):
+    flags, folder = run
+    damage_by("flip", folder / "step-00000006" / "model.safetensors")
+    argv = [*flags, "--max_step", 7, "--resume", "true", "--checkpoint", folder / "step-00000006"]
+    [(code, said)] = run_ranks(1, said_and_code, argv)
+    assert code == 2 and "the content of model.safetensors has changed" in said
+
+
+def test_no_whole_checkpoint_at_all(run):
+    flags, folder = run
+    for step in (2, 4, 6):
+        damage_by("truncate", folder / f"step-{step:08d}" / "model.safetensors")
+    [(code, said)] = run_ranks(1, said_and_code, [*flags, "--max_step", 7, "--resume", "true"])
+    assert code == 2 and "No checkpoint" in said and "step-00000002" in said
+
+
+def test_sizes_alone_do_not_see_a_flipped_bit(run):
+    """What the cheaper setting gives up."""
+    flags, folder = run
+    damage_by("flip", folder / "step-00000006" / "trainer" / "probe.safetensors")
+    argv = [*flags, "--max_step", 7, "--resume", "true", "--verify_checkpoints", "size"]
+    [(code, said)] = run_ranks(1, said_and_code, argv)
+    assert code == 0 and "step-00000006" in said and "Warning" not in said
