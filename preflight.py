@@ -86,8 +86,11 @@ def make_plan(arguments: Arguments) -> Plan:
         fsdp.reduce_dtype,
     )
     strategy = resolve_strategy(fsdp.strategy, world_size, arguments.devices.tpu, model.precision, kind, sharding)
+    given_micro_batch = training.micro_batch_size
+    if arguments.demo and given_micro_batch and training.global_batch_size:  # runs on any number of devices
+        given_micro_batch = min(given_micro_batch, max(1, training.global_batch_size // world_size))
     micro_batch_size, micro_batches, global_batch_size = batch_sizes(
-        training.micro_batch_size, training.gradient_accumulation_steps, training.global_batch_size, devices, num_nodes
+        given_micro_batch, training.gradient_accumulation_steps, training.global_batch_size, devices, num_nodes
     )
     if strategy == "fsdp" and sharding.cpu_offload and micro_batches > 1:
         raise ValueError(  # FSDP1 overwrites the offloaded gradient of the micro-batch before, without a word

@@ -67,7 +67,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: O
         total = total.to(device)
     norm = total.sqrt()
     if max_norm > 0 and gradients:
-        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        # In float32, so that another order of the sums above, 1e-16 apart, can't change a gradient's last bit.
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
         torch._foreach_mul_(gradients, coefficient)
     return norm
 
