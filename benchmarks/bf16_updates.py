@@ -8,7 +8,7 @@
 
 The first trains each row with train.py itself, one after the other, from the same weights on the same data, and reads
 the runs' metrics.jsonl. Row `torch` is `nearest` with torch.optim.AdamW(fused=True) in the place of our AdamW.
-The others call run.py's `set_up` and fabric_llm's `train_step`.
+The others call set_up.py and fabric_llm's `train_step`.
 
 Without --model_name it makes its own pretrained model, and continues on another kind of text: configs/demo.yaml in
 float32 on the source of the Python standard library, then the documentation that every Python installation carries,
@@ -65,7 +65,7 @@ SMOLLM2_135M = {  # the shape of HuggingFaceTB/SmolLM2-135M
     "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 TIMED_BATCH, TIMED_CONTEXT_TOKENS = 4, 256  # of --optimizer_time
-MASKING_BATCH_TOKENS, MASKING_CONTEXTS = 2048, (256, 1024)
+MASKING_BATCH_TOKENS, MASKING_CONTEXTS, MASKING_CHARACTERS = 2048, (256, 1024), 1000
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -110,7 +110,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, help="file to write the table to")
     parser.add_argument("--json", type=Path, help="file to write the numbers to")
     parser.add_argument("--plot", type=Path, help="picture to draw: validation loss by step (needs matplotlib)")
-    parser.add_argument("--output_dir", type=Path, help="folder to keep the run directories in (default: none is kept)")
+    parser.add_argument("--output_dir", type=Path, help="folder to keep the runs in, and to take its own pretrained model from")
     options = parser.parse_args(argv)
     if (options.model_name is None) != (options.train_data_dir is None) and options.benchmark is not optimizer_time:
         parser.error("--model_name and --train_data_dir go together: the data must be in the model's tokens.")
@@ -203,20 +203,27 @@ def base_model(folder: Path, name: str, config: Path, steps: int, lr: float, opt
     argv = ["--model_name", config, "--train_data_dir", ROOT / "data" / "demo", "--precision", "32-true"]
     argv += ["--global_batch_size", 8, "--micro_batch_size", 8, "--max_step", steps, "--lr", lr, "--min_lr", lr / 10]
     argv += ["--warmup_steps", min(20, steps), "--eval_iters", 20, "--log_step_interval", 20, "--devices", 1]
-    progress(f"Pretraining {config.name}: {steps} steps in float32.")
-    sizes = run_train(folder, name, [*argv, "--accelerator", options.accelerator], torch_optimizer=False)
+    checkpoint, sizes = folder / name / f"step-{steps:08d}", folder / f"{name}.json"
+    if checkpoint.is_dir() and sizes.is_file():
+        progress(f"Taking {checkpoint}, which is there already.")
+    else:
+        progress(f"Pretraining {config.name}: {steps} steps in float32.")
+        run_train(folder, name, [*argv, "--accelerator", options.accelerator], torch_optimizer=False)
     eval_loss = read_metrics(folder / name / "metrics.jsonl")["eval_losses"][-1]
-    return Base(folder / name / f"step-{steps:08d}", sizes["parameters"], eval_loss)
+    return Base(checkpoint, json.loads(sizes.read_text())["parameters"], eval_loss)
 
 
-def documentation(folder: Path, context_length: int) -> tuple[Path, int]:
-    """(dataset of documentation in the demo's tokens, number of its documents), by prepare_data.py."""
+def documentation(folder: Path, context_length: int, longest: int = 2**31) -> tuple[Path, int]:
+    """(dataset of documentation in the demo's tokens, number of its documents), by prepare_data.py.
+
+    Documents of more than `longest` characters are cut in pieces, each a document.
+    """
     import contextlib
 
     import prepare_data
 
     target = folder / f"documentation-{context_length}"
-    texts = list(documents())
+    texts = [text[begin : begin + longest] for text in documents() for begin in range(0, len(text), longest)]
     lines = folder / "documentation.jsonl"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     argv = ["--input", str(lines), "--output", str(target), "--tokenizer", str(ROOT / "data" / "demo" / "tokenizer")]
@@ -238,8 +245,8 @@ def documents() -> Iterator[str]:
             yield text
 
 
-def run_train(folder: Path, name: str, argv: list[Any], torch_optimizer: bool) -> dict[str, int]:
-    """`train.py ARGV --output_dir folder --run_name name` in a process of its own. Returns the sizes of its tensors."""
+def run_train(folder: Path, name: str, argv: list[Any], torch_optimizer: bool) -> dict[str, Any]:
+    """`train.py ARGV --output_dir folder --run_name name` in a process of its own. Returns what it held at the end."""
     context = multiprocessing.get_context("forkserver")  # imports once; unlike fork it goes with CUDA
     context.set_forkserver_preload(["lightning.fabric", "transformers.models.llama.modeling_llama", "datasets"])
     argv = [str(word) for word in [*argv, "--output_dir", folder, "--run_name", name]]
@@ -254,27 +261,29 @@ def run_train(folder: Path, name: str, argv: list[Any], torch_optimizer: bool) -
 
 
 def train_and_measure(argv: list[str], torch_optimizer: bool, numbers: Path) -> None:
-    """train.py's main; at the end of the run the sizes of its tensors are written to `numbers`."""
+    """train.py's main; at the end of the run its optimizer's module and the sizes of its tensors go to `numbers`."""
     output = os.open(numbers.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     import run
+    import set_up
     import train
 
     class MeasuredRun(run.Run):
-        def finish(self, progress: Any) -> None:
+        def finish(self, *given: Any, **named: Any) -> None:
             weights = list(self.model.parameters())
             sizes = {
+                "optimizer": type(unwrapped(self.optimizer)).__module__,
                 "parameters": sum(p.numel() for p in weights),
                 "weight_bytes": storage_bytes(weights),
                 "optimizer_bytes": storage_bytes(state_tensors(self.optimizer)),
             }
-            super().finish(progress)
+            super().finish(*given, **named)
             numbers.write_text(json.dumps(sizes))
 
     run.Run = MeasuredRun
     if torch_optimizer:
-        run.AdamW = torch_adamw
+        set_up.AdamW = torch_adamw
     train.main(argv)
 
 
@@ -285,8 +294,13 @@ def torch_adamw(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, 
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Without Fabric's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    states = getattr(optimizer, "optimizer", optimizer).state.values()  # Fabric wraps it
+    states = unwrapped(optimizer).state.values()
     return [value for state in states for value in state.values() if hasattr(value, "untyped_storage")]
 
 
@@ -379,12 +393,12 @@ class Trainer(NamedTuple):
     optimizer: Optimizer
 
 
-def set_up(options: argparse.Namespace, model_name: Any, data: Any, *more_flags: Any) -> Trainer:
+def make_trainer(options: argparse.Namespace, model_name: Any, data: Any, *more_flags: Any) -> Trainer:
     """The same calls as in train.py's main and Run."""
-    import run
     from arguments import parse_train
     from fabric_llm.strategy import make_fabric
     from preflight import make_plan
+    from set_up import set_up
 
     argv = ["--model_name", model_name, "--train_data_dir", data, "--lr", options.lr, "--max_step", 1000]
     argv += ["--devices", 1, "--accelerator", options.accelerator, "--verify_start", "false", "--seed", options.seed]
@@ -394,7 +408,7 @@ def set_up(options: argparse.Namespace, model_name: Any, data: Any, *more_flags:
     precision = arguments.model.precision
     fabric = make_fabric(plan.strategy, devices=1, num_nodes=1, kind=plan.kind, precision=precision)
     fabric.launch()
-    model, optimizer, _ = run.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
+    model, optimizer, _ = set_up(fabric, arguments, plan, plan.source, plan.resume_from)
     return Trainer(fabric, plan, model, optimizer)
 
 
@@ -482,7 +496,7 @@ def accumulation_errors(options: argparse.Namespace, model_name: Any, data: Any)
     from fabric_llm.optim import GradientSums
 
     one = ("--global_batch_size", 1, "--micro_batch_size", 1)
-    trainer = set_up(options, model_name, data, *one, "--precision", "bf16-true")
+    trainer = make_trainer(options, model_name, data, *one, "--precision", "bf16-true")
     parameters = list(trainer.model.parameters())
     sums, same, right = GradientSums(parameters), None, None
     for index, gradients in enumerate(micro_gradients(trainer)):
@@ -496,7 +510,7 @@ def accumulation_errors(options: argparse.Namespace, model_name: Any, data: Any)
         sums.add(last=index == MICRO_BATCHES - 1)
     rounded_once = [p.grad for p in parameters]
     sum_bytes = storage_bytes(t for t in sums.sums if t is not None) / sum(p.numel() for p in parameters)
-    exact = set_up(options, model_name, data, *one, "--precision", "32-true")
+    exact = make_trainer(options, model_name, data, *one, "--precision", "32-true")
     for ours, theirs in zip(exact.model.parameters(), parameters, strict=True):
         ours.data.copy_(theirs.data)
     fp32 = None
@@ -546,7 +560,7 @@ def optimizer_time(folder: Path, options: argparse.Namespace) -> Result:
         data = folder / "random"
         write_random_tokens(data, Path(model_name))
     size = ("--global_batch_size", TIMED_BATCH, "--micro_batch_size", TIMED_BATCH)
-    trainer = set_up(options, model_name, data, *size, "--precision", "bf16-true")
+    trainer = make_trainer(options, model_name, data, *size, "--precision", "bf16-true")
     named = list(trainer.model.module.named_parameters())
     count = sum(p.numel() for _, p in named)
 
@@ -630,7 +644,7 @@ def masking(folder: Path, options: argparse.Namespace) -> Result:
 
         prepare_demo(ROOT / "data" / "demo", 256)
         write_config(folder / "llama-30M", LARGER)
-        data = {context: documentation(folder, context)[0] for context in MASKING_CONTEXTS}
+        data = {context: documentation(folder, context, MASKING_CHARACTERS)[0] for context in MASKING_CONTEXTS}
         models = {"demo, 2.2 M": ROOT / "configs" / "demo_llama", "Llama, 30 M": folder / "llama-30M"}
         cases = [(name, path, data[context]) for name, path in models.items() for context in MASKING_CONTEXTS]
     rows = []
@@ -638,7 +652,7 @@ def masking(folder: Path, options: argparse.Namespace) -> Result:
         manifest = json.loads((Path(data_folder) / "manifest.json").read_text())
         context, split = manifest["context_length"], manifest["splits"]["train"]
         size = max(1, MASKING_BATCH_TOKENS // context)
-        trainer = set_up(options, model_name, data_folder, "--global_batch_size", size, "--micro_batch_size", size)
+        trainer = make_trainer(options, model_name, data_folder, "--global_batch_size", size, "--micro_batch_size", size)
         steps = {
             key: masking_turn(trainer, batches_of(trainer, 1, keep_apart=key == "true"), options.lr)
             for key in ("false", "true")
@@ -657,7 +671,8 @@ def masking(folder: Path, options: argparse.Namespace) -> Result:
     notes = [
         "Documents that share a row kept apart (--document_masking true, the default) or not, --attention sdpa, bfloat16",
         f"Medians of {options.rounds} steps of the same sequences; the two take turns, a step each",
-        "Kept apart, attention takes a mask of context x context instead of the causal kernel without one",
+        "Rows with several documents take a mask of context x context instead of the causal kernel without one, so the cost "
+        f"depends on the length of documents: here at most {MASKING_CHARACTERS} characters",
     ]
     return "What keeping packed documents apart costs", notes, rows, markdown(titles, lines)
 

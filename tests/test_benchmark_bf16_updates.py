@@ -50,6 +50,8 @@ def test_stochastic_and_kahan_are_closer_to_fp32_than_nearest(result):
 
 def test_nearest_is_the_recipe_of_torch(result):
     _, rows = result
+    assert rows["torch"]["optimizer"].startswith("torch.optim")
+    assert rows["nearest"]["optimizer"] == "fabric_llm.adamw"
     assert rows["torch"]["eval_losses"] == pytest.approx(rows["nearest"]["eval_losses"], abs=1e-3)
     assert rows["torch"]["updated_fraction"] == pytest.approx(rows["nearest"]["updated_fraction"], abs=0.01)
 
@@ -83,7 +85,7 @@ def test_summing_in_float32_leaves_the_error_of_one_rounding(toys, options):
 
 def test_same_is_what_autograd_does(toys, options):
     flags = ("--global_batch_size", 1, "--micro_batch_size", 1)
-    trainer = bf16_updates.set_up(options, toys / "llama-tied", toys / "many", *flags)
+    trainer = bf16_updates.make_trainer(options, toys / "llama-tied", toys / "many", *flags)
     parameters = list(trainer.model.parameters())
     total = None
     for gradients in bf16_updates.micro_gradients(trainer):

@@ -1,5 +1,7 @@
 """A damaged checkpoint is found before it is used: --resume true goes on from the newest whole one, and says so."""
 
+import shutil
+
 import pytest
 from ranks import metrics, run_ranks, train_ranks
 
@@ -15,21 +17,22 @@ def damage_by(how, file):
         file.unlink()
 
 
-@pytest.fixture
-def run(toys, tmp_path):
-    flags = (
-        "--model_name",
-        toys / "llama",
-        "--train_data_dir",
-        toys / "data",
-        "--output_dir",
-        tmp_path,
-        "--run_name",
-        "run",
-    )
+@pytest.fixture(scope="module")
+def finished(toys, tmp_path_factory):
+    """(flags, folder) of a run of two FSDP ranks with checkpoints at 2, 4 and 6."""
+    output = tmp_path_factory.mktemp("finished")
+    flags = ("--model_name", toys / "llama", "--train_data_dir", toys / "data", "--run_name", "run")
     flags += ("--global_batch_size", 4, "--save_step_interval", 2, "--eval_iters", 0)
-    train_ranks(2, *flags, "--strategy", "fsdp", "--max_step", 6)
-    return flags, tmp_path / "run"
+    train_ranks(2, *flags, "--output_dir", output, "--strategy", "fsdp", "--max_step", 6)
+    return flags, output / "run"
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of it, to damage."""
+    flags, folder = finished
+    shutil.copytree(folder, tmp_path / "run")
+    return (*flags, "--output_dir", tmp_path), tmp_path / "run"
 
 
 def said_and_code(argv):
@@ -47,10 +50,19 @@ def said_and_code(argv):
     return 0, output.getvalue()
 
 
-@pytest.mark.parametrize("how", ["flip", "truncate", "delete"])
 @pytest.mark.parametrize(
-    "pattern",
-    ["model.safetensors", "trainer/optimizer/*00002*", "trainer/progress.json", "config.json", "MANIFEST.json"],
+    ("how", "pattern"),
+    [
+        ("flip", "model.safetensors"),
+        ("flip", "trainer/optimizer/*00002*"),
+        ("flip", "trainer/progress.json"),
+        ("flip", "config.json"),
+        ("flip", "MANIFEST.json"),
+        ("truncate", "trainer/optimizer/*00001*"),
+        ("truncate", "MANIFEST.json"),
+        ("delete", "model.safetensors"),
+        ("delete", "MANIFEST.json"),
+    ],
 )
 def test_resume_falls_back_to_the_newest_whole_checkpoint(run, how, pattern):
     flags, folder = run
