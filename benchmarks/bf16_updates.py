@@ -75,7 +75,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     if not options.model_name:
         os.environ["HF_HUB_OFFLINE"] = "1"
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name:  # not used with --output_dir
         folder = Path(name) if options.output_dir is None else options.output_dir
         folder.mkdir(parents=True, exist_ok=True)
         title, notes, rows, table = options.benchmark(folder.resolve(), options)
@@ -691,7 +691,7 @@ def header(argv: list[str], options: argparse.Namespace, title: str, notes: list
 
     command = shlex.join(["python", "benchmarks/bf16_updates.py", *argv])
     cuda = options.accelerator != "cpu" and torch.cuda.is_available()
-    hardware = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads"
+    hardware = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, torch on {torch.get_num_threads()} of {os.cpu_count()} cores"
     lines = [
         f"Command: `{command}`",
         f"Date: {datetime.date.today()}",
