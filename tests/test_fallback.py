@@ -54,11 +54,11 @@ def said_and_code(argv):
     ("how", "pattern"),
     [
         ("flip", "model.safetensors"),
-        ("flip", "trainer/optimizer/*00002*"),
+        ("flip", "trainer/optimizer/shard-00002*"),
         ("flip", "trainer/progress.json"),
         ("flip", "config.json"),
         ("flip", "MANIFEST.json"),
-        ("truncate", "trainer/optimizer/*00001*"),
+        ("truncate", "trainer/optimizer/shard-00001*"),
         ("truncate", "MANIFEST.json"),
         ("delete", "model.safetensors"),
         ("delete", "MANIFEST.json"),
