@@ -104,13 +104,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--micro_batch_size", type=int, help="sequences in a forward pass (default: all of a step)")
     parser.add_argument("--eval_iters", type=int, default=25, help="batches of 8 sequences an evaluation (default: 25)")
     parser.add_argument("--seed", type=int, default=1234, help="of data order and rounding (default: 1234)")
-    parser.add_argument("--base_steps", type=int, default=400, help="steps of the model's own pretraining (default: 400)")
+    parser.add_argument(
+        "--base_steps", type=int, default=400, help="steps of the model's own pretraining (default: 400)"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of each row, one a turn (default: 9)")
     parser.add_argument("--accelerator", default="auto", choices=("auto", "cpu", "cuda"), help="(default: auto)")
     parser.add_argument("--markdown", type=Path, help="file to write the table to")
     parser.add_argument("--json", type=Path, help="file to write the numbers to")
     parser.add_argument("--plot", type=Path, help="picture to draw: validation loss by step (needs matplotlib)")
-    parser.add_argument("--output_dir", type=Path, help="folder to keep the runs in, and to take its own pretrained model from")
+    parser.add_argument(
+        "--output_dir", type=Path, help="folder to keep the runs in, and to take its own pretrained model from"
+    )
     options = parser.parse_args(argv)
     if (options.model_name is None) != (options.train_data_dir is None) and options.benchmark is not optimizer_time:
         parser.error("--model_name and --train_data_dir go together: the data must be in the model's tokens.")
@@ -162,7 +166,11 @@ def updates(folder: Path, options: argparse.Namespace) -> Result:
 def model_and_data(folder: Path, options: argparse.Namespace) -> tuple[str, str, list[str]]:
     """(pretrained model, dataset to continue on, lines that say what they are)."""
     if options.model_name:
-        return options.model_name, options.train_data_dir, [f"Model: {options.model_name}; data: {options.train_data_dir}"]
+        return (
+            options.model_name,
+            options.train_data_dir,
+            [f"Model: {options.model_name}; data: {options.train_data_dir}"],
+        )
     base = demo_model(folder, options)
     data, count = documentation(folder, 256)
     manifest = json.loads((data / "manifest.json").read_text())
@@ -367,7 +375,9 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2), layout="constrained")
     for row in rows:
         colour, mark, line = looks[row["name"]]
-        left.plot(row["eval_steps"], row["eval_losses"], line, color=colour, marker=mark, fillstyle="none", label=row["name"])
+        left.plot(
+            row["eval_steps"], row["eval_losses"], line, color=colour, marker=mark, fillstyle="none", label=row["name"]
+        )
     left.set(xlabel="step", ylabel="validation loss, nats a token")
     left.legend(frameon=False)
     fp32 = rows[0]["eval_losses"]
@@ -471,7 +481,14 @@ def accumulation(folder: Path, options: argparse.Namespace) -> Result:
     for name, (model_name, data) in models.items():
         progress(f"{name}: {MICRO_BATCHES} micro-batches in bfloat16, then in float32.")
         rows.append({"name": name, **accumulation_errors(options, model_name, data)})
-    titles = ("", "--accumulation_dtype", "error of the sum", "largest of a tensor", "against float32's gradient", "bytes")
+    titles = (
+        "",
+        "--accumulation_dtype",
+        "error of the sum",
+        "largest of a tensor",
+        "against float32's gradient",
+        "bytes",
+    )
     lines = [
         (row["name"], kind, f"{row[kind]['sum']:.3%}", f"{row[kind]['worst']:.3%}", f"{row[kind]['fp32']:.3%}",
          f"{row[kind]['bytes']}")
@@ -490,7 +507,7 @@ def accumulation(folder: Path, options: argparse.Namespace) -> Result:
 
 
 def accumulation_errors(options: argparse.Namespace, model_name: Any, data: Any) -> dict[str, Any]:
-    """"same" and "float32" -> relative errors, as in `accumulation`'s table."""
+    """ "same" and "float32" -> relative errors, as in `accumulation`'s table."""
     import torch
 
     from fabric_llm.optim import GradientSums
@@ -589,7 +606,9 @@ def optimizer_time(folder: Path, options: argparse.Namespace) -> Result:
     for name, optimizer in optimizers.items():
         whole, alone = (statistics.median(values) for values in zip(*times[name]))
         state = storage_bytes(state_tensors(optimizer)) / count
-        rows.append({"name": name, "step": whole, "optimizer": alone, "passes": passes, "state": state, "times": times[name]})
+        rows.append(
+            {"name": name, "step": whole, "optimizer": alone, "passes": passes, "state": state, "times": times[name]}
+        )
     fused = rows[0]
     lines = [
         (row["name"], f"{1000 * row['step']:.0f}", f"{row['step'] / fused['step']:.3f}", f"{1000 * row['optimizer']:.0f}",
@@ -597,7 +616,15 @@ def optimizer_time(folder: Path, options: argparse.Namespace) -> Result:
          f"{(passes + row['optimizer']) / (passes + fused['optimizer']):.3f}", f"{row['state']:.1f}")
         for row in rows
     ]  # fmt: skip
-    titles = ("", "step, ms", "x fused", "optimizer alone, ms", "x fused", "step, same passes, x fused", "state, bytes a parameter")
+    titles = (
+        "",
+        "step, ms",
+        "x fused",
+        "optimizer alone, ms",
+        "x fused",
+        "step, same passes, x fused",
+        "state, bytes a parameter",
+    )
     notes = [
         f"Model: {count / 1e6:.1f} M parameters in bfloat16 ({'a given one' if options.model_name else 'the shape of SmolLM2-135M, random weights'}), "
         f"{TIMED_BATCH} sequences of {trainer.plan.dataset.context_length} tokens a step",
@@ -652,7 +679,9 @@ def masking(folder: Path, options: argparse.Namespace) -> Result:
         manifest = json.loads((Path(data_folder) / "manifest.json").read_text())
         context, split = manifest["context_length"], manifest["splits"]["train"]
         size = max(1, MASKING_BATCH_TOKENS // context)
-        trainer = make_trainer(options, model_name, data_folder, "--global_batch_size", size, "--micro_batch_size", size)
+        trainer = make_trainer(
+            options, model_name, data_folder, "--global_batch_size", size, "--micro_batch_size", size
+        )
         steps = {
             key: masking_turn(trainer, batches_of(trainer, 1, keep_apart=key == "true"), options.lr)
             for key in ("false", "true")
@@ -691,7 +720,11 @@ def header(argv: list[str], options: argparse.Namespace, title: str, notes: list
 
     command = shlex.join(["python", "benchmarks/bf16_updates.py", *argv])
     cuda = options.accelerator != "cpu" and torch.cuda.is_available()
-    hardware = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, torch on {torch.get_num_threads()} of {os.cpu_count()} cores"
+    hardware = (
+        torch.cuda.get_device_name()
+        if cuda
+        else f"{cpu_name()}, torch on {torch.get_num_threads()} of {os.cpu_count()} cores"
+    )
     lines = [
         f"Command: `{command}`",
         f"Date: {datetime.date.today()}",
