@@ -147,7 +147,7 @@ class Run:
             advice = (
                 "the rest was too small for bfloat16 and is lost: take --bf16_updates stochastic"
                 if nearest
-                else "on average nothing is lost, but if the loss stalls, take --bf16_updates kahan or a larger --lr"
+                else "on average nothing is lost, but if the loss stalls, try a larger --lr"
             )
             self.console.line(
                 f"Warning: only {fraction:.1%} of the weights change in a step; {advice} (docs/numerics.md)."

@@ -67,9 +67,10 @@ def load_reference(
     reference, expected, problem = None, None, None
     if fabric.global_rank == 0:
         try:
+            flash = arguments.model.attention == "flash_attention_2"  # has no CPU kernel
             reference = model.load_reference(
                 source,
-                plan.config,
+                model.load_config(source, "sdpa") if flash else plan.config,
                 model.DTYPES[arguments.model.precision],
                 arguments.training.seed,
                 checkpoint.sharded_weights(Path(source)),

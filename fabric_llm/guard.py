@@ -20,7 +20,7 @@ class Guard:
     spike_action: str = "warn"  # warn, skip or rewind
     losses: list[float] = field(default_factory=list)  # of the last steps taken, at most spike_window
     skipped: int = 0  # steps in a row
-    rewinds: int = 0  # since a step beyond the one that was left by the last rewind
+    rewinds: int = 0  # of the whole run
     verdict: str = "take"  # on the last step: take, warn, skip or rewind
     reason: str = ""
 
