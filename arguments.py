@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin, get_type_hints
 
+from fabric_llm.faults import BAD_INPUT
+
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
-BAD_ARGUMENTS = 2  # exit code: the user can mend it
+WHICH_RUN = ("run_name", "resume", "checkpoint", "resume_override")  # flags that aren't kept in arguments.yaml
 
 
 def flag(default: Any, help: str) -> Any:
@@ -33,6 +35,9 @@ class DeviceArguments:
     devices: Union[int, Literal["auto"]] = flag("auto", "processes per node, one device each; auto: all GPUs, or 1 CPU")
     num_nodes: int = flag(1, "number of machines")
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = flag("auto", "auto: cuda where there is a GPU, else cpu")
+    hang_timeout: float = flag(
+        1800.0, "seconds without progress of a rank (a step, a batch of an evaluation) after which the run ends with 71"
+    )
     tpu: bool = flag(False, "train on TPU cores with Fabric's XLA FSDP strategy (needs torch_xla)")
 
 
@@ -42,6 +47,9 @@ class DataArguments:
 
     train_data_dir: Optional[str] = flag(None, "dataset folder that prepare_data.py wrote, or any with input_ids")
     context_length: Optional[int] = flag(None, "tokens per sequence; must be what the dataset holds (default: that)")
+    verify_data: Literal["auto", "full", "size"] = flag(
+        "auto", "compare the dataset's files with prepare_data.py's hashes, or only sizes; auto: hashes up to 1 GiB"
+    )
     document_masking: bool = flag(
         True,
         "packed documents don't see each other: attention and positions restart (needs prepare_data.py's manifest)",
@@ -110,7 +118,12 @@ class CheckpointArguments:
     verify_checkpoints: Literal["full", "size"] = flag(
         "full", "before resuming, compare sizes and sha256 of all files with the manifest, or only sizes"
     )
-    checkpoint: Optional[str] = flag(None, "the checkpoint to resume from, checkpoints/RUN/step-N")
+    checkpoint: Optional[str] = flag(
+        None, "the checkpoint to resume from, checkpoints/RUN/step-N; with the --run_name of a new run: a branch"
+    )
+    resume_override: Optional[str] = flag(
+        None, "flags that a resumed run changes on purpose, comma-separated, such as max_step,lr; refused otherwise"
+    )
 
 
 @dataclass
@@ -168,7 +181,12 @@ class SaveArguments:
     """Save (also at the last step)"""
 
     save_step_interval: Optional[int] = flag(None, "steps between checkpoints")
-    keep_last: Optional[int] = flag(None, "checkpoints to keep (default: all)")
+    keep_last: Optional[int] = flag(None, "newest checkpoints to keep (default: all); pinned ones always stay")
+    keep_every: Optional[int] = flag(None, "with keep_last: keep those of multiples of so many steps as well")
+    keep_best: int = flag(1, "with keep_last: keep so many with the lowest validation loss at their step as well")
+    async_save: bool = flag(
+        False, "write checkpoints while training goes on; costs their size in host memory (not the last one)"
+    )
 
 
 @dataclass
@@ -258,9 +276,11 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     resumed = None if named else _arguments_of_resumed_run(argv)
     demo = not named and resumed is None
     if not named:
-        argv = ["--config", str(DEMO_CONFIG if demo else resumed), *argv]
+        # A run goes on where it is: not where its file, which may be another's, would have it.
+        place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
+        argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
     description = "Train a Hugging Face causal language model. Without arguments: a demo on the standard library."
-    flat = _parse("train.py", description, groups(Arguments).values(), argv)
+    flat = _parse("train.py", description, groups(Arguments).values(), argv, () if resumed is None else WHICH_RUN)
     if demo:  # the preset's paths are those of this repository, wherever it is started from
         for name in ("model_name", "train_data_dir"):
             flat[name] = str(ROOT / flat[name])
@@ -280,9 +300,9 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     given, _ = names.parse_known_args(argv)
     if str(given.resume).lower() not in ("true", "auto") or not (given.run_name or given.checkpoint):
         return None
-    folder = (
-        Path(given.checkpoint).parent if given.checkpoint else Path(given.output_dir or "checkpoints", given.run_name)
-    )
+    folder = Path(given.output_dir or "checkpoints", given.run_name or "")
+    if given.checkpoint:
+        folder = Path(os.path.abspath(given.checkpoint)).parent
     return folder / "arguments.yaml" if (folder / "arguments.yaml").is_file() else None
 
 
@@ -307,24 +327,29 @@ def write_yaml(arguments: Arguments, path: Path, **resolved: Any) -> None:
     import yaml
 
     flat = {**arguments.flat(), **resolved}
-    for name in ("run_name", "resume", "checkpoint"):  # which run, not how
+    for name in WHICH_RUN:
         flat.pop(name)
-    path.write_text(yaml.safe_dump(flat, sort_keys=False))
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(yaml.safe_dump(flat, sort_keys=False))
+    temporary.replace(path)
 
 
 def is_rank_zero() -> bool:
     """True in the process that speaks to the user, also before there is a process group."""
-    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
+    node = os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0"))
+    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0") if node == "0" else "other") == "0"
 
 
-def fail(program: str, sentence: str, code: int = BAD_ARGUMENTS) -> NoReturn:
-    """One sentence on stderr, from rank 0, and an exit code."""
-    if is_rank_zero():
+def fail(program: str, sentence: str, code: int = BAD_INPUT) -> NoReturn:
+    """One sentence on stderr, from the first process of each machine, and an exit code."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{program}: error: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
-def _parse(program: str, description: str, flag_groups: Any, argv: list[str]) -> dict[str, Any]:
+def _parse(
+    program: str, description: str, flag_groups: Any, argv: list[str], not_in_config: tuple[str, ...] = ()
+) -> dict[str, Any]:
     from jsonargparse import ArgumentParser
 
     flag_groups = list(flag_groups)
@@ -348,7 +373,7 @@ def _parse(program: str, description: str, flag_groups: Any, argv: list[str]) ->
             section.add_argument(f"--{f.name}", type=flag_type, help=f.metadata["help"], **options)
     words, config = _split_config(argv)
     if config is not None:
-        _check_config_keys(program, config, list(types))
+        _check_config(program, config, [name for name in types if name not in not_in_config])
         words = ["--config", config, *words]  # first, so that the command line wins whatever the order
     flat = parser.parse_args(words).as_dict()
     return {name: flat[name] for name in types}
@@ -366,20 +391,24 @@ def _split_config(argv: list[str]) -> tuple[list[str], Optional[str]]:
     return words, config
 
 
-def _check_config_keys(program: str, config: str, known: list[str]) -> None:
+def _check_config(program: str, config: str, known: list[str]) -> None:
+    """Known keys, and values without depth: a few aliases of lists of aliases would fill the memory."""
     import yaml
 
     try:
         values = yaml.safe_load(Path(config).read_text())
     except OSError as error:
         fail(program, f"--config {config!r} can't be read: {error.strerror}.")
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         fail(program, f"--config {config!r} isn't valid YAML: {' '.join(str(error).split())}.")
     if not isinstance(values, dict):
         fail(program, f"--config {config!r} must hold `flag: value` lines, but holds {type(values).__name__}.")
-    for key in values:
+    for key, value in values.items():
         if key not in known:
             fail(program, f"unknown key {key!r} in {config}.{_nearest(str(key), known)}")
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, (list, dict, set, tuple)):
+                fail(program, f"{key!r} in {config} must hold a value, or a list of values, not {type(item).__name__}.")
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Optional
 
 from arguments import fail, parse_export
+from fabric_llm.faults import BAD_INPUT
 
 VERIFICATION_FAILED = 1  # exit code
 
@@ -30,7 +31,7 @@ def main(argv: Optional[list[str]] = None) -> None:
             overwrite=arguments.overwrite,
         )
     except ValueError as error:
-        fail("export_hf.py", str(error))
+        fail("export_hf.py", str(error), getattr(error, "code", BAD_INPUT))
     except OSError as error:
         fail("export_hf.py", f"{arguments.output!r} can't be written: {error}.")
     except VerificationError as error:

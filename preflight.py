@@ -10,15 +10,15 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
+import resume
 from arguments import Arguments, is_rank_zero
-from fabric_llm import checkpoint, run_directory
+from fabric_llm import checkpoint
 from fabric_llm.data import TokenDataset, open_dataset
-from fabric_llm.model import DTYPES, build_skeleton, load_config, load_tokenizer
+from fabric_llm.model import DTYPES, build_skeleton, checked_skeleton, load_config, load_tokenizer
 from fabric_llm.strategy import Sharding, modules_to_wrap, resolve_devices, resolve_strategy
 
-CHOSEN = "FABRIC_LLM_RESUME_FROM"  # environment variable, for the processes that Fabric starts: the verified checkpoint
 DEMO_VOCABULARY = 2048  # as in configs/demo_llama
 DEMO_EXCLUDED = "site-packages dist-packages test tests idlelib lib2to3 encodings pydoc_data __pycache__".split()
 
@@ -54,29 +54,27 @@ class Plan:
         """Sequences that the step at `position` consumes: a global batch, or what is left of the last epoch."""
         return self.global_batch_size if self.end is None else min(self.global_batch_size, self.end - position)
 
-    def facts(self, arguments: Arguments) -> dict[str, Any]:
-        """What a checkpoint of this run and the run that resumes from it must have in common."""
-        return {
-            "global_batch_size": self.global_batch_size,
-            "context_length": self.dataset.context_length,
-            "train_rows": len(self.dataset.train),
-            "seed": arguments.training.seed,
-            "precision": arguments.model.precision,
-            "bf16_updates": arguments.model.bf16_updates if arguments.model.precision == "bf16-true" else None,
-        }
+
+class Placement(NamedTuple):
+    """Which devices, and how the model is spread over them."""
+
+    strategy: str  # a name of strategy.py's table
+    sharding: Sharding
+    devices: int  # per node
+    num_nodes: int
+    kind: str  # "cpu" or "cuda"
+
+    @property
+    def world_size(self) -> int:
+        return self.devices * self.num_nodes
 
 
-def make_plan(arguments: Arguments) -> Plan:
-    """Resolve and check everything. Raises ValueError."""
-    data, model, training, fsdp = arguments.data, arguments.model, arguments.training, arguments.fsdp
-    for name, value in (("model_name", model.model_name), ("train_data_dir", data.train_data_dir)):
-        if value is None:
-            raise ValueError(f"--{name} is missing: a run needs --model_name and --train_data_dir.")
-    check_numbers(arguments)
+def placement(arguments: Arguments) -> Placement:
+    """What the arguments say of devices, without a look at model or data. Raises ValueError."""
+    fsdp = arguments.fsdp
     devices, num_nodes, kind = resolve_devices(
         arguments.devices.devices, arguments.devices.num_nodes, arguments.devices.accelerator
     )
-    world_size = devices * num_nodes
     sharding = Sharding(
         fsdp.auto_wrap_policy,
         fsdp.sharding_strategy,
@@ -85,7 +83,22 @@ def make_plan(arguments: Arguments) -> Plan:
         fsdp.backward_prefetch,
         fsdp.reduce_dtype,
     )
-    strategy = resolve_strategy(fsdp.strategy, world_size, arguments.devices.tpu, model.precision, kind, sharding)
+    tpu, precision = arguments.devices.tpu, arguments.model.precision
+    strategy = resolve_strategy(fsdp.strategy, devices * num_nodes, tpu, precision, kind, sharding)
+    return Placement(strategy, sharding, devices, num_nodes, kind)
+
+
+def make_plan(arguments: Arguments) -> Plan:
+    """Resolve and check everything. Raises ValueError."""
+    data, model, training = arguments.data, arguments.model, arguments.training
+    for name, value in (("model_name", model.model_name), ("train_data_dir", data.train_data_dir)):
+        if value is None:
+            raise ValueError(f"--{name} is missing: a run needs --model_name and --train_data_dir.")
+    check_numbers(arguments)
+    place = placement(arguments)
+    strategy, sharding, devices, num_nodes, world_size = (
+        place.strategy, place.sharding, place.devices, place.num_nodes, place.world_size
+    )  # fmt: skip
     given_micro_batch = training.micro_batch_size
     if arguments.demo and given_micro_batch and training.global_batch_size:  # runs on any number of devices
         given_micro_batch = min(given_micro_batch, max(1, training.global_batch_size // world_size))
@@ -99,9 +112,10 @@ def make_plan(arguments: Arguments) -> Plan:
         )
     if arguments.demo:
         prepare_demo(Path(data.train_data_dir), data.context_length)
-    dataset = open_dataset(data.train_data_dir)
+    resume.overrides(arguments)
+    dataset = open_dataset(data.train_data_dir, data.verify_data if is_rank_zero() else "size")
     check_sizes(arguments, dataset, micro_batch_size, global_batch_size)
-    directory, resume_from = choose_directory(arguments)
+    directory, resume_from = resume.choose(arguments)
     source = model.model_name if resume_from is None else str(resume_from)
     config = load_config(source, model.attention)
     tokenizer = check_model(arguments, config, dataset, source, resume_from)
@@ -111,12 +125,12 @@ def make_plan(arguments: Arguments) -> Plan:
         start = checkpoint.Progress(**checkpoint.check(resume_from)["progress"])
     max_step = training.max_step if end is None else start.step - (start.position - end) // global_batch_size
     plan = Plan(
-        dataset, source, config, tokenizer, strategy, sharding, devices, num_nodes, kind, micro_batch_size,
+        dataset, source, config, tokenizer, strategy, sharding, devices, num_nodes, place.kind, micro_batch_size,
         micro_batches, global_batch_size, start, max_step, end, directory, resume_from,
         find_document_end(arguments, dataset, config),
     )  # fmt: skip
     if resume_from is not None:
-        check_resume(plan, plan.facts(arguments), checkpoint.check(resume_from))
+        resume.check(plan, arguments, checkpoint.check(resume_from))
     return plan
 
 
@@ -124,10 +138,12 @@ def check_numbers(arguments: Arguments) -> None:
     """Signs and ranges of all numbers."""
     positive = (
         "number_epochs max_step micro_batch_size gradient_accumulation_steps global_batch_size lr eval_batch_size "
-        "eval_step_interval save_step_interval keep_last log_step_interval context_length spike_threshold spike_window"
+        "eval_step_interval save_step_interval keep_last keep_every log_step_interval context_length spike_threshold "
+        "spike_window hang_timeout"
     ).split()
     not_negative = (
-        "grad_clip min_lr warmup_steps weight_decay num_workers eval_iters sample_tokens seed max_skipped_steps".split()
+        "grad_clip min_lr warmup_steps weight_decay num_workers eval_iters sample_tokens seed max_skipped_steps "
+        "keep_best".split()
     )
     flat = arguments.flat()
     for names, fits, words in ((positive, lambda v: v > 0, "positive"), (not_negative, lambda v: v >= 0, "0 or more")):
@@ -190,32 +206,6 @@ def check_sizes(arguments: Arguments, dataset: TokenDataset, micro_batch_size: i
         )
 
 
-def choose_directory(arguments: Arguments) -> tuple[Path, Optional[Path]]:
-    """(run directory, checkpoint to resume from or None). Damaged checkpoints are passed over, loudly."""
-    flags = arguments.checkpoint
-    hashes = flags.verify_checkpoints == "full"
-    given = None if flags.checkpoint is None else Path(flags.checkpoint)
-    if given is not None and not flags.resume:
-        raise ValueError("--checkpoint says where to resume, so it goes with --resume true.")
-    if CHOSEN in os.environ:  # the process that started this one has read and hashed it all
-        chosen = Path(os.environ[CHOSEN])
-        return chosen.parent, chosen
-    if given is not None:
-        checkpoint.check(given, hashes)
-    default = run_directory.default_name(arguments.model.model_name, arguments.data.train_data_dir)
-    directory = run_directory.choose(flags.output_dir, flags.run_name, default, flags.resume, given)
-    run_directory.require_writable(directory)
-    if not flags.resume:
-        return directory, None
-    valid, problems = (given, []) if given is not None else checkpoint.newest_valid(directory, hashes)
-    if valid is None and problems:
-        raise ValueError(f"No checkpoint in {str(directory)!r} is whole: {' '.join(problems)}")
-    if is_rank_zero():
-        for problem in problems:
-            print(f"Warning: {problem} Resuming from {valid} instead.", flush=True)
-    return directory, valid
-
-
 def check_model(
     arguments: Arguments, config: Any, dataset: TokenDataset, source: str, resume_from: Optional[Path]
 ) -> Optional[Any]:
@@ -233,24 +223,34 @@ def check_model(
             f"Rows of {str(dataset.folder)!r} hold {dataset.context_length} tokens, "
             f"but {source!r} has positions for {longest}."
         )
-    skeleton = build_skeleton(config, DTYPES[arguments.model.precision])
+    skeleton = checked_skeleton(source, config, DTYPES[arguments.model.precision])
     modules_to_wrap(skeleton, arguments.fsdp.auto_wrap_policy)
     if arguments.fsdp.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
         raise ValueError(f"--activation_checkpointing true: {type(skeleton).__name__} doesn't support it.")
     if resume_from is not None and arguments.model.model_name != source:
         started_from = build_skeleton(load_config(arguments.model.model_name), skeleton.dtype)
-        differing = set(checkpoint.shapes(started_from)) ^ set(checkpoint.shapes(skeleton))
+        here, there = dict(checkpoint.shapes(started_from)), dict(checkpoint.shapes(skeleton))
+        differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
         if differing:
-            name, shape = min(differing)
+            words = (
+                f"{name} {list(there.get(name, ())) or 'missing'}, not {list(here.get(name, ())) or 'there'}"
+                for name in differing[: resume.MOST_DIFFERENCES]
+            )
             raise ValueError(
                 f"{str(resume_from)!r} belongs to another model than --model_name {arguments.model.model_name!r}: "
-                f"{len(differing)} parameters differ, such as {name} {list(shape)}."
+                f"{len(differing)} parameters differ: {'; '.join(words)}."
             )
     of_model, of_data = load_tokenizer(source), load_tokenizer(str(dataset.folder / "tokenizer"))
     if of_model is not None and of_data is not None and of_model.get_vocab() != of_data.get_vocab():
+        ids, others = of_model.get_vocab(), of_data.get_vocab()
+        differing = sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))
+        words = ", ".join(
+            f"{token!r} is {others.get(token, 'none')}, not {ids.get(token, 'none')}"
+            for token in differing[: resume.MOST_DIFFERENCES]
+        )
         raise ValueError(
-            f"{str(dataset.folder)!r} was made with another tokenizer than that of {source!r} "
-            f"({len(of_data)} and {len(of_model)} tokens): run prepare_data.py with --tokenizer {source}."
+            f"{str(dataset.folder)!r} was made with another tokenizer than that of {source!r}: {len(differing)} tokens "
+            f"differ: {words}; run prepare_data.py with --tokenizer {source}."
         )
     return of_model or of_data
 
@@ -266,18 +266,6 @@ def find_document_end(arguments: Arguments, dataset: TokenDataset, config: Any) 
             "take --document_masking false."
         )
     return dataset.manifest["eos_token_id"]
-
-
-def check_resume(plan: Plan, now: dict[str, Any], document: dict[str, Any]) -> None:
-    """The run as it would go on, against what its checkpoint says."""
-    for name, value in now.items():
-        if document[name] != value:
-            raise ValueError(f"{str(plan.resume_from)!r} was written with {name} {document[name]}, not {value}.")
-    if plan.start.step >= plan.max_step:
-        raise ValueError(
-            f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of {plan.max_step}): "
-            "to train on, give a larger --max_step or --number_epochs."
-        )
 
 
 def prepare_demo(folder: Path, context_length: int) -> None:

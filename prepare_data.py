@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Optional
 
 from arguments import fail, parse_prepare
+from fabric_llm.faults import BAD_INPUT
 
 
 def main(argv: Optional[list[str]] = None) -> None:
@@ -28,7 +29,7 @@ def main(argv: Optional[list[str]] = None) -> None:
             overwrite=arguments.overwrite,
         )
     except ValueError as error:
-        fail("prepare_data.py", str(error))
+        fail("prepare_data.py", str(error), getattr(error, "code", BAD_INPUT))
     print(summary(manifest))
     print(f"Next: python train.py --model_name NAME_OR_DIR --train_data_dir {arguments.output}", flush=True)
 

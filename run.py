@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from lightning.fabric import Fabric
 
-from arguments import Arguments, fail, write_yaml
-from fabric_llm import checkpoint, metrics, step, strategy
+import resume
+from arguments import Arguments, write_yaml
+from fabric_llm import adamw, checkpoint, manifest, metrics, retention, run_directory, step, stop, strategy
 from fabric_llm.checkpoint import Progress
-from fabric_llm.data import Batches, Prefetch
+from fabric_llm.data import Batches, MicroBatch, Prefetch
+from fabric_llm.failpoints import failpoint
+from fabric_llm.faults import NON_FINITE, Fault
 from fabric_llm.guard import Guard
-from fabric_llm.stop import STOPPED, StopSignal
+from fabric_llm.model import DTYPES, build_skeleton
+from fabric_llm.stop import StopSignal
+from fabric_llm.watch import Watch
 from preflight import Plan
 from set_up import probe_input, set_up
 
-NON_FINITE = 76  # exit code
 FEW_UPDATES, FEW_UPDATES_LOGS = 0.1, 3  # part of the weights, logged steps in a row
 
 # Models of finished runs. Their last reference takes the process group with it, and gloo's destructor, run while Python
@@ -30,11 +37,13 @@ kept_alive: list[Any] = []
 class Run:
     """The objects of a run, and what the loop does with them besides stepping."""
 
-    def __init__(self, fabric: Fabric, arguments: Arguments, plan: Plan) -> None:
+    def __init__(self, fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal, watch: Watch) -> None:
         self.fabric, self.arguments, self.plan = fabric, arguments, plan
-        self.signals = StopSignal()
+        self.signals, self.watch = signals, watch
         self.directory = plan.run_directory
         self.rank_zero = fabric.global_rank == 0
+        self.require_room()
+        failpoint("set_up")
         self.model, self.optimizer, self.template = set_up(fabric, arguments, plan, plan.source, plan.resume_from)
         training = arguments.training
         self.sum_in_float32 = training.accumulation_dtype == "float32"
@@ -66,8 +75,11 @@ class Run:
         self.guard = Guard(guard.max_skipped_steps, guard.spike_threshold, guard.spike_window, guard.spike_action)
         if plan.resume_from is not None:
             self.guard.restore(checkpoint.check(plan.resume_from)["guard"])
+        self.background = checkpoint.Background() if arguments.save.async_save else None
+        self.writing: Optional[Future[checkpoint.Pending]] = None  # a checkpoint, in the background
         self.few_updates = 0  # logged steps in a row
         self.first_loss = self.last_loss = self.last_eval_loss = math.nan
+        self.evaluated_step = -1
         if self.rank_zero:
             self.open_logs()
         self.throughput = metrics.Throughput(plan.start.tokens)
@@ -75,15 +87,21 @@ class Run:
     def open_logs(self) -> None:
         arguments, plan = self.arguments, self.plan
         self.directory.mkdir(parents=True, exist_ok=True)
-        for name in checkpoint.sweep(self.directory):
+        for name in retention.sweep(self.directory):
             print(f"Removed {name}, left by a save that was cut off.")
-        for name in checkpoint.move_aside(self.directory, plan.start.step):
+        if plan.resume_from is not None:
+            for line in resume.announcement(plan, arguments, checkpoint.check(plan.resume_from)):
+                print(line)
+        for name in retention.move_aside(self.directory, plan.start.step):
             print(f"Kept as {name}: this run writes that step anew.")
+        if plan.resume_from is not None and plan.resume_from.parent.resolve() != self.directory.resolve():
+            shutil.copyfile(plan.resume_from.parent / "metrics.jsonl", self.directory / "metrics.jsonl")
         resolved = {"context_length": plan.dataset.context_length, "global_batch_size": plan.global_batch_size}
         if arguments.training.micro_batch_size is not None:
             resolved["gradient_accumulation_steps"] = None  # follows, on any number of devices
         write_yaml(arguments, self.directory / "arguments.yaml", **resolved)
         self.metrics = metrics.MetricsFile(self.directory / "metrics.jsonl", plan.start.step)
+        run_directory.write_status(self.directory, None, "running", plan.start.step, True)
         logging = arguments.logging
         self.track, self.close_tracker = metrics.open_tracker(
             logging.logger, self.directory, arguments.flat(), logging.entity, logging.project
@@ -101,6 +119,8 @@ class Run:
 
     def advance(self, progress: Progress) -> None:
         """Count a finished step."""
+        self.watch.mark(progress.step, "in the next step")
+        failpoint("between_steps")
         self.throughput.tokens = progress.tokens
         if self.rank_zero:
             self.console.advance()
@@ -163,21 +183,19 @@ class Run:
             self.write(progress.step, {"verdict": guard.verdict, "position": before.position, "reason": guard.reason})
             self.console.line(f"step {progress.step}/{self.plan.max_step}  {guard.verdict}: {guard.reason}; {where}")
         if guard.gives_up():
-            fail(
-                "train.py",
+            raise Fault(
                 f"{guard.skipped} steps in a row were left out (--max_skipped_steps {guard.max_skipped_steps}), the last "
                 f"because of {guard.reason}, {where}; the last checkpoint is "
-                f"{checkpoint.latest(self.directory) or 'none'}.",
+                f"{retention.latest(self.directory) or 'none'}.",
                 NON_FINITE,
             )
 
     def rewind(self, progress: Progress) -> Progress:
         """Go back to the last checkpoint, but on with the data after `progress`. Returns where the run is then."""
-        last = checkpoint.latest(self.directory)
+        self.commit()
+        last = retention.latest(self.directory)
         if last is None:
-            fail(
-                "train.py", f"{self.guard.reason} at step {progress.step}, and no checkpoint to go back to.", NON_FINITE
-            )
+            raise Fault(f"{self.guard.reason} at step {progress.step}, and no checkpoint to go back to.", NON_FINITE)
         document = checkpoint.check(last)
         back = Progress(**document["progress"])
         rewinds = self.guard.rewinds + 1
@@ -186,7 +204,6 @@ class Run:
         self.model, self.optimizer, _ = set_up(self.fabric, self.arguments, self.plan, str(last), last)
         self.throughput.tokens = self.throughput.last_tokens = back.tokens
         if self.rank_zero:
-            self.metrics.close()
             self.metrics = metrics.MetricsFile(self.directory / "metrics.jsonl", back.step)  # each step once
             reason = {"verdict": "rewind", "position": progress.position, "reason": self.guard.reason}
             self.metrics.write(back.step, reason)
@@ -200,52 +217,120 @@ class Run:
         if self.arguments.evaluation.eval_iters == 0:
             return
         self.throughput.pause()
-        self.last_eval_loss = step.evaluate(self.fabric, self.model, self.evaluation_batches.stream(0))
+        batches = self.marked(self.evaluation_batches.stream(0), progress.step, "evaluating")
+        self.last_eval_loss, self.evaluated_step = step.evaluate(self.fabric, self.model, batches), progress.step
         self.throughput.resume()
+        self.watch.mark(progress.step, "in the next step")
         if self.rank_zero:
             self.write(progress.step, {"eval_loss": self.last_eval_loss})
             self.console.line(f"step {progress.step}/{self.plan.max_step}  validation loss {self.last_eval_loss:.4f}")
 
-    def save(self, progress: Progress) -> None:
-        """Write a checkpoint and remove the oldest."""
+    def marked(self, batches: Iterator[MicroBatch], step: int, doing: str) -> Iterator[MicroBatch]:
+        """`batches`, each of which is progress to the watch."""
+        for batch in batches:
+            self.watch.mark(step, doing)
+            yield batch
+
+    def requests(self) -> tuple[bool, bool]:
+        """(stop, save) as all ranks agree; publishes a checkpoint that has been written meanwhile."""
+        written = self.writing is not None and self.writing.done()
+        stop_requested, save_requested, all_written = stop.requests(self.fabric, self.signals, self.directory, written)
+        if all_written:
+            self.commit()
+        return stop_requested, save_requested
+
+    def require_room(self) -> None:
+        """End the run before its model is loaded where not even one checkpoint would fit on the disk."""
+        problem = None
+        if self.rank_zero:
+            parameters = build_skeleton(self.plan.config, DTYPES[self.arguments.model.precision]).parameters()
+            needed = adamw.checkpoint_bytes(parameters, self.arguments.model.bf16_updates)
+            try:
+                checkpoint.require_room(self.directory, needed, "One checkpoint of this run")
+            except Fault as fault:
+                problem = fault
+        problem = self.fabric.broadcast(problem)
+        if problem is not None:
+            raise problem
+
+    def save(self, progress: Progress, last: bool) -> None:
+        """Write a checkpoint, the last one and without --async_save to its end, and remove what isn't kept."""
+        self.commit()
         self.throughput.pause()
-        target = checkpoint.step_directory(self.directory, progress.step)
-        checkpoint.save(
-            target,
+        self.watch.mark(progress.step, "saving")
+        evaluated = self.evaluated_step == progress.step and math.isfinite(self.last_eval_loss)
+        pending = checkpoint.begin(
+            checkpoint.step_directory(self.directory, progress.step),
             self.fabric,
             self.model.module,
             self.optimizer,
             template=self.template,
             tokenizer=self.plan.tokenizer,
             progress=progress,
-            facts={**self.plan.facts(self.arguments), "guard": self.guard.state()},
+            facts={
+                **resume.facts(self.plan, self.arguments),
+                "guard": self.guard.state(),
+                "eval_loss": self.last_eval_loss if evaluated else None,
+            },
+            origin=self.origin(),
             probe=checkpoint.record_probe(self.model, probe_input(self.plan), self.fabric.device),
             state_dict_type=self.arguments.fsdp.state_dict_type,
+            copy=self.background is not None and not last,
         )
-        if self.rank_zero:
-            if self.arguments.save.keep_last is not None:
-                checkpoint.prune(self.directory, self.arguments.save.keep_last)
-            self.console.line(f"step {progress.step}/{self.plan.max_step}  saved {target}")
+        if self.background is not None and not last:
+            self.writing = self.background.write(pending)
+        else:
+            checkpoint.write(pending)
+            self.publish(pending)
+        self.watch.mark(progress.step, "in the next step")
         self.throughput.resume()
 
+    def commit(self) -> None:
+        """Publish the checkpoint that was written in the background, if there is one. All ranks call it."""
+        if self.writing is not None:
+            pending, self.writing = self.writing.result(), None
+            self.publish(pending)
+
+    def publish(self, pending: checkpoint.Pending) -> None:
+        """The written checkpoint gets its name, and those that aren't kept go."""
+        if self.rank_zero:
+            self.metrics.make_durable()
+        checkpoint.commit(pending)
+        step, save = retention.step_of(pending.target), self.arguments.save
+        if self.rank_zero:
+            if save.keep_last is not None:
+                retention.prune(self.directory, save.keep_last, save.keep_every, save.keep_best, self.plan.resume_from)
+            run_directory.write_status(self.directory, None, "running", step, True)
+            self.console.line(f"step {step}/{self.plan.max_step}  saved {pending.target}")
+
+    def origin(self) -> dict[str, Any]:
+        """Hashes of what the run was made from, for manifests."""
+        data = Path(self.plan.dataset.folder)
+        files = {
+            "arguments": self.directory / "arguments.yaml",
+            "data": data / "manifest.json",
+            "tokenizer": data / "tokenizer" / "tokenizer.json",
+        }
+        hashes = {f"{name}_sha256": manifest.sha256(path) if path.is_file() else None for name, path in files.items()}
+        return {**hashes, "data_fingerprint": self.plan.dataset.fingerprint} if self.rank_zero else {}
+
     def finish(self, progress: Progress, stopped: bool) -> None:
-        """Close everything, and tell the user what there is and what comes next; exit code 75 if asked to stop."""
-        self.signals.restore()
+        """Close everything, and tell the user what there is and what comes next."""
+        failpoint("finish")
+        self.commit()
         self.batches.close()
+        self.watch.close()
         if torch.distributed.is_initialized():
             self.fabric.barrier()
-            kept_alive.append((self.model, self.optimizer))
+            kept_alive.append((self.model, self.optimizer, self.background))
             torch.distributed.destroy_process_group()
         if self.rank_zero:
             last = checkpoint.step_directory(self.directory, progress.step)
             if self.arguments.logging.log_model and self.arguments.logging.logger == "wandb":
                 metrics.upload_to_wandb(last)
             self.console.close()
-            self.metrics.close()
             self.close_tracker()
             self.stopped(last) if stopped else self.done(last)
-        if stopped:
-            raise SystemExit(STOPPED)
 
     def stopped(self, last: Path) -> None:
         """What a run says that was asked to stop."""
@@ -254,7 +339,8 @@ class Run:
 
     def done(self, last: Path) -> None:
         """What a finished run says."""
-        print(f"\nLoss {self.first_loss:.4f} -> {self.last_loss:.4f}, validation loss {self.last_eval_loss:.4f}")
+        evaluated = "" if math.isnan(self.last_eval_loss) else f", validation loss {self.last_eval_loss:.4f}"
+        print(f"\nLoss {self.first_loss:.4f} -> {self.last_loss:.4f}{evaluated}")
         print(f"Checkpoint: {last}")
         if self.arguments.logging.sample_tokens and self.arguments.fsdp.state_dict_type == "full":
             from fabric_llm.generate import generate

@@ -11,9 +11,10 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from arguments import Arguments, fail
+from arguments import Arguments
 from fabric_llm import checkpoint, model, optim, start, strategy
 from fabric_llm.adamw import AdamW
+from fabric_llm.faults import Fault
 from preflight import Plan
 
 
@@ -73,7 +74,7 @@ def load_reference(
                 model.load_config(source, "sdpa") if flash else plan.config,
                 model.DTYPES[arguments.model.precision],
                 arguments.training.seed,
-                checkpoint.sharded_weights(Path(source)),
+                checkpoint.sharded_weights(Path(source), model.build_skeleton(plan.config, torch.float32)),
             )
             if plan.document_end is not None and not start.keeps_documents_apart(reference):
                 raise ValueError(
@@ -81,10 +82,10 @@ def load_reference(
                     f"{arguments.model.attention}: take another, or --document_masking false."
                 )
         except ValueError as error:
-            problem = str(error)
+            problem = error if isinstance(error, Fault) else Fault(str(error))
     problem = fabric.broadcast(problem)
     if problem is not None:
-        fail("train.py", problem)
+        raise problem
     model.disable_progress_bar()  # from here on there is our own
     if reference is not None and arguments.model.verify_start:
         expected = start.outputs(
@@ -98,12 +99,7 @@ def verify_start(
 ) -> None:
     """Stop on all ranks if the wrapped model isn't the one that transformers loads."""
     began = time.monotonic()
-    try:
-        ours = start.check(
-            fabric, wrapped, expected, probe_input(plan)[:, : start.PROBE_TOKENS], arguments.model.precision
-        )
-    except ValueError as error:
-        fail("train.py", str(error))
+    ours = start.check(fabric, wrapped, expected, probe_input(plan)[:, : start.PROBE_TOKENS], arguments.model.precision)
     if expected is not None:
         print(
             f"Start verified: loss {ours.loss:.4f} on {start.PROBE_TOKENS} tokens, {expected.loss:.4f} in plain "

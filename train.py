@@ -5,51 +5,46 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
+import traceback
 from typing import TYPE_CHECKING, Optional
 
-from arguments import Arguments, fail, is_rank_zero, parse_train
+from arguments import Arguments, is_rank_zero, parse_train
+from fabric_llm.launch import die_with_parent
+from fabric_llm.stop import StopSignal
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
+    from fabric_llm.watch import Watch
     from preflight import Plan
 
 
 def main(argv: Optional[list[str]] = None) -> None:
+    signals = StopSignal()
+    die_with_parent()
     arguments = parse_train(argv)
     if arguments.demo and is_rank_zero():
         print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)
-    from fabric_llm.strategy import make_fabric
-    from preflight import CHOSEN, make_plan
+    from assemble import assemble
+    from supervise import supervise
 
     try:
-        plan = make_plan(arguments)
-    except ValueError as error:
-        fail("train.py", str(error))
-    fabric = make_fabric(
-        plan.strategy,
-        devices=plan.devices,
-        num_nodes=plan.num_nodes,
-        kind=plan.kind,
-        precision=arguments.model.precision,
-    )
-    if plan.resume_from is not None:
-        os.environ[CHOSEN] = str(plan.resume_from)
-    fabric.launch()
-    os.environ.pop(CHOSEN, None)
-    train(fabric, arguments, plan)
+        fabric, plan, children = assemble(arguments)
+        supervise(fabric, arguments, plan, children, lambda watch: train(fabric, arguments, plan, signals, watch))
+    finally:
+        signals.restore()
 
 
-def train(fabric: Fabric, arguments: Arguments, plan: Plan) -> None:
-    """The run, from its first step or the one it resumes at to the last. Every rank calls it."""
+def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal, watch: Watch) -> bool:
+    """The run, from its first step or the one it resumes at to the last. True if it was asked to stop before that.
+
+    Every rank calls it.
+    """
     from fabric_llm.optim import lr_at
     from fabric_llm.step import seed_step, train_step
-    from fabric_llm.stop import requests
     from run import Run
 
-    plan = replace(plan, run_directory=fabric.broadcast(plan.run_directory))  # rank 0 looked before it was made
-    run = Run(fabric, arguments, plan)
+    run = Run(fabric, arguments, plan, signals, watch)
     training, evaluation, save = arguments.training, arguments.evaluation, arguments.save
     half_epoch = len(plan.dataset.train) / 2
     progress = plan.start
@@ -67,12 +62,11 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan) -> None:
             decay=training.lr_decay,
             shape=training.lr_schedule,
         )
-        stop_requested, save_requested = requests(fabric, run.signals, run.directory)
         before, progress = progress, progress.advance(plan.sequences_at(progress.position), plan.dataset.context_length)
-        last = stop_requested or progress.step >= plan.max_step or progress.position == plan.end
+        last = progress.step >= plan.max_step or progress.position == plan.end
         half_done = progress.position // half_epoch > before.position // half_epoch
-        evaluates = (last and not stop_requested) or half_done or due(progress.step, evaluation.eval_step_interval)
-        saves = last or save_requested or due(progress.step, save.save_step_interval)
+        evaluates = last or half_done or due(progress.step, evaluation.eval_step_interval)
+        saves = last or due(progress.step, save.save_step_interval)
         logs = saves or evaluates or before == plan.start or due(progress.step, arguments.logging.log_step_interval)
 
         seed_step(training.seed, before.step, fabric.global_rank)
@@ -90,17 +84,21 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan) -> None:
         )
         run.advance(progress)
         run.report_verdict(before, progress, result)
+        stop_requested, save_requested = run.requests()
+        last = last or stop_requested
         if run.guard.verdict == "rewind":
             progress, last = run.rewind(progress), stop_requested or progress.position == plan.end
             continue
-        if logs:
+        if logs or last or save_requested:
             run.log(progress, lr, result)
         if evaluates:
             run.evaluate(progress)
-        if saves:
-            run.save(progress)
+        if saves or last or save_requested:
+            run.save(progress, last)
 
-    run.finish(progress, stopped=progress.step < plan.max_step and progress.position != plan.end)
+    stopped = progress.step < plan.max_step and progress.position != plan.end
+    run.finish(progress, stopped)
+    return stopped
 
 
 def due(step: int, interval: Optional[int]) -> bool:
@@ -113,6 +111,9 @@ if __name__ == "__main__":
         main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # everything is closed; destructors of process groups have been seen to hang, see run.kept_alive

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fabric_llm.data import random_key
+from fabric_llm.failpoints import failpoint
 
 UPDATES = ("stochastic", "kahan", "nearest", "master")
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}  # a CPU's block stays in its cache, a GPU's hides the launches
@@ -71,6 +72,7 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for index, group in enumerate(self.param_groups):
+            failpoint("optimizer_step")
             for (device, dtype, step), tensors in self._alike(group).items():
                 if dtype != torch.bfloat16 or self.updates == "nearest":
                     plain_step(tensors, group, _scalar(step, device))
@@ -121,6 +123,18 @@ class AdamW(torch.optim.Optimizer):
                     self.state[param][name] = torch.as_tensor(value, dtype=torch.float32, device="cpu").clone()
                 elif self.updates == "master" and param.dtype == torch.bfloat16:
                     self.state[param][name] = value.to(device=param.device, dtype=torch.float32)
+
+
+def checkpoint_bytes(parameters: Iterable[Tensor], updates: str) -> int:
+    """Bytes of parameters and their state after a step, whatever holds them."""
+    total = 0
+    for parameter in parameters:
+        rounded = parameter.dtype == torch.bfloat16
+        each = 3 * parameter.element_size()
+        if rounded and updates in ("kahan", "master"):
+            each = 4 * 2 if updates == "kahan" else 2 + 3 * 4
+        total += parameter.numel() * each
+    return total
 
 
 # ------------------------------------------------------------------------------- steps

@@ -1,4 +1,4 @@
-"""Save, load, latest, prune.
+"""Write a checkpoint and read it again; retention.py has the checkpoints of a run.
 
     checkpoints/RUN/step-00000100/
         MANIFEST.json            bytes and sha256 of every other file, written last
@@ -10,23 +10,26 @@
 
 Everything is JSON or safetensors: reading it runs no code. Parts are written by torch.distributed.checkpoint with
 the offsets of each part in its file, so that any number of ranks, and one process without any, can read them.
-A checkpoint is written into `.tmp-*` beside its place and renamed when it is complete and on disk.
+
+A save has three acts. `begin` takes the tensors from the model; `write` puts them into `.tmp-*` beside the target, each
+rank its own files, durable and hashed; `commit` gathers what all ranks say, and rank 0 writes the manifest and renames.
+The rename is the one commit point. A failure on any rank is raised on all of them, and leaves nothing behind.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -34,19 +37,28 @@ from lightning.fabric import Fabric
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
+from fabric_llm import manifest
+from fabric_llm.failpoints import failpoint
+from fabric_llm.faults import NO_CHECKPOINT, NON_FINITE, OUT_OF_MEMORY, PEER_LOST, REFUSED, SAVE_FAILED, Fault, as_fault
+from fabric_llm.manifest import MANIFEST, fsync
 from fabric_llm.strategy import reshard
 
-MANIFEST = "MANIFEST.json"
 PREFIX = "causal_lm."  # of parameter names in model.LanguageModel
+MOST_COUNTED = 2**53  # steps, sequences, tokens: far beyond any run
+MANY_ELEMENTS = 2**24  # of all ranks together
+ROOM_BYTES = 16 * 2**20  # for tokenizer, configuration, probe and manifest
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,28 @@ def step_directory(run_directory: Path, step: int) -> Path:
 # ------------------------------------------------------------------------------- save
 
 
-def save(
+@dataclass
+class Pending:
+    """A checkpoint on its way."""
+
+    target: Path  # step-N
+    temporary: Path  # .tmp-step-N-*
+    rank: int
+    parts: dict[str, dict[str, Any]]  # folder -> tensors of which each rank writes its parts
+    rest: Callable[[Path], None]  # writes all other files, on rank 0
+    document: dict[str, Any]  # the manifest, but for the files
+    entries: dict[str, manifest.Entry]  # of this rank's files, once they are written
+    problem: Optional[Fault] = None  # why they are not
+
+
+def save(target: Path, fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, **what: Any) -> None:
+    """All three acts at once. All ranks call it; arguments and errors as in `begin`, errors of writing likewise."""
+    pending = begin(target, fabric, model, optimizer, **what)
+    write(pending)
+    commit(pending)
+
+
+def begin(
     target: Path,
     fabric: Fabric,
     model: nn.Module,
@@ -85,47 +118,237 @@ def save(
     tokenizer: Optional[Any],
     progress: Progress,
     facts: dict[str, Any],
+    origin: dict[str, Any],
     probe: dict[str, Tensor],
     state_dict_type: str,
-) -> None:
-    """Write the checkpoint `target` (step-N). All ranks call it.
+    copy: bool = False,
+) -> Pending:
+    """First act, on all ranks: take the tensors, check the room, make the temporary directory.
 
     model: the wrapped model without Fabric's own wrapper. template: the unwrapped model on the meta device, for its
-    config and names. facts: what a resumed run must have in common with this one. probe: see `record_probe`.
-    Raises FileExistsError if `target` exists: nothing is ever overwritten.
+    config and names. facts: what a resumed run must have in common with this one. origin: hashes of what the run was
+    made from, for the manifest. probe: see `record_probe`. copy: so that training can go on before `commit`.
+    Raises Fault (74) on all ranks: `target` exists (nothing is ever overwritten), no room, not writable.
     """
-    if target.exists():
-        raise FileExistsError(f"{target} exists already.")
     reshard(model)
-    temporary = Path(fabric.broadcast(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}"))))
-    rank_zero = fabric.global_rank == 0
-    if rank_zero:
-        (temporary / "trainer").mkdir(parents=True)
-    fabric.barrier()
+    rank = fabric.global_rank
+    parts = {"trainer/optimizer": _optimizer_tensors(model, optimizer)[1]}
+    weights = {}
     if state_dict_type == "full":
         weights = _full_weights(model, offload=fabric.device.type != "cpu")
-        if rank_zero:
-            template.save_pretrained(temporary, state_dict=weights, max_shard_size="5GB")
     else:
         again = tied_names(template)
         with _quiet():
-            weights = {k: v for k, v in get_model_state_dict(model).items() if k.removeprefix(PREFIX) not in again}
-        _save_parts(weights, temporary / "weights")
-        if rank_zero:
-            template.config.save_pretrained(temporary)
+            tensors = get_model_state_dict(model)
+        parts["weights"] = {name: t for name, t in tensors.items() if name.removeprefix(PREFIX) not in again}
+    counted = [*parts.values(), weights if rank == 0 else {}]
+    bad = next((name for some in counted for name, tensor in some.items() if not _is_finite(tensor)), None)
+    if found := [name for name in _gather(bad) if name is not None]:
+        raise Fault(f"{target} isn't saved: {found[0]} holds NaN or infinity.", NON_FINITE)
+    needed_bytes = sum(_gather(sum(_own_bytes(t, rank) for some in counted for t in some.values())))
+    if copy:
+        with _quiet():
+            parts = {folder: BlockingAsyncStager().stage(tensors) for folder, tensors in parts.items()}
+            weights = BlockingAsyncStager().stage(weights) if rank == 0 else {}
+
+    def rest(folder: Path) -> None:
+        if state_dict_type == "full":
+            template.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
+        else:
+            template.config.save_pretrained(folder)
             if template.generation_config is not None:
-                template.generation_config.save_pretrained(temporary)
-    _save_parts(_optimizer_tensors(model, optimizer)[1], temporary / "trainer" / "optimizer")
-    if rank_zero:
+                template.generation_config.save_pretrained(folder)
         if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
-        save_file(probe, temporary / "trainer" / "probe.safetensors")
+            tokenizer.save_pretrained(folder)
+        save_file(probe, folder / "trainer" / "probe.safetensors")
         document = {"progress": asdict(progress), "state_dict_type": state_dict_type, **facts}
-        (temporary / "trainer" / "progress.json").write_text(json.dumps(document, indent=2) + "\n")
-    fabric.barrier()  # all parts are written
-    if rank_zero:
-        publish(temporary, target)
-    fabric.barrier()
+        (folder / "trainer" / "progress.json").write_text(json.dumps(document, indent=2) + "\n")
+
+    temporary = Path(_first(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}"))))
+    document = {"step": progress.step, "world_size": fabric.world_size, "versions": versions(), **origin}
+    pending = Pending(target, temporary, rank, parts, rest, document, {})
+
+    def make_room() -> None:
+        failpoint("save.begin")
+        if target.exists():
+            raise FileExistsError(f"{target} exists already")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        require_room(target.parent, needed_bytes, f"Checkpoint {target.name}")
+        for folder in parts:
+            (temporary / folder).mkdir(parents=True)
+
+    _agree(pending, _gather(_try(make_room) if rank == 0 else None))
+    return pending
+
+
+def write(pending: Pending, group: Optional[ProcessGroup] = None) -> None:
+    """Second act, on all ranks; after `begin(copy=True)` in a thread, with a process group of its own.
+
+    Never raises: `pending.problem` says what went wrong. Whatever a rank's own files give, it takes part in what all
+    ranks do together, which fails on all alike: so none waits for one that gave up. Files are hashed and made durable
+    while the next ones are written.
+    """
+    with manifest.Describing(pending.temporary) as describing:
+
+        def alone() -> None:
+            if pending.rank == 0:
+                pending.rest(pending.temporary)
+            failpoint("save.rest")
+            describing.start(_own_files(pending))
+
+        def together() -> None:
+            for folder, tensors in pending.parts.items():
+                with _quiet():
+                    dcp.save(tensors, storage_writer=_writer(pending.temporary / folder, tensors), process_group=group)
+                failpoint("save.parts")
+                describing.start(_own_files(pending))
+
+        def described() -> None:
+            pending.entries = describing.entries()
+            failpoint("save.hash")
+
+        own = _try(alone)
+        pending.problem = _try(together) or own or _try(described)
+
+
+def _writer(folder: Path, tensors: dict[str, Any]) -> HuggingFaceStorageWriter:
+    """Each rank's parts in one file, or, where there is much, in several of about the same size: hashed side by side."""
+    sizes = {name: tensor.numel() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    if sum(sizes.values()) < MANY_ELEMENTS:
+        return HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
+    filled, file_of = [0] * manifest.THREADS, {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        file = filled.index(min(filled))
+        filled[file] += sizes[name]
+        file_of[name] = file + 1
+    return HuggingFaceStorageWriter(path=str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
+
+
+def commit(pending: Pending) -> None:
+    """Third act, on all ranks: publish what all have written. Raises Fault (74) on all ranks, see `write`."""
+    answers = _gather((pending.entries, pending.problem))
+    _agree(pending, [problem for _, problem in answers])
+    files = {name: entry for entries, _ in answers for name, entry in entries.items()}
+    document = {**pending.document, "files": dict(sorted(files.items()))}
+    publishing = _try(lambda: publish(pending.temporary, pending.target, document)) if pending.rank == 0 else None
+    _agree(pending, _gather(publishing))
+
+
+class Background:
+    """Writes checkpoints while training goes on, one at a time, with a process group of its own. All ranks make one."""
+
+    def __init__(self) -> None:
+        self.group = None if _alone() else torch.distributed.new_group(backend="gloo")
+        self.pool = ThreadPoolExecutor(1, "checkpoint")
+
+    def write(self, pending: Pending) -> Future[Pending]:
+        """The second act of a save whose first was `begin(copy=True)`; the result is for `commit`."""
+
+        def written() -> Pending:
+            write(pending, self.group)
+            return pending
+
+        return self.pool.submit(written)
+
+
+def publish(temporary: Path, target: Path, document: dict[str, Any]) -> None:
+    """Give a complete directory, whose files are durable, its manifest and its name: the one commit point."""
+    failpoint("publish.begin")
+    (temporary / MANIFEST).write_bytes(manifest.encode(document))
+    failpoint("publish.manifest")
+    for path in [temporary / MANIFEST, *(d for d in temporary.rglob("*") if d.is_dir()), temporary]:
+        fsync(path)
+    failpoint("publish.before_rename")
+    temporary.rename(target)
+    failpoint("publish.renamed")
+    fsync(target.parent)
+    failpoint("publish.done")
+
+
+def require_room(folder: Path, needed_bytes: int, what: str) -> None:
+    """Raises Fault (74) unless the disk that holds `folder` has `needed_bytes` and a little more."""
+    needed, free = int(needed_bytes * 1.01) + ROOM_BYTES, shutil.disk_usage(folder).free
+    if free < needed:
+        raise Fault(
+            f"{what} needs {needed / 2**30:,.2f} GiB, but {str(folder)!r} has {free / 2**30:,.2f} GiB free: "
+            "make room, or keep fewer checkpoints (--keep_last).",
+            SAVE_FAILED,
+            retryable=False,
+        )
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that write and read checkpoints."""
+    return {name: version(name) for name in ("torch", "lightning", "transformers", "safetensors")}
+
+
+def _try(action: Callable[[], None]) -> Optional[Fault]:
+    """What went wrong, for `_agree`; None if nothing."""
+    try:
+        action()
+    except (Exception, dcp.CheckpointException) as error:  # which is none
+        failures = getattr(error, "failures", None)  # torch.distributed.checkpoint's: rank -> (exception, traceback)
+        first = min(failures.items())[1][0] if failures else error
+        if isinstance(first, Fault) or as_fault(first).code == PEER_LOST:
+            return as_fault(first)
+        return Fault(" ".join(str(first).split()) or type(first).__name__, SAVE_FAILED)
+    return None
+
+
+def _agree(pending: Pending, problems: Sequence[Optional[Fault]]) -> None:
+    """Raise the first rank's problem on all ranks, if there is any, and remove what was written."""
+    found = next(((rank, problem) for rank, problem in enumerate(problems) if problem is not None), None)
+    if found is None:
+        return
+    if pending.rank == 0:
+        shutil.rmtree(pending.temporary, ignore_errors=True)
+    rank, problem = found
+    if problem.code != SAVE_FAILED or not problem.retryable:
+        raise problem
+    raise Fault(f"{pending.target} couldn't be saved, rank {rank}: {problem}", SAVE_FAILED)
+
+
+def _alone() -> bool:
+    return not torch.distributed.is_initialized()
+
+
+def _gather(value: Any) -> list[Any]:
+    """`value` of every rank, by rank, on all ranks."""
+    if _alone():
+        return [value]
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def _first(value: Any) -> Any:
+    """Rank 0's `value`, on all ranks."""
+    values = [value]
+    if not _alone():
+        torch.distributed.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _own_files(pending: Pending) -> list[str]:
+    """Files that this rank has written: its parts, and on rank 0 everything that is nobody's part."""
+    names = {name: re.search(r"/shard-(\d+)-[^/]*$", name) for name in manifest.files_in(pending.temporary)}
+    return [name for name, part in names.items() if (int(part[1]) - 1 if part else 0) == pending.rank]
+
+
+def _is_finite(tensor: Any) -> bool:
+    """False if this rank's part of a tensor holds NaN or infinity: no checkpoint may."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return not isinstance(local, Tensor) or bool(torch.isfinite(local).all())
+
+
+def _own_bytes(tensor: Any, rank: int) -> int:
+    """Bytes of a tensor that this rank will write: its part of a DTensor, on rank 0 anything else."""
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()
+        replica = any(isinstance(p, Replicate) and c for p, c in zip(tensor.placements, coordinate))
+        local = tensor.to_local()
+        return 0 if replica else local.numel() * local.element_size()
+    return tensor.numel() * tensor.element_size() if rank == 0 and isinstance(tensor, Tensor) else 0
 
 
 def tied_names(model: nn.Module) -> set[str]:
@@ -151,13 +374,6 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tu
     return flat, {key: value for key, value in flat.items() if key.startswith("state.")}
 
 
-def _save_parts(tensors: dict[str, Any], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
-    with _quiet():
-        dcp.save(tensors, storage_writer=writer)
-
-
 def record_probe(model: nn.Module, input_ids: Tensor, device: torch.device) -> dict[str, Tensor]:
     """What the model in training makes of a fixed batch, for export_hf.py to compare with.
 
@@ -172,111 +388,51 @@ def record_probe(model: nn.Module, input_ids: Tensor, device: torch.device) -> d
     return {"input_ids": input_ids, "positions": positions, "logits": logits[0, positions].float().cpu().contiguous()}
 
 
-def publish(temporary: Path, target: Path) -> None:
-    """Make a complete directory durable, then give it its name: the one commit point."""
-    files = sorted(path for path in temporary.rglob("*") if path.is_file())
-    manifest = {
-        "files": {str(f.relative_to(temporary)): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in files}
-    }
-    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    for path in [*files, temporary / MANIFEST, *(d for d in temporary.rglob("*") if d.is_dir()), temporary]:
-        _fsync(path)
-    temporary.rename(target)
-    _fsync(target.parent)
-
-
-def sha256(path: Path) -> str:
-    """Hash of a file's content, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def prune(run_directory: Path, keep_last: int) -> None:
-    """Remove all but the newest `keep_last` checkpoints; renamed first, so that a kill leaves none half there."""
-    for path in checkpoints(run_directory)[:-keep_last]:
-        trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
-        path.rename(trash)
-        shutil.rmtree(trash)
-
-
-def sweep(run_directory: Path) -> list[str]:
-    """Remove what a killed save or prune left, and return its names."""
-    leftovers = [p for p in run_directory.glob(".t*") if re.match(r"\.(tmp|trash)-step-", p.name)]
-    for path in leftovers:
-        shutil.rmtree(path)
-    return [path.name for path in leftovers]
-
-
-def move_aside(run_directory: Path, after_step: int) -> list[str]:
-    """Rename the checkpoints of later steps, whole or not, which a run that resumes at `after_step` will write anew."""
-    names = []
-    for path in step_directories(run_directory):
-        if int(path.name.removeprefix("step-")) > after_step:
-            names.append(path.rename(path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")).name)
-    return names
-
-
-# ------------------------------------------------------------------------------- find
-
-
-def step_directories(run_directory: Path) -> list[Path]:
-    """Everything that bears a checkpoint's name, oldest first."""
-    found = [p for p in run_directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name) and p.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def checkpoints(run_directory: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
-    return [path for path in step_directories(run_directory) if (path / MANIFEST).is_file()]
-
-
-def latest(run_directory: Path) -> Optional[Path]:
-    """The newest complete checkpoint of a run, None if there is none."""
-    return next(reversed(checkpoints(run_directory)), None)
-
-
-def newest_valid(run_directory: Path, hashes: bool) -> tuple[Optional[Path], list[str]]:
-    """(the newest checkpoint of a run that passes `check`, what is wrong with those that are newer)."""
-    problems = []
-    for path in reversed(checkpoints(run_directory)):
-        try:
-            check(path, hashes)
-            return path, problems
-        except ValueError as error:
-            problems.append(str(error))
-    return None, problems
+# ------------------------------------------------------------------------------- check
 
 
 def check(path: Path, hashes: bool = False) -> dict[str, Any]:
-    """A checkpoint's progress.json, once its files are there with the right sizes (and hashes).
+    """A checkpoint's progress.json, once exactly its files are there with the right sizes (and hashes).
 
-    Raises ValueError that names the first file that isn't.
+    Raises Fault that names the first file that isn't (66), or that is refused for security (77).
     """
+    if path.is_symlink():
+        raise Fault(f"{str(path)!r} is a link, which may lead out of the run directory: refused.", REFUSED)
     if not (path / MANIFEST).is_file():
-        raise ValueError(f"{str(path)!r} isn't a checkpoint: it has no {MANIFEST}.")
+        raise Fault(f"{str(path)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
+    listed = manifest.check(path, hashes)["files"]
+    for index in path.glob("*.index.json"):
+        _check_index(index, listed)
+    return read_progress(path)
+
+
+def _check_index(index: Path, listed: dict[str, Any]) -> None:
+    """Weight files that an index names are the checkpoint's own."""
     try:
-        entries = json.loads((path / MANIFEST).read_bytes())["files"].items()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"Checkpoint {str(path)!r} is damaged: {MANIFEST} can't be read.") from error
-    for name, entry in entries:
-        file = path / name
-        if not file.is_file():
-            raise ValueError(f"Checkpoint {str(path)!r} is damaged: {name} is missing.")
-        if file.stat().st_size != entry["bytes"]:
-            raise ValueError(
-                f"Checkpoint {str(path)!r} is damaged: {name} has {file.stat().st_size} bytes, not {entry['bytes']}."
-            )
-        if hashes and sha256(file) != entry["sha256"]:
-            raise ValueError(f"Checkpoint {str(path)!r} is damaged: the content of {name} has changed.")
-    return json.loads((path / "trainer" / "progress.json").read_text())
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(index.parent, f"{index.name} can't be read.") from error
+    for name in sorted(map(str, names)):
+        manifest.check_name(name, index)
+        if name not in listed:
+            raise _damaged(index.parent, f"{index.name} names {name}, which isn't there.")
+
+
+def read_progress(path: Path) -> dict[str, Any]:
+    """progress.json of a checkpoint. Raises Fault (66) where it isn't one."""
+    try:
+        document = json.loads((path / "trainer" / "progress.json").read_bytes())
+        numbers = [document["progress"][field.name] for field in fields(Progress)]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _damaged(path, "trainer/progress.json can't be read.") from error
+    fits = all(type(number) is int and 0 <= number < MOST_COUNTED for number in numbers)
+    if not fits or len(document["progress"]) != len(numbers):
+        raise _damaged(path, f"trainer/progress.json says {document['progress']}.")
+    return document
+
+
+def _damaged(path: Path, how: str) -> Fault:
+    return Fault(f"{str(path)!r} is damaged: {how}", NO_CHECKPOINT)
 
 
 # ------------------------------------------------------------------------------- load
@@ -292,8 +448,22 @@ def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def _load_parts(tensors: dict[str, Any], folder: Path) -> None:
-    with _quiet():
+    """Fill `tensors`. Raises Fault (66) where the parts are others."""
+    with _quiet(), _reading(folder):
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path=str(folder)))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """What is wrong with the content of files, which hashes don't tell where somebody made them so, as Fault (66)."""
+    try:
+        yield
+    except (Exception, dcp.CheckpointException) as error:
+        failures = getattr(error, "failures", None)
+        first = min(failures.items())[1][0] if failures else error
+        if as_fault(first).code in (PEER_LOST, OUT_OF_MEMORY):
+            raise
+        raise Fault(f"{str(path)!r} can't be read: {' '.join(str(first).split())[:400]}.", NO_CHECKPOINT) from error
 
 
 @contextmanager
@@ -305,24 +475,60 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def sharded_weights(path: Path) -> Optional[dict[str, Tensor]]:
-    """The whole weights of a sharded checkpoint by HF name, on the CPU; None if `path` isn't one. One process."""
+def sharded_weights(path: Path, expected: nn.Module) -> Optional[dict[str, Tensor]]:
+    """The whole weights of a sharded checkpoint by HF name, on the CPU; None if `path` isn't one. One process.
+
+    expected: the model that they are for, on the meta device. Raises Fault (66) before memory is taken for a tensor
+    that it doesn't have.
+    """
     folder = path / "weights"
     if not folder.is_dir():
         return None
-    metadata = HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
-    weights = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
-    with _quiet():
-        dcp.load(weights, storage_reader=HuggingFaceStorageReader(path=str(folder)), no_dist=True)
+    declared = whole_shapes(folder)
+    wanted = {PREFIX + name: shape for name, shape in (*shapes(expected), *persistent_buffers(expected))}
+    for name in sorted(declared.keys() ^ wanted.keys()) or sorted(n for n in wanted if declared[n] != wanted[n]):
+        here, there = (list(some[name]) if name in some else "nothing" for some in (declared, wanted))
+        raise _damaged(path, f"weights hold {here} as {name}, the model {there}.")
+    weights = whole_tensors(folder)
     return {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
 
 
+def whole_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape that the parts in a folder declare for the whole tensor."""
+    with _reading(folder):
+        metadata = HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
+        return {name: tuple(entry.size) for name, entry in metadata.items()}
+
+
+def whole_tensors(folder: Path) -> dict[str, Tensor]:
+    """Name -> tensor put together from the parts in a folder, on the CPU. One process."""
+    metadata = HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
+    with _quiet(), _reading(folder):
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path=str(folder)), no_dist=True)
+    return tensors
+
+
 def read_probe(path: Path) -> dict[str, Tensor]:
-    """The recorded probe of a checkpoint, see `record_probe`."""
-    with safe_open(path / "trainer" / "probe.safetensors", framework="pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}
+    """The recorded probe of a checkpoint, see `record_probe`. Raises Fault (66) where it isn't one."""
+    with _reading(path / "trainer" / "probe.safetensors"):
+        with safe_open(path / "trainer" / "probe.safetensors", framework="pt") as file:
+            probe = {key: file.get_tensor(key) for key in file.keys()}
+        (_, context), (count, vocabulary) = probe["input_ids"].shape, probe["logits"].shape
+        for key, shape, limit in (("input_ids", (1, context), vocabulary), ("positions", (count,), context)):
+            values = probe[key]
+            of_kind = tuple(values.shape) == shape and values.dtype == torch.int64
+            if not of_kind or not 0 <= values.min() <= values.max() < limit:
+                raise ValueError(f"{key} isn't int64 {list(shape)} of 0 to {limit - 1}")
+    return probe
 
 
 def shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name, shape) of every parameter."""
     return ((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every buffer that is saved with the parameters, such as an expert router's correction."""
+    saved = model.state_dict()
+    return ((name, tuple(buffer.shape)) for name, buffer in model.named_buffers() if name in saved)

@@ -7,11 +7,12 @@ devices, micro-batch size or length, and every step still sees the same sequence
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Optional
 
@@ -22,9 +23,15 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
+from fabric_llm import manifest as files
+from fabric_llm.failpoints import failpoint
+from fabric_llm.faults import BAD_INPUT, Fault
+
 IGNORED = -100  # label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy
 VALIDATION_NAMES = ("validation", "valid")
+SMALL_BYTES = 2**30  # hashed at each start
 COLUMNS = ("input_ids", "attention_mask", "labels")
+PACKED_NUMBERS = ("context_length", "max_token_id", "eos_token_id")  # of the manifest of a packed dataset
 
 # input_ids, labels; attention_mask where the dataset has one, position_ids where documents are kept apart:
 # int64 [rows, context]
@@ -42,13 +49,22 @@ class TokenDataset:
     max_token_id: int
     manifest: dict[str, Any]  # what prepare_data.py wrote, {} for a dataset made elsewhere
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the training split: its length and 64 evenly spaced rows, so that a resumed run finds the same data."""
+        count = len(self.train)
+        rows = self.train[sorted({index * (count - 1) // 63 for index in range(64)})]["input_ids"]
+        return hashlib.sha256(json.dumps([count, [list(map(int, row)) for row in rows]]).encode()).hexdigest()
 
-def open_dataset(folder: str | Path) -> TokenDataset:
+
+def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
     """Open and check a dataset folder that `datasets.load_from_disk` reads.
 
+    verify: size, full (with hashes) or auto (hashes up to 1 GiB) of the files, where prepare_data.py has listed them.
+
     Raises ValueError, with the offending value, for a missing folder or split, an empty split, missing or
-    wrongly typed columns, and rows of different length. A dataset of prepare_data.py is taken at the word of its
-    manifest; any other is read through once.
+    wrongly typed columns, and rows of different length. A dataset of prepare_data.py whose hashes aren't compared is
+    taken at the word of its manifest; any other is read through once.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -57,23 +73,32 @@ def open_dataset(folder: str | Path) -> TokenDataset:
         raise ValueError(f"{str(folder)!r} holds one split without a name; it needs 'train' and 'validation'.")
     if not (folder / "dataset_dict.json").is_file():
         raise ValueError(f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json (see data/README.md).")
-    names = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+    names = split_names(folder)
     validation_name = next((name for name in VALIDATION_NAMES if name in names), "validation")
     manifest_file = folder / "manifest.json"
-    manifest = json.loads(manifest_file.read_text()) if manifest_file.is_file() else {}
+    manifest = _read_manifest(manifest_file) if manifest_file.is_file() else {}
+    hashes = False
+    if "written" in manifest:
+        total = sum(entry["bytes"] for entry in manifest["written"].values())
+        hashes = verify == "full" or verify == "auto" and total <= SMALL_BYTES
+        files.check_files(folder, manifest["written"], hashes, f"Dataset {str(folder)!r} is damaged", BAD_INPUT)
     splits, lengths, max_token_ids = {}, set(), []
     for name in ("train", validation_name):
         if name not in names:
             raise ValueError(f"{str(folder)!r} has no split {name!r}, only {', '.join(map(repr, names))}.")
         splits[name] = _load_split(folder / name)
-        _check_columns(splits[name], where=f"split {name!r} of {str(folder)!r}")
-        if manifest.get("packed"):
-            lengths.add(manifest["context_length"])
-            max_token_ids.append(manifest["max_token_id"])
-        else:
-            length, max_token_id = _scan(splits[name], where=f"split {name!r} of {str(folder)!r}")
-            lengths.add(length)
-            max_token_ids.append(max_token_id)
+        where = f"split {name!r} of {str(folder)!r}"
+        _check_columns(splits[name], where)
+        said = (manifest["context_length"], manifest["max_token_id"]) if manifest.get("packed") else None
+        trusted = said is not None and not hashes and _fixed_length(splits[name]) == said[0]
+        length, max_token_id = said if trusted else _scan(splits[name], where)
+        if said and (length != said[0] or max_token_id > said[1]):
+            raise ValueError(
+                f"The {where} holds rows of {length} tokens with ids up to {max_token_id}, but manifest.json says "
+                f"{said[0]} and {said[1]}."
+            )
+        lengths.add(length)
+        max_token_ids.append(max_token_id)
     if len(lengths) > 1:
         raise ValueError(f"The splits of {str(folder)!r} have rows of different length: {sorted(lengths)} tokens.")
     context_length = lengths.pop()
@@ -84,12 +109,58 @@ def open_dataset(folder: str | Path) -> TokenDataset:
     return TokenDataset(folder, train, validation, context_length, max(max_token_ids), manifest)
 
 
-def _load_split(folder: Path) -> datasets.Dataset:
+def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        if not json.loads((folder / "state.json").read_text())["_data_files"]:  # load_from_disk fails on it
-            return datasets.Dataset.from_dict({})
-        return datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError, pa.ArrowInvalid) as error:
+        document = json.loads(path.read_bytes())
+        sealed = "written" not in document or files.is_sealed(document)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        sealed = False
+    damaged = Fault(f"Dataset {str(path.parent)!r} is damaged: {path.name} isn't what was written.")
+    if not sealed:
+        raise damaged
+    if document.get("packed") and any(type(document.get(name)) is not int for name in PACKED_NUMBERS):
+        raise damaged
+    files.check_entries(document.get("written", {}), path, damaged)
+    return document
+
+
+def split_names(folder: Path) -> list[str]:
+    """Names of the splits of a dataset folder. Raises Fault for a list that can't be read (2) or leads elsewhere (77)."""
+    path = folder / "dataset_dict.json"
+    try:
+        names = [str(name) for name in json.loads(path.read_bytes())["splits"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Fault(f"{str(path)!r} can't be read as a list of splits.") from error
+    for name in names:
+        files.check_name(name, path)
+    return names
+
+
+def has_rows(folder: Path) -> bool:
+    """False for a split without a file. Raises Fault for one that can't be opened (2) or names files elsewhere (77)."""
+    path = folder / "state.json"
+    try:
+        for file in (path, folder / "dataset_info.json"):
+            if not file.is_file():  # a pipe blocks whoever opens it
+                raise ValueError(f"there is no file {file.name}")
+        names = [str(entry["filename"]) for entry in json.loads(path.read_bytes())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Fault(f"{str(folder)!r} can't be read: {' '.join(str(error).split()).rstrip('.')}.") from error
+    for name in names:
+        files.check_name(name, path)
+        if not (folder / name).is_file():
+            raise Fault(f"{str(folder)!r} can't be read: there is no file {name}.")
+    return bool(names)
+
+
+def _load_split(folder: Path) -> datasets.Dataset:
+    if not has_rows(folder):  # load_from_disk fails on it
+        return datasets.Dataset.from_dict({})
+    try:
+        split = datasets.load_from_disk(str(folder))
+        split.data.validate()  # what it costs nothing to see: buffers that are shorter than the rows that are declared
+        return split
+    except Exception as error:  # of datasets, pyarrow and what they are made of
         raise ValueError(f"{str(folder)!r} can't be read: {' '.join(str(error).split()).rstrip('.')}.") from error
 
 
@@ -106,11 +177,21 @@ def _check_columns(split: datasets.Dataset, where: str) -> None:
             raise ValueError(f"Column {column!r} of the {where} must hold lists of integers: {split.features[column]}.")
 
 
+def _fixed_length(split: datasets.Dataset) -> Optional[int]:
+    """Tokens in a row where the type of the column says so, as prepare_data.py writes it: then no offsets are read."""
+    kind = split.data.schema.field("input_ids").type
+    return kind.list_size if pa.types.is_fixed_size_list(kind) else None
+
+
 def _scan(split: datasets.Dataset, where: str) -> tuple[int, int]:
     """(row length in tokens, largest token id) of all rows, read once in Arrow."""
     lengths: set[int] = set()
     low, high = 0, 0
     for batch in split.with_format("arrow").iter(batch_size=1000):
+        try:
+            batch.validate(full=True)  # offsets that lead out of the file would be followed
+        except pa.ArrowException as error:
+            raise ValueError(f"The {where} can't be read: {' '.join(str(error).split()).rstrip('.')}.") from error
         for column in (name for name in COLUMNS if name in batch.column_names):
             rows = batch.column(column).combine_chunks()
             if rows.null_count or pc.list_flatten(rows).null_count:
@@ -198,6 +279,7 @@ class Batches:
         return (self._micro_batch(positions) for positions in self.positions(position))
 
     def _micro_batch(self, positions: np.ndarray) -> MicroBatch:
+        failpoint("read_data")
         table = self.rows.with_format("numpy")[self.indices(positions)]
         batch = {name: torch.from_numpy(np.asarray(table[name]).astype(np.int64)) for name in table}
         labels = batch.get("labels", batch["input_ids"]).clone()

@@ -15,6 +15,9 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fabric_llm.data import has_rows, split_names
+from fabric_llm.faults import REFUSED, Fault
+
 DEFAULT_PATTERNS = ["*.txt", "*.txt.gz", "*.md", "*.rst", "*.jsonl", "*.jsonl.gz", "*.parquet"]
 PARQUET_ROWS = 1024  # read at once
 
@@ -191,9 +194,14 @@ def _read_parquet(path: str, text_field: str) -> Iterator[Document]:
 
 
 def _read_dataset_folder(path: str, text_field: str) -> Iterator[Document]:
+    folder = Path(path)
     try:
+        for split in split_names(folder) if (folder / "dataset_dict.json").is_file() else [""]:
+            has_rows(folder / split)
         loaded = datasets.load_from_disk(path)
     except Exception as error:  # OSError, KeyError, JSON and Arrow errors: what is missing decides
+        if isinstance(error, Fault) and error.code == REFUSED:
+            raise
         raise ValueError(f"{path} is not a complete dataset folder: {one_line(error)}") from error
     yield from _read_rows(path, loaded if isinstance(loaded, dict) else {"rows": loaded}, text_field)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,19 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fabric_llm import checkpoint
-from fabric_llm.model import DTYPES, build_skeleton, load_config, load_reference, load_tokenizer
+from fabric_llm import checkpoint, retention
+from fabric_llm.faults import NO_CHECKPOINT, Fault
+from fabric_llm.model import (
+    DTYPES,
+    build_skeleton,
+    checked_skeleton,
+    load_config,
+    load_generation_config,
+    load_reference,
+    load_tokenizer,
+)
 
 # Largest mean difference of logits that rounding explains, as a part of their standard deviation, by the coarsest
 # dtype that the two sides compute in. On a CPU the same float32 weights give 0 and their bfloat16 export 4e-3
@@ -41,7 +51,7 @@ def find(path: str | Path) -> Path:
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"No checkpoint at {str(path)!r}.")
-    found = path if (path / checkpoint.MANIFEST).is_file() else checkpoint.latest(path)
+    found = path if (path / checkpoint.MANIFEST).is_file() else retention.latest(path)
     if found is None:
         raise ValueError(
             f"{str(path)!r} is neither a checkpoint nor a run with one: no {checkpoint.MANIFEST}, no step-N."
@@ -58,16 +68,21 @@ def export(
     model that was trained; then nothing is left behind, and a former `output` stays as it was.
     """
     _check_output(output, overwrite)
-    progress = checkpoint.check(source, hashes=True)
-    trained_dtype = DTYPES[progress["precision"]]
+    try:
+        precision = checkpoint.check(source, hashes=True)["fixed"]["precision"]
+        trained_dtype = DTYPES[precision]
+    except (KeyError, TypeError) as error:
+        raise Fault(f"{str(source)!r} is damaged: trainer/progress.json has no precision.", NO_CHECKPOINT) from error
     config = load_config(str(source))
-    model = load_reference(str(source), config, trained_dtype, seed=0, state_dict=checkpoint.sharded_weights(source))
+    weights = checkpoint.sharded_weights(source, checked_skeleton(str(source), config, trained_dtype))
+    model = load_reference(str(source), config, trained_dtype, seed=0, state_dict=weights)
     model.to(trained_dtype if dtype == "auto" else getattr(torch, dtype))
     temporary = output.with_name(f".tmp-{output.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    if os.path.lexists(temporary):  # of an export that was killed; or a link, which must not be written through
+        retention.remove(temporary)
     try:
         _write(temporary, source, model, max_shard_size)
-        proof = verify(temporary, model, checkpoint.read_probe(source), progress["precision"])
+        proof = verify(temporary, model, checkpoint.read_probe(source), precision)
         if output.exists():
             shutil.rmtree(output)
         temporary.rename(output)
@@ -89,8 +104,7 @@ def _write(folder: Path, source: Path, model: PreTrainedModel, max_shard_size: s
     # By way of a fresh skeleton, as in checkpoint.save: a model that was given a state dict would keep the names that
     # its tensors have in memory, where experts are fused, and not take those of the hub.
     template = build_skeleton(model.config, model.dtype)
-    if (source / "generation_config.json").is_file():
-        template.generation_config = GenerationConfig.from_pretrained(source)
+    template.generation_config = load_generation_config(str(source)) or template.generation_config
     template.save_pretrained(folder, state_dict=model.state_dict(), max_shard_size=max_shard_size)
     tokenizer = load_tokenizer(str(source))
     if tokenizer is not None:
@@ -128,8 +142,11 @@ def verify(folder: Path, trained: PreTrainedModel, probe: dict[str, Tensor], pre
             raise VerificationError(f"{name} has shape {list(there[name].shape)}, not {list(expected[name])}.")
         if not torch.equal(there[name], parameter):
             raise VerificationError(f"{name} isn't what the checkpoint holds.")
-    with torch.no_grad():
-        logits = loaded.eval()(probe["input_ids"]).logits[0, probe["positions"]].float()
+    try:
+        with torch.no_grad():
+            logits = loaded.eval()(probe["input_ids"]).logits[0, probe["positions"]].float()
+    except (IndexError, RuntimeError) as error:
+        raise VerificationError(f"it can't compute the probe: {' '.join(str(error).split())[:400]}.") from error
     recorded = probe["logits"]
     if logits.shape != recorded.shape:
         raise VerificationError(f"logits have shape {list(logits.shape)}, in training {list(recorded.shape)}.")

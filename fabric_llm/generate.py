@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def generate(folder: str, prompt: str, max_new_tokens: int, seed: int = 0) -> str:
     """Sampled continuation of `prompt`, prompt included, from a directory that `from_pretrained` opens."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False).eval()
     inputs = tokenizer(prompt, return_tensors="pt")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

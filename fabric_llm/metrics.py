@@ -18,43 +18,48 @@ from typing import Any, Callable, Optional
 import torch
 from tqdm import tqdm
 
+from fabric_llm.failpoints import failpoint
+from fabric_llm.manifest import fsync
+
 Record = dict[str, float]
 Tracker = Callable[[int, Record], None]
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, each with `step`; flushed line by line."""
+    """metrics.jsonl: one JSON object a line, each with `step`. Open only while a line is written."""
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        """Opens `path` to append. Lines of steps after `resumed_step` belong to work that is being redone: they go.
+        """Lines of steps after `resumed_step` belong to work that is being redone: they go.
 
         At 0 all go: they are those of a run that was killed before its first checkpoint.
         """
         if path.exists():
-            lines = path.read_text().splitlines(keepends=True) if resumed_step else []
+            lines = path.read_text(errors="replace").splitlines(keepends=True) if resumed_step else []
             kept = [line for line in lines if _step_of(line) <= resumed_step]
             temporary = path.with_name(f".{path.name}.tmp")
             temporary.write_text("".join(kept))
+            failpoint("metrics.replace")
             temporary.replace(path)
-        self.file = path.open("a")
+        self.path = path
 
     def write(self, step: int, record: Record) -> None:
         """Append one line."""
         finite = {
             k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
         }  # JSON has no NaN
-        self.file.write(json.dumps({"step": step, **finite}) + "\n")
-        self.file.flush()
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, **finite}) + "\n")
 
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
+    def make_durable(self) -> None:
+        """On the disk, before a checkpoint says that these steps are done."""
+        if self.path.exists():
+            fsync(self.path)
 
 
 def _step_of(line: str) -> float:
     try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError):  # a line that a kill cut off
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):  # a line that a kill cut off, or nobody of ours wrote
         return float("inf")
 
 
@@ -175,7 +180,7 @@ def _csv(folder: Path) -> tuple[Tracker, Callable[[], None]]:
     """metrics.csv: the lines of metrics.jsonl as a table, empty where a line doesn't have a number."""
     so_far = _lines_so_far(folder)
     file = (folder / "metrics.csv").open("w", newline="")
-    table = csv.DictWriter(file, CSV_COLUMNS)
+    table = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore")
     table.writeheader()
     table.writerows(so_far)
 

@@ -8,12 +8,14 @@ layer, host memory holds the weights once, and every strategy starts from the sa
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -26,7 +28,10 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar  # noqa: F401
 
 from fabric_llm.data import IGNORED
+from fabric_llm.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault
+from fabric_llm.manifest import MANIFEST, check_name
 
+MOST_LAYERS, MOST_PARAMETERS = 4096, 10**14  # more is no model but a trap: building it would take for ever
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 DTYPES = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.float32, "16-mixed": torch.float32, "32-true": torch.float32}
 
@@ -39,42 +44,113 @@ def load_config(model_name: str, attention: str = "sdpa") -> PretrainedConfig:
     folder = Path(model_name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"{model_name!r} isn't a model directory: it has no config.json.")
+    if folder.is_dir():
+        _refuse_code(folder)
     try:
         config = AutoConfig.from_pretrained(model_name, trust_remote_code=False, attn_implementation=attention)
-    except (OSError, ValueError, KeyError) as error:
+        # A config.json can name kernels on the hub, which are code, and these names win over the argument above.
+        config._attn_implementation, config._experts_implementation = attention, None
+    except Exception as error:  # transformers and huggingface_hub raise their own
+        if "custom code" in str(error):
+            raise Fault(_needs_code(model_name), REFUSED) from error
         raise ValueError(_not_a_model(model_name, error)) from error
+    for name, value in vars(config).items():
+        if callable(getattr(type(config), name, None)) and not callable(value):
+            raise ValueError(f"The configuration of {model_name!r} sets {name!r}, which is a method.")
+    vars(config).pop("auto_map", None)  # where code is that isn't used: not to be passed on by what is saved
+    if (weights := getattr(config, "transformers_weights", None)) is not None:
+        _check_weights_name(weights, folder / "config.json")
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{model_name!r} is a {config.model_type!r} model, which isn't a causal language model.")
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if not isinstance(layers, int) or not 0 <= layers <= MOST_LAYERS:
+        raise ValueError(
+            f"The configuration of {model_name!r} declares {layers} layers; at most {MOST_LAYERS} are read."
+        )
     return config
+
+
+def _refuse_code(folder: Path) -> None:
+    """Raises Fault for weights that are pickled or an index that names files elsewhere (77), and for an adapter (2)."""
+    if (folder / "adapter_config.json").is_file():  # names a base model, which peft would fetch
+        raise ValueError(f"{str(folder)!r} holds an adapter: merge it into its model first.")
+    pickled = sorted(
+        path.name for path in folder.iterdir() if path.name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))
+    )
+    if pickled and not any((folder / name).is_file() for name in WEIGHT_FILES):
+        raise Fault(
+            f"{str(folder / pickled[0])!r} is a pickle, which can run code when opened, and there are no safetensors "
+            "beside it: refused.",
+            REFUSED,
+        )
+    for index in folder.glob("*.index.json"):
+        try:
+            if not index.is_file():
+                raise ValueError("no file")
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{str(index)!r} can't be read as an index of weights.") from error
+        for name in sorted(map(str, names)):
+            if index.name in WEIGHT_FILES:
+                _check_weights_name(name, index)
+            check_name(name, index)
+
+
+def _check_weights_name(name: Any, where: Path) -> None:
+    """Raises Fault (77) unless `name`, read from the file `where`, is a safetensors file, or their index, beside it."""
+    check_name(str(name), where)
+    if not str(name).endswith((".safetensors", ".safetensors.index.json")):
+        raise Fault(f"{str(where)!r} names the weights {name!r}, which aren't safetensors: refused.", REFUSED)
+
+
+def _unreadable(what: str, model_name: str, error: Exception) -> Fault:
+    """What is wrong with a part of a model, or of a checkpoint."""
+    code = NO_CHECKPOINT if Path(model_name, MANIFEST).is_file() else BAD_INPUT
+    return Fault(f"{what} of {model_name!r} can't be read: {' '.join(str(error).split())[:400].rstrip('.')}.", code)
+
+
+def _needs_code(model_name: str) -> str:
+    return f"{model_name!r} needs Python code of its own (auto_map), which is never run; use a model transformers has."
 
 
 def _not_a_model(model_name: str, error: Exception) -> str:
     said = " ".join(str(error).split())
-    if "custom code" in said:
-        return (
-            f"{model_name!r} needs Python code of its own (auto_map), which is never run; use a model transformers has."
-        )
     if Path(model_name).exists():
         return f"The configuration of {model_name!r} can't be read: {said[:300].rstrip('.')}."
     return f"No model {model_name!r}: neither a directory here nor a name that the Hugging Face hub gives now."
 
 
 def load_tokenizer(model_name: str) -> Optional[Any]:
-    """The tokenizer beside a model or a dataset, None where there is none."""
+    """The tokenizer beside a model or a dataset, None where there is none. Raises Fault for one that is code (77)."""
     folder = Path(model_name)
     if folder.is_dir() and not any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
-    except (OSError, ValueError):
+        tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
+    except Exception as error:  # of a dozen packages
+        if "custom code" in str(error) or "trust_remote_code" in str(error):
+            raise Fault(_needs_code(model_name), REFUSED) from error
+        if (folder / "tokenizer.json").is_file():
+            raise _unreadable("The tokenizer", model_name, error) from error
         return None
+    for name in tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ():
+        check_name(name, folder / "tokenizer_config.json")  # each is saved as a file
+    tokenizer.init_kwargs.pop("auto_map", None)  # as in load_config
+    return tokenizer
 
 
 def load_generation_config(model_name: str) -> Optional[GenerationConfig]:
-    """How the model at `model_name` is sampled, None where it doesn't say or what it says can't be saved again."""
+    """How the model at `model_name` is sampled, None where it doesn't say or what it says can't be saved again.
+
+    Raises Fault for a file that can't be read.
+    """
     try:
         config = GenerationConfig.from_pretrained(model_name)
-    except OSError:
+    except Exception as error:
+        if Path(model_name, "generation_config.json").is_file():
+            raise _unreadable("generation_config.json", model_name, error) from error
+        if not isinstance(error, OSError):
+            raise
         return None
     for do_sample in (config.do_sample, True):  # Llama 2: a temperature without do_sample, read but not written
         config.do_sample = do_sample
@@ -98,12 +174,27 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
         return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
+def checked_skeleton(model_name: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """`build_skeleton` of a configuration read from `model_name`. Raises ValueError where it makes no possible model."""
+    try:
+        skeleton = build_skeleton(config, dtype)
+    except Exception as error:  # whatever sizes that nobody thought of lead to
+        raise ValueError(_not_a_model(model_name, error)) from error
+    parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+    if parameters > MOST_PARAMETERS:
+        raise ValueError(
+            f"The configuration of {model_name!r} declares {parameters:.1e} parameters; at most {MOST_PARAMETERS:.0e} "
+            "are read."
+        )
+    return skeleton
+
+
 def load_reference(
     model_name: str, config: PretrainedConfig, dtype: torch.dtype, seed: int, state_dict: Optional[dict] = None
 ) -> PreTrainedModel:
     """The model on the CPU with its weights: given, read, or drawn from `seed`.
 
-    Raises ValueError where the files don't hold exactly the weights of the model.
+    Raises ValueError where the files don't hold exactly the weights of the model: Fault (66) in a checkpoint.
     """
     if state_dict is None and not has_weights(model_name):
         with torch.random.fork_rng(devices=[]):
@@ -117,10 +208,8 @@ def load_reference(
             model, info = model_class.from_pretrained(None, state_dict=state_dict, **source)
         else:
             model, info = model_class.from_pretrained(model_name, use_safetensors=True, **source)
-    except (OSError, RuntimeError) as error:
-        raise ValueError(
-            f"The weights of {model_name!r} can't be read: {' '.join(str(error).split())[:400]}"
-        ) from error
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError, ImportError, SafetensorError) as error:
+        raise _unreadable("The weights", model_name, error) from error
     missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if missing:  # transformers fills them with random numbers and a warning
         raise ValueError(

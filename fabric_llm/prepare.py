@@ -27,6 +27,8 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from fabric_llm.documents import DEFAULT_PATTERNS, Document, find_sources, read_documents
+from fabric_llm.manifest import describe, files_in
+from fabric_llm.manifest import encode as encode_manifest
 from fabric_llm.tokenizer import END_OF_TEXT, encoder, load_tokenizer, train_byte_level_bpe
 
 MANIFEST_FORMAT = 1
@@ -162,11 +164,13 @@ def prepare(
                 "transformers": transformers.__version__,
             },
         }
-        (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        manifest["written"] = describe(folder, files_in(folder))
+        content = encode_manifest(manifest)
+        (folder / "manifest.json").write_bytes(content)
         _publish(folder, target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # gone already where it was published
-    return manifest
+    return json.loads(content)
 
 
 def summary(manifest: dict) -> str:
@@ -383,7 +387,7 @@ def _temporary_folder(output: Path) -> Path:
         raise ValueError(f"output {output} cannot be written: {error}") from error
     for other in folder.parent.iterdir():
         if other.name.startswith(prefix) and other != folder:
-            shutil.rmtree(other)
+            other.unlink() if other.is_symlink() else shutil.rmtree(other)
     return folder
 
 

@@ -17,6 +17,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fabric_llm.faults import Fault
 from fabric_llm.strategy import original_name, reshard
 
 PROBE_TOKENS = 64
@@ -133,7 +134,7 @@ def check(
     problem = None if reference is None else difference(ours, reference, precision)
     problem = fabric.broadcast(problem)
     if problem is not None:
-        raise ValueError(problem)
+        raise Fault(problem)
     return ours
 
 

@@ -11,8 +11,9 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from fabric_llm.data import MicroBatch, random_key, target_count
+from fabric_llm.failpoints import failpoint
 from fabric_llm.optim import GradientSums, UpdateSize, clip_gradients, sample_weights, update_size
-from fabric_llm.strategy import shard_group
+from fabric_llm.strategy import reshard, shard_group
 
 
 class StepResult(NamedTuple):
@@ -60,10 +61,12 @@ def train_step(
         waits = index < len(micro_batches) - 1 and not sync_every_micro_batch
         with fabric.no_backward_sync(model, enabled=waits):
             loss = model(**batch) / targets
+            failpoint("forward")
             fabric.backward(loss * fabric.world_size)  # strategies average gradients over ranks; ours is a sum
         total += loss.detach()
         if sums is not None:
             sums.add(last=index == len(micro_batches) - 1)
+        failpoint("between_micro_batches")
     fabric.strategy.precision.unscale_gradients(optimizer)
     group = shard_group(model)
     grad_norm = clip_gradients(model.parameters(), grad_clip, group).item()
@@ -92,10 +95,12 @@ def evaluate(fabric: Fabric, model: nn.Module, batches: Iterable[MicroBatch]) ->
     total = torch.zeros((), dtype=torch.float64, device=fabric.device)
     targets = torch.zeros((), dtype=torch.int64, device=fabric.device)
     for batch in batches:
+        failpoint("evaluate")
         batch = fabric.to_device(batch)
         total += model(**batch)
         targets += target_count(batch)
     model.train()
+    reshard(model)  # or the next step would see the outermost unit's parameters whole, and not sum their gradients
     total, targets = (fabric.all_reduce(x, reduce_op="sum") for x in (total, targets))
     return (total / targets.clamp(min=1)).item()
 

@@ -6,13 +6,14 @@ import os
 import signal
 from pathlib import Path
 from types import FrameType
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
-import torch
-from lightning.fabric import Fabric
+from fabric_llm.faults import STOPPED
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-STOPPED = 75  # exit code: stopped on request after saving, start again with --resume
 STOP_FILE, SAVE_FILE = "stop", "save_now"
 
 
@@ -35,14 +36,21 @@ class StopSignal:
             signal.signal(number, handler)
 
 
-def requests(fabric: Fabric, signals: StopSignal, run_directory: Path) -> tuple[bool, bool]:
-    """(stop, save) as all ranks agree: asked for on any rank, or by a file that rank 0 sees and removes."""
-    asked = [signals.received is not None, False]
+def requests(
+    fabric: Fabric, signals: StopSignal, run_directory: Path, written: bool = False
+) -> tuple[bool, bool, bool]:
+    """(stop, save, written) as all ranks agree: asked for on any rank, or by a file that rank 0 sees and removes.
+
+    written: what this rank says of the checkpoint that is being written in the background; True if all say so.
+    """
+    import torch
+
+    asked = [signals.received is not None, False, written]
     if fabric.global_rank == 0:
         for index, name in enumerate((STOP_FILE, SAVE_FILE)):
-            if (run_directory / name).exists():
+            if (run_directory / name).is_file():
                 (run_directory / name).unlink()
                 asked[index] = True
     counts = fabric.all_reduce(torch.tensor(asked, dtype=torch.int32, device=fabric.device), reduce_op="sum")
-    stop, save = (count > 0 for count in counts.tolist())
-    return stop, save
+    stop, save, writers = counts.tolist()
+    return stop > 0, save > 0, writers == fabric.world_size

@@ -17,6 +17,7 @@ import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, Callable, Optional, Union
 
@@ -86,18 +87,24 @@ def resolve_strategy(name: str, world_size: int, tpu: bool, precision: str, kind
     return name
 
 
-def make_fabric(name: str, *, devices: int, num_nodes: int, kind: str, precision: str) -> Fabric:
-    """Fabric for a strategy name of this module's table. Starts nothing: that is `fabric.launch()`."""
+def make_fabric(
+    name: str, *, devices: int, num_nodes: int, kind: str, precision: str, timeout_seconds: float = 1800.0
+) -> Fabric:
+    """Fabric for a strategy name of this module's table. Starts nothing: that is `fabric.launch()`.
+
+    timeout_seconds: of the process group's own patience; a little more than that of watch.py, which can say more.
+    """
+    timeout = timedelta(seconds=2 * timeout_seconds + 60)
     if name == "xla":
         from lightning.fabric.strategies import XLAFSDPStrategy
 
         return Fabric(accelerator="tpu", devices=devices, num_nodes=num_nodes, strategy=XLAFSDPStrategy())
     strategies: dict[str, Callable[[], Any]] = {
-        "fsdp": AnyDeviceFSDPStrategy,
+        "fsdp": lambda: AnyDeviceFSDPStrategy(timeout=timeout),
         "fsdp2": lambda: ModelParallelStrategy(
-            _already_parallel, data_parallel_size=devices * num_nodes, tensor_parallel_size=1
+            _already_parallel, data_parallel_size=devices * num_nodes, tensor_parallel_size=1, timeout=timeout
         ),
-        "ddp": lambda: DDPStrategy(gradient_as_bucket_view=True, **_no_buffer_sync()),
+        "ddp": lambda: DDPStrategy(gradient_as_bucket_view=True, timeout=timeout, **_no_buffer_sync()),
         "single": lambda: "auto",
     }
     return Fabric(
@@ -321,7 +328,10 @@ def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
 
 
 def reshard(model: nn.Module) -> None:
-    """After a forward pass without a backward fsdp2 leaves the outermost unit whole: split it again."""
+    """After a forward pass without a backward fsdp2 leaves the outermost unit whole: split it again.
+
+    Whoever makes such a pass calls this: `model.parameters()` are others while a unit is whole.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():

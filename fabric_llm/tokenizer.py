@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fabric_llm.documents import one_line
+from fabric_llm.faults import REFUSED, Fault
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -25,6 +26,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the hub, its client and each tokenizer class raise their own
+        if "custom code" in str(error):
+            raise Fault(f"tokenizer {name} needs Python code of its own, which is never run.", REFUSED) from error
         raise ValueError(
             f"tokenizer {name} is neither a folder here nor one that can be read from the hub: {one_line(error)}"
         ) from error

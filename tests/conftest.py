@@ -21,6 +21,13 @@ from transformers.utils.logging import disable_progress_bar
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
+import jsonargparse  # noqa: E402, F401  ranks are forked from this process: what it has imported they need not
+import torch.distributed.fsdp  # noqa: E402, F401
+
+import assemble  # noqa: E402, F401
+import run  # noqa: E402, F401
+import supervise  # noqa: E402, F401
+
 torch.set_num_threads(1)  # ranks are forked from this process: no thread pool may be there
 disable_progress_bar()
 datasets.disable_progress_bars()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -33,6 +34,70 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         if any(statuses):
             raise AssertionError("\n".join(report for report, status in zip(reports, statuses) if status))
         return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
+
+
+class Job:
+    """`train.py FLAGS` on several ranks that may be killed; each ends with train.py's own exit code.
+
+    codes: exit code of each rank once `wait` has returned, -9 for one that was killed. output: what each one said.
+    """
+
+    def __init__(
+        self, world_size: int, *flags: Any, failpoint: str = "", before: Callable[[], None] = lambda: None
+    ) -> None:
+        """failpoint: see fabric_llm/failpoints.py. before: called in each rank before train.py's main."""
+        argv = [str(flag) for flag in flags] + ["--devices", str(world_size), "--log_step_interval", "1"]
+        self.folder = Path(tempfile.mkdtemp())
+        self.pids = [
+            _fork(rank, world_size, self.folder, _train_to_the_end, (argv, failpoint, before))
+            for rank in range(world_size)
+        ]
+        self.codes: list[int] = []
+        self.output: list[str] = []
+
+    def kill(self, ranks: list[int]) -> None:
+        """SIGKILL, for those of `ranks` that are still there."""
+        for rank in ranks:
+            if os.waitid(os.P_PID, self.pids[rank], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                os.kill(self.pids[rank], signal.SIGKILL)
+
+    def wait(self, timeout_seconds: float = 60) -> list[int]:
+        """The codes. Raises AssertionError if a rank is still there after that time: it is killed then."""
+        statuses: dict[int, int] = {}
+        deadline = time.monotonic() + timeout_seconds
+        while len(statuses) < len(self.pids) and time.monotonic() < deadline:
+            for pid in self.pids:
+                if pid not in statuses and (done := os.waitpid(pid, os.WNOHANG))[0]:
+                    statuses[pid] = done[1]
+            time.sleep(0.005)
+        left = [rank for rank, pid in enumerate(self.pids) if pid not in statuses]
+        for rank in left:
+            os.kill(self.pids[rank], signal.SIGKILL)
+            os.waitpid(self.pids[rank], 0)
+        self.output = [_report(self.folder, rank, statuses.get(pid, -1)) for rank, pid in enumerate(self.pids)]
+        shutil.rmtree(self.folder)
+        assert not left, f"ranks {left} did not end:\n" + "\n".join(self.output)
+        self.codes = [os.waitstatus_to_exitcode(statuses[pid]) for pid in self.pids]
+        return self.codes
+
+
+def _train_to_the_end(argv: list[str], failpoint: str, before: Callable[[], None]) -> None:
+    import train
+
+    if failpoint:
+        os.environ["FABRIC_LLM_FAILPOINT"] = failpoint
+    before()
+    code: Any = 0
+    try:
+        train.main(argv)
+    except SystemExit as stop:
+        code = stop.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # as train.py does
 
 
 def _fork(rank: int, world_size: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> int:

@@ -352,7 +352,7 @@ def take_steps(fabric, wrapped, optimizer, first, last):
 
 def save(target, fabric, wrapped, optimizer):
     template = model.build_skeleton(TOY_CONFIGS["llama"], torch.bfloat16)
-    settings = {"template": template, "tokenizer": None, "progress": checkpoint.Progress(), "facts": {}}
+    settings = {"template": template, "tokenizer": None, "progress": checkpoint.Progress(), "facts": {}, "origin": {}}
     settings |= {"probe": {"logits": torch.zeros(1)}, "state_dict_type": "full"}
     checkpoint.save(target, fabric, wrapped.module, optimizer, **settings)
 

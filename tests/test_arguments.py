@@ -227,7 +227,19 @@ def test_a_resumed_run_goes_on_with_its_own_arguments(finished):
 
 
 def test_resume_by_name_alone(finished):
-    train_ranks(1, "--resume", "true", "--run_name", "first", "--output_dir", finished, "--max_step", 6)
+    train_ranks(
+        1,
+        "--resume",
+        "true",
+        "--run_name",
+        "first",
+        "--output_dir",
+        finished,
+        "--max_step",
+        6,
+        "--resume_override",
+        "max_step",
+    )
     assert metrics(finished / "first", "step")[-2:] == [6, 6]
     document = json.loads((finished / "first" / "step-00000006" / "trainer" / "progress.json").read_text())
     assert document["progress"]["position"] == 24

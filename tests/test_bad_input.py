@@ -1,4 +1,5 @@
-"""Bad input to train.py: one sentence with the offending value, exit code 2, before any process or model exists."""
+"""Bad input to train.py: one sentence with the offending value, exit code 2 (or that of its row in docs/faults.md),
+before any process or model exists."""
 
 import json
 import shutil
@@ -23,12 +24,12 @@ def refused(toys, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lightning.fabric.Fabric.launch", never)
     monkeypatch.setattr("builtins.input", never)
 
-    def call(*flags, good=True):
+    def call(*flags, good=True, code=2):
         base = ["--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", tmp_path / "runs"]
         with pytest.raises(SystemExit) as exit:
             train.main([str(word) for word in [*(base if good else []), *flags]])
         error = capsys.readouterr().err
-        assert exit.value.code == 2
+        assert exit.value.code == code
         lines = error.strip().splitlines()
         assert len(lines) == 1 and lines[0].startswith("train.py: error: ") and lines[0].endswith((".", "?")), error
         assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
@@ -64,16 +65,14 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         (["--auto_wrap_policy", "size:many"], ["size:many", "size:1e8"]),
         (["--precision", "16-mixed"], ["16-mixed", "GPU"]),
         (["--accelerator", "cuda"], ["cuda", "no GPU"]),
+        (["--num_nodes", "2"], ["--num_nodes 2", "torchrun", "MASTER_ADDR"]),
         (["--tpu", "true"], ["torch_xla"]),
         (["--strategy", "fsdp2", "--sharding_strategy", "NO_SHARD"], ["NO_SHARD", "ddp"]),
         (["--strategy", "ddp", "--cpu_offload", "true"], ["cpu_offload", "fsdp"]),
         (["--strategy", "fsdp", "--cpu_offload", "true", "--global_batch_size", "2"], ["2 micro-batches", "fsdp2"]),
         (["--run_name", "../elsewhere"], ["../elsewhere"]),
-        (["--resume", "true"], ["--resume true", "llama-data"]),
-        (["--resume", "true", "--run_name", "nothing"], ["runs/nothing"]),
         (["--checkpoint", "x"], ["--resume true"]),
-        (["--resume", "true", "--checkpoint", "nowhere"], ["nowhere", "isn't a checkpoint"]),
-        (["--output_dir", "/dev/null/runs"], ["/dev/null/runs", "can't be written"]),
+        (["--resume_override", "precision"], ["--resume_override precision", "max_step"]),
         (["--config", "none.yaml"], ["none.yaml", "No such file"]),
     ],
 )
@@ -81,6 +80,20 @@ def test_flags(refused, flags, words):
     if flags[0] == "--accelerator" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     sentence = refused(*flags)
+    assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--resume", "true"], 66, ["--resume true", "llama-data"]),
+        (["--resume", "true", "--run_name", "nothing"], 66, ["runs/nothing"]),
+        (["--resume", "true", "--checkpoint", "nowhere"], 66, ["nowhere", "isn't a checkpoint"]),
+        (["--output_dir", "/dev/null/runs"], 73, ["/dev/null/runs", "can't be written"]),
+    ],
+)
+def test_flags_with_a_code_of_their_own(refused, flags, code, words):
+    sentence = refused(*flags, code=code)
     assert all(word in sentence for word in words), sentence
 
 
@@ -171,7 +184,7 @@ def test_remote_code_is_never_run(refused, toys, tmp_path):
     config.update(model_type="evil", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    sentence = refused("--model_name", folder)
+    sentence = refused("--model_name", folder, code=77)
     assert str(folder) in sentence and "never run" in sentence
     assert not (tmp_path / "ran").exists()
 
@@ -190,6 +203,11 @@ def finished(toys, tmp_path_factory):
     [
         ([], ["holds checkpoints up to step-00000002", "--resume true", "--run_name"]),
         (["--resume", "true", "--max_step", "2"], ["is where this run ends", "step 2 of 2", "--max_step"]),
+        (["--resume", "true"], ["max_step 2, not 9", "--resume_override max_step"]),
+        (
+            ["--resume", "true", "--lr", "1e-3", "--warmup_steps", "3", "--resume_override", "max_step"],
+            ["lr 2e-05, not 0.001; warmup_steps 0, not 3", "--resume_override lr,warmup_steps"],
+        ),
         (["--resume", "true", "--global_batch_size", "8"], ["global_batch_size 4, not 8"]),
         (["--resume", "true", "--seed", "9"], ["seed 1234, not 9"]),
         (["--resume", "true", "--precision", "32-true"], ["precision bf16-true, not 32-true"]),
@@ -212,7 +230,7 @@ def test_a_damaged_checkpoint(refused, finished, tmp_path):
     shutil.copytree(finished / "run" / "step-00000001", damaged)
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    sentence = refused("--resume", "true", "--checkpoint", damaged, "--global_batch_size", 4)
+    sentence = refused("--resume", "true", "--checkpoint", damaged, "--global_batch_size", 4, code=66)
     assert "damaged" in sentence and "model.safetensors" in sentence
     weights.unlink()
-    assert "model.safetensors is missing" in refused("--resume", "true", "--checkpoint", damaged)
+    assert "model.safetensors is missing" in refused("--resume", "true", "--checkpoint", damaged, code=66)

@@ -11,6 +11,8 @@ import torch
 from benchmarks import bf16_updates
 from fabric_llm.prepare import prepare
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(bf16_updates.__file__)
 BYTES = {  # a parameter: weights, optimizer state
     "fp32": (4, 8), "master": (2, 12), "stochastic": (2, 4), "kahan": (2, 6), "nearest": (2, 4), "torch": (2, 4),

@@ -15,12 +15,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import train
-from fabric_llm import checkpoint, run_directory
-from fabric_llm.checkpoint import Progress, check, checkpoints, latest, move_aside, prune, publish, sweep
+from fabric_llm import checkpoint, manifest, run_directory
+from fabric_llm.checkpoint import Progress, check, publish
 from fabric_llm.export import export
+from fabric_llm.retention import checkpoints, latest, move_aside, prune, sweep
 from set_up import set_up
 
 FLAGS = ("--micro_batch_size", 4, "--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true", "--max_step", 3)
+EXTEND = ("--resume_override", "max_step")
+LEFT = [".lock", "STATUS.json", "arguments.yaml", "metrics.jsonl"]  # beside checkpoints
 FLAGS += ("--save_step_interval", 1)
 
 
@@ -64,6 +67,8 @@ def one_rank(toys, output, *flags):
 
 def test_layout_of_a_full_checkpoint(runs):
     assert names(runs / "full") == [
+        ".lock",
+        "STATUS.json",
         "arguments.yaml",
         "metrics.jsonl",
         "step-00000001",
@@ -107,7 +112,7 @@ def test_a_full_checkpoint_opens_with_transformers(runs, toys):
 
 def test_each_rank_writes_its_part(runs):
     """Together the parts are the model once: nothing is stored twice, no rank holds it all."""
-    whole = checkpoint.sharded_weights(runs / "sharded" / "step-00000003")
+    whole = checkpoint.whole_tensors(runs / "sharded" / "step-00000003" / "weights")
     shards = [load_file(f) for f in sorted((runs / "sharded" / "step-00000003" / "weights").iterdir())]
     numbers = [sum(tensor.numel() for tensor in shard.values()) for shard in shards]
     assert sum(numbers) == sum(tensor.numel() for tensor in whole.values())
@@ -128,15 +133,21 @@ def test_progress_json_says_where_the_run_is(runs):
     document = check(runs / "full" / "step-00000002", hashes=True)
     guard = document.pop("guard")
     assert len(guard.pop("losses")) == 2 and guard == {"skipped": 0, "rewinds": 0}
+    schedule = document.pop("schedule")
+    assert (schedule["lr"], schedule["max_step"], schedule["global_batch_size"]) == (1e-2, 3, 4)
+    assert len(document["fixed"].pop("train_fingerprint")) == 64
     assert document == {
         "progress": {"step": 2, "position": 8, "tokens": 8 * 24},
         "state_dict_type": "full",
-        "global_batch_size": 4,
-        "context_length": 24,
-        "train_rows": 44,
-        "seed": 1234,
-        "precision": "32-true",
-        "bf16_updates": None,
+        "fixed": {
+            "context_length": 24,
+            "train_rows": 44,
+            "seed": 1234,
+            "precision": "32-true",
+            "bf16_updates": None,
+        },
+        "end_step": 3,
+        "eval_loss": None,
     }
 
 
@@ -150,7 +161,7 @@ def test_progress_advances_by_what_a_step_consumed():
 
 def train_until_killed(where, argv):
     """train.py that gets SIGKILL while it publishes step 3."""
-    rename, fsync, write_text = Path.rename, os.fsync, Path.write_text
+    rename, fsync, write_bytes = Path.rename, os.fsync, Path.write_bytes
 
     def kill_where(is_there, action):
         def call(self, *args, **kwargs):
@@ -161,7 +172,7 @@ def train_until_killed(where, argv):
         return call
 
     if where == "manifest":
-        Path.write_text = kill_where(lambda path: path.name == "MANIFEST.json", write_text)
+        Path.write_bytes = kill_where(lambda path: path.name == "MANIFEST.json", write_bytes)
     elif where == "fsync":
         os.fsync = kill_where(lambda d: ".tmp-step-00000003" in os.readlink(f"/proc/self/fd/{d}"), fsync)
     else:
@@ -198,26 +209,23 @@ def test_everything_is_on_disk_before_the_name(tmp_path, monkeypatch):
     (temporary / "trainer").mkdir(parents=True)
     (temporary / "weights").write_text("weights")
     (temporary / "trainer" / "progress.json").write_text("{}")
-    publish(temporary, tmp_path / "step-00000001")
+    entries = manifest.describe(temporary, manifest.files_in(temporary))
+    publish(temporary, tmp_path / "step-00000001", {"step": 1, "files": entries})
     before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
     expected = ["", "weights", "trainer", "trainer/progress.json", "MANIFEST.json"]
     assert sorted(before) == sorted(str(temporary / name) for name in expected)
     assert after == [str(tmp_path)]
 
 
-def test_nothing_is_overwritten(run):
-    with pytest.raises(FileExistsError, match="step-00000002"):
-        checkpoint.save(
-            run / "step-00000002",
-            *(None, None, None),
-            template=None,
-            tokenizer=None,
-            progress=Progress(),
-            facts={},
-            probe={},
-            state_dict_type="full",
-        )
-    check(run / "step-00000002", hashes=True)
+def test_nothing_is_overwritten(toys, tmp_path, capsys, monkeypatch):
+    (tmp_path / "run" / "step-00000002").mkdir(parents=True)
+    one_rank(toys, tmp_path, "--run_name", "run", "--max_step", 1)
+    assert "Kept as aside-step-00000002" in capsys.readouterr().out
+    monkeypatch.setattr("fabric_llm.checkpoint.step_directory", lambda directory, step: directory / "step-00000001")
+    with pytest.raises(SystemExit) as exit:
+        one_rank(toys, tmp_path, "--run_name", "run", "--resume", "true", "--resume_override", "max_step")
+    assert exit.value.code == 74 and "step-00000001 exists already" in capsys.readouterr().err
+    check(tmp_path / "run" / "step-00000001", hashes=True)
 
 
 def test_leftovers_of_saves_and_prunes_are_swept_and_nothing_else(run):
@@ -258,14 +266,14 @@ def test_latest_passes_over_what_only_looks_like_a_checkpoint(run):
 
 @pytest.mark.parametrize(("keep_last", "left"), [(1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (9, [1, 2, 3])])
 def test_prune_keeps_the_newest(run, keep_last, left):
-    prune(run, keep_last)
+    prune(run, keep_last, None, 0, None)
     assert [int(path.name.removeprefix("step-")) for path in checkpoints(run)] == left
     assert [n for n in names(run) if "trash" in n] == []
 
 
 def test_keep_last(toys, tmp_path):
     one_rank(toys, tmp_path, "--run_name", "run", "--keep_last", 2)
-    assert names(tmp_path / "run") == ["arguments.yaml", "metrics.jsonl", "step-00000002", "step-00000003"]
+    assert names(tmp_path / "run") == LEFT + ["step-00000002", "step-00000003"]
 
 
 def test_a_prune_that_is_cut_off_leaves_no_half_checkpoint(run, monkeypatch):
@@ -276,7 +284,7 @@ def test_a_prune_that_is_cut_off_leaves_no_half_checkpoint(run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            prune(run, 1)
+            prune(run, 1, None, 0, None)
     assert [path.name for path in checkpoints(run)] == ["step-00000002", "step-00000003"]
     for path in checkpoints(run):
         check(path, hashes=True)
@@ -350,7 +358,7 @@ def test_nothing_is_pickled_or_unpickled(toys, tmp_path, monkeypatch, kind):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, never)
     one_rank(toys, tmp_path, "--run_name", "run", "--state_dict_type", kind, "--max_step", 2, "--num_workers", 0)
-    one_rank(toys, tmp_path, "--run_name", "run", "--state_dict_type", kind, "--resume", "true")
+    one_rank(toys, tmp_path, "--run_name", "run", "--state_dict_type", kind, "--resume", "true", *EXTEND)
     export(tmp_path / "run" / "step-00000003", tmp_path / "hf")
 
 
@@ -381,7 +389,9 @@ def test_optimizer_state_of_any_strategy_loads_on_one_device(toys, tmp_path, str
     flags = ("--model_name", toys / model, "--train_data_dir", toys / "data", "--output_dir", tmp_path, *FLAGS)
     flags += ("--run_name", "run", "--global_batch_size", 6, "--micro_batch_size", 1, "--max_step", 2)
     train_ranks(ranks, *flags, "--strategy", strategy, "--state_dict_type", kind, "--save_step_interval", 2)
-    (loaded,) = run_ranks(1, optimizer_after_loading, [*flags, "--resume", "true", "--max_step", 5])
+    (loaded,) = run_ranks(
+        1, optimizer_after_loading, [*flags, "--resume", "true", "--max_step", 5, "--resume_override", "max_step"]
+    )
     stored = put_together(tmp_path / "run" / "step-00000002" / "trainer" / "optimizer")
     assert {name.split(".", 1)[1].rsplit(".", 1)[0] for name in stored} == set(loaded)
     for name, state in loaded.items():

@@ -78,7 +78,7 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     train = re.sub(r"--(number_epochs 1|eval_step_interval 200|save_step_interval 500)", "", train)
     run(f"{train} {flags} --max_step 3 --strategy fsdp2", tmp_path)
     resume = resume.replace("Meta-Llama-3-8B-mine", "model-mine").replace("--devices 2", "--devices 1")
-    out, _ = run(f"{resume} --max_step 6", tmp_path)
+    out, _ = run(f"{resume} --max_step 6 --resume_override max_step", tmp_path)
     assert "resumed from checkpoints/model-mine/step-00000003" in out
     assert metrics(tmp_path / "checkpoints" / "model-mine", "step")[-1] == 6
     export = export.replace("Meta-Llama-3-8B-mine", "model-mine").split("--push_to_hub")[0]
@@ -126,7 +126,8 @@ def test_help(script, tmp_path):
     assert "usage:" in out and "--output" in out
 
 
-@pytest.mark.parametrize("steps", [12, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [12, None])
 def test_the_demo_gives_the_same_curve_on_one_device_fsdp_and_fsdp2(tmp_path, steps):
     """Two micro-batches on one device and one on each of two make the same sums: the curves agree bit for bit."""
     more = "--eval_iters 0 --log_step_interval 1" if steps else ""

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import export_hf
-from fabric_llm import checkpoint
+from fabric_llm import checkpoint, manifest, retention
 from fabric_llm.export import VerificationError, export, find, verify
 
 
@@ -195,7 +195,7 @@ def test_only_an_export_is_ever_overwritten(runs, tmp_path, capsys):
         with pytest.raises(SystemExit) as exit:
             export_hf.main([str(run), "--output", str(output), "--overwrite", "true"])
         assert exit.value.code == 2 and str(output) in capsys.readouterr().err
-    assert checkpoint.latest(run).name == "step-00000004" and (tmp_path / "home" / "thesis.txt").exists()
+    assert retention.latest(run).name == "step-00000004" and (tmp_path / "home" / "thesis.txt").exists()
     checkpoint.check(run / "step-00000004", hashes=True)
 
 
@@ -244,7 +244,7 @@ def test_a_damaged_file_is_named(runs, tmp_path, run_export, run, pattern, damag
     file = next(copy.glob(pattern))
     damage(file)
     code, _, error = run_export(copy)
-    assert code == 2 and str(file.relative_to(copy)) in error and "damaged" in error
+    assert code == 66 and str(file.relative_to(copy)) in error and "damaged" in error
     assert parts(tmp_path) == ["copy"]
 
 
@@ -342,9 +342,9 @@ def test_logits_of_another_model_are_noticed(runs, tmp_path, run_export, run):
     probe = checkpoint.read_probe(copy)
     file = copy / "trainer" / "probe.safetensors"
     save_file({**probe, "logits": probe["logits"].flip(0).contiguous()}, file)
-    manifest = json.loads((copy / "MANIFEST.json").read_text())
-    manifest["files"]["trainer/probe.safetensors"] = {"bytes": file.stat().st_size, "sha256": checkpoint.sha256(file)}
-    (copy / "MANIFEST.json").write_text(json.dumps(manifest))
+    document = manifest.read(copy)
+    document["files"] = manifest.describe(copy, document["files"])
+    (copy / manifest.MANIFEST).write_bytes(manifest.encode(document))
     code, _, error = run_export(copy)
     assert code == 1 and "logits differ from those in training" in error and parts(tmp_path) == ["copy"]
 

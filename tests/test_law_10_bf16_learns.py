@@ -22,7 +22,12 @@ def final_loss(toys, folder, name, ranks, *flags):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "kept"), [("auto", 1, ["stochastic", "kahan", "master"]), ("fsdp", 2, ["stochastic"])]
+    ("strategy", "ranks", "kept"),
+    [
+        ("auto", 1, ["stochastic"]),
+        pytest.param("auto", 1, ["kahan", "master"], marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, ["stochastic"], marks=pytest.mark.slow),
+    ],
 )
 def test_a_bf16_run_reaches_the_fp32_loss(toys, tmp_path, strategy, ranks, kept):
     fp32, moved = final_loss(toys, tmp_path, "fp32", ranks, "--strategy", strategy, "--precision", "32-true")
@@ -32,4 +37,4 @@ def test_a_bf16_run_reaches_the_fp32_loss(toys, tmp_path, strategy, ranks, kept)
         loss, _ = final_loss(toys, tmp_path, updates, ranks, "--strategy", strategy, "--bf16_updates", updates)
         gaps[updates] = abs(loss - fp32)
     assert all(gaps[updates] < 0.01 for updates in kept), gaps
-    assert gaps["nearest"] > 5 * max(gaps["stochastic"], 0.01)
+    assert gaps["nearest"] > 5 * max(0.01, *(gaps[updates] for updates in kept))

@@ -23,17 +23,19 @@ def tensors(checkpoint):
     return {(str(f.relative_to(checkpoint)), name): value for f in files for name, value in load_file(f).items()}
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "model", "precision"),
+    ("strategy", "ranks", "model", "precision", "kind"),
     [
-        ("auto", 1, "gpt2", "bf16-true"),
-        ("ddp", 2, "gpt2", "32-true"),
-        ("ddp", 2, "llama", "bf16-mixed"),
-        ("fsdp", 2, "gpt2", "bf16-true"),
-        ("fsdp", 2, "llama", "32-true"),
-        ("fsdp2", 2, "gpt2", "32-true"),
-        ("fsdp2", 2, "llama-tied", "bf16-true"),
+        ("auto", 1, "gpt2", "bf16-true", "full"),
+        ("auto", 1, "gpt2", "bf16-true", "sharded"),
+        ("ddp", 2, "gpt2", "32-true", "full"),
+        ("ddp", 2, "llama", "bf16-mixed", "sharded"),
+        ("fsdp", 2, "gpt2", "bf16-true", "full"),
+        ("fsdp", 2, "gpt2", "bf16-true", "sharded"),
+        ("fsdp", 2, "llama", "32-true", "sharded"),
+        ("fsdp2", 2, "gpt2", "32-true", "full"),
+        ("fsdp2", 2, "llama-tied", "bf16-true", "full"),
+        ("fsdp2", 2, "llama-tied", "bf16-true", "sharded"),
     ],
 )
 def test_a_resumed_run_is_the_undisturbed_run(toys, tmp_path, strategy, ranks, model, precision, kind):

@@ -64,7 +64,18 @@ def run(request, toys, tmp_path_factory):
     output = tmp_path_factory.mktemp(request.param)
     base = flags(toys, output, "--logger", request.param, "--save_step_interval", 4, "--eval_step_interval", 3)
     train_ranks(1, *base, "--max_step", 6)
-    train_ranks(1, *base, "--max_step", 6, "--resume", "true", "--checkpoint", output / "run" / "step-00000004")
+    train_ranks(
+        1,
+        *base,
+        "--max_step",
+        6,
+        "--resume",
+        "true",
+        "--resume_override",
+        "max_step",
+        "--checkpoint",
+        output / "run" / "step-00000004",
+    )
     return output / "run", request.param
 
 
@@ -120,7 +131,6 @@ def test_a_resumed_file_loses_what_is_done_again_and_a_torn_line(tmp_path):
         path.write_text(whole + torn)
         file = MetricsFile(path, resumed_step=1)
         file.write(2, {"loss": 1.0})
-        file.close()
         assert [(line["step"], line.get("loss")) for line in lines(tmp_path)] == [(0, None), (1, 1.5), (2, 1.0)]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -130,7 +140,6 @@ def test_a_run_that_starts_again_starts_its_file_again(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 2.0}\n{"step": 1, "loss": 1.5}\n')
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(0, {"eval_loss": 2.5})
-    file.close()
     assert lines(tmp_path) == [{"step": 0, "eval_loss": 2.5}]
 
 
@@ -138,7 +147,6 @@ def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(1, {"loss": 0.5})
     assert lines(tmp_path) == [{"step": 1, "loss": 0.5}]
-    file.close()
 
 
 # ------------------------------------------------------------------------------- trackers

@@ -252,7 +252,9 @@ def test_same_arguments_give_the_same_bytes(make, tmp_path, texts):
     assert len(files) > 8
     for name in files:
         a, b = (tmp_path / "a" / name).read_bytes(), (tmp_path / "b" / name).read_bytes()
-        assert a == b.replace(b"/b", b"/a") if name.name == "manifest.json" else a == b
+        if name.name == "manifest.json":  # it names its folder, and has a hash of itself
+            a, b = (json.loads(content) | {"output": "", "sha256": ""} for content in (a, b))
+        assert a == b
 
 
 def test_split_does_not_depend_on_the_batches(make, tmp_path, texts, monkeypatch):

@@ -55,7 +55,7 @@ def test_a_signal_to_one_rank_stops_all_after_a_save_and_nothing_is_lost(toys, t
     train_ranks(ranks, *flags(toys, tmp_path, strategy), "--run_name", "whole")
     codes = run_ranks(ranks, train_and_do, [*argv, "--run_name", "cut"], ranks - 1, 3, send(number))
     assert codes == [75] * ranks
-    assert [path.name for path in (tmp_path / "cut").glob("step-*")] == ["step-00000004"], "the step after the signal"
+    assert [path.name for path in (tmp_path / "cut").glob("step-*")] == ["step-00000003"], "the step of the signal"
     train_ranks(ranks, *argv, "--run_name", "cut", "--resume", "auto")
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
     whole, cut = final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")
@@ -67,14 +67,14 @@ def test_a_stop_file_stops_and_goes(toys, tmp_path):
     codes = run_ranks(2, train_and_do, argv, 0, 3, lambda: (tmp_path / "run" / "stop").touch())
     assert codes == [75, 75]
     assert not (tmp_path / "run" / "stop").exists()
-    assert (tmp_path / "run" / "step-00000004").is_dir()
+    assert (tmp_path / "run" / "step-00000003").is_dir()
 
 
 def test_a_save_file_saves_and_the_run_goes_on(toys, tmp_path):
     argv = [*flags(toys, tmp_path, "auto"), "--run_name", "run"]
     assert run_ranks(1, train_and_do, argv, 0, 3, lambda: (tmp_path / "run" / "save_now").touch()) == [0]
     saved = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
-    assert saved == ["step-00000004", "step-00000008"]
+    assert saved == ["step-00000003", "step-00000008"]
 
 
 def test_a_second_signal_ends_at_once_without_a_save(toys, tmp_path):
@@ -91,6 +91,6 @@ def test_a_second_signal_ends_at_once_without_a_save(toys, tmp_path):
 def test_resume_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(toys, tmp_path):
     argv = [*flags(toys, tmp_path, "auto"), "--run_name", "run", "--resume", "auto"]
     train_ranks(1, *argv, "--max_step", 2)
-    train_ranks(1, *argv, "--max_step", 4)
+    train_ranks(1, *argv, "--max_step", 4, "--resume_override", "max_step")
     progress = json.loads((tmp_path / "run" / "step-00000004" / "trainer" / "progress.json").read_text())["progress"]
     assert progress["step"] == 4 and metrics(tmp_path / "run", "step") == [1, 2, 3, 4]

@@ -1,0 +1,108 @@
+"""All ranks of a run with the same plan: those that torchrun or SLURM started, or that this process starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from dataclasses import replace
+from typing import NoReturn, Optional
+
+from lightning.fabric import Fabric
+
+import resume
+from arguments import Arguments, fail, is_rank_zero
+from fabric_llm import run_directory
+from fabric_llm.faults import DONE, PEER_LOST, UNEXPECTED, Fault, as_fault
+from fabric_llm.launch import Children, start_ranks, started_by_other
+from fabric_llm.strategy import make_fabric
+from preflight import Plan, make_plan, placement
+
+
+def assemble(arguments: Arguments) -> tuple[Fabric, Plan, Children]:
+    """What is wrong with the arguments ends the run here, with one sentence, before a process or a model exists.
+
+    Of a run that resumes, rank 0 alone chooses and hashes the checkpoint. Ranks that were started by others wait for
+    its choice, or for the reason why there is none.
+    """
+    try:
+        place = placement(arguments)
+    except ValueError as error:
+        _end(Fault(str(error)))
+    starts = place.world_size > 1 and not arguments.devices.tpu and not started_by_other()
+    if starts and place.num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= os.environ.keys():
+        _end(
+            Fault(
+                f"--num_nodes {place.num_nodes}: start the command on each machine with torchrun and --devices auto, "
+                "or set MASTER_ADDR, MASTER_PORT and NODE_RANK."
+            )
+        )
+    waits = bool(arguments.checkpoint.resume) and started_by_other() and resume.CHOSEN not in os.environ
+    plan, fault = (None, None) if waits and not is_rank_zero() else _planned(arguments)
+    if fault is not None and not (waits and place.world_size > 1):
+        _end(fault)
+    children = Children({})
+    if starts:
+        os.environ[resume.CHOSEN] = resume.chosen(plan)
+        children = start_ranks(place.devices, place.num_nodes)
+    os.environ.pop(resume.CHOSEN, None)
+    fabric = make_fabric(
+        place.strategy,
+        devices=place.devices,
+        num_nodes=place.num_nodes,
+        kind=place.kind,
+        precision=arguments.model.precision,
+        timeout_seconds=arguments.devices.hang_timeout,
+    )
+    fault, choice, directory = _join(fabric, children, (fault, resume.chosen(plan), plan and plan.run_directory))
+    if fault is None and plan is None:
+        os.environ[resume.CHOSEN] = choice
+        plan, fault = _planned(arguments)
+        del os.environ[resume.CHOSEN]
+    if fault is not None or plan is None:
+        _end(fault or Fault("there is no plan."))
+    return fabric, replace(plan, run_directory=directory), children
+
+
+def _planned(arguments: Arguments) -> tuple[Optional[Plan], Optional[Fault]]:
+    """(plan, None) with its run directory locked by rank 0, or (None, what is wrong)."""
+    try:
+        plan = make_plan(arguments)
+        if is_rank_zero():
+            run_directory.lock(plan.run_directory)
+        return plan, None
+    except ValueError as error:
+        return None, error if isinstance(error, Fault) else Fault(str(error))
+
+
+def _end(fault: Fault) -> NoReturn:
+    run_directory.leave(fault)
+    if fault.code == DONE:
+        if is_rank_zero():
+            print(fault, flush=True)
+        raise SystemExit(DONE)
+    fail("train.py", str(fault), fault.code)
+
+
+def _join(fabric: Fabric, children: Children, said: tuple) -> tuple:
+    """`fabric.launch()`, and what rank 0 has `said`. If a rank dies before it has joined, so does this one."""
+    joined = threading.Event()
+
+    def look() -> None:
+        while not joined.wait(0.2):
+            if (dead := children.dead()) is not None:
+                print(f"train.py: error: rank {dead[0]} {dead[1]} before training began.", file=sys.stderr, flush=True)
+                children.end(0)
+                os._exit(PEER_LOST)
+
+    threading.Thread(target=look, name="join", daemon=True).start()
+    try:
+        fabric.launch()
+        return fabric.broadcast(said)
+    except RuntimeError as error:
+        fault = as_fault(error)
+        if fault.code == UNEXPECTED:
+            raise
+        _end(Fault(f"another rank was lost before training began: {fault}", fault.code))
+    finally:
+        joined.set()

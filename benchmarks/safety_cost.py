@@ -1,0 +1,137 @@
+"""What safety costs: the part of a save that goes into manifest and hashes, and of a step that goes into guards.
+
+    python benchmarks/safety_cost.py --output safety.json
+
+Saves: one process, a Llama of some 60 million parameters in float32 with AdamW's state, saved in turns with and without
+hashing (fsync stays). Steps: two ranks, the demo's model, in turns with and without the requests, marks and judgement
+that each step makes. Medians and ratios; nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import conftest  # noqa: E402, F401  one thread, no network
+import datasets  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+from transformers import LlamaConfig  # noqa: E402
+
+SAVED = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12, "num_attention_heads": 8}
+STEPPED = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9, help="saves of each kind")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--output", type=Path, default=None, help="JSON file for the results")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=ROOT / "checkpoints"))  # on the disk that runs go to
+    try:
+        tokens = np.random.default_rng(0).integers(0, 2000, (2048, 256)).tolist()
+        rows = datasets.Dataset.from_dict({"input_ids": tokens})
+        datasets.DatasetDict({"train": rows, "validation": rows.select(range(16))}).save_to_disk(str(folder / "data"))
+        for name, shape in (("saved", SAVED), ("stepped", STEPPED)):
+            LlamaConfig(**shape, vocab_size=16_000 if name == "saved" else 2048).save_pretrained(folder / name)
+        [save] = run_ranks(1, time_saves, folder, options.rounds, timeout_seconds=900)
+        step = run_ranks(2, time_steps, folder, options.steps, timeout_seconds=1800)[0]
+    finally:
+        shutil.rmtree(folder)
+    results = {"save": save, "step": step, "torch": torch.__version__}
+    if options.output is not None:
+        options.output.write_text(json.dumps(results, indent=2) + "\n")
+    print(json.dumps(results, indent=2))
+
+
+def flags(folder: Path, model: str, *more: Any) -> list[str]:
+    words = ["--model_name", folder / model, "--train_data_dir", folder / "data", "--output_dir", folder / "runs"]
+    words += ["--precision", "32-true", "--eval_iters", 0, "--verify_start", "false", "--log_step_interval", 10**6]
+    return [str(word) for word in [*words, *more]]
+
+
+def time_saves(folder: Path, rounds: int) -> dict[str, Any]:
+    """Seconds of a save, with and without hashing."""
+    import train
+    from fabric_llm import checkpoint, manifest
+
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    sizes: list[int] = []
+    save, hashed = checkpoint.write, manifest.sha256
+
+    def timed(pending: Any, group: Any = None) -> None:
+        kind = "with" if len(times["with"]) <= len(times["without"]) else "without"
+        manifest.sha256 = hashed if kind == "with" else lambda path: "0" * 64
+        began = time.perf_counter()
+        save(pending, group)
+        times[kind].append(time.perf_counter() - began)
+        manifest.sha256 = hashed
+        sizes.append(sum(entry["bytes"] for entry in pending.entries.values()))
+
+    checkpoint.write = timed
+    more = ("--max_step", 2 * rounds + 2, "--save_step_interval", 1, "--keep_last", 1, "--run_name", "saves")
+    train.main(flags(folder, "saved", *more))
+    medians = {kind: statistics.median(values[1:]) for kind, values in times.items()}
+    ratio = medians["with"] / medians["without"]
+    return {"bytes": sizes[0], "seconds": medians, "ratio": ratio, "all": times}
+
+
+def time_steps(folder: Path, steps: int) -> dict[str, Any]:
+    """Milliseconds of a step, with and without what watches over it."""
+    import fabric_llm.step
+    import run
+    import train
+    from fabric_llm.guard import Guard
+    from fabric_llm.watch import Watch
+
+    ours = {"requests": run.Run.requests, "mark": Watch.mark, "accept": Guard.accept}
+    without = {
+        "requests": lambda self: (False, False),
+        "mark": lambda self, step, doing: None,
+        "accept": lambda self, loss, grad_norm: True,
+    }
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    seed_step, state = fabric_llm.step.seed_step, {"kind": "", "began": 0.0}
+
+    def next_step(seed: int, step: int, rank: int) -> None:
+        now = time.perf_counter()
+        if state["kind"] and step > 5:
+            times[state["kind"]].append(now - state["began"])
+        kind = "with" if (step // 2) % 2 else "without"
+        chosen = ours if kind == "with" else without
+        run.Run.requests, Watch.mark, Guard.accept = chosen["requests"], chosen["mark"], chosen["accept"]
+        state.update(kind=kind, began=time.perf_counter())
+        seed_step(seed, step, rank)
+
+    fabric_llm.step.seed_step = next_step
+    more = (
+        "--max_step",
+        steps,
+        "--strategy",
+        "fsdp",
+        "--devices",
+        2,
+        "--global_batch_size",
+        8,
+        "--micro_batch_size",
+        4,
+    )
+    train.main(flags(folder, "stepped", *more, "--run_name", "steps"))
+    medians = {kind: 1000 * statistics.median(values) for kind, values in times.items()}
+    return {"milliseconds": medians, "ratio": medians["with"] / medians["without"], "steps": len(times["with"])}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""How a run can end: exit codes, and the exception that carries one with its sentence."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+DONE = 0
+UNEXPECTED = 1  # an error that nobody foresaw: its traceback is on stderr
+BAD_INPUT = 2  # arguments, config, data or a mismatch: the user can mend it
+NO_CHECKPOINT = 66  # none that is whole
+PEER_LOST = 71  # another rank is gone or hangs
+UNWRITABLE = 73  # the output directory can't be written, or another run is using it
+SAVE_FAILED = 74
+STOPPED = 75  # on request, after saving
+NON_FINITE = 76  # NaN, spike or forgetting limit
+REFUSED = 77  # for security
+OUT_OF_MEMORY = 79  # of the device
+
+RETRYABLE = (PEER_LOST, SAVE_FAILED, STOPPED)  # the same command with --resume auto may well do better
+
+# What gloo, NCCL and torch.distributed say when the other end is gone; most of it arrives as a bare RuntimeError.
+_PEER_WORDS = (
+    *("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed"),
+    *("NCCL error", "ncclRemoteError", "ncclSystemError", "Watchdog caught collective operation timeout"),
+    *("Timed out waiting", "wait timeout after", "failed to recv, got 0 bytes", "recvValue failed"),
+)
+_MEMORY_WORDS = ("can't allocate memory", "CUDA out of memory", "out of memory")
+
+
+class Fault(ValueError):
+    """What ends a run: one sentence for the user, an exit code, and whether the same command may do better."""
+
+    def __init__(self, sentence: str, code: int = BAD_INPUT, retryable: Optional[bool] = None) -> None:
+        super().__init__(sentence)
+        self.code = code
+        self.retryable = code in RETRYABLE if retryable is None else retryable
+
+
+def as_fault(error: BaseException) -> Fault:
+    """`error` as a Fault: what it says itself, or what its type and words say."""
+    if isinstance(error, Fault):
+        return error
+    words = " ".join(str(error).split())
+    if isinstance(error, KeyboardInterrupt):
+        return Fault("interrupted before the first step.", STOPPED)
+    if isinstance(error, MemoryError) or _is_out_of_memory(error, words):
+        return Fault(words, OUT_OF_MEMORY)
+    if _is_lost_peer(error, words):
+        return Fault(words, PEER_LOST)
+    return Fault(f"{type(error).__name__}: {words}", UNEXPECTED)
+
+
+def _is_out_of_memory(error: BaseException, words: str) -> bool:
+    return isinstance(error, RuntimeError) and any(word in words for word in _MEMORY_WORDS)
+
+
+def _is_lost_peer(error: BaseException, words: str) -> bool:
+    import torch
+
+    return isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and any(word in words for word in _PEER_WORDS)
+    )

@@ -1,0 +1,91 @@
+"""Start the other ranks of this machine, and don't outlive each other.
+
+Fabric can start them as well, but it ends a failed run by killing all ranks, itself included, before anyone could say
+why. It takes ranks that are already there, as under torchrun, by the same environment variables that are set here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Optional
+
+PARENT = "FABRIC_LLM_PARENT"  # environment variable of a started rank: the process that it must not outlive
+PR_SET_PDEATHSIG = 1  # prctl(2)
+_parent: Optional[int] = None
+
+
+class Children:
+    """The ranks 1, 2, ... of this machine, started by this process; none under torchrun and the like."""
+
+    def __init__(self, processes: dict[int, subprocess.Popen[bytes]]) -> None:
+        self.processes = processes
+
+    def dead(self) -> Optional[tuple[int, str]]:
+        """(rank, how) of one that has ended otherwise than well."""
+        for rank, process in self.processes.items():
+            if code := process.poll():
+                return rank, f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return None
+
+    def end(self, seconds: float) -> None:
+        """Wait for them, then kill those that are left."""
+        deadline = time.monotonic() + seconds
+        while any(p.poll() is None for p in self.processes.values()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def started_by_other() -> bool:
+    """True in a process that torchrun, SLURM, a started rank's parent or a user gave its rank."""
+    return "LOCAL_RANK" in os.environ or "SLURM_PROCID" in os.environ and "SLURM_NTASKS" in os.environ
+
+
+def start_ranks(devices: int, num_nodes: int) -> Children:
+    """Make this process rank 0 of its machine and start the others with the same command line."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(_free_port())
+    node = int(os.environ.setdefault("NODE_RANK", "0"))
+    os.environ.update(LOCAL_RANK="0", WORLD_SIZE=str(devices * num_nodes))
+    processes = {}
+    for local_rank in range(1, devices):
+        environment = {**os.environ, "LOCAL_RANK": str(local_rank), PARENT: str(os.getpid())}
+        processes[node * devices + local_rank] = subprocess.Popen([sys.executable, *_own_command()], env=environment)
+    return Children(processes)
+
+
+def _own_command() -> list[str]:
+    return [os.path.abspath(sys.argv[0]), *sys.argv[1:]]
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return int(sock.getsockname()[1])
+
+
+def die_with_parent() -> None:
+    """In a started rank: the kernel kills this process when its parent ends, however that ends (Linux)."""
+    global _parent
+    parent = os.environ.pop(PARENT, None)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    _parent = int(parent)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != _parent:  # it ended before the kernel knew
+        os._exit(1)
+
+
+def kill_parent() -> None:
+    """In a started rank: end the process that started it, which is frozen; this one ends with it."""
+    if _parent is not None and os.getppid() == _parent:
+        os.kill(_parent, signal.SIGKILL)

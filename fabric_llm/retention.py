@@ -1,0 +1,122 @@
+"""Which checkpoints a run has, which is the newest whole one, and which are kept.
+
+step-00000100/           a checkpoint: only complete ones bear such a name
+step-00000100.pinned     beside it, made with `touch`: never pruned
+.tmp-* .trash-*          what a killed save or prune left; swept at the next start
+aside-step-*             later than a step that the run was resumed from; kept, never used
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+import shutil
+from pathlib import Path
+from typing import Optional
+
+from fabric_llm import checkpoint
+from fabric_llm.failpoints import failpoint
+from fabric_llm.faults import NO_CHECKPOINT, Fault
+from fabric_llm.manifest import MANIFEST, fsync
+
+
+def step_directories(run_directory: Path) -> list[Path]:
+    """Everything that bears a checkpoint's name, oldest first. Order is by step, never by a clock."""
+    found = [p for p in run_directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name) and p.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """checkpoints/RUN/step-00000100 -> 100"""
+    return int(path.name.removeprefix("step-"))
+
+
+def checkpoints(run_directory: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    return [path for path in step_directories(run_directory) if (path / MANIFEST).is_file()]
+
+
+def latest(run_directory: Path) -> Optional[Path]:
+    """The newest complete checkpoint of a run, None if there is none."""
+    return next(reversed(checkpoints(run_directory)), None)
+
+
+def newest_valid(run_directory: Path, hashes: bool) -> tuple[Optional[Path], list[str]]:
+    """(the newest checkpoint of a run that passes `checkpoint.check`, what is wrong with those that are newer).
+
+    A checkpoint that is refused for security isn't passed over: that is raised.
+    """
+    problems = []
+    for path in reversed(step_directories(run_directory)):
+        try:
+            checkpoint.check(path, hashes)
+            return path, problems
+        except Fault as fault:
+            if fault.code != NO_CHECKPOINT:
+                raise
+            problems.append(str(fault))
+    return None, problems
+
+
+def sweep(run_directory: Path) -> list[str]:
+    """Remove what a killed save or prune left, and return its names."""
+    leftovers = [p for p in run_directory.glob(".t*") if re.match(r"\.(tmp|trash)-step-", p.name)]
+    for path in leftovers:
+        remove(path)
+    return sorted(path.name for path in leftovers)
+
+
+def remove(path: Path) -> None:
+    """A folder with all that is in it, or a link itself."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def move_aside(run_directory: Path, after_step: int) -> list[str]:
+    """Rename the checkpoints of later steps, whole or not, which a run that resumes at `after_step` will write anew."""
+    names = []
+    for path in step_directories(run_directory):
+        if step_of(path) > after_step:
+            names.append(path.rename(path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")).name)
+    if names:
+        fsync(run_directory)
+    failpoint("resume.moved_aside")
+    return names
+
+
+def prune(
+    run_directory: Path, keep_last: int, keep_every: Optional[int], keep_best: int, resumed_from: Optional[Path]
+) -> list[Path]:
+    """Remove what is neither among the newest `keep_last`, nor a multiple of `keep_every` steps, nor among the
+    `keep_best` with the lowest validation loss, nor pinned, nor the one that the run was resumed from.
+
+    Renamed first, so that a kill leaves none half there. Returns what was removed.
+    """
+    there = checkpoints(run_directory)
+    losses = sorted((_eval_loss(path), step_of(path)) for path in there)
+    best = {step for loss, step in losses[:keep_best] if math.isfinite(loss)}
+    removed = []
+    for path in there[: -max(1, keep_last)]:
+        every = keep_every is not None and step_of(path) % keep_every == 0
+        pinned = path.with_name(f"{path.name}.pinned").exists()
+        if every or pinned or step_of(path) in best or path == resumed_from:
+            continue
+        failpoint("prune.begin")
+        trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
+        path.rename(trash)
+        failpoint("prune.renamed")
+        shutil.rmtree(trash)
+        removed.append(path)
+    failpoint("prune.done")
+    return removed
+
+
+def _eval_loss(path: Path) -> float:
+    try:
+        loss = checkpoint.read_progress(path).get("eval_loss")
+    except Fault:  # damaged, so never the best
+        return math.inf
+    return loss if isinstance(loss, float) else math.inf

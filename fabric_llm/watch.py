@@ -1,0 +1,282 @@
+"""Is everyone still there? A thread on each rank tells the others that it lives and what it does.
+
+A rank that dies closes its connections, which gloo notices and NCCL may not; a rank that hangs closes nothing. So each
+rank puts a heartbeat into the process group's store, and looks at the others' there. The first fault of any rank is put
+there as well: what the others then see, a broken connection, is a consequence, and they say whose fault came first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any, Callable, Optional
+
+import torch
+
+from fabric_llm.faults import PEER_LOST, Fault
+
+MOST_SECONDS_BETWEEN_BEATS = 0.5
+SECONDS_TO_TELL = 1.25  # who is silent, after a connection broke; and for the first fault to arrive
+SECONDS_TO_END = 10.0  # for a rank's own way out, once another rank's fault is known
+
+
+@dataclass
+class Heard:
+    """What one rank last heard of another."""
+
+    beat: dict[str, Any]  # as published
+    at: float  # monotonic seconds, when it last changed
+
+
+class Watch:
+    """Heartbeats of this rank and the others. `mark` says that work goes on, `report` that it ended.
+
+    timeout_seconds: without a mark on this rank, or a beat of another, for so long, the run is taken to hang.
+    on_fault(fault): called in the watching thread where the main thread can't act itself; ends the process.
+    dead_child(): (rank, how it ended) of a process that this one started and that is gone, or None.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+        on_fault: Callable[[Fault], None],
+        dead_child: Callable[[], Optional[tuple[int, str]]] = lambda: None,
+    ) -> None:
+        self.rank, self.world_size, self.timeout_seconds = rank, world_size, timeout_seconds
+        self.on_fault, self.dead_child = on_fault, dead_child
+        self.store = _store()
+        self.step, self.doing, self.marked = 0, "setting up", time.monotonic()
+        self.beats = 0
+        self.heard: dict[int, Heard] = {}
+        self.ended = threading.Event()
+        self.interval = min(MOST_SECONDS_BETWEEN_BEATS, timeout_seconds / 10)
+        self.main_thread = threading.get_ident()
+        self.lock = threading.Lock()  # of the store
+        self.claimed = threading.Lock()
+        self.lost: set[int] = set()  # ranks that were given up
+        self.listened = time.monotonic()  # when the store last answered
+        self.store_is_lost = False
+        self.threads = [threading.Thread(target=run, name="watch", daemon=True) for run in (self._run, self._run_guard)]
+        for thread in self.threads:
+            thread.start()
+
+    # ---------------------------------------------------------------- called by the main thread
+
+    def mark(self, step: int, doing: str) -> None:
+        """Work goes on: `step` finished steps, and what comes now."""
+        self.step, self.doing, self.marked = step, doing, time.monotonic()
+
+    def report(self, fault: Fault) -> tuple[int, Fault]:
+        """Tell the others why this rank ends. Returns the fault that came first, and whose it is."""
+        if not self._claim_end():
+            threading.Event().wait()  # the watching thread is ending the process
+        if fault.code == PEER_LOST:
+            fault = self._first_after_a_while() or fault
+        first_rank, first = self._put_first(fault)
+        self._set(f"ended/{self.rank}", "1")
+        return first_rank, first
+
+    def close(self) -> None:
+        """The run is over; nobody is watched any more."""
+        self.ended.set()
+        self._set(f"ended/{self.rank}", "1")
+        for thread in self.threads:
+            thread.join(timeout=5)
+
+    def wait_for_others(self, seconds: float) -> None:
+        """Rank 0 holds the store: it leaves last, so that the others can read why."""
+        deadline = time.monotonic() + seconds
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                self.wait_for(rank, deadline - time.monotonic())
+
+    def wait_for(self, rank: int, seconds: float) -> bool:
+        """True once `rank` has said that it ends; False if it hasn't in that time."""
+        deadline = time.monotonic() + seconds
+        while not self.has_ended(rank):
+            if time.monotonic() > deadline or rank in self.lost:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def has_ended(self, rank: int) -> bool:
+        """True if `rank` has said that it ends."""
+        return self._get(f"ended/{rank}") is not None
+
+    # ---------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        while not self.ended.wait(self.interval):
+            self._beat()
+            self._listen()
+            fault = self._first() or self._lost_child() or self._hangs()
+            self.listened = time.monotonic()
+            if fault is not None:
+                self._end_from_thread(self._put_first(fault)[1])
+
+    def _run_guard(self) -> None:
+        """Where rank 0, which holds the store, is frozen, the other thread waits for it as well."""
+        while not self.ended.wait(self.interval):
+            silence = time.monotonic() - self.listened
+            if silence > self.timeout_seconds + SECONDS_TO_TELL + 2 * self.interval:
+                self.store_is_lost = True
+                known = 0 in self.heard
+                fault = self._silent_fault(0) if known else Fault("rank 0 is lost or frozen.", PEER_LOST)
+                self._end_from_thread(fault)
+
+    def _beat(self) -> None:
+        self.beats += 1
+        beat = {"beats": self.beats, "step": self.step, "doing": self.doing, "host": socket.gethostname()}
+        beat |= {"pid": os.getpid(), "waits": self._waits(), "still": time.monotonic() - self.marked}
+        self._set(f"beat/{self.rank}", json.dumps(beat))
+
+    def _listen(self) -> None:
+        """Everyone listens to rank 0, and rank 0 to everyone: n reads, not n squared."""
+        for rank in range(self.world_size) if self.rank == 0 else (0,):
+            self._hear(rank)
+
+    def _hear(self, rank: int) -> None:
+        if rank == self.rank or (said := self._get(f"beat/{rank}")) is None:
+            return
+        beat, before = json.loads(said), self.heard.get(rank)
+        if before is None or before.beat["beats"] != beat["beats"]:
+            self.heard[rank] = Heard(beat, time.monotonic())
+
+    def _hangs(self) -> Optional[Fault]:
+        silent = [
+            rank for rank in self.heard if self._silence(rank) > self.timeout_seconds and not self.has_ended(rank)
+        ]
+        if silent:
+            return self._silent_fault(silent[0])
+        if time.monotonic() - self.marked < self.timeout_seconds:
+            return None
+        # Nothing has moved here. Whoever is silent, or isn't waiting for the others, is the one they wait for.
+        for _ in range(3):
+            for rank in range(self.world_size):
+                self._hear(rank)
+            time.sleep(self.interval)
+        silent = [rank for rank in self.heard if self._silence(rank) > 2.5 * self.interval]
+        if silent:
+            return self._silent_fault(silent[0])
+        beats = {rank: heard.beat for rank, heard in self.heard.items()}
+        beats[self.rank] = {"step": self.step, "doing": self.doing, "waits": self._waits()}
+        behind = sorted(beats, key=lambda rank: (beats[rank]["step"], beats[rank]["waits"] is not None, rank))[0]
+        beat = beats[behind]
+        what = f"rank {behind} hangs: no progress for {self.timeout_seconds:.0f} s after step {beat['step']}"
+        alone = self.world_size > 1 and all(b["waits"] is not None for r, b in beats.items() if r != behind)
+        others = "; the others wait for it" if alone and beat["waits"] is None else ""
+        return Fault(f"{what}, {beat['doing']}{others} (--hang_timeout).", PEER_LOST)
+
+    def _silent_fault(self, rank: int) -> Fault:
+        beat = self.heard[rank].beat
+        self.lost.add(rank)
+        return Fault(
+            f"rank {rank} (process {beat['pid']} on {beat['host']}) is lost or frozen: silent for "
+            f"{self._silence(rank):.1f} s, after step {beat['step']}, {beat['doing']}.",
+            PEER_LOST,
+        )
+
+    def _lost_child(self) -> Optional[Fault]:
+        child = self.dead_child()
+        if child is None or self.has_ended(child[0]):
+            return None
+        rank, how = child
+        self._hear(rank)
+        beat = self.heard[rank].beat if rank in self.heard else {"step": self.step, "doing": "starting"}
+        step = max(self.step, beat["step"])  # its last beat may be older than our last step together
+        return Fault(f"rank {rank} {how} after step {step}, {beat['doing']}.", PEER_LOST)
+
+    def _end_from_thread(self, first: Fault) -> None:
+        """Give the main thread time to end by itself, which it does unless it is stuck; then end the process."""
+        stuck = time.monotonic() - self.marked >= self.timeout_seconds
+        if not stuck and self.ended.wait(SECONDS_TO_END):
+            return
+        if not self._claim_end():
+            return
+        print(f"Rank {self.rank} was here:\n{self._stack()}", file=sys.stderr, flush=True)
+        self._set(f"ended/{self.rank}", "1")
+        self.on_fault(first)
+
+    def _claim_end(self) -> bool:
+        """True for the first thread that ends this rank."""
+        self.ended.set()
+        return self.claimed.acquire(blocking=False)
+
+    def _stack(self) -> str:
+        frame = sys._current_frames().get(self.main_thread)
+        return "".join(traceback.format_stack(frame)[-8:]) if frame is not None else "(no stack)"
+
+    def _waits(self) -> Optional[str]:
+        """The function of torch that the main thread is in, where it is in one that waits for other ranks."""
+        frame = sys._current_frames().get(self.main_thread)
+        for _ in range(4):
+            if frame is None:
+                return None
+            if "/torch/distributed/" in frame.f_code.co_filename or "/torch/autograd/graph" in frame.f_code.co_filename:
+                return frame.f_code.co_name
+            frame = frame.f_back
+        return None
+
+    # ---------------------------------------------------------------- the store
+
+    def _first_after_a_while(self) -> Optional[Fault]:
+        """A connection broke: the fault of whoever broke it, or who is silent since."""
+        deadline = time.monotonic() + SECONDS_TO_TELL
+        while time.monotonic() < deadline:
+            if (first := self._first() or self._lost_child()) is not None:
+                return first
+            self._beat()
+            for rank in range(self.world_size):
+                self._hear(rank)
+            time.sleep(self.interval / 4)
+        gone = [r for r in self.heard if self._silence(r) > 1.5 * self.interval and not self.has_ended(r)]
+        return self._silent_fault(max(gone, key=self._silence)) if gone else None
+
+    def _silence(self, rank: int) -> float:
+        return time.monotonic() - self.heard[rank].at
+
+    def _put_first(self, fault: Fault) -> tuple[int, Fault]:
+        mine = json.dumps({"rank": self.rank, "sentence": str(fault), "code": fault.code, "retryable": fault.retryable})
+        there = json.loads(self._ask(lambda: self.store.compare_set("first", "", mine)) or mine)
+        return there["rank"], Fault(there["sentence"], there["code"], there["retryable"])
+
+    def _first(self) -> Optional[Fault]:
+        said = self._get("first")
+        if said is None:
+            return None
+        there = json.loads(said)
+        return Fault(there["sentence"], there["code"], there["retryable"])
+
+    def _set(self, key: str, value: str) -> None:
+        self._ask(lambda: self.store.set(key, value))
+
+    def _get(self, key: str) -> Optional[str]:
+        said = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
+        return None if said is None else said.decode()
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """The store's answer; None where it went with rank 0, whose broken connections tell the same."""
+        if self.store_is_lost:
+            return None
+        with self.lock:
+            try:
+                return question()
+            except RuntimeError:
+                return None
+
+
+def _store() -> Any:
+    """A connection of our own to the process group's store; a store of this process where there is none."""
+    if not torch.distributed.is_initialized():
+        return torch.distributed.HashStore()
+    from torch.distributed.distributed_c10d import _get_default_store  # there is no public way to it
+
+    return torch.distributed.PrefixStore("watch", _get_default_store().clone())

@@ -1,0 +1,102 @@
+"""How a run ends: whatever happens becomes one sentence for the user, an exit code, and STATUS.json."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Callable, NoReturn
+
+import torch
+from lightning.fabric import Fabric
+
+from arguments import Arguments
+from fabric_llm import metrics, run_directory
+from fabric_llm.faults import DONE, OUT_OF_MEMORY, PEER_LOST, STOPPED, UNEXPECTED, Fault, as_fault
+from fabric_llm.launch import Children, kill_parent
+from fabric_llm.watch import Watch
+from preflight import Plan
+
+SECONDS_FOR_OTHERS = 5.0  # to read why rank 0, which holds the store, goes
+
+
+def supervise(
+    fabric: Fabric, arguments: Arguments, plan: Plan, children: Children, body: Callable[[Watch], bool]
+) -> None:
+    """Run `body(watch)`, which returns whether the run was asked to stop. All ranks call it.
+
+    Raises SystemExit with the code of the table in docs/faults.md, unless the run is done. The rank that failed first
+    ends with its own code, the others with 71; rank 0 prints the first fault and writes it to STATUS.json.
+    """
+    rank, directory = fabric.global_rank, plan.run_directory
+
+    def stuck(first: Fault) -> NoReturn:
+        """In the watching thread: the main thread won't come back."""
+        _tell(rank, first, first)
+        if rank == 0:
+            _write(directory, watch, first)
+        elif not watch.wait_for(0, SECONDS_FOR_OTHERS):  # lost or frozen: then nobody else says it
+            _write(directory, watch, first)
+            kill_parent()
+        children.end(SECONDS_FOR_OTHERS)
+        os._exit(PEER_LOST)
+
+    watch = Watch(rank, fabric.world_size, arguments.devices.hang_timeout, stuck, children.dead)
+    if rank == 0:
+        run_directory.write_status(directory, None, "running", plan.start.step, True)
+    try:
+        stopped = body(watch)
+    except BaseException as error:
+        fault = _with_advice(as_fault(error), fabric, arguments, plan, watch)
+        if fault.code == UNEXPECTED:
+            traceback.print_exc()
+        first_rank, first = watch.report(fault)
+        own = first_rank == rank or str(first) == str(fault)
+        if not own and first.code != PEER_LOST:
+            first = Fault(f"rank {first_rank}: {first}", first.code, first.retryable)
+        _tell(rank, first, fault)
+        if rank == 0:
+            _write(directory, watch, first)
+            watch.wait_for_others(SECONDS_FOR_OTHERS)
+        elif first.code == PEER_LOST and not watch.wait_for(0, SECONDS_FOR_OTHERS):
+            _write(directory, watch, first)
+        children.end(SECONDS_FOR_OTHERS)
+        run_directory.unlock(directory)
+        raise SystemExit(fault.code if own else PEER_LOST) from None
+    if rank == 0:
+        code, reason = (STOPPED, "stopped on request") if stopped else (DONE, "done")
+        run_directory.write_status(directory, code, reason, watch.step, stopped)
+    children.end(60)
+    run_directory.unlock(directory)
+    if stopped:
+        raise SystemExit(STOPPED)
+
+
+def _tell(rank: int, first: Fault, own: Fault) -> None:
+    """One sentence: from rank 0, and from a rank whose own error nobody else has seen."""
+    if rank == 0:
+        print(f"train.py: error: {first}", file=sys.stderr, flush=True)
+    elif own.code in (UNEXPECTED, OUT_OF_MEMORY) or first.code == PEER_LOST:
+        print(f"train.py: rank {rank}: {first if own.code == PEER_LOST else own}", file=sys.stderr, flush=True)
+
+
+def _write(directory: Path, watch: Watch, fault: Fault) -> None:
+    run_directory.write_status(directory, fault.code, str(fault), watch.step, fault.retryable)
+
+
+def _with_advice(fault: Fault, fabric: Fabric, arguments: Arguments, plan: Plan, watch: Watch) -> Fault:
+    """Out of memory: the peak, what the run holds, and what to change."""
+    if fault.code != OUT_OF_MEMORY:
+        return fault
+    where = f"rank {watch.rank}, step {watch.step + 1}, {watch.doing}"
+    total = ""
+    if fabric.device.type == "cuda":
+        total = f" of {torch.cuda.get_device_properties(fabric.device).total_memory / 2**30:.1f} GiB"
+    return Fault(
+        f"out of memory ({where}): peak {metrics.peak_memory_gib(fabric.device):.1f} GiB{total}; a micro-batch is "
+        f"{plan.micro_batch_size} x {plan.dataset.context_length} tokens, the model {plan.strategy} over "
+        f"{plan.world_size} devices. Smaller: --micro_batch_size (with the same --global_batch_size), "
+        f"--activation_checkpointing true, more --devices, --cpu_offload true. {str(fault)[:200].rstrip('.')}.",
+        OUT_OF_MEMORY,
+    )

@@ -1,0 +1,202 @@
+"""The resume test sees what it should: each item of saved state, dropped on purpose, makes the resumed run another one."""
+
+import math
+
+import pytest
+import torch
+from ranks import Job, metrics
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.faults
+
+STEPS, HALF = 18, 12
+NAN_STEPS = (11, 12, 13)  # of which the first two are before the checkpoint
+
+
+def flags(toys, output, *more):
+    return (
+        *("--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--output_dir", output, "--lr", 1e-2),
+        *("--strategy", "fsdp", "--micro_batch_size", 1, "--global_batch_size", 4, "--max_step", STEPS),
+        *("--save_step_interval", HALF, "--eval_iters", 0, "--warmup_steps", 4, "--spike_window", 20, *more),
+    )
+
+
+def inject(factors):
+    """The loss of the forward passes of a step (by number, from 1) is multiplied; a resumed run counts on."""
+
+    def install():
+        import fabric_llm.step
+        from fabric_llm.model import LanguageModel
+
+        forward, seed_step = LanguageModel.forward, fabric_llm.step.seed_step
+        now = [0]
+
+        def seeded(seed, step, rank):
+            now[0] = step + 1
+            seed_step(seed, step, rank)
+
+        def faulty(self, *args, **kwargs):
+            loss = forward(self, *args, **kwargs)
+            return loss * factors.get(now[0], 1.0) if self.training and torch.is_grad_enabled() else loss
+
+        fabric_llm.step.seed_step, LanguageModel.forward = seeded, faulty
+
+    return install
+
+
+def drop_parameters():
+    import set_up
+
+    load = set_up.load_reference
+    set_up.load_reference = lambda fabric, arguments, source, plan: load(
+        fabric, arguments, arguments.model.model_name, plan
+    )
+
+
+def drop_optimizer():
+    from fabric_llm import checkpoint
+
+    checkpoint.load_optimizer = lambda *args: None
+
+
+def drop_optimizer_item(item):
+    def drop():
+        from fabric_llm import checkpoint
+
+        load = checkpoint.load_optimizer
+
+        def without(path, model, optimizer):
+            load(path, model, optimizer)
+            for state in getattr(optimizer, "optimizer", optimizer).state.values():
+                state[item].zero_()
+
+        checkpoint.load_optimizer = without
+
+    return drop
+
+
+def drop_from_progress(item):
+    def drop():
+        from fabric_llm import checkpoint
+
+        check = checkpoint.check
+
+        def without(path, hashes=False):
+            document = check(path, hashes)
+            return {**document, "progress": {**document["progress"], item: 0}}
+
+        checkpoint.check = without
+
+    return drop
+
+
+def drop_randomness():
+    import fabric_llm.step
+
+    seed_step, first = fabric_llm.step.seed_step, []
+
+    def from_the_start(seed, step, rank):
+        first.append(step)
+        seed_step(seed, step - first[0], rank)
+
+    fabric_llm.step.seed_step = from_the_start
+
+
+def drop_schedule():
+    import fabric_llm.optim
+
+    lr_at, first = fabric_llm.optim.lr_at, []
+
+    def from_the_start(step, **schedule):
+        first.append(step)
+        return lr_at(step - first[0], **schedule)
+
+    fabric_llm.optim.lr_at = from_the_start
+
+
+def drop_guard_item(item, empty):
+    def drop():
+        from fabric_llm.guard import Guard
+
+        restore = Guard.restore
+        Guard.restore = lambda self, state: restore(self, {**state, item: empty})
+
+    return drop
+
+
+def nothing():
+    pass
+
+
+@pytest.fixture(scope="module")
+def whole(toys, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    job = Job(2, *flags(toys, folder, "--run_name", "whole"))
+    assert job.wait() == [0, 0], job.output
+    return folder / "whole"
+
+
+def is_same(toys, whole, tmp_path, drop):
+    """Whether a branch from the half of `whole`, with something dropped while it is loaded, ends like `whole`."""
+    more = ("--resume", "true", "--checkpoint", whole / f"step-{HALF:08d}", "--run_name", "branch")
+    job = Job(2, *flags(toys, tmp_path, *more), before=drop)
+    if job.wait() != [0, 0]:
+        return False
+    ours, theirs = (load_file(run / f"step-{STEPS:08d}" / "model.safetensors") for run in (tmp_path / "branch", whole))
+    same = all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    return same and all(metrics(tmp_path / "branch", k) == metrics(whole, k) for k in ("step", "loss", "lr", "tokens"))
+
+
+def test_with_everything_restored_it_is_the_same_run(toys, whole, tmp_path):
+    assert is_same(toys, whole, tmp_path, nothing)
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        pytest.param(drop_parameters, id="parameters"),
+        pytest.param(drop_optimizer, id="optimizer"),
+        pytest.param(drop_optimizer_item("exp_avg"), id="exp_avg"),
+        pytest.param(drop_optimizer_item("exp_avg_sq"), id="exp_avg_sq"),
+        pytest.param(drop_optimizer_item("step"), id="optimizer step"),
+        pytest.param(drop_from_progress("position"), id="position"),
+        pytest.param(drop_from_progress("step"), id="step"),
+        pytest.param(drop_from_progress("tokens"), id="tokens"),
+        pytest.param(drop_randomness, id="randomness"),
+        pytest.param(drop_schedule, id="schedule"),
+    ],
+)
+def test_without_it_the_resumed_run_is_another(toys, whole, tmp_path, drop):
+    assert not is_same(toys, whole, tmp_path, drop)
+
+
+@pytest.mark.parametrize("drop", [nothing, drop_guard_item("skipped", 0)], ids=["restored", "skip list"])
+def test_skips_before_the_checkpoint_count_after_it(toys, tmp_path, drop):
+    """Two NaN steps before the checkpoint and one after it are three in a row: 76."""
+    first = flags(toys, tmp_path, "--run_name", "run", "--max_skipped_steps", 2)
+    job = Job(
+        2, *first, failpoint=f"between_steps:count={HALF + 1}", before=inject(dict.fromkeys(NAN_STEPS[:2], math.nan))
+    )
+    assert job.wait() == [-9, -9], job.output
+
+    def before():
+        drop()
+        inject(dict.fromkeys(NAN_STEPS, math.nan))()
+
+    codes = Job(2, *first, "--resume", "auto", before=before).wait()
+    assert codes == ([76, 76] if drop is nothing else [0, 0])
+
+
+@pytest.mark.parametrize("drop", [nothing, drop_guard_item("losses", [])], ids=["restored", "losses"])
+def test_a_spike_after_the_checkpoint_is_measured_by_losses_before_it(toys, tmp_path, drop):
+    first = flags(toys, tmp_path, "--run_name", "run", "--spike_threshold", 6, "--spike_action", "skip")
+    job = Job(2, *first, failpoint=f"between_steps:count={HALF + 1}")
+    assert job.wait() == [-9, -9], job.output
+
+    def before():
+        drop()
+        inject({HALF + 2: 100.0})()
+
+    job = Job(2, *first, "--resume", "auto", before=before)
+    assert job.wait() == [0, 0], job.output
+    assert metrics(tmp_path / "run", "verdict") == (["skip"] if drop is nothing else [])

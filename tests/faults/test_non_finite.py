@@ -1,0 +1,107 @@
+"""200 NaN and infinities in losses and gradients, on random ranks and micro-batches: none gets into a parameter."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from ranks import Job, metrics
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.faults
+
+INJECTED, STEPS = 100, 160  # for each of two strategies
+
+
+def inject(plan):
+    """plan: {(step from 0, rank, micro-batch): (where, value)}. Parameters are looked at after every step."""
+
+    def install():
+        import fabric_llm.step
+        from fabric_llm.model import LanguageModel
+
+        forward, seed_step, train_step = LanguageModel.forward, fabric_llm.step.seed_step, fabric_llm.step.train_step
+        now = {"step": -1, "rank": 0, "micro_batch": 0}
+
+        def seeded(seed, step, rank):
+            now.update(step=step, rank=rank, micro_batch=0)
+            seed_step(seed, step, rank)
+
+        def faulty(self, *args, **kwargs):
+            out = forward(self, *args, **kwargs)
+            if not (self.training and torch.is_grad_enabled()):
+                return out
+            where, value = plan.get((now["step"], now["rank"], now["micro_batch"]), (None, 0.0))
+            now["micro_batch"] += 1
+            if where == "loss":
+                return out * value
+            if where == "gradient":
+                out.register_hook(lambda gradient: gradient * value)
+            return out
+
+        def watched(fabric, model, *args, **kwargs):
+            before = [local(p).clone() for p in model.parameters()]
+            result = train_step(fabric, model, *args, **kwargs)
+            after = [local(p) for p in model.parameters()]
+            assert all(torch.isfinite(p).all() for p in after)
+            bad = any(step == now["step"] for step, _, _ in plan)
+            assert result.taken != bad
+            assert not bad or all(torch.equal(a, b) for a, b in zip(before, after))
+            return result
+
+        LanguageModel.forward, fabric_llm.step.seed_step, fabric_llm.step.train_step = faulty, seeded, watched
+
+    return install
+
+
+def local(parameter):
+    parameter = parameter.detach()
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [("fsdp", "bf16-true"), ("fsdp2", "32-true")])
+def test_none_of_them_gets_into_a_parameter_or_a_checkpoint(toys, tmp_path, strategy, precision):
+    generator = random.Random(strategy)
+    plan = {}
+    for step in sorted(generator.sample(range(STEPS), INJECTED)):
+        value = generator.choice([math.nan, math.inf, -math.inf])
+        plan[step, generator.randrange(2), generator.randrange(2)] = (generator.choice(["loss", "gradient"]), value)
+    flags = ("--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--output_dir", tmp_path)
+    flags += ("--strategy", strategy, "--precision", precision, "--micro_batch_size", 1, "--global_batch_size", 4)
+    flags += ("--max_step", STEPS, "--eval_iters", 0, "--save_step_interval", 20, "--max_skipped_steps", STEPS)
+    job = Job(2, *flags, "--run_name", "run", before=inject(plan))
+    assert job.wait(120) == [0, 0], job.output
+    assert metrics(tmp_path / "run", "verdict") == ["skip"] * INJECTED
+    for folder in (tmp_path / "run").glob("step-*"):
+        for file in folder.rglob("*.safetensors"):
+            assert all(torch.isfinite(tensor).all() for tensor in load_file(file).values()), file
+        assert json.loads((folder / "trainer" / "progress.json").read_text())["progress"]["step"] > 0
+
+
+def test_a_checkpoint_of_a_model_with_a_nan_is_refused(toys, tmp_path):
+    """However it came there: the last good checkpoints stay the latest."""
+
+    def spoil():
+        import fabric_llm.step
+
+        train_step, calls = fabric_llm.step.train_step, []
+
+        def spoiled(fabric, model, *args, **kwargs):
+            result = train_step(fabric, model, *args, **kwargs)
+            calls.append(1)
+            if len(calls) == 3 and fabric.global_rank == 1:
+                parameter = max(model.parameters(), key=lambda p: p.numel())
+                parameter.data.view(-1)[0] = math.nan
+            return result
+
+        fabric_llm.step.train_step = spoiled
+
+    flags = ("--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--output_dir", tmp_path)
+    flags += ("--strategy", "fsdp", "--state_dict_type", "sharded", "--save_step_interval", 1, "--max_step", 6)
+    job = Job(2, *flags, "--eval_iters", 0, "--run_name", "run", before=spoil)
+    assert job.wait() == [76, 76], job.output
+    assert "NaN" in job.output[0]
+    assert sorted(path.name for path in (tmp_path / "run").glob("*step-*")) == ["step-00000001", "step-00000002"]
+    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
+    assert status["code"] == 76 and status["last_durable_step"] == 2 and not status["retryable"]

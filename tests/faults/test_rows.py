@@ -1,0 +1,386 @@
+"""The table of docs/faults.md, row by row, where no other test holds the row."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Job, metrics
+from safetensors.torch import load_file
+
+from fabric_llm import retention
+
+pytestmark = pytest.mark.faults
+
+ROOT = Path(__file__).parent.parent.parent
+STEPS = 8
+
+
+def flags(toys, output, *more):
+    return (
+        *("--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--output_dir", output, "--lr", 1e-2),
+        *("--strategy", "fsdp", "--micro_batch_size", 1, "--global_batch_size", 4, "--max_step", STEPS),
+        *("--save_step_interval", 3, "--eval_iters", 2, "--eval_batch_size", 2, "--hang_timeout", 30),
+        *("--run_name", "run", *more),
+    )
+
+
+def status(run):
+    return json.loads((run / "STATUS.json").read_text())
+
+
+def saved(run):
+    return [retention.step_of(path) for path in retention.step_directories(run)]
+
+
+def leftovers(run):
+    return [path.name for path in run.iterdir() if path.name.startswith((".tmp", ".trash"))]
+
+
+def final_weights(run):
+    return load_file(run / f"step-{STEPS:08d}" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(toys, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    job = Job(2, *flags(toys, folder))
+    assert job.wait() == [0, 0], job.output
+    assert status(folder / "run") | {"pid": 0, "host": ""} == {
+        **{"code": 0, "reason": "done", "step": STEPS, "last_durable_step": STEPS, "retryable": False},
+        **{"pid": 0, "host": ""},
+    }
+    return folder / "run"
+
+
+def assert_goes_on_like(toys, output, whole, *more):
+    job = Job(2, *flags(toys, output, "--resume", "auto", *more))
+    assert job.wait() == [0, 0], job.output
+    assert metrics(output / "run") == metrics(whole) and metrics(output / "run", "step") == metrics(whole, "step")
+    ours, theirs = final_weights(output / "run"), final_weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+# ------------------------------------------------------------------------------- a save fails
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["in the step", "in the background"])
+@pytest.mark.parametrize("point", ["save.rest:rank=0", "save.rest:rank=1", "save.hash:rank=1", "publish.manifest"])
+def test_a_save_that_raises_on_one_rank_ends_all_and_leaves_nothing_behind(toys, tmp_path, whole, point, asynchronous):
+    more = ("--async_save", str(asynchronous).lower())
+    job = Job(2, *flags(toys, tmp_path, *more), failpoint=f"{point}:count=2:do=enospc")
+    assert job.wait() == [74, 74], job.output
+    assert "No space left on device" in job.output[0] and "Traceback" not in job.output[0]
+    assert saved(tmp_path / "run") == [3] and leftovers(tmp_path / "run") == []
+    said = status(tmp_path / "run")
+    assert (said["code"], said["last_durable_step"], said["retryable"]) == (74, 3, True)
+    assert "No space left" in said["reason"]
+    if point == "save.rest:rank=1":
+        assert_goes_on_like(toys, tmp_path, whole, *more)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_write_that_the_kernel_refuses(toys, tmp_path, rank, kind):
+    """A file size limit is the kernel's own EFBIG in the middle of a write, like a full disk or a quota."""
+
+    def limited():
+        if os.environ.get("RANK") == str(rank):
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    more = ("--state_dict_type", kind)
+    job = Job(2, *flags(toys, tmp_path, *more), before=limited)
+    assert job.wait() == [74, 74], job.output
+    assert "File too large" in job.output[0] or "os error 27" in job.output[0], job.output[0]
+    assert saved(tmp_path / "run") == [] and leftovers(tmp_path / "run") == []
+
+
+def test_no_room_is_found_before_the_model_is_loaded_and_before_each_save(toys, tmp_path):
+    import shutil as its_shutil
+
+    usage = its_shutil.disk_usage
+
+    def never_room():
+        its_shutil.disk_usage = lambda path: usage(path)._replace(free=1000)
+
+    def room_for_one():
+        its_shutil.disk_usage = lambda path: usage(path)._replace(
+            free=1000 if list((tmp_path / "run").glob("step-*")) else 10**9
+        )
+
+    job = Job(2, *flags(toys, tmp_path), before=never_room)
+    assert job.wait() == [74, 74], job.output
+    assert "needs 0.02 GiB" in job.output[0] and "has 0.00 GiB free" in job.output[0]
+    assert metrics(tmp_path / "run") == [] if (tmp_path / "run" / "metrics.jsonl").exists() else True
+    assert status(tmp_path / "run")["retryable"] is False
+    job = Job(2, *flags(toys, tmp_path), before=room_for_one)
+    assert job.wait() == [74, 74], job.output
+    assert "Checkpoint step-00000006 needs" in job.output[0] and saved(tmp_path / "run") == [3]
+
+
+# ------------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize(
+    ("point", "stops_at"),
+    [("set_up", 1), ("forward:count=5", 3), ("optimizer_step:count=3", 3), ("evaluate", 1), ("save.rest", 4)],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_to_one_rank_wherever_it_is(toys, tmp_path, whole, point, stops_at, rank):
+    name, *count = point.split(":")
+    job = Job(2, *flags(toys, tmp_path), failpoint=":".join([name, f"rank={rank}", *count, "do=term"]))
+    assert job.wait() == [75, 75], job.output
+    assert max(saved(tmp_path / "run")) <= stops_at
+    said = status(tmp_path / "run")
+    assert said["code"] == 75 and said["retryable"] and said["step"] == said["last_durable_step"]
+    if rank == 1:
+        assert_goes_on_like(toys, tmp_path, whole)
+
+
+# ------------------------------------------------------------------------------- a rank fails
+
+
+def test_the_first_error_is_what_the_user_reads(toys, tmp_path):
+    job = Job(2, *flags(toys, tmp_path), failpoint="forward:rank=1:count=3:do=raise")
+    assert job.wait() == [71, 1], job.output
+    assert "train.py: error: rank 1: RuntimeError: failpoint forward" in job.output[0]
+    assert "RuntimeError: failpoint forward" in job.output[1] and "gloo" not in job.output[0]
+    said = status(tmp_path / "run")
+    assert said["code"] == 1 and "rank 1" in said["reason"] and not said["retryable"]
+
+
+def test_out_of_memory(toys, tmp_path):
+    job = Job(2, *flags(toys, tmp_path), failpoint="forward:rank=1:count=3:do=oom")
+    assert job.wait() == [71, 79], job.output
+    for said in (job.output[1], status(tmp_path / "run")["reason"]):
+        assert "out of memory" in said and "peak" in said and "--micro_batch_size" in said and "rank 1" in said
+    assert status(tmp_path / "run")["code"] == 79 and not status(tmp_path / "run")["retryable"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("action", ["hang", "stop"])
+def test_a_rank_that_hangs_or_is_frozen_is_named(toys, tmp_path, rank, action):
+    more = ("--hang_timeout", 8, "--num_workers", 0)
+    began = time.monotonic()
+    job = Job(2, *flags(toys, tmp_path, *more), failpoint=f"read_data:rank={rank}:count=9:do={action}")
+    if action == "stop":  # nobody started it, so nobody ends it
+        other = job.pids[1 - rank]
+        while os.waitid(os.P_PID, other, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            assert time.monotonic() - began < 60
+            time.sleep(0.1)
+        job.kill([rank])
+    codes = job.wait()
+    assert codes[1 - rank] == 71 and codes[rank] == (71 if action == "hang" else -9), job.output
+    reason = status(tmp_path / "run")["reason"]
+    assert f"rank {rank}" in reason and ("after step" in reason or rank == 0), reason
+    if action == "hang":
+        assert "no progress for 8 s" in reason and "time.sleep" in job.output[rank], "where it was"
+    assert status(tmp_path / "run")["code"] == 71 and status(tmp_path / "run")["retryable"]
+
+
+# ------------------------------------------------------------------------------- real processes
+
+
+def command(toys, output, *more):
+    words = flags(toys, output, *more)
+    return [str(ROOT / "train.py"), *map(str, words), "--devices", "2", "--log_step_interval", "1"]
+
+
+def environment(**more):
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+
+
+def processes_of(output):
+    """Processes that still have the output folder on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(output).encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:
+            pass
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_of_a_plain_command_leaves_no_orphan_and_the_run_goes_on(toys, tmp_path, whole, rank):
+    point = environment(FABRIC_LLM_FAILPOINT=f"between_steps:rank={rank}:count=5")
+    done = subprocess.run(
+        [sys.executable, *command(toys, tmp_path)], env=point, capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert done.returncode == (71 if rank == 1 else -9), done.stderr
+    time.sleep(0.3)
+    assert processes_of(tmp_path) == []
+    said = status(tmp_path / "run")
+    assert said["retryable"] and said["last_durable_step"] == 3
+    if rank == 1:
+        assert "rank 1 was killed by SIGKILL after step 5" in done.stderr and said["code"] == 71
+    assert_goes_on_like(toys, tmp_path, whole)
+
+
+def test_a_killed_rank_under_torchrun_is_started_again(toys, tmp_path, whole):
+    """Each attempt counts steps anew: the second, from step 3, never comes to its fifth before the end at 8... + 1."""
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2"]
+    words = [*command(toys, tmp_path, "--resume", "auto")]
+    done = subprocess.run(
+        [*torchrun, "--max_restarts", "2", *words],
+        env=environment(FABRIC_LLM_FAILPOINT="between_steps:rank=1:count=6", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resumed from" in done.stdout
+    assert metrics(tmp_path / "run") == metrics(whole)
+    ours, theirs = final_weights(tmp_path / "run"), final_weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_lost_node_under_torchrun(toys, tmp_path, whole):
+    """Two agents of one rank each; one is killed with its rank, and the other goes on alone."""
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        port = sock.getsockname()[1]
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nnodes", "1:2", "--nproc_per_node", "1"]
+    torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--max_restarts", "3"]
+    torchrun += ["--rdzv_conf", "last_call_timeout=8,join_timeout=60"]
+    words = [
+        word for word in command(toys, tmp_path, "--resume", "auto", "--max_step", 300, "--save_step_interval", 20)
+    ]
+    words[words.index("--devices") + 1] = "auto"
+    words[words.index("--strategy") + 1] = "auto"
+    env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    logs = [(tmp_path / f"log-{k}").open("w") for k in range(2)]
+    agents = []
+    for log in logs:
+        agents.append(subprocess.Popen([*torchrun, *words], env=env, stdout=log, stderr=log, start_new_session=True))
+        time.sleep(1)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "step-00000040").exists():
+        assert time.monotonic() < deadline and agents[0].poll() is None, (tmp_path / "log-0").read_text()[-3000:]
+        time.sleep(0.1)
+    children = Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text().split()
+    for pid in (agents[1].pid, *map(int, children)):  # torchrun gives its ranks sessions of their own
+        os.kill(pid, signal.SIGKILL)
+    assert agents[0].wait(120) == 0, (tmp_path / "log-0").read_text()[-3000:]
+    said = (tmp_path / "log-0").read_text()
+    assert "fsdp on 2 cpu devices" in said and "single on 1 cpu device" in said and "resumed from" in said
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 301)), "each step once"
+    for log in logs:
+        log.close()
+    agents[1].wait()
+
+
+# ------------------------------------------------------------------------------- the directory
+
+
+def test_two_runs_in_one_directory(toys, tmp_path):
+    first = Job(2, *flags(toys, tmp_path), failpoint="between_steps:rank=0:count=4:do=hang")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "step-00000003").exists():  # then it hangs at the end of step 4
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    for more in ((), ("--resume", "auto"), ("--resume", "true")):
+        second = Job(1, *flags(toys, tmp_path, *more))
+        assert second.wait() == [73 if more else 2], second.output
+        assert not more or "Another run (process" in second.output[0]
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    first.kill([0, 1])
+    first.wait()
+    third = Job(2, *flags(toys, tmp_path, "--resume", "auto"))
+    assert third.wait() == [0, 0], "a lock goes with the process that held it"
+
+
+def test_an_output_that_cannot_be_written(toys, tmp_path):
+    (tmp_path / "run").write_text("a file")
+    job = Job(1, *flags(toys, tmp_path))
+    assert job.wait() == [73], job.output
+
+
+# ------------------------------------------------------------------------------- changes on purpose
+
+
+def test_extending_shortening_and_rolling_back_say_the_new_schedule(toys, tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "run")
+    on_purpose = ("--resume", "true", "--resume_override")
+    longer = Job(2, *flags(toys, tmp_path, *on_purpose, "max_step"), "--max_step", 12)
+    assert longer.wait() == [0, 0], longer.output
+    assert "Extended: 12 steps instead of 8." in longer.output[0] and "lr before" in longer.output[0]
+    rates = metrics(tmp_path / "run", "lr")
+    assert len(rates) == 12 and rates[:8] == metrics(whole, "lr") and all(rate > 0 for rate in rates[8:])
+    back = (*on_purpose, "max_step,lr", "--checkpoint", tmp_path / "run" / "step-00000003", "--lr", 2e-2)
+    rolled = Job(2, *flags(toys, tmp_path, *back), "--max_step", 6)
+    assert rolled.wait() == [0, 0], rolled.output
+    said = rolled.output[0]
+    assert "Back from step-00000012 to step-00000003" in said and "Shortened: 6 steps instead of 8." in said
+    assert "lr: 0.02 from here on, 0.01 before." in said
+    assert saved(tmp_path / "run") == [3, 6] and len(list((tmp_path / "run").glob("aside-step-*"))) == 4
+    assert metrics(tmp_path / "run", "step")[-1] == 6
+
+
+def test_a_branch_leaves_its_run_as_it_is(toys, tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    branch = ("--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000003", "--run_name", "branch")
+    job = Job(2, *flags(toys, tmp_path, *branch, "--lr", 5e-3, "--resume_override", "lr"))
+    assert job.wait() == [0, 0], job.output
+    assert f"A branch of {tmp_path}/run/step-00000003" in job.output[0] and "lr before" in job.output[0]
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    ours, theirs = metrics(tmp_path / "branch"), metrics(whole)
+    assert ours[:4] == theirs[:4] and ours[4:] != theirs[4:] and len(ours) == len(theirs)
+    job = Job(2, *flags(toys, tmp_path, *branch, "--lr", 5e-3, "--resume_override", "lr"))
+    assert job.wait() == [2, 2] and "would begin a branch in" in job.output[0]
+
+
+def test_retention(toys, tmp_path):
+    more = ("--save_step_interval", 1, "--keep_last", 2, "--keep_every", 4, "--keep_best", 1, "--eval_step_interval", 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-00000001.pinned").touch()
+    job = Job(1, *flags(toys, tmp_path, *more))
+    assert job.wait() == [0], job.output
+    losses = metrics(tmp_path / "run", "eval_loss")[1:]
+    best = losses.index(min(losses)) + 1
+    assert saved(tmp_path / "run") == sorted({1, 4, 7, 8, best})
+    from_4 = ("--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000004", "--keep_every", 100)
+    job = Job(1, *flags(toys, tmp_path, *more, *from_4))
+    assert job.wait() == [0], job.output
+    assert 4 in saved(tmp_path / "run"), "the one that it was resumed from"
+
+
+def test_a_finished_run_in_a_restart_loop(toys, tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "run")
+    job = Job(2, *flags(toys, tmp_path, "--resume", "auto"))
+    assert job.wait() == [0, 0] and "nothing is left to do" in job.output[0] and "error" not in job.output[0]
+
+
+# ------------------------------------------------------------------------------- clocks
+
+
+def test_clocks_that_jump_change_nothing(toys, tmp_path, whole):
+    def jumping():
+        now, calls = time.time, iter(range(10**9))
+        time.time = lambda: now() + (-1) ** next(calls) * 86_400
+
+    job = Job(2, *flags(toys, tmp_path), failpoint="between_steps:count=7", before=jumping)
+    assert job.wait() == [-9, -9], job.output
+    for age, path in enumerate(retention.step_directories(tmp_path / "run")):
+        os.utime(path, (10**9 - age, 10**9 - age))  # the newest looks oldest
+    job = Job(2, *flags(toys, tmp_path, "--resume", "auto"), before=jumping)
+    assert job.wait() == [0, 0] and "resumed from" in job.output[0] and "step-00000006" in job.output[0]
+    ours, theirs = final_weights(tmp_path / "run"), final_weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -1,0 +1,114 @@
+"""1 -> 2 -> 4 -> 2 -> 1 ranks: the state is equal bit for bit after each load, and each step sees the same sequences."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROWS
+from ranks import Job
+from safetensors.torch import load_file
+
+from fabric_llm import checkpoint
+
+pytestmark = pytest.mark.faults
+
+WORLDS = (1, 2, 4, 2, 1)
+EPOCHS, GLOBAL_BATCH = 3, 4
+STEPS_EACH = 7  # a stop in the middle of epochs: 44 sequences, 11 steps
+
+
+def flags(toys, output, kind, strategy, *more):
+    return (
+        *("--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--output_dir", output, "--lr", 1e-2),
+        *("--strategy", strategy, "--state_dict_type", kind, "--precision", "bf16-true", "--run_name", "run"),
+        *("--micro_batch_size", 1, "--global_batch_size", GLOBAL_BATCH, "--number_epochs", EPOCHS),
+        *("--eval_iters", 0, "--resume", "auto", *more),
+    )
+
+
+def watch(folder):
+    """Writes the rows that each step sees, and the whole state right after it was loaded, as a checkpoint's tensors."""
+
+    def install():
+        import fabric_llm.data
+        import fabric_llm.step
+        import set_up
+
+        micro_batch, load = fabric_llm.data.Batches._micro_batch, checkpoint.load_optimizer
+
+        def logged(self, positions):
+            if self.shuffle:
+                with (folder / f"rows-{self.rank}").open("a") as file:
+                    for position, row in zip(positions.flatten().tolist(), self.indices(positions).flatten().tolist()):
+                        if self.end is None or position < self.end:
+                            file.write(f"{position} {row}\n")
+            return micro_batch(self, positions)
+
+        def loaded(path, model, optimizer):
+            load(path, model, optimizer)
+            weights = checkpoint.get_model_state_dict(model)
+            weights.pop(checkpoint.PREFIX + "lm_head.weight")  # the embedding again
+            for name, tensors in (
+                ("optimizer", checkpoint._optimizer_tensors(model, optimizer)[1]),
+                ("weights", weights),
+            ):
+                target = folder / f"loaded-{path.name}" / name
+                target.mkdir(parents=True, exist_ok=True)
+                writer = checkpoint.HuggingFaceStorageWriter(path=str(target), save_distributed=True)
+                with checkpoint._quiet():
+                    checkpoint.dcp.save(tensors, storage_writer=writer)
+
+        fabric_llm.data.Batches._micro_batch, checkpoint.load_optimizer = logged, loaded
+        assert set_up.checkpoint is checkpoint
+
+    return install
+
+
+def whole_state(path):
+    """Every tensor of a checkpoint, put together from its parts."""
+    optimizer = checkpoint.whole_tensors(path / "trainer" / "optimizer")
+    if (path / "weights").is_dir():
+        return optimizer, checkpoint.whole_tensors(path / "weights")
+    return optimizer, {checkpoint.PREFIX + name: t for name, t in load_file(path / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [("sharded", "fsdp"), ("full", "fsdp2")])
+def test_the_state_survives_every_number_of_ranks(toys, tmp_path, kind, strategy):
+    steps = EPOCHS * ROWS // GLOBAL_BATCH
+    assert steps == 33
+    for index, world in enumerate(WORLDS):
+        last = index == len(WORLDS) - 1
+        stop = "" if last else f"between_steps:rank={world - 1}:count={STEPS_EACH}:do=term"
+        job = Job(
+            world,
+            *flags(toys, tmp_path, kind, strategy if world > 1 else "auto", "--num_workers", 0),
+            failpoint=stop,
+            before=watch(tmp_path),
+        )
+        assert job.wait(120) == [0 if last else 75] * world, job.output
+        if index:
+            before = tmp_path / "run" / f"step-{index * STEPS_EACH:08d}"
+            saved_optimizer, saved_weights = whole_state(before)
+            loaded = tmp_path / f"loaded-{before.name}"
+            optimizer, weights = (checkpoint.whole_tensors(loaded / name) for name in ("optimizer", "weights"))
+            assert saved_optimizer.keys() == optimizer.keys()
+            assert all(torch.equal(saved_optimizer[name], optimizer[name]) for name in optimizer)
+            assert len(weights) > 20 and all(torch.equal(saved_weights[name], weights[name]) for name in weights)
+    progress = json.loads((tmp_path / "run" / f"step-{steps:08d}" / "trainer" / "progress.json").read_text())
+    assert progress["progress"]["position"] == EPOCHS * ROWS
+    seen = [tuple(map(int, line.split())) for p in tmp_path.glob("rows-*") for line in p.read_text().splitlines()]
+    positions = [position for position, _ in seen]
+    assert sorted(positions) == list(range(EPOCHS * ROWS)), "every position once, over all ranks and runs"
+    rows = [row for _, row in sorted(seen)]
+    for epoch in range(EPOCHS):
+        assert (np.bincount(rows[epoch * ROWS : (epoch + 1) * ROWS], minlength=ROWS) == 1).all(), epoch
+    assert rows == expected_rows(toys)
+
+
+def expected_rows(toys):
+    """What an undisturbed run on one rank sees."""
+    from fabric_llm.data import Batches, open_dataset
+
+    batches = Batches(open_dataset(toys / "data").train, 1234, 1, GLOBAL_BATCH)
+    return batches.indices(np.arange(EPOCHS * ROWS)).tolist()

@@ -1,0 +1,1259 @@
+"""Malicious artefacts: nothing in them is executed, nothing outside is touched, nothing hangs, nobody is asked.
+
+Each attack puts one bad thing into a copy of a good model, dataset and run, and gives the command line of a user who
+doesn't know. What it may end with is an exit code of docs/faults.md and one sentence; 0 where the bad thing is never
+opened.
+"""
+
+import builtins
+import contextlib
+import gzip
+import importlib
+import io
+import json
+import os
+import pickle
+import resource
+import shutil
+import struct
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import yaml
+from conftest import CONTEXT, ROWS, VOCABULARY
+from ranks import run_ranks, train_ranks
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY
+from transformers import PreTrainedTokenizerFast
+
+from fabric_llm import manifest
+
+MEMORY_BYTES = 4 * 2**30  # that an attack may take
+TIMEOUT_SECONDS = 30
+DEEP = "[" * 100_000
+SHARD = "trainer/optimizer/shard-00001-model-00001-of-00001.safetensors"
+
+
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, canary):
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.canary}",)
+
+
+class Scene:
+    """A good model, dataset and runs in `work`, files of others in `outside`."""
+
+    def __init__(self, folder):
+        self.work, self.outside = folder / "work", folder / "outside"
+        self.model, self.data, self.runs = self.work / "model", self.work / "data", self.work / "runs"
+        self.run, self.sharded = self.runs / "run", self.runs / "sharded"
+        self.canary = self.outside / "canary"
+        self.pickle = pickle.dumps(Payload(self.canary))
+        self.code = f"open({str(self.canary)!r}, 'w').close()\n"
+
+    def zipped(self, path):
+        torch.save(Payload(self.canary), path)
+
+    def train(self, *flags, name="new"):
+        base = ("--model_name", self.model, "--train_data_dir", self.data, "--output_dir", self.runs)
+        base += ("--precision", "32-true", "--global_batch_size", 4, "--max_step", 3, "--eval_iters", 0)
+        return ("train", *base, *(("--run_name", name) if name is not None else ()), *flags)
+
+    def resume(self, *flags, name="run"):
+        return self.train("--resume", "true", *flags, name=name)
+
+    def export(self, source=None, *flags):
+        return ("export_hf", source or self.run, "--output", self.work / "exported", *flags)
+
+    def prepare(self, *flags, tokenizer=None):
+        base = ("--tokenizer", tokenizer or self.model, "--context_length", 8, "--validation_fraction", 0.5)
+        return ("prepare_data", *base, "--output", self.work / "prepared", *flags)
+
+
+def step(run):
+    """The newest checkpoint of a run."""
+    return run / "step-00000002"
+
+
+def edit(path, **changes):
+    """Change entries of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def seal(folder, **changes):
+    """Write the manifest anew, as an attacker can: the hashes are right."""
+    document = json.loads((folder / "MANIFEST.json").read_text())
+    document.pop("sha256")
+    names = [name for name in manifest.files_in(folder) if name != "MANIFEST.json"]
+    document = {**document, "files": manifest.describe(folder, names), **changes}
+    (folder / "MANIFEST.json").write_bytes(manifest.encode(document))
+
+
+def seal_data(folder, **changes):
+    """The same for a dataset, as one of prepare_data.py."""
+    (folder / "manifest.json").unlink(missing_ok=True)
+    document = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1, "eos_token_id": 0}
+    document = {**document, "written": manifest.describe(folder, manifest.files_in(folder)), **changes}
+    (folder / "manifest.json").write_bytes(manifest.encode(document))
+
+
+def safetensors(header, data=b""):
+    content = json.dumps(header).encode()
+    return struct.pack("<Q", len(content)) + content + data
+
+
+ATTACKS = {}
+
+
+def attack(*expected):
+    """Register an attack: (exit code, words of the sentence)."""
+
+    def register(function):
+        assert function.__name__ not in ATTACKS
+        ATTACKS[function.__name__] = (function, *expected)
+        return function
+
+    return register
+
+
+# ------------------------------------------------------------------------------- pickles in a model directory
+
+
+@attack(77, "pytorch_model.bin", "pickle")
+def pickle_as_the_only_weights(scene):
+    (scene.model / "model.safetensors").unlink()
+    (scene.model / "pytorch_model.bin").write_bytes(scene.pickle)
+    return scene.train()
+
+
+@attack(77, "pytorch_model.bin", "pickle")
+def zipped_pickle_as_the_only_weights(scene):
+    (scene.model / "model.safetensors").unlink()
+    scene.zipped(scene.model / "pytorch_model.bin")
+    return scene.train()
+
+
+@attack(0)
+def pickles_beside_safetensors(scene):
+    scene.zipped(scene.model / "pytorch_model.bin")
+    for name in (
+        "training_args.bin",
+        "rng_state.pth",
+        "optimizer.pt",
+        "scheduler.pt",
+        "adapter_model.bin",
+        "vocab.pkl",
+    ):
+        (scene.model / name).write_bytes(scene.pickle)
+    return scene.train()
+
+
+@attack(77, "model.safetensors.index.json", "evil.bin")
+def pickle_named_by_the_index(scene):
+    (scene.model / "model.safetensors").unlink()
+    (scene.model / "evil.bin").write_bytes(scene.pickle)
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "evil.bin"}}
+    (scene.model / "model.safetensors.index.json").write_text(json.dumps(index))
+    return scene.train()
+
+
+@attack(77, "pytorch_model-00001-of-00001.bin")
+def pickles_with_an_index_of_their_own(scene):
+    (scene.model / "model.safetensors").unlink()
+    scene.zipped(scene.model / "pytorch_model-00001-of-00001.bin")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model-00001-of-00001.bin"}}
+    (scene.model / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return scene.train()
+
+
+@attack(77, "config.json", "evil.bin")
+def pickle_named_by_the_configuration(scene):
+    (scene.model / "evil.bin").write_bytes(scene.pickle)
+    edit(scene.model / "config.json", transformers_weights="evil.bin")
+    return scene.train()
+
+
+@attack(2, "model", "can't be read")
+def pickle_called_safetensors(scene):
+    (scene.model / "model.safetensors").write_bytes(scene.pickle)
+    return scene.train()
+
+
+@attack(2, "tokenizer", "can't be read")
+def pickle_called_tokenizer_json(scene):
+    (scene.model / "tokenizer.json").write_bytes(scene.pickle)
+    return scene.train()
+
+
+@attack(2, "generation_config.json")
+def pickle_called_generation_config_json(scene):
+    (scene.model / "generation_config.json").write_bytes(scene.pickle)
+    return scene.train()
+
+
+@attack(2, "config.json")
+def pickle_called_config_json(scene):
+    (scene.model / "config.json").write_bytes(scene.pickle)
+    return scene.train()
+
+
+# ------------------------------------------------------------------------------- pickles in a checkpoint
+
+
+@attack(77, "pytorch_model.bin", "refused")
+def checkpoint_with_pickled_weights(scene):
+    (step(scene.run) / "model.safetensors").unlink()
+    scene.zipped(step(scene.run) / "pytorch_model.bin")
+    seal(step(scene.run))
+    return scene.resume()
+
+
+@attack(77, "pytorch_model.bin", "refused")
+def export_of_a_checkpoint_with_pickled_weights(scene):
+    (step(scene.run) / "model.safetensors").unlink()
+    (step(scene.run) / "pytorch_model.bin").write_bytes(scene.pickle)
+    seal(step(scene.run))
+    return scene.export()
+
+
+@attack(77, "__0_0.distcp", "refused")
+def checkpoint_with_a_distcp_part(scene):
+    (step(scene.run) / "trainer" / "optimizer" / "__0_0.distcp").write_bytes(scene.pickle)
+    seal(step(scene.run))
+    return scene.resume()
+
+
+@attack(77, "trainer/optimizer/.metadata", "refused")
+def checkpoint_with_pickled_metadata(scene):
+    (step(scene.run) / "trainer" / "optimizer" / ".metadata").write_bytes(scene.pickle)
+    seal(step(scene.run))
+    return scene.resume()
+
+
+@attack(77, "weights/.metadata", "refused")
+def sharded_checkpoint_with_pickled_metadata(scene):
+    (step(scene.sharded) / "weights" / ".metadata").write_bytes(scene.pickle)
+    seal(step(scene.sharded))
+    return scene.export(scene.sharded)
+
+
+@attack(77, "optimizer.pt", "refused")
+def checkpoint_with_a_pickled_optimizer(scene):
+    scene.zipped(step(scene.run) / "trainer" / "optimizer.pt")
+    seal(step(scene.run))
+    return scene.resume()
+
+
+@attack(77, "rng_state.PTH", "refused")
+def checkpoint_with_a_pickled_random_state_that_is_not_listed(scene):
+    (step(scene.run) / "trainer" / "rng_state.PTH").write_bytes(scene.pickle)
+    return scene.resume("--verify_checkpoints", "size")
+
+
+@attack(77, "tokenizer.pkl", "refused")
+def checkpoint_with_a_pickled_tokenizer(scene):
+    (step(scene.run) / "tokenizer.pkl").write_bytes(scene.pickle)
+    seal(step(scene.run))
+    return scene.resume()
+
+
+@attack(0)
+def pickle_in_a_checkpoint_by_a_name_that_nobody_opens(scene):
+    (step(scene.run) / "README.md").write_bytes(scene.pickle)
+    seal(step(scene.run))
+    return scene.resume()
+
+
+@attack(66, "progress.json")
+def pickle_called_progress_json(scene):
+    (step(scene.run) / "trainer" / "progress.json").write_bytes(scene.pickle)
+    seal(step(scene.run))
+    return scene.resume("--checkpoint", step(scene.run))
+
+
+@attack(66, "MANIFEST.json")
+def pickle_called_manifest_json(scene):
+    (step(scene.run) / "MANIFEST.json").write_bytes(scene.pickle)
+    return scene.resume("--checkpoint", step(scene.run))
+
+
+@attack(66, "probe.safetensors")
+def pickle_called_probe_safetensors(scene):
+    (step(scene.run) / "trainer" / "probe.safetensors").write_bytes(scene.pickle)
+    seal(step(scene.run))
+    return scene.export()
+
+
+@attack(66, "weights", "step-00000002", "can't be read")
+def pickle_called_model_safetensors(scene):
+    (step(scene.run) / "model.safetensors").write_bytes(scene.pickle)
+    seal(step(scene.run))
+    return scene.resume()
+
+
+@attack(66, "trainer/optimizer", "can't be read")
+def pickle_called_optimizer_part(scene):
+    (step(scene.run) / SHARD).write_bytes(scene.pickle)
+    seal(step(scene.run))
+    return scene.resume()
+
+
+@attack(66, "weights", "can't be read")
+def pickle_called_weights_part(scene):
+    next((step(scene.sharded) / "weights").iterdir()).write_bytes(scene.pickle)
+    seal(step(scene.sharded))
+    return scene.resume(name="sharded")
+
+
+@attack(66, "tokenizer", "can't be read")
+def pickle_called_tokenizer_json_in_a_checkpoint(scene):
+    (step(scene.run) / "tokenizer.json").write_bytes(scene.pickle)
+    seal(step(scene.run))
+    return scene.resume()
+
+
+@attack(0)
+def pickled_metadata_in_a_checkpoint_as_a_model(scene):
+    """Of --model_name no manifest is asked for: what isn't a weight is never opened."""
+    (step(scene.sharded) / "weights" / ".metadata").write_bytes(scene.pickle)
+    scene.zipped(step(scene.sharded) / "trainer" / "optimizer.pt")
+    return scene.train("--model_name", step(scene.sharded))
+
+
+@attack(66, "weights", "can't be read")
+def pickled_weights_part_in_a_checkpoint_as_a_model(scene):
+    next((step(scene.sharded) / "weights").iterdir()).write_bytes(scene.pickle)
+    return scene.train("--model_name", step(scene.sharded))
+
+
+# ------------------------------------------------------------------------------- pickles and code in a dataset
+
+
+@attack(2, "train", "can't be read")
+def pickle_called_arrow(scene):
+    (scene.data / "manifest.json").unlink()
+    (scene.data / "train" / "data-00000-of-00001.arrow").write_bytes(scene.pickle)
+    return scene.train()
+
+
+@attack(2, "train", "can't be read")
+def pickle_called_arrow_in_a_sealed_dataset(scene):
+    (scene.data / "train" / "data-00000-of-00001.arrow").write_bytes(scene.pickle)
+    seal_data(scene.data)
+    return scene.train()
+
+
+@attack(0)
+def pickle_as_an_arrow_extension_type(scene):
+    """What ran code in pyarrow before 14.0.1."""
+    file = scene.data / "train" / "data-00000-of-00001.arrow"
+    table = pa.ipc.open_stream(file.read_bytes()).read_all()
+    extension = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": scene.pickle,
+    }
+    schema = pa.schema([table.schema.field(0).with_metadata(extension)])
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        writer.write_table(pa.table(table.columns, schema=schema))
+    seal_data(scene.data)
+    return scene.train()
+
+
+@attack(0)
+def script_in_a_dataset(scene):
+    for name in ("data.py", "train.py", "__init__.py", "train/train.py"):
+        (scene.data / name).write_text(scene.code)
+    return scene.train()
+
+
+@attack(2, "evil", "matches")
+def script_as_a_dataset_to_prepare(scene):
+    (scene.work / "evil").mkdir()
+    (scene.work / "evil" / "evil.py").write_text(scene.code)
+    return scene.prepare("--input", scene.work / "evil")
+
+
+@attack(2, "data")
+def pickle_called_arrow_to_prepare(scene):
+    (scene.data / "train" / "data-00000-of-00001.arrow").write_bytes(scene.pickle)
+    return scene.prepare("--input", scene.data)
+
+
+@attack(2, "evil.parquet")
+def pickle_called_parquet_to_prepare(scene):
+    (scene.work / "evil.parquet").write_bytes(scene.pickle)
+    return scene.prepare("--input", scene.work / "evil.parquet")
+
+
+@attack(2, "evil.txt.gz")
+def pickle_called_gzip_to_prepare(scene):
+    (scene.work / "evil.txt.gz").write_bytes(scene.pickle)
+    (scene.work / "good.txt.gz").write_bytes(gzip.compress(b"1 2 3 4 5 6 7 8 9"))
+    return scene.prepare("--input", scene.work / "evil.txt.gz", scene.work / "good.txt.gz")
+
+
+# ------------------------------------------------------------------------------- YAML
+
+
+def python_in_yaml(scene):
+    return f"lr: !!python/object/apply:os.system ['touch {scene.canary}']\n"
+
+
+@attack(2, "evil.yaml", "YAML")
+def python_in_a_config(scene):
+    (scene.work / "evil.yaml").write_text(python_in_yaml(scene))
+    return scene.train("--config", scene.work / "evil.yaml")
+
+
+@attack(2, "arguments.yaml", "YAML")
+def python_in_the_arguments_of_a_run(scene):
+    (scene.run / "arguments.yaml").write_text(python_in_yaml(scene))
+    return ("train", "--resume", "true", "--output_dir", scene.runs, "--run_name", "run")
+
+
+@attack(2, "--lr")
+def python_on_the_command_line(scene):
+    return scene.train("--lr", python_in_yaml(scene).removeprefix("lr: ").strip())
+
+
+@attack(2, "evil.yaml", "min_lr")
+def billion_laughs_in_a_config(scene):
+    lines = ["seed: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]"]
+    names = ("min_lr", "beta1", "beta2", "grad_clip", "max_step", "num_workers", "weight_decay", "warmup_steps", "lr")
+    lines += [f"{name}: &a{k + 1} [{', '.join([f'*a{k}'] * 9)}]" for k, name in enumerate(names)]
+    (scene.work / "evil.yaml").write_text("\n".join(lines))
+    return scene.train("--config", scene.work / "evil.yaml")
+
+
+@attack(2, "evil.yaml")
+def deep_config(scene):
+    (scene.work / "evil.yaml").write_text(f"lr: {DEEP[:20_000]}")
+    return scene.train("--config", scene.work / "evil.yaml")
+
+
+def arguments_that_say(scene, **changes):
+    file = scene.run / "arguments.yaml"
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), **changes}))
+    return ("train", "--resume", "auto", "--checkpoint", step(scene.run))
+
+
+@attack(0)
+def output_directory_in_the_arguments_of_a_run(scene):
+    return arguments_that_say(scene, output_dir=str(scene.outside / "runs"))
+
+
+@attack(2, "run_name", "arguments.yaml")
+def run_name_in_the_arguments_of_a_run(scene):
+    """It would go on elsewhere."""
+    return arguments_that_say(scene, output_dir=str(scene.outside / "runs"), run_name="evil")
+
+
+# ------------------------------------------------------------------------------- remote code
+
+
+@attack(77, "model", "never run")
+def code_for_an_unknown_model(scene):
+    auto_map = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    edit(scene.model / "config.json", model_type="evil", auto_map=auto_map)
+    (scene.model / "evil.py").write_text(scene.code)
+    return scene.train()
+
+
+@attack(0)
+def code_for_a_known_model(scene):
+    auto_map = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.E", None]}
+    edit(scene.model / "config.json", auto_map=auto_map, custom_pipelines={"evil": {"impl": "evil.Evil"}})
+    for name in ("evil.py", "modeling_evil.py", "configuration_evil.py", "modeling_llama.py"):
+        (scene.model / name).write_text(scene.code)
+    return scene.train()
+
+
+@attack(77, "step-00000002", "never run")
+def code_for_the_model_of_a_checkpoint(scene):
+    edit(step(scene.run) / "config.json", model_type="evil", auto_map={"AutoConfig": "evil--repo.Evil"})
+    seal(step(scene.run))
+    return scene.resume()
+
+
+@attack(77, "modeling_evil.py", "refused")
+def code_in_a_checkpoint(scene):
+    (step(scene.run) / "modeling_evil.py").write_text(scene.code)
+    seal(step(scene.run))
+    return scene.resume()
+
+
+@attack(77, "step-00000002", "never run")
+def code_for_the_model_of_an_exported_checkpoint(scene):
+    edit(step(scene.run) / "config.json", model_type="evil", auto_map={"AutoConfig": "evil--repo.Evil"})
+    seal(step(scene.run))
+    return scene.export()
+
+
+@attack(77, "model", "never run")
+def code_for_the_tokenizer_of_a_known_model(scene):
+    auto_map = {"AutoTokenizer": ["evil.Evil", None]}
+    edit(scene.model / "tokenizer_config.json", tokenizer_class="EvilTokenizer", auto_map=auto_map)
+    (scene.model / "evil.py").write_text(scene.code)
+    return scene.train()
+
+
+@attack(77, "tokenizer", "never run")
+def code_for_the_tokenizer_of_a_dataset(scene):
+    auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    edit(scene.data / "tokenizer" / "tokenizer_config.json", tokenizer_class="EvilTokenizer", auto_map=auto_map)
+    (scene.data / "tokenizer" / "evil.py").write_text(scene.code)
+    seal_data(scene.data)
+    return scene.train()
+
+
+@attack(77, "tokenizer", "never run")
+def code_for_the_tokenizer_to_prepare_with(scene):
+    auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    folder = scene.data / "tokenizer"
+    edit(folder / "tokenizer_config.json", tokenizer_class="EvilTokenizer", auto_map=auto_map)
+    (folder / "evil.py").write_text(scene.code)
+    (scene.work / "text.jsonl").write_text('{"text": "1 2 3 4 5 6 7 8 9"}\n' * 9)
+    return scene.prepare("--input", scene.work / "text.jsonl", tokenizer=folder)
+
+
+@attack(0)
+def code_for_generation(scene):
+    (scene.model / "custom_generate").mkdir()
+    (scene.model / "custom_generate" / "generate.py").write_text(scene.code)
+    generation = {"custom_generate": "evil/evil", "_from_model_config": False, "bos_token_id": 0}
+    (scene.model / "generation_config.json").write_text(json.dumps(generation))
+    return scene.train("--sample_tokens", 2)
+
+
+@attack(0)
+def attention_from_the_hub(scene):
+    changes = {"_attn_implementation": "evil/kernel", "attn_implementation": "evil/kernel", "use_kernels": True}
+    edit(scene.model / "config.json", **changes)
+    return scene.train()
+
+
+@attack(0)
+def experts_from_the_hub(scene):
+    changes = {"_experts_implementation": "evil/kernel", "experts_implementation": "evil/kernel"}
+    edit(scene.model / "config.json", **changes)
+    return scene.train()
+
+
+@attack(2, "quant")
+def quantizer_that_is_not_there(scene):
+    edit(scene.model / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    return scene.train()
+
+
+@attack(2, "adapter")
+def adapter_of_another_model(scene):
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(scene.outside), "auto_mapping": {"x": "evil"}}
+    (scene.model / "adapter_config.json").write_text(json.dumps(adapter))
+    scene.zipped(scene.model / "adapter_model.bin")
+    return scene.train()
+
+
+@attack(0)
+def code_in_templates(scene):
+    call = "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ cycler.__init__.__globals__.os.system('touch %s') }}"
+    (scene.model / "chat_template.jinja").write_text(call % scene.canary)
+    processor = {"auto_map": {"AutoProcessor": "evil.Evil"}, "processor_class": "Evil"}
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (scene.model / name).write_text(json.dumps(processor))
+    (scene.model / "evil.py").write_text(scene.code)
+    return scene.train()
+
+
+@attack(77, "canary", "refused")
+def template_with_the_name_of_another_file(scene):
+    name = os.path.relpath(scene.canary, scene.runs / "new" / "step-00000003" / "additional_chat_templates")
+    templates = [{"name": "default", "template": "x"}, {"name": name, "template": "x"}]
+    edit(scene.model / "tokenizer_config.json", chat_template=templates)
+    return scene.train()
+
+
+@attack(2, "can't be read")
+def configuration_that_replaces_a_method_of_its_own_checks(scene):
+    edit(scene.model / "config.json", get_text_config=1)
+    return scene.train()
+
+
+@attack(2, "save_pretrained", "method")
+def configuration_that_replaces_a_method(scene):
+    edit(scene.model / "config.json", save_pretrained=1)
+    return scene.train()
+
+
+# ------------------------------------------------------------------------------- names and links that lead outside
+
+
+@attack(2, "--run_name")
+def run_name_above(scene):
+    return scene.train(name="../../outside/run")
+
+
+@attack(2, "--run_name")
+def run_name_that_is_absolute(scene):
+    return scene.train(name=scene.outside / "run")
+
+
+@attack(2, "--run_name")
+def run_name_with_a_zero(scene):
+    return scene.train(name="a\0b")
+
+
+@attack(2, "--run_name")
+def run_name_without_end(scene):
+    return scene.train(name="x" * 5000)
+
+
+def manifest_that_names(scene, name):
+    files = {name: {"bytes": 0, "sha256": "0" * 64}}
+    seal(step(scene.run), files=files)
+    return scene.resume()
+
+
+@attack(77, "canary", "outside")
+def manifest_names_a_file_above(scene):
+    return manifest_that_names(scene, "../../../../outside/canary")
+
+
+@attack(77, "canary", "outside")
+def manifest_names_an_absolute_file(scene):
+    return manifest_that_names(scene, str(scene.canary))
+
+
+@attack(77, "canary", "outside")
+def manifest_names_a_file_with_backslashes(scene):
+    return manifest_that_names(scene, "..\\..\\canary")
+
+
+@attack(77, "outside.safetensors")
+def index_of_a_model_names_a_file_above(scene):
+    (scene.model / "model.safetensors").rename(scene.work / "outside.safetensors")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "../outside.safetensors"}}
+    (scene.model / "model.safetensors.index.json").write_text(json.dumps(index))
+    return scene.train()
+
+
+@attack(77, "outside.safetensors")
+def index_of_a_checkpoint_names_a_file_above(scene):
+    (step(scene.run) / "model.safetensors").rename(scene.run / "outside.safetensors")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "../outside.safetensors"}}
+    (step(scene.run) / "model.safetensors.index.json").write_text(json.dumps(index))
+    seal(step(scene.run))
+    return scene.resume()
+
+
+@attack(77, "weights.safetensors")
+def configuration_names_weights_above(scene):
+    edit(scene.model / "config.json", transformers_weights="../../outside/weights.safetensors")
+    return scene.train()
+
+
+@attack(77, "outside")
+def dataset_lists_a_file_above(scene):
+    seal_data(scene.data, written={"../../outside/secret.txt": {"bytes": 1, "sha256": "0" * 64}})
+    return scene.train()
+
+
+@attack(77, "outside.arrow")
+def dataset_reads_a_file_above(scene):
+    (scene.data / "train" / "data-00000-of-00001.arrow").rename(scene.work / "outside.arrow")
+    edit(scene.data / "train" / "state.json", _data_files=[{"filename": "../../outside.arrow"}])
+    seal_data(scene.data)
+    return scene.train()
+
+
+@attack(77, "secret.arrow")
+def dataset_to_prepare_reads_a_file_above(scene):
+    for split in ("train", "validation"):
+        edit(scene.data / split / "state.json", _data_files=[{"filename": "../../../outside/secret.arrow"}])
+    return scene.prepare("--input", scene.data)
+
+
+@attack(77, "outside")
+def dataset_to_prepare_has_a_split_above(scene):
+    edit(scene.data / "dataset_dict.json", splits=["../../outside/split"])
+    return scene.prepare("--input", scene.data)
+
+
+@attack(77, "step-00000003", "link")
+def checkpoint_that_is_a_link(scene):
+    (scene.run / "step-00000003").symlink_to(scene.outside)
+    return scene.resume()
+
+
+@attack(77, "link", "link")
+def checkpoint_that_is_named_and_a_link(scene):
+    (scene.work / "link").symlink_to(step(scene.run))
+    return scene.resume("--checkpoint", scene.work / "link", name="branch")
+
+
+@attack(77, "weights.safetensors", "link")
+def file_of_a_checkpoint_that_is_a_link(scene):
+    (step(scene.run) / "weights.safetensors").symlink_to(scene.outside / "weights.safetensors")
+    return scene.resume()
+
+
+@attack(77, "trainer", "link")
+def folder_of_a_checkpoint_that_is_a_link(scene):
+    shutil.move(step(scene.run) / "trainer", scene.work / "trainer")
+    (step(scene.run) / "trainer").symlink_to(scene.work / "trainer")
+    return scene.export()
+
+
+@attack(77, "link")
+def run_that_is_a_link(scene):
+    (scene.runs / "link").symlink_to(scene.outside)
+    return scene.train(name="link")
+
+
+@attack(77, "link")
+def run_to_resume_that_is_a_link(scene):
+    (scene.runs / "link").symlink_to(scene.run)
+    return scene.resume("--checkpoint", step(scene.runs / "link"), name=None)
+
+
+@attack(77, "metrics.jsonl", "link")
+def metrics_that_are_a_link(scene):
+    (scene.run / "metrics.jsonl").unlink()
+    (scene.run / "metrics.jsonl").symlink_to(scene.outside / "secret.txt")
+    return scene.resume()
+
+
+@attack(77, "arguments.yaml", "link")
+def arguments_that_are_a_link(scene):
+    (scene.runs / "new").mkdir()
+    (scene.runs / "new" / "arguments.yaml").symlink_to(scene.outside / "secret.txt")
+    return scene.train()
+
+
+@attack(77, ".arguments.yaml.tmp", "link")
+def temporary_file_that_is_a_link(scene):
+    (scene.runs / "new").mkdir()
+    (scene.runs / "new" / ".arguments.yaml.tmp").symlink_to(scene.outside / "secret.txt")
+    return scene.train()
+
+
+@attack(77, "STATUS.json", "link")
+def status_that_is_a_link(scene):
+    (scene.run / "STATUS.json").unlink()
+    (scene.run / "STATUS.json").symlink_to(scene.outside / "secret.txt")
+    return scene.resume()
+
+
+@attack(77, ".lock", "link")
+def lock_that_is_a_link(scene):
+    (scene.run / ".lock").unlink()
+    (scene.run / ".lock").symlink_to(scene.canary)
+    return scene.resume()
+
+
+@attack(77, "stop", "link")
+def stop_file_that_is_a_link(scene):
+    (scene.run / "stop").symlink_to(scene.outside / "secret.txt")
+    return scene.resume()
+
+
+@attack(77, "metrics.csv", "link")
+def table_that_is_a_link(scene):
+    (scene.run / "metrics.csv").symlink_to(scene.outside / "secret.txt")
+    return scene.resume("--logger", "csv")
+
+
+@attack(77, ".tmp-step-00000003-evil", "link")
+def leftover_that_is_a_link(scene):
+    (scene.run / ".tmp-step-00000003-evil").symlink_to(scene.outside)
+    return scene.resume()
+
+
+@attack(0)
+def leftover_that_holds_links(scene):
+    folder = scene.run / ".tmp-step-00000003-evil"
+    folder.mkdir()
+    (folder / "folder").symlink_to(scene.outside)
+    (folder / "file").symlink_to(scene.outside / "secret.txt")
+    return scene.resume()
+
+
+@attack(77, "metrics.jsonl", "link")
+def branch_from_a_run_whose_metrics_are_a_link(scene):
+    (scene.run / "metrics.jsonl").unlink()
+    (scene.run / "metrics.jsonl").symlink_to(scene.outside / "secret.txt")
+    return scene.resume("--checkpoint", step(scene.run), name="branch")
+
+
+@attack(0)
+def leftover_of_an_export_that_is_a_link(scene):
+    (scene.work / ".tmp-exported").symlink_to(scene.outside)
+    return scene.export()
+
+
+@attack(0)
+def leftover_of_a_preparation_that_is_a_link(scene):
+    (scene.work / ".prepared.preparing-evil").symlink_to(scene.outside)
+    (scene.work / "text.jsonl").write_text('{"text": "1 2 3 4 5 6 7 8 9"}\n' * 9)
+    return scene.prepare("--input", scene.work / "text.jsonl")
+
+
+# ------------------------------------------------------------------------------- pipes, which block whoever opens them
+
+
+@attack(2, "model.safetensors.index.json")
+def index_that_is_a_pipe(scene):
+    os.mkfifo(scene.model / "model.safetensors.index.json")
+    return scene.train()
+
+
+@attack(73, "metrics.jsonl")
+def metrics_that_are_a_pipe(scene):
+    (scene.run / "metrics.jsonl").unlink()
+    os.mkfifo(scene.run / "metrics.jsonl")
+    return scene.resume()
+
+
+@attack(2, "data-00000-of-00001.arrow")
+def dataset_that_is_a_pipe(scene):
+    (scene.data / "manifest.json").unlink()
+    (scene.data / "train" / "data-00000-of-00001.arrow").unlink()
+    os.mkfifo(scene.data / "train" / "data-00000-of-00001.arrow")
+    return scene.train()
+
+
+@attack(66, "progress.json")
+def progress_that_is_a_pipe(scene):
+    (step(scene.run) / "trainer" / "progress.json").unlink()
+    os.mkfifo(step(scene.run) / "trainer" / "progress.json")
+    return scene.resume("--checkpoint", step(scene.run))
+
+
+@attack(0)
+def stop_file_that_is_a_folder(scene):
+    (scene.run / "stop").mkdir()
+    return scene.resume()
+
+
+# ------------------------------------------------------------------------------- sizes and shapes
+
+
+@attack(2, "model", "can't be read")
+def weights_with_an_endless_header(scene):
+    (scene.model / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
+    return scene.train()
+
+
+@attack(2, "model", "can't be read")
+def weights_that_declare_a_petabyte(scene):
+    header = {"lm_head.weight": {"dtype": "F32", "shape": [2**50], "data_offsets": [0, 2**52]}}
+    (scene.model / "model.safetensors").write_bytes(safetensors(header, bytes(64)))
+    return scene.train()
+
+
+@attack(66, "step-00000002", "can't be read")
+def checkpoint_that_declares_a_petabyte(scene):
+    header = {"lm_head.weight": {"dtype": "F32", "shape": [2**50], "data_offsets": [0, 2**52]}}
+    (step(scene.run) / "model.safetensors").write_bytes(safetensors(header, bytes(64)))
+    seal(step(scene.run))
+    return scene.export()
+
+
+def with_offsets(file, offset):
+    """Let a part say that it begins at `offset` of the whole tensors, which makes those larger."""
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    info = json.loads(metadata[CUSTOM_METADATA_KEY])
+    for entry in info.values():
+        entry["saved_offsets"] = [offset for _ in entry["saved_offsets"]]
+    save_file(load_file(file), file, metadata={**metadata, CUSTOM_METADATA_KEY: json.dumps(info)})
+
+
+@attack(66, "weights hold")
+def weights_of_a_petabyte_in_parts(scene):
+    with_offsets(next((step(scene.sharded) / "weights").iterdir()), 2**45)
+    seal(step(scene.sharded))
+    return scene.resume(name="sharded")
+
+
+@attack(66, "weights hold")
+def exported_weights_of_a_petabyte_in_parts(scene):
+    with_offsets(next((step(scene.sharded) / "weights").iterdir()), 2**45)
+    seal(step(scene.sharded))
+    return scene.export(scene.sharded)
+
+
+@attack(66, "trainer/optimizer")
+def optimizer_of_a_petabyte_in_parts(scene):
+    with_offsets(step(scene.run) / SHARD, 2**45)
+    seal(step(scene.run))
+    return scene.resume()
+
+
+@attack(66, "trainer/optimizer")
+def optimizer_with_negative_offsets(scene):
+    with_offsets(step(scene.run) / SHARD, -3)
+    seal(step(scene.run))
+    return scene.resume()
+
+
+@attack(66, "trainer/optimizer")
+def optimizer_without_its_tensors(scene):
+    save_file({"x": torch.zeros(1)}, step(scene.run) / SHARD)
+    seal(step(scene.run))
+    return scene.resume()
+
+
+@attack(2, "1000000000 layers")
+def model_of_a_billion_layers(scene):
+    edit(scene.model / "config.json", num_hidden_layers=10**9)
+    return scene.train()
+
+
+@attack(2, "configuration", "parameters")
+def model_of_a_trillion_dimensions(scene):
+    edit(scene.model / "config.json", hidden_size=2**40)
+    return scene.train()
+
+
+@attack(2, "configuration", "parameters")
+def model_of_a_quadrillion_tokens(scene):
+    edit(scene.model / "config.json", vocab_size=2**50)
+    return scene.train()
+
+
+@attack(2, "configuration", "parameters")
+def random_model_of_a_quadrillion_tokens(scene):
+    edit(scene.model / "config.json", vocab_size=2**50)
+    (scene.model / "model.safetensors").unlink()
+    return scene.train()
+
+
+@attack(2, "config")
+def model_of_negative_size(scene):
+    edit(scene.model / "config.json", hidden_size=-32, intermediate_size="many")
+    return scene.train()
+
+
+@attack(66, "MANIFEST.json")
+def deep_manifest(scene):
+    (step(scene.run) / "MANIFEST.json").write_text(DEEP)
+    return scene.resume("--checkpoint", step(scene.run))
+
+
+@attack(66, "progress.json")
+def deep_progress(scene):
+    (step(scene.run) / "trainer" / "progress.json").write_text(DEEP)
+    seal(step(scene.run))
+    return scene.resume("--checkpoint", step(scene.run))
+
+
+@attack(2, "dataset_dict.json")
+def deep_dataset(scene):
+    (scene.data / "dataset_dict.json").write_text(DEEP)
+    seal_data(scene.data)
+    return scene.train()
+
+
+@attack(2, "generation_config.json")
+def deep_generation_config(scene):
+    (scene.model / "generation_config.json").write_text(DEEP)
+    return scene.train()
+
+
+@attack(2, "tokenizer")
+def deep_tokenizer(scene):
+    (scene.model / "tokenizer.json").write_text(DEEP)
+    return scene.train()
+
+
+def progress_that_says(scene, **changes):
+    file = step(scene.run) / "trainer" / "progress.json"
+    edit(file, progress={**json.loads(file.read_text())["progress"], **changes})
+    seal(step(scene.run))
+    return scene.resume("--checkpoint", step(scene.run))
+
+
+@attack(66, "progress.json", "-1")
+def negative_step(scene):
+    return progress_that_says(scene, step=-1)
+
+
+@attack(66, "progress.json", "1.5")
+def step_that_is_a_float(scene):
+    return progress_that_says(scene, step=1.5)
+
+
+@attack(66, "progress.json", "'2'")
+def step_that_is_a_text(scene):
+    return progress_that_says(scene, step="2")
+
+
+@attack(66, "progress.json")
+def position_without_end(scene):
+    return progress_that_says(scene, position=10**30)
+
+
+@attack(66, "progress.json")
+def progress_of_other_things(scene):
+    file = step(scene.run) / "trainer" / "progress.json"
+    edit(file, guard="x", schedule=["lr"], fixed=7, end_step="never")
+    seal(step(scene.run))
+    return scene.resume("--checkpoint", step(scene.run))
+
+
+@attack(66, "progress.json")
+def schedule_of_words(scene):
+    file = step(scene.run) / "trainer" / "progress.json"
+    schedule = json.loads(file.read_text())["schedule"]
+    edit(file, schedule={**schedule, "lr": "fast", "warmup_steps": [1]})
+    seal(step(scene.run))
+    flags = ("--checkpoint", step(scene.run), "--resume_override", "lr,warmup_steps")
+    return scene.resume(*flags)
+
+
+@attack(0)
+def evaluation_in_words(scene):
+    shutil.copytree(step(scene.run), scene.run / "step-00000001")
+    edit(step(scene.run) / "trainer" / "progress.json", eval_loss="low")
+    edit(scene.run / "step-00000001" / "trainer" / "progress.json", eval_loss=[1])
+    seal(step(scene.run))
+    seal(scene.run / "step-00000001")
+    return scene.resume("--keep_last", 1)
+
+
+@attack(66, "progress.json")
+def losses_of_words(scene):
+    edit(step(scene.run) / "trainer" / "progress.json", guard={"losses": ["x"] * 50, "skipped": None, "rewinds": {}})
+    seal(step(scene.run))
+    return scene.resume("--checkpoint", step(scene.run), "--spike_threshold", 3)
+
+
+@attack(66, "MANIFEST.json")
+def manifest_with_sizes_in_words(scene):
+    files = json.loads((step(scene.run) / "MANIFEST.json").read_text())["files"]
+    words = {name: {**entry, "bytes": str(entry["bytes"])} for name, entry in files.items()}
+    seal(step(scene.run), files=words)
+    return scene.resume("--checkpoint", step(scene.run))
+
+
+@attack(2, "manifest.json")
+def dataset_with_sizes_in_words(scene):
+    written = json.loads((scene.data / "manifest.json").read_text())["written"]
+    seal_data(scene.data, written={name: {**entry, "bytes": str(entry["bytes"])} for name, entry in written.items()})
+    return scene.train()
+
+
+@attack(2, "manifest.json", "24")
+def dataset_that_lies_about_its_rows(scene):
+    seal_data(scene.data, context_length=10**12)
+    return scene.train()
+
+
+@attack(2, "manifest.json", "130")
+def dataset_that_lies_about_its_tokens(scene):
+    seal_data(scene.data, max_token_id=5)
+    return scene.train()
+
+
+@attack(2, "manifest.json")
+def dataset_with_words_for_numbers(scene):
+    seal_data(scene.data, max_token_id="x", eos_token_id=[0], context_length=None)
+    return scene.train()
+
+
+def rows_beyond_the_end(scene):
+    """Offsets that lead out of the file: reading them unchecked reads other memory, or crashes."""
+    file = scene.data / "train" / "data-00000-of-00001.arrow"
+    good = np.arange(ROWS + 1, dtype=np.int32) * CONTEXT
+    evil = np.where(good, good + 2**28, 0).astype(np.int32)
+    content = file.read_bytes()
+    assert good.tobytes() in content
+    file.write_bytes(content.replace(good.tobytes(), evil.tobytes()))
+
+
+@attack(2, "train", "can't be read")
+def dataset_with_rows_beyond_its_end(scene):
+    rows_beyond_the_end(scene)
+    (scene.data / "manifest.json").unlink()
+    return scene.train()
+
+
+@attack(2, "train", "can't be read")
+def sealed_dataset_with_rows_beyond_its_end(scene):
+    rows_beyond_the_end(scene)
+    seal_data(scene.data)
+    return scene.train("--verify_data", "size")
+
+
+def probe_that_says(scene, **changes):
+    file = step(scene.run) / "trainer" / "probe.safetensors"
+    save_file({**load_file(file), **changes}, file)
+    seal(step(scene.run))
+    return scene.export()
+
+
+@attack(66, "probe.safetensors")
+def probe_of_tokens_that_are_not_there(scene):
+    return probe_that_says(scene, input_ids=torch.full((1, 24), 2**40))
+
+
+@attack(66, "probe.safetensors")
+def probe_of_positions_that_are_not_there(scene):
+    return probe_that_says(scene, positions=torch.full((16,), -(2**40)))
+
+
+@attack(0)
+def metrics_of_nonsense(scene):
+    lines = ['"x"', "[1]", "7", '{"step": "x"}', '{"step": [1]}', DEEP, "\udcff", '{"step": 1, "evil": 2}']
+    (scene.run / "metrics.jsonl").write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+    return scene.resume("--logger", "csv")
+
+
+# ------------------------------------------------------------------------------- the test
+
+
+@pytest.fixture(scope="module")
+def base(toys, tmp_path_factory):
+    """What an attacker begins with, see `Scene`."""
+    scene = Scene(tmp_path_factory.mktemp("base"))
+    shutil.copytree(toys / "llama", scene.model)
+    shutil.copytree(toys / "data", scene.data)
+    backend = Tokenizer(models.WordLevel({str(k): k for k in range(VOCABULARY)}, unk_token="0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="0", unk_token="0")
+    tokenizer.save_pretrained(scene.model)
+    tokenizer.save_pretrained(scene.data / "tokenizer")
+    seal_data(scene.data)
+    train_ranks(1, *scene.train("--save_step_interval", 1, name="run")[1:])
+    sharded = ("--strategy", "fsdp", "--state_dict_type", "sharded")
+    train_ranks(2, *scene.train("--save_step_interval", 1, *sharded, name="sharded")[1:])
+    for run in (scene.run, scene.sharded):
+        shutil.rmtree(run / "step-00000003")  # a step is left to do
+        shutil.rmtree(run / "step-00000001")  # nothing to fall back to
+    (scene.outside / "folder").mkdir(parents=True)
+    (scene.outside / "secret.txt").write_text("secret\n")
+    (scene.outside / "folder" / "file").write_bytes(bytes(100))
+    shutil.copyfile(scene.model / "model.safetensors", scene.outside / "weights.safetensors")
+    shutil.copyfile(scene.data / "train" / "data-00000-of-00001.arrow", scene.outside / "secret.arrow")
+    shutil.copytree(scene.data / "train", scene.outside / "split")
+    return scene.work.parent
+
+
+def snapshot(folder):
+    """Name -> content of everything below a folder."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def end_of(program, *words):
+    """(exit code, what was said, questions asked) of a command line, with little memory."""
+    asked = []
+
+    def never(prompt=""):
+        asked.append(prompt)
+        raise AssertionError("somebody was asked")
+
+    builtins.input = never
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES,) * 2)
+    said, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            importlib.import_module(program).main([str(word) for word in words])
+        except SystemExit as stop:
+            code = stop.code
+        except BaseException:  # what the user would see
+            said.write(traceback.format_exc())
+            code = 1
+    return code, said.getvalue(), asked
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attack(base, tmp_path, name):
+    attack, expected, *words = ATTACKS[name]
+    scene = copy_of(base, tmp_path)
+    command = attack(scene)
+    before = snapshot(scene.outside)
+    [(code, said, asked)] = run_ranks(1, end_of, *command, timeout_seconds=TIMEOUT_SECONDS)
+    assert not asked
+    assert snapshot(scene.outside) == before
+    assert "Traceback" not in said, said
+    assert code == expected, said
+    if code:
+        [sentence] = [line for line in said.splitlines() if ": error: " in line]
+        assert said.rstrip().endswith(sentence)
+        assert all(word in sentence for word in words), sentence
+
+
+def copy_of(base, folder):
+    for name in ("work", "outside"):
+        shutil.copytree(base / name, folder / name)
+    return Scene(folder)
+
+
+@pytest.mark.parametrize("name", ["pickle_called_optimizer_part", "pickle_called_weights_part", "position_without_end"])
+def test_two_ranks_end_alike(base, tmp_path, name):
+    """None waits for another that has found something wrong."""
+    attack, expected, *words = ATTACKS[name]
+    command = (*attack(copy_of(base, tmp_path)), "--devices", 2, "--strategy", "fsdp")
+    ends = run_ranks(2, end_of, *command, timeout_seconds=TIMEOUT_SECONDS)
+    assert [code for code, _, _ in ends] == [expected] * 2, ends
+    assert "Traceback" not in ends[0][1] and all(word in ends[0][1] for word in words)
+
+
+def test_names_of_code_are_not_passed_on(base, tmp_path):
+    """What is trained from a model with code of its own, which wasn't run, doesn't ask others to run it."""
+    scene = copy_of(base, tmp_path)
+    for file in ("config.json", "tokenizer_config.json"):
+        edit(
+            scene.model / file,
+            auto_map={"AutoModelForCausalLM": "evil/repo--modeling.Evil", "AutoTokenizer": ["x", None]},
+        )
+    for command in (scene.train(), scene.export(scene.runs / "new")):
+        [(code, said, _)] = run_ranks(1, end_of, *command)
+        assert code == 0, said
+    written = [*(scene.runs / "new").rglob("*.json"), *(scene.work / "exported").rglob("*.json")]
+    assert written and not [path for path in written if "auto_map" in path.read_text()]
+
+
+def test_the_payloads_would_work(tmp_path):
+    """Opened as some do, each would create its file."""
+    scene = Scene(tmp_path)
+    scene.outside.mkdir()
+    scene.zipped(tmp_path / "zipped")
+    for run in (
+        lambda: pickle.loads(scene.pickle),
+        lambda: torch.load(tmp_path / "zipped", weights_only=False),
+        lambda: exec(scene.code),
+        lambda: yaml.unsafe_load(python_in_yaml(scene)),
+    ):
+        assert not scene.canary.exists()
+        run()
+        scene.canary.unlink()
+
+
+def test_an_input_is_noticed(tmp_path):
+    """The guard against questions sees one that is asked, even where the asker swallows the error."""
+    (tmp_path / "asker.py").write_text(
+        "def main(argv):\n    try:\n        input('y?')\n    except Exception:\n        pass\n"
+    )
+    assert run_ranks(1, ask, str(tmp_path)) == [(0, "", ["y?"])]
+
+
+def ask(folder):
+    import sys
+
+    sys.path.insert(0, folder)
+    return end_of("asker")

@@ -1,0 +1,440 @@
+"""The verifier calls a good run good, names whatever is wrong with a bad one, and its drill sees a difference."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import train_ranks
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from fabric_llm import checkpoint, drill, manifest, verify
+from fabric_llm.manifest import MANIFEST
+
+ROOT = Path(__file__).parent.parent
+KINDS = ("full", "sharded")
+
+
+@pytest.fixture(scope="module")
+def runs(toys, tmp_path_factory):
+    """Finished runs `full` and `sharded` of two FSDP ranks, checkpoints at 2, 4 and 6, and `other` of another seed."""
+    output = tmp_path_factory.mktemp("runs")
+    flags = ("--model_name", toys / "llama-tied", "--train_data_dir", toys / "data", "--output_dir", output)
+    flags += ("--global_batch_size", 4, "--save_step_interval", 2, "--eval_iters", 2, "--max_step", 6)
+    flags += ("--strategy", "fsdp", "--lr", 1e-3)
+    for name, kind, seed in (("full", "full", 1), ("sharded", "sharded", 1), ("other", "sharded", 2)):
+        train_ranks(2, *flags, "--run_name", name, "--state_dict_type", kind, "--seed", seed)
+    return output
+
+
+@pytest.fixture
+def run(runs, tmp_path, monkeypatch):
+    """A copy of the run `sharded`, to damage; temporary files land beside it."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(runs / "sharded", "run")
+    return Path("run")
+
+
+def verified(capsys, *argv):
+    """(exit code, stdout, stderr) of the verifier."""
+    code = verify.main([str(word) for word in argv])
+    return code, *capsys.readouterr()
+
+
+def reseal(folder):
+    """Make the manifest of a checkpoint that was tampered with agree with its files."""
+    document = json.loads((folder / MANIFEST).read_text())
+    del document["sha256"]
+    document["files"] = manifest.describe(folder, set(manifest.files_in(folder)) - {MANIFEST})
+    (folder / MANIFEST).write_bytes(manifest.encode(document))
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def edit_lines(file, change):
+    lines = file.read_text().splitlines(keepends=True)
+    change(lines)
+    file.write_text("".join(lines))
+
+
+# ------------------------------------------------------------------------------- a run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_healthy_run_passes_and_gets_a_certificate(runs, tmp_path, monkeypatch, capsys, kind):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run, before = runs / kind, manifest.describe(runs / kind, manifest.files_in(runs / kind))
+    code, out, error = verified(capsys, run, "--output", tmp_path / "certificate.json")
+    assert (code, error) == (0, "")
+    for words in ("step-00000002", "step-00000006", "code 0, done", "Verified with plain transformers", "Certificate"):
+        assert words in out
+    document = json.loads((tmp_path / "certificate.json").read_text())
+    assert document["verdict"] == "whole" and document["findings"] == document["notes"] == []
+    newest = run / "step-00000006"
+    assert document["newest"] == {
+        "name": "step-00000006",
+        "step": 6,
+        "manifest_sha256": manifest.sha256(newest / MANIFEST),
+    }
+    counts, files = document["counts"], [p for p in run.glob("step-*/**/*") if p.is_file()]
+    assert counts["checkpoints"] == 3 and counts["files"] == len(files)
+    assert counts["bytes"] == sum(p.stat().st_size for p in files)
+    assert counts["tensors"] == sum(len(load_file(p)) for p in files if p.suffix == ".safetensors")
+    assert counts["parameters"] == document["export"]["parameters"] and counts["training_lines"] == 6
+    assert os.listdir(tmp_path) == ["certificate.json"], "nothing is left"
+    assert manifest.describe(run, manifest.files_in(run)) == before, "nothing is changed"
+
+
+def test_no_export_leaves_it_out(runs, capsys):
+    code, out, _ = verified(capsys, runs / "full", "--no_export")
+    assert code == 0 and "plain transformers" not in out
+
+
+PART = "step-00000004/trainer/optimizer/shard-00002-model-00001-of-00001.safetensors"
+
+
+def test_every_damaged_file_is_named(run, capsys):
+    flip(run / PART)
+    (run / "step-00000004" / "config.json").unlink()
+    (run / "step-00000006" / "more.txt").write_text("x")
+    code, out, error = verified(capsys, run)
+    wrong = [line for line in out.splitlines() if "WRONG" in line]
+    assert code == 66 and len(wrong) == 3 and error.endswith("And 2 more.\n") and len(error.splitlines()) == 1
+    assert "step-00000004" in wrong[0] and "config.json is missing" in wrong[0]
+    assert PART.removeprefix("step-00000004/") in wrong[1] and "has changed" in wrong[1]
+    assert "step-00000006" in wrong[2] and "more.txt isn't listed" in wrong[2]
+
+
+def weights_of(folder):
+    return next(folder.glob("weights/shard-00001-*.safetensors"))
+
+
+def rewrite(file, change):
+    """`change` the tensors of a file as somebody would who can compute hashes as well."""
+    with safe_open(file, framework="pt") as opened:
+        header = opened.metadata()
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, header)
+
+
+def make_nan(tensors):
+    tensors["causal_lm.model.norm.weight"][3] = float("nan")
+
+
+def drop_last_row(tensors):
+    name = "causal_lm.model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name][:-1].clone()
+
+
+@pytest.mark.parametrize(("change", "word"), [(make_nan, "NaN"), (drop_last_row, "mlp.up_proj.weight")])
+def test_what_a_matching_manifest_hides_in_sharded_weights(run, capsys, change, word):
+    folder = run / "step-00000004"
+    rewrite(weights_of(folder), change)
+    reseal(folder)
+    code, out, error = verified(capsys, run)
+    assert code == 66 and word in error and "step-00000004" in error and "weights" in error
+
+
+def test_a_rank_whose_part_is_missing_under_a_matching_manifest(run, capsys):
+    (run / PART).unlink()
+    reseal(run / "step-00000004")
+    code, _, error = verified(capsys, run, "--no_export")
+    assert code == 66 and "trainer/optimizer" in error and "step-00000004" in error
+
+
+def set_nan(tensors):
+    tensors["model.norm.weight"][3] = float("inf")
+
+
+def transpose(tensors):
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].T.contiguous()
+
+
+def lose(tensors):
+    del tensors["model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"), [(set_nan, "infinity"), (transpose, "mlp.up_proj.weight"), (lose, "model.norm.weight")]
+)
+def test_what_a_matching_manifest_hides_in_full_weights(runs, tmp_path, capsys, change, word):
+    run = shutil.copytree(runs / "full", tmp_path / "run")
+    file = run / "step-00000006" / "model.safetensors"
+    rewrite(file, change)
+    reseal(file.parent)
+    code, out, error = verified(capsys, run)
+    assert code == 66 and word in error and str(file.parent) in error and "wasn't exported" in out
+
+
+def test_weights_in_several_files_with_an_index(runs, tmp_path, capsys):
+    run = shutil.copytree(runs / "full", tmp_path / "run")
+    folder = run / "step-00000006"
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    parts = {f"model-0000{k + 1}-of-00002.safetensors": sorted(tensors)[k::2] for k in range(2)}
+    for file, names in parts.items():
+        save_file({name: tensors[name] for name in names}, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, names in parts.items() for name in names}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    reseal(folder)
+    assert verified(capsys, run)[0] == 0
+    index["weight_map"]["model.norm.weight"] = next(file for file in parts if "model.norm.weight" not in parts[file])
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    reseal(folder)
+    code, _, error = verified(capsys, run)
+    assert code == 66 and "model.safetensors.index.json" in error and "model.norm.weight" in error
+
+
+def test_a_checkpoint_under_another_step(run, capsys):
+    shutil.rmtree(run / "step-00000006")
+    shutil.copytree(run / "step-00000004", run / "step-00000006")
+    code, out, error = verified(capsys, run)
+    assert code == 66 and "step-00000006/MANIFEST.json" in error and "step 4, not of step 6" in error
+    assert "progress.json" in out
+
+
+def test_progress_of_another_step(run, capsys):
+    file = run / "step-00000004" / "trainer" / "progress.json"
+    document = json.loads(file.read_text())
+    document["progress"]["step"] = 3
+    file.write_text(json.dumps(document))
+    reseal(run / "step-00000004")
+    code, _, error = verified(capsys, run, "--no_export")
+    assert code == 66 and "progress.json' is that of step 3, not of step 4" in error
+
+
+def test_a_checkpoint_that_is_pruned_meanwhile_is_no_failure(run, capsys, monkeypatch):
+    def prune(path, hashes=False):
+        if path.name == "step-00000002":
+            shutil.rmtree(path)
+        return check(path, hashes)
+
+    check = checkpoint.check
+    monkeypatch.setattr(checkpoint, "check", prune)
+    code, out, error = verified(capsys, run, "--no_export")
+    assert (code, error) == (0, "") and "step-00000002 was pruned meanwhile" in out
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"code": 0}', '{"last_durable_step": "x"}'])
+def test_a_status_that_is_none(run, capsys, content):
+    (run / "STATUS.json").write_text(content)
+    code, _, error = verified(capsys, run, "--no_export")
+    assert code == 66 and "STATUS.json" in error and len(error.splitlines()) == 1
+
+
+def test_the_newest_checkpoint_is_gone(run, capsys):
+    shutil.rmtree(run / "step-00000006")
+    code, out, error = verified(capsys, run, "--no_export")
+    assert code == 66 and "STATUS.json" in error and "step 6" in error
+    assert "lines of steps 5 to 6, after the last checkpoint" in out
+
+
+def replace_loss(lines):
+    lines[3] = json.dumps({**json.loads(lines[3]), "loss": None}) + "\n"
+
+
+def swap(lines):
+    lines[3], lines[4] = lines[4], lines[3]
+
+
+def cut(lines):
+    lines[-1] = lines[-1][:9]
+
+
+def tokens(number):
+    def change(lines):
+        lines[4] = json.dumps({**json.loads(lines[4]), "tokens": number}) + "\n"
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [  # lines: evaluation of step 0, steps 1 to 6, evaluation of step 6
+        (lambda lines: lines.insert(3, lines[3]), "line 5 repeats step 3 of line 4"),
+        (lambda lines: lines.append(lines[2]), "repeats step 2"),
+        (lambda lines: lines.append(lines[-1]), "more than one evaluation of step 6"),
+        (lambda lines: lines.pop(3), "no line of step 3"),
+        (lambda lines: lines.insert(3, "{\n"), "line 4 isn't a JSON object"),
+        (swap, "goes back from step 4 to step 3"),
+        (tokens(5), "line 5 has 5 tokens"),
+        (tokens(385), "385 tokens at step 4, its checkpoint 384"),
+        (tokens("many"), "line 5 isn't a JSON object"),
+        (replace_loss, "no finite loss in line 4"),
+        (cut, "line 8 isn't a JSON object"),
+        (lambda lines: lines.append('{"step": 7, "eval_loss": 4.0}\n'), "lines of steps 7 to 7"),
+    ],
+)
+def test_metrics_that_are_not_one_whole_curve(run, capsys, change, words):
+    edit_lines(run / "metrics.jsonl", change)
+    code, out, error = verified(capsys, run, "--no_export")
+    assert code == 66 and "metrics.jsonl" in error and words in out
+
+
+def test_a_killed_run_is_good_and_a_skipped_step_has_no_loss(run, capsys):
+    status = {**json.loads((run / "STATUS.json").read_text()), "code": None, "reason": "running"}
+    (run / "STATUS.json").write_text(json.dumps(status))
+
+    def killed(lines):
+        replace_loss(lines)
+        lines.insert(3, '{"step": 3, "verdict": "skip", "position": 8, "reason": "loss nan"}\n')
+        seventh = {**json.loads(lines[-2]), "step": 7, "tokens": 7 * 96}
+        lines += [json.dumps(seventh) + "\n", '{"step": 8, "lo']
+
+    edit_lines(run / "metrics.jsonl", killed)
+    code, out, error = verified(capsys, run, "--no_export")
+    assert (code, error) == (0, "")
+    for words in ("still running, or killed", "lines of steps 7 to 7", "cut off by a kill"):
+        assert words in out
+
+
+def test_lines_before_other_arguments_are_not_asked_for(run, capsys):
+    """A run that logged each second step, and each since it was resumed at step 4."""
+    for step in (2, 4):
+        file = run / f"step-0000000{step}" / MANIFEST
+        document = json.loads(file.read_text())
+        del document["sha256"]
+        file.write_bytes(manifest.encode({**document, "arguments_sha256": "0" * 64}))
+    edit_lines(run / "metrics.jsonl", lambda lines: lines.pop(3))
+    assert verified(capsys, run, "--no_export")[0] == 0
+    edit_lines(run / "metrics.jsonl", lambda lines: lines.pop(4))
+    code, _, error = verified(capsys, run, "--no_export")
+    assert code == 66 and "no line of step 5 (" in error
+
+
+def change_logits(tensors):
+    tensors["logits"] += torch.randn_like(tensors["logits"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(change_logits, "isn't the model that was trained"), (lambda tensors: tensors.pop("positions"), "positions")],
+)
+def test_logits_that_are_not_those_of_training(run, capsys, change, words):
+    rewrite(run / "step-00000006" / "trainer" / "probe.safetensors", change)
+    reseal(run / "step-00000006")
+    code, _, error = verified(capsys, run)
+    assert code == 66 and "step-00000006" in error and words in error
+
+
+def test_no_room_for_the_export(run, capsys, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 2**20}))
+    code, _, error = verified(capsys, run)
+    assert code == 2 and "--no_export" in error and len(error.splitlines()) == 1
+
+
+def test_what_could_run_code_is_refused(run, capsys):
+    (run / "step-00000002" / "a.txt").write_text("x")
+    (run / "step-00000002" / "weights.bin").write_bytes(pickle.dumps(1))
+    flip(run / PART)
+    code, out, _ = verified(capsys, run, "--no_export")
+    assert code == 77 and "weights.bin" in out and PART.removeprefix("step-00000004/") in out
+
+
+def test_no_run_no_checkpoint_and_bad_arguments(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    code, _, error = verified(capsys, tmp_path / "empty")
+    assert code == 66 and "holds no complete checkpoint" in error
+    for argv in ([], [tmp_path / "no"], ["--bogus"], [tmp_path, "--", "--devices", 2], ["--drill", "--steps", 2]):
+        code, _, error = verified(capsys, *argv)
+        assert code == 2 and error.startswith("fabric_llm.verify: error: ") and len(error.splitlines()) == 1
+
+
+def test_help_imports_no_torch():
+    said = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "fabric_llm.verify", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert said.returncode == 0 and "--drill" in said.stdout
+    assert "torch" not in {line.split("|")[-1].strip() for line in said.stderr.splitlines()}
+
+
+# ------------------------------------------------------------------------------- the drill
+
+
+def drilled(folder, *argv):
+    """`python -m fabric_llm.verify --drill ARGV` as a user starts it, in `folder`, temporary files in `folder`/tmp."""
+    (folder / "tmp").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")}
+    words = [sys.executable, "-m", "fabric_llm.verify", "--drill", *map(str, argv)]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert os.listdir(folder / "tmp") == [], "nothing is left"
+    return done
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(toys, tmp_path):
+    flags = (
+        "--model_name",
+        toys / "llama-tied",
+        "--train_data_dir",
+        toys / "data",
+        "--devices",
+        2,
+        "--strategy",
+        "fsdp",
+    )
+    flags += ("--global_batch_size", 4, "--eval_iters", 0, "--max_step", 99, "--resume", "true", "--keep_last", 1)
+    own = ("--steps", 4, "--seed", 1, "--output", "certificate.json")
+    done = drilled(tmp_path, *own, "--", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "certificate.json").read_text())
+    assert document["verdict"] == "identical" and document["world_size"] == 2 and document["resumed_from"]
+    assert document["compared"]["lines"] == 4 and document["compared"]["tensors"] > 60
+    for words in ("SIGKILL on rank", "step 4/4  saved", "resuming from step-", "identical"):
+        assert words in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_drill_of_a_run_that_cannot_start(runs, tmp_path):
+    done = drilled(tmp_path, runs / "full", "--", "--micro_batchsize", 3)
+    assert done.returncode == 2 and "unknown flag --micro_batchsize" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_other_bits_are_a_difference(runs, tmp_path):
+    counts, differences = drill.compare(runs / "sharded", shutil.copytree(runs / "sharded", tmp_path / "same"))
+    assert differences == [] and counts["tensors"] > 60 and counts["lines"] == 8
+    assert counts["bytes"] > 50_000
+    _, differences = drill.compare(runs / "sharded", runs / "other")
+    said = "\n".join(differences)
+    assert "model.norm.weight of step-00000006 differs" in said and "metrics.jsonl differs" in said
+    edit_lines(tmp_path / "same" / "metrics.jsonl", lambda lines: lines.pop())
+    assert drill.compare(runs / "sharded", tmp_path / "same")[1] == ["metrics.jsonl has 8 and 7 lines to compare."]
+    # one bit of one tensor: the sign of a zero
+    file = weights_of(tmp_path / "same" / "step-00000006")
+    for zero in (0.0, -0.0):
+        rewrite(file, lambda tensors: tensors["causal_lm.model.norm.weight"].fill_(zero))
+        shutil.copytree(tmp_path / "same", tmp_path / str(zero))
+    _, differences = drill.compare(tmp_path / "0.0", tmp_path / "-0.0")
+    assert len(differences) == 1 and "model.norm.weight" in differences[0]
+
+
+def test_a_drill_that_ends_in_other_bits_fails(runs, tmp_path, monkeypatch, capsys):
+    """The resumed run is replaced by one of another seed."""
+
+    def train(command, environment, log, patient):
+        name = command[command.index("--run_name") + 1]
+        killed = "FABRIC_LLM_FAILPOINT" in environment
+        if not killed:
+            source = "sharded" if name == "undisturbed" else "other"
+            shutil.copytree(runs / source, log.parent / name)
+        return (71 if killed else 0), ""
+
+    monkeypatch.setattr(drill, "run_training", train)
+    code, out, error = verified(capsys, "--drill", "--steps", 6, "--output_dir", tmp_path, "--", "--devices", 2)
+    assert code == 66 and "differs" in error and "verdict         different" in out
+    assert os.listdir(tmp_path) == []
