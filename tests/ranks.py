@@ -54,6 +54,7 @@ class Job:
         ]
         self.codes: list[int] = []
         self.output: list[str] = []
+        _wait_until_joined(self.folder, self.pids)
 
     def kill(self, ranks: list[int]) -> None:
         """SIGKILL, for those of `ranks` that are still there."""
@@ -79,6 +80,16 @@ class Job:
         assert not left, f"ranks {left} did not end:\n" + "\n".join(self.output)
         self.codes = [os.waitstatus_to_exitcode(statuses[pid]) for pid in self.pids]
         return self.codes
+
+
+def _wait_until_joined(folder: Path, pids: list[int], timeout_seconds: float = 60) -> None:
+    """Without a launcher nobody would tell a rank in the rendezvous that the other was killed: it waits for its time-out.
+
+    That is this harness's own affair: train.py begins after it.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while len(list(folder.glob("joined-*"))) < len(pids) and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def _train_to_the_end(argv: list[str], failpoint: str, before: Callable[[], None]) -> None:
@@ -115,6 +126,7 @@ def _fork(rank: int, world_size: int, folder: Path, function: Callable[..., Any]
         torch.set_num_threads(1)  # makes torch's thread pool anew before threads race to do so
         if world_size > 1:
             _join(rank, world_size, folder)
+        (folder / f"joined-{rank}").touch()
         result = function(*args)
         (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
         if torch.distributed.is_initialized():
