@@ -231,13 +231,17 @@ class Run:
             self.watch.mark(step, doing)
             yield batch
 
-    def requests(self) -> tuple[bool, bool]:
-        """(stop, save) as all ranks agree; publishes a checkpoint that has been written meanwhile."""
+    def ask(self) -> tuple[bool, bool, bool]:
+        """Of all ranks, with a step's numbers: to stop, to save, and to publish, once its part of a checkpoint is written."""
         written = self.writing is not None and self.writing.done()
-        stop_requested, save_requested, all_written = stop.requests(self.fabric, self.signals, self.directory, written)
-        if all_written:
+        return *stop.asked_for(self.signals, self.directory if self.rank_zero else None), written
+
+    def agreed(self, result: step.StepResult) -> tuple[bool, bool]:
+        """(stop, save) if any rank asked for it; publishes a checkpoint that all ranks have written meanwhile."""
+        stop_askers, save_askers, writers = result.asked
+        if writers == self.fabric.world_size:
             self.commit()
-        return stop_requested, save_requested
+        return stop_askers > 0, save_askers > 0
 
     def require_room(self) -> None:
         """End the run before its model is loaded where not even one checkpoint would fit on the disk."""

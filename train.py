@@ -80,11 +80,12 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
             sync_every_micro_batch=run.sync_every_micro_batch,
             sum_in_float32=run.sum_in_float32,
             accept=run.guard.accept,
+            ask=run.ask,
             measure=logs,
         )
         run.advance(progress)
         run.report_verdict(before, progress, result)
-        stop_requested, save_requested = run.requests()
+        stop_requested, save_requested = run.agreed(result)
         last = last or stop_requested
         if run.guard.verdict == "rewind":
             progress, last = run.rewind(progress), stop_requested or progress.position == plan.end

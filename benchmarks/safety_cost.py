@@ -96,9 +96,10 @@ def time_steps(folder: Path, steps: int) -> dict[str, Any]:
     from fabric_llm.guard import Guard
     from fabric_llm.watch import Watch
 
-    ours = {"requests": run.Run.requests, "mark": Watch.mark, "accept": Guard.accept}
+    ours = {"ask": run.Run.ask, "agreed": run.Run.agreed, "mark": Watch.mark, "accept": Guard.accept}
     without = {
-        "requests": lambda self: (False, False),
+        "ask": lambda self: (),
+        "agreed": lambda self, result: (False, False),
         "mark": lambda self, step, doing: None,
         "accept": lambda self, loss, grad_norm: True,
     }
@@ -111,7 +112,8 @@ def time_steps(folder: Path, steps: int) -> dict[str, Any]:
             times[state["kind"]].append(now - state["began"])
         kind = "with" if (step // 2) % 2 else "without"
         chosen = ours if kind == "with" else without
-        run.Run.requests, Watch.mark, Guard.accept = chosen["requests"], chosen["mark"], chosen["accept"]
+        run.Run.ask, run.Run.agreed = chosen["ask"], chosen["agreed"]
+        Watch.mark, Guard.accept = chosen["mark"], chosen["accept"]
         state.update(kind=kind, began=time.perf_counter())
         seed_step(seed, step, rank)
 

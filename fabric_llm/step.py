@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Callable, NamedTuple, Optional
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from fabric_llm.data import MicroBatch, random_key, target_count
 from fabric_llm.failpoints import failpoint
 from fabric_llm.optim import GradientSums, UpdateSize, clip_gradients, sample_weights, update_size
-from fabric_llm.strategy import reshard, shard_group
+from fabric_llm.strategy import reshard, shard_group, sum_over_ranks
 
 
 class StepResult(NamedTuple):
@@ -23,6 +23,7 @@ class StepResult(NamedTuple):
     grad_norm: float  # of the global batch, before clipping
     taken: bool  # False: no parameter and no optimizer state has changed
     update: Optional[UpdateSize]  # where `measure` asked for it
+    asked: list[int]  # for each of the numbers that `ask` gives, the sum over ranks
 
 
 def finite(loss: float, grad_norm: float) -> bool:
@@ -41,6 +42,7 @@ def train_step(
     sync_every_micro_batch: bool,
     sum_in_float32: bool = True,
     accept: Callable[[float, float], bool] = finite,
+    ask: Callable[[], Sequence[int]] = tuple,
     measure: bool = False,
 ) -> StepResult:
     """One optimizer step over the micro-batches of this rank, together with all other ranks.
@@ -48,12 +50,13 @@ def train_step(
     The loss is the sum over target tokens divided by the target tokens of the whole global batch, so that it doesn't
     matter how sequences and masks are spread over micro-batches and ranks. `accept(loss, grad_norm)` decides whether the
     update is made; it sees numbers that all ranks share, so all decide alike. Reading them is the one wait a step has:
-    without it a NaN would be in the weights before anyone looked.
+    without it a NaN would be in the weights before anyone looked. What a rank has to `ask` of all, in small numbers, goes
+    the same way, so that it costs no wait of its own.
 
     sum_in_float32: sum the gradients of low-precision weights over micro-batches in float32, and round once.
     """
     micro_batches = [fabric.to_device(batch) for batch in micro_batches]
-    targets = fabric.all_reduce(torch.stack([target_count(b) for b in micro_batches]).sum(), reduce_op="sum")
+    targets = sum_over_ranks(fabric, torch.stack([target_count(b) for b in micro_batches]).sum())
     targets = targets.clamp(min=1)  # a batch without any target contributes nothing, and never 0/0
     sums = GradientSums(model.parameters()) if sum_in_float32 and len(micro_batches) > 1 else None
     total = torch.zeros((), device=fabric.device)
@@ -70,7 +73,8 @@ def train_step(
     fabric.strategy.precision.unscale_gradients(optimizer)
     group = shard_group(model)
     grad_norm = clip_gradients(model.parameters(), grad_clip, group).item()
-    loss = fabric.all_reduce(total, reduce_op="sum").item()
+    requests = torch.tensor(ask(), dtype=total.dtype, device=total.device)
+    loss, *asked = sum_over_ranks(fabric, torch.cat([total[None], requests])).tolist()
     taken = accept(loss, grad_norm)
     size = None
     if taken or _scaled(fabric):  # a gradient scaler leaves out infinite gradients itself, and must see them
@@ -81,7 +85,7 @@ def train_step(
         if before is not None:
             size = update_size(before, sample_weights(model.parameters()), group)
     optimizer.zero_grad()
-    return StepResult(loss, grad_norm, taken, size)
+    return StepResult(loss, grad_norm, taken, size, [int(number) for number in asked])
 
 
 def _scaled(fabric: Fabric) -> bool:
@@ -101,7 +105,7 @@ def evaluate(fabric: Fabric, model: nn.Module, batches: Iterable[MicroBatch]) ->
         targets += target_count(batch)
     model.train()
     reshard(model)  # or the next step would see the outermost unit's parameters whole, and not sum their gradients
-    total, targets = (fabric.all_reduce(x, reduce_op="sum") for x in (total, targets))
+    total, targets = sum_over_ranks(fabric, total), sum_over_ranks(fabric, targets)
     return (total / targets.clamp(min=1)).item()
 
 

@@ -6,12 +6,9 @@ import os
 import signal
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 from fabric_llm.faults import STOPPED
-
-if TYPE_CHECKING:
-    from lightning.fabric import Fabric
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STOP_FILE, SAVE_FILE = "stop", "save_now"
@@ -36,21 +33,15 @@ class StopSignal:
             signal.signal(number, handler)
 
 
-def requests(
-    fabric: Fabric, signals: StopSignal, run_directory: Path, written: bool = False
-) -> tuple[bool, bool, bool]:
-    """(stop, save, written) as all ranks agree: asked for on any rank, or by a file that rank 0 sees and removes.
+def asked_for(signals: StopSignal, run_directory: Optional[Path]) -> tuple[bool, bool]:
+    """(stop, save), as a signal to this rank asks, or a file in `run_directory`, which is then removed."""
+    stop, save = (run_directory is not None and _take(run_directory / name) for name in (STOP_FILE, SAVE_FILE))
+    return stop or signals.received is not None, save
 
-    written: what this rank says of the checkpoint that is being written in the background; True if all say so.
-    """
-    import torch
 
-    asked = [signals.received is not None, False, written]
-    if fabric.global_rank == 0:
-        for index, name in enumerate((STOP_FILE, SAVE_FILE)):
-            if (run_directory / name).is_file():
-                (run_directory / name).unlink()
-                asked[index] = True
-    counts = fabric.all_reduce(torch.tensor(asked, dtype=torch.int32, device=fabric.device), reduce_op="sum")
-    stop, save, writers = counts.tolist()
-    return stop > 0, save > 0, writers == fabric.world_size
+def _take(file: Path) -> bool:
+    """Remove `file`; True if it was there."""
+    there = file.is_file()
+    if there:
+        file.unlink()
+    return there

@@ -25,7 +25,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -114,6 +114,17 @@ def make_fabric(
         strategy=strategies[name](),
         plugins=[_precision(name, precision, kind)],
     )
+
+
+def sum_over_ranks(fabric: Fabric, tensor: Tensor) -> Tensor:
+    """The sum of all ranks' tensors, of one shape and dtype, on each of them; may be `tensor` itself, overwritten.
+
+    Fabric's own all_reduce has a barrier before it, for which the host waits, on GPUs as well.
+    """
+    if not torch.distributed.is_initialized():  # one process, or a TPU's
+        return fabric.all_reduce(tensor, reduce_op="sum")
+    torch.distributed.all_reduce(tensor)
+    return tensor
 
 
 class AnyDeviceFSDPStrategy(FSDPStrategy):

@@ -132,7 +132,7 @@ def test_no_room_is_found_before_the_model_is_loaded_and_before_each_save(toys, 
 
 @pytest.mark.parametrize(
     ("point", "stops_at"),
-    [("set_up", 1), ("forward:count=5", 3), ("optimizer_step:count=3", 3), ("evaluate", 1), ("save.rest", 4)],
+    [("set_up", 1), ("forward:count=5", 3), ("optimizer_step:count=3", 4), ("evaluate", 1), ("save.rest", 4)],
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_to_one_rank_wherever_it_is(toys, tmp_path, whole, point, stops_at, rank):
