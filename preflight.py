@@ -10,7 +10,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import resume
 from arguments import Arguments, is_rank_zero
@@ -24,38 +24,7 @@ DEMO_EXCLUDED = "site-packages dist-packages test tests idlelib lib2to3 encoding
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the arguments mean on this machine, with this dataset and model: nothing is left to decide."""
-
-    dataset: TokenDataset
-    source: str  # hub name or directory that the weights and their config come from
-    config: Any  # the model's transformers configuration
-    tokenizer: Optional[Any]
-    strategy: str  # a name of strategy.py's table
-    sharding: Sharding
-    devices: int  # per node
-    num_nodes: int
-    kind: str  # "cpu" or "cuda"
-    micro_batch_size: int  # sequences per forward pass and device
-    micro_batches: int  # per step and device
-    global_batch_size: int  # sequences
-    start: checkpoint.Progress
-    max_step: int
-    end: Optional[int]  # position at which number_epochs are over; None with max_step
-    run_directory: Path
-    resume_from: Optional[Path]
-    document_end: Optional[int]  # token id that ends each packed document, None where documents aren't kept apart
-
-    @property
-    def world_size(self) -> int:
-        return self.devices * self.num_nodes
-
-    def sequences_at(self, position: int) -> int:
-        """Sequences that the step at `position` consumes: a global batch, or what is left of the last epoch."""
-        return self.global_batch_size if self.end is None else min(self.global_batch_size, self.end - position)
-
-
-class Placement(NamedTuple):
+class Placement:
     """Which devices, and how the model is spread over them."""
 
     strategy: str  # a name of strategy.py's table
@@ -67,6 +36,29 @@ class Placement(NamedTuple):
     @property
     def world_size(self) -> int:
         return self.devices * self.num_nodes
+
+
+@dataclass(frozen=True)
+class Plan(Placement):
+    """What the arguments mean on this machine, with this dataset and model: nothing is left to decide."""
+
+    dataset: TokenDataset
+    source: str  # hub name or directory that the weights and their config come from
+    config: Any  # the model's transformers configuration
+    tokenizer: Optional[Any]
+    micro_batch_size: int  # sequences per forward pass and device
+    micro_batches: int  # per step and device
+    global_batch_size: int  # sequences
+    start: checkpoint.Progress
+    max_step: int
+    end: Optional[int]  # position at which number_epochs are over; None with max_step
+    run_directory: Path
+    resume_from: Optional[Path]
+    document_end: Optional[int]  # token id that ends each packed document, None where documents aren't kept apart
+
+    def sequences_at(self, position: int) -> int:
+        """Sequences that the step at `position` consumes: a global batch, or what is left of the last epoch."""
+        return self.global_batch_size if self.end is None else min(self.global_batch_size, self.end - position)
 
 
 def placement(arguments: Arguments) -> Placement:
@@ -96,16 +88,17 @@ def make_plan(arguments: Arguments) -> Plan:
             raise ValueError(f"--{name} is missing: a run needs --model_name and --train_data_dir.")
     check_numbers(arguments)
     place = placement(arguments)
-    strategy, sharding, devices, num_nodes, world_size = (
-        place.strategy, place.sharding, place.devices, place.num_nodes, place.world_size
-    )  # fmt: skip
     given_micro_batch = training.micro_batch_size
     if arguments.demo and given_micro_batch and training.global_batch_size:  # runs on any number of devices
-        given_micro_batch = min(given_micro_batch, max(1, training.global_batch_size // world_size))
+        given_micro_batch = min(given_micro_batch, max(1, training.global_batch_size // place.world_size))
     micro_batch_size, micro_batches, global_batch_size = batch_sizes(
-        given_micro_batch, training.gradient_accumulation_steps, training.global_batch_size, devices, num_nodes
+        given_micro_batch,
+        training.gradient_accumulation_steps,
+        training.global_batch_size,
+        place.devices,
+        place.num_nodes,
     )
-    if strategy == "fsdp" and sharding.cpu_offload and micro_batches > 1:
+    if place.strategy == "fsdp" and place.sharding.cpu_offload and micro_batches > 1:
         raise ValueError(  # FSDP1 overwrites the offloaded gradient of the micro-batch before, without a word
             f"--cpu_offload true with --strategy fsdp can't accumulate gradients ({micro_batches} micro-batches a step): "
             "take --strategy fsdp2, or a larger --micro_batch_size."
@@ -125,10 +118,21 @@ def make_plan(arguments: Arguments) -> Plan:
         start = checkpoint.Progress(**checkpoint.check(resume_from)["progress"])
     max_step = training.max_step if end is None else start.step - (start.position - end) // global_batch_size
     plan = Plan(
-        dataset, source, config, tokenizer, strategy, sharding, devices, num_nodes, place.kind, micro_batch_size,
-        micro_batches, global_batch_size, start, max_step, end, directory, resume_from,
-        find_document_end(arguments, dataset, config),
-    )  # fmt: skip
+        **vars(place),
+        dataset=dataset,
+        source=source,
+        config=config,
+        tokenizer=tokenizer,
+        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
+        global_batch_size=global_batch_size,
+        start=start,
+        max_step=max_step,
+        end=end,
+        run_directory=directory,
+        resume_from=resume_from,
+        document_end=find_document_end(arguments, dataset, config),
+    )
     if resume_from is not None:
         resume.check(plan, arguments, checkpoint.check(resume_from))
     return plan

@@ -49,14 +49,15 @@ def choose(arguments: Arguments) -> tuple[Path, Optional[Path]]:
     own = retention.latest(directory)
     if given is not None:
         run_directory.no_link(given.parent / "metrics.jsonl")  # a branch begins with a copy
-    if given is not None and not (given.parent.resolve() != directory.resolve() and own is not None):
-        checkpoint.check(given, hashes)
-        return directory, given
-    if given is not None and flags.resume is True:
-        raise ValueError(
-            f"--checkpoint {flags.checkpoint} would begin a branch in {str(directory)!r}, which holds checkpoints up to "
-            f"{own.name}: go on there without --checkpoint, or take another --run_name."
-        )
+        branches = given.parent.resolve() != directory.resolve()
+        if own is None or not branches:
+            checkpoint.check(given, hashes)
+            return directory, given
+        if flags.resume is True:
+            raise ValueError(
+                f"--checkpoint {flags.checkpoint} would begin a branch in {str(directory)!r}, which holds checkpoints up "
+                f"to {own.name}: go on there without --checkpoint, or take another --run_name."
+            )
     valid, problems = retention.newest_valid(directory, hashes)
     if valid is None and problems:
         raise Fault(f"No checkpoint in {str(directory)!r} is whole: {' '.join(problems)}", NO_CHECKPOINT)

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -133,37 +134,24 @@ def begin(
     reshard(model)
     rank = fabric.global_rank
     parts = {"trainer/optimizer": _optimizer_tensors(model, optimizer)[1]}
-    weights = {}
+    weights: Optional[dict[str, Tensor]] = None
     if state_dict_type == "full":
         weights = _full_weights(model, offload=fabric.device.type != "cpu")
     else:
-        again = tied_names(template)
-        with _quiet():
-            tensors = get_model_state_dict(model)
-        parts["weights"] = {name: t for name, t in tensors.items() if name.removeprefix(PREFIX) not in again}
-    counted = [*parts.values(), weights if rank == 0 else {}]
-    bad = next((name for some in counted for name, tensor in some.items() if not _is_finite(tensor)), None)
+        parts["weights"] = _sharded_weights(model, template)
+    own = [*parts.values(), (weights or {}) if rank == 0 else {}]
+    bad = next((name for some in own for name, tensor in some.items() if not _is_finite(tensor)), None)
     if found := [name for name in _gather(bad) if name is not None]:
         raise Fault(f"{target} isn't saved: {found[0]} holds NaN or infinity.", NON_FINITE)
-    needed_bytes = sum(_gather(sum(_own_bytes(t, rank) for some in counted for t in some.values())))
+    needed_bytes = sum(_gather(sum(_own_bytes(t, rank) for some in own for t in some.values())))
     if copy:
         with _quiet():
             parts = {folder: BlockingAsyncStager().stage(tensors) for folder, tensors in parts.items()}
-            weights = BlockingAsyncStager().stage(weights) if rank == 0 else {}
+            if weights is not None:
+                weights = BlockingAsyncStager().stage(weights) if rank == 0 else {}
 
-    def rest(folder: Path) -> None:
-        if state_dict_type == "full":
-            template.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
-        else:
-            template.config.save_pretrained(folder)
-            if template.generation_config is not None:
-                template.generation_config.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        save_file(probe, folder / "trainer" / "probe.safetensors")
-        document = {"progress": asdict(progress), "state_dict_type": state_dict_type, **facts}
-        (folder / "trainer" / "progress.json").write_text(json.dumps(document, indent=2) + "\n")
-
+    said = {"progress": asdict(progress), "state_dict_type": state_dict_type, **facts}
+    rest = partial(_write_rest, template=template, weights=weights, tokenizer=tokenizer, probe=probe, said=said)
     temporary = Path(_first(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}"))))
     document = {"step": progress.step, "world_size": fabric.world_size, "versions": versions(), **origin}
     pending = Pending(target, temporary, rank, parts, rest, document, {})
@@ -179,6 +167,27 @@ def begin(
 
     _agree(pending, _gather(_try(make_room) if rank == 0 else None))
     return pending
+
+
+def _write_rest(
+    folder: Path,
+    template: PreTrainedModel,
+    weights: Optional[dict[str, Tensor]],
+    tokenizer: Optional[Any],
+    probe: dict[str, Tensor],
+    said: dict[str, Any],
+) -> None:
+    """Everything that is nobody's part: config, tokenizer, probe, progress, and whole weights if there are some."""
+    if weights is not None:
+        template.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
+    else:
+        template.config.save_pretrained(folder)
+        if template.generation_config is not None:
+            template.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    save_file(probe, folder / "trainer" / "probe.safetensors")
+    (folder / "trainer" / "progress.json").write_text(json.dumps(said, indent=2) + "\n")
 
 
 def write(pending: Pending, group: Optional[ProcessGroup] = None) -> None:
@@ -364,6 +373,14 @@ def _full_weights(model: nn.Module, offload: bool) -> dict[str, Tensor]:
     return {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
 
 
+def _sharded_weights(model: nn.Module, template: PreTrainedModel) -> dict[str, Any]:
+    """Parameter name -> this rank's part, as DTensor; each tied parameter once."""
+    again = tied_names(template)
+    with _quiet():
+        tensors = get_model_state_dict(model)
+    return {name: tensor for name, tensor in tensors.items() if name.removeprefix(PREFIX) not in again}
+
+
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """The optimizer's flat state dict, and its tensors: `state.NAME.exp_avg` and the like.
 
@@ -409,13 +426,13 @@ def check(path: Path, hashes: bool = False) -> dict[str, Any]:
 def _check_index(index: Path, listed: dict[str, Any]) -> None:
     """Weight files that an index names are the checkpoint's own."""
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        files = manifest.weight_map(index).values()
+    except Fault:
+        raise
+    except ValueError as error:
         raise _damaged(index.parent, f"{index.name} can't be read.") from error
-    for name in sorted(map(str, names)):
-        manifest.check_name(name, index)
-        if name not in listed:
-            raise _damaged(index.parent, f"{index.name} names {name}, which isn't there.")
+    if foreign := sorted(set(files) - listed.keys()):
+        raise _damaged(index.parent, f"{index.name} names {foreign[0]}, which isn't there.")
 
 
 def read_progress(path: Path) -> dict[str, Any]:

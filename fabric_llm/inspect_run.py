@@ -156,7 +156,7 @@ def compare_full(path: Path, wanted: Shapes, ties: set[str], report: Report) -> 
             stored |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
             places |= dict.fromkeys(opened.keys(), file.name)
     for index in path.glob("*.index.json"):
-        said = json.loads(index.read_bytes())["weight_map"]
+        said = manifest.weight_map(index)
         if names := sorted(name for name in said.keys() | places.keys() if said.get(name) != places.get(name)):
             report.find(f"{str(index)!r} doesn't say where these weights are: {listed(names)}.")
     stored = {name: shape for name, shape in stored.items() if name not in ties}

@@ -143,6 +143,22 @@ def check_name(name: str, where: Path) -> None:
         raise Fault(f"{str(where)!r} names {name!r}, outside its folder: refused.", REFUSED)
 
 
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file beside `index`, a `*.index.json` of Hugging Face weights.
+
+    Raises ValueError where it can't be read, Fault (77) for a file outside its folder.
+    """
+    try:
+        if not index.is_file():  # a pipe would block
+            raise ValueError("no file")
+        files = {str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{str(index)!r} can't be read as an index of weights.") from error
+    for file in sorted(set(files.values())):
+        check_name(file, index)
+    return files
+
+
 def check(folder: Path, hashes: bool) -> dict[str, Any]:
     """The manifest of `folder`, once exactly the files it lists are there with their sizes (and hashes).
 

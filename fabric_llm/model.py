@@ -8,7 +8,6 @@ layer, host memory holds the weights once, and every strategy starts from the sa
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any, Optional
@@ -29,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar  # noqa: F401
 
 from fabric_llm.data import IGNORED
 from fabric_llm.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault
-from fabric_llm.manifest import MANIFEST, check_name
+from fabric_llm.manifest import MANIFEST, check_name, weight_map
 
 MOST_LAYERS, MOST_PARAMETERS = 4096, 10**14  # more is no model but a trap: building it would take for ever
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
@@ -84,16 +83,9 @@ def _refuse_code(folder: Path) -> None:
             REFUSED,
         )
     for index in folder.glob("*.index.json"):
-        try:
-            if not index.is_file():
-                raise ValueError("no file")
-            names = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{str(index)!r} can't be read as an index of weights.") from error
-        for name in sorted(map(str, names)):
+        for name in sorted(set(weight_map(index).values())):
             if index.name in WEIGHT_FILES:
                 _check_weights_name(name, index)
-            check_name(name, index)
 
 
 def _check_weights_name(name: Any, where: Path) -> None:
