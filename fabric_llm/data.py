@@ -104,8 +104,13 @@ def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
     context_length = lengths.pop()
     if context_length < 2:
         raise ValueError(f"Rows of {str(folder)!r} hold {context_length} token; at least 2 are needed to predict one.")
-    columns = [name for name in COLUMNS if name in splits["train"].column_names]
-    train, validation = (splits[name].select_columns(columns) for name in ("train", validation_name))
+    columns, others = ([c for c in COLUMNS if c in split.column_names] for split in splits.values())
+    if columns != others:
+        raise ValueError(
+            f"The splits of {str(folder)!r} have different columns: 'train' has {', '.join(columns)}, "
+            f"{validation_name!r} has {', '.join(others)}."
+        )
+    train, validation = (split.select_columns(columns) for split in splits.values())
     return TokenDataset(folder, train, validation, context_length, max(max_token_ids), manifest)
 
 
@@ -186,7 +191,7 @@ def _fixed_length(split: datasets.Dataset) -> Optional[int]:
 def _scan(split: datasets.Dataset, where: str) -> tuple[int, int]:
     """(row length in tokens, largest token id) of all rows, read once in Arrow."""
     lengths: set[int] = set()
-    low, high = 0, 0
+    low, high, targets = 0, 0, 0
     for batch in split.with_format("arrow").iter(batch_size=1000):
         try:
             batch.validate(full=True)  # offsets that lead out of the file would be followed
@@ -197,16 +202,41 @@ def _scan(split: datasets.Dataset, where: str) -> tuple[int, int]:
             if rows.null_count or pc.list_flatten(rows).null_count:
                 raise ValueError(f"Column {column!r} of the {where} has empty values.")
             lengths.update(pc.list_value_length(rows).unique().to_pylist())
-        extremes = pc.min_max(pc.list_flatten(batch.column("input_ids").combine_chunks())).as_py()
-        if extremes["max"] is not None:
-            low, high = min(low, extremes["min"]), max(high, extremes["max"])
+        columns = {name: pc.list_flatten(batch.column(name).combine_chunks()) for name in batch.column_names}
+        if "labels" in columns:
+            columns["labels"] = columns["labels"].filter(pc.not_equal(columns["labels"], IGNORED))
+        for tokens in (columns[name] for name in ("input_ids", "labels") if name in columns):
+            if len(tokens):
+                extremes = pc.min_max(tokens).as_py()
+                low, high = min(low, extremes["min"]), max(high, extremes["max"])
+        targets += _target_count(batch, lengths)
     if len(lengths) > 1:
         raise ValueError(
             f"The {where} has rows of different length, from {min(lengths)} to {max(lengths)} tokens; pack or pad them."
         )
     if low < 0:
         raise ValueError(f"The {where} has a negative token id: {low}.")
+    if targets == 0 and max(lengths) > 1:
+        raise ValueError(f"The {where} has nothing to learn: all its labels are masked ({IGNORED}).")
     return lengths.pop(), high
+
+
+def _target_count(table: pa.Table, lengths: set[int]) -> int:
+    """Tokens of rows of one length that are to be predicted: all but the first, and what labels and masks leave out."""
+    if len(lengths) != 1:
+        return 0
+    shape = (len(table), *lengths)
+    columns = {
+        name: np.asarray(pc.list_flatten(table.column(name).combine_chunks())).reshape(shape)[:, 1:]
+        for name in ("labels", "attention_mask")
+        if name in table.column_names
+    }
+    wanted = np.ones((len(table), shape[1] - 1), dtype=bool)
+    if "labels" in columns:
+        wanted &= columns["labels"] != IGNORED
+    if "attention_mask" in columns:
+        wanted &= columns["attention_mask"] != 0
+    return int(wanted.sum())
 
 
 def shuffled(index_count: int, seed: int, epoch: int) -> np.ndarray:

@@ -145,6 +145,12 @@ ROW = list(range(8))
         ({"train": {"input_ids": [[*ROW, VOCABULARY]]}, "validation": {"input_ids": [[*ROW, 0]]}}, [str(VOCABULARY)]),
         ({"train": {"input_ids": [[*ROW, -1]]}, "validation": {"input_ids": [[*ROW, 0]]}}, ["-1"]),
         ({"train": {"input_ids": [[3]]}, "validation": {"input_ids": [[3]]}}, ["1 token"]),
+        ({"train": {"input_ids": [ROW], "labels": [[0, *[-100] * 7]]}, "validation": {"input_ids": [ROW]}}, ["masked"]),
+        ({"train": {"input_ids": [ROW]}, "validation": {"input_ids": [ROW], "labels": [[-100] * 8]}}, ["'validation'"]),
+        ({"train": {"input_ids": [ROW], "attention_mask": [[0] * 8]}, "validation": {"input_ids": [ROW]}}, ["masked"]),
+        ({"train": {"input_ids": [ROW], "labels": [ROW]}, "validation": {"input_ids": [ROW]}}, ["different columns"]),
+        ({"train": (other := {"input_ids": [ROW], "labels": [[999] * 8]}), "validation": other}, ["999"]),
+        ({"train": {"input_ids": [ROW], "labels": [[-1] * 8]}, "validation": {"input_ids": [ROW]}}, ["-1"]),
         ({"train": {"input_ids": [ROW, None]}, "validation": {"input_ids": [ROW]}}, ["'input_ids'", "empty values"]),
     ],
 )

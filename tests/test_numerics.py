@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCABULARY
+from datasets import Dataset, DatasetDict
 from ranks import metrics, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -189,6 +190,19 @@ def test_few_changing_weights_are_warned_of_once(toys, tmp_path):
     assert text.count("Warning: only") == 1 and "--bf16_updates stochastic" in text
     assert said("--bf16_updates", "stochastic").count("nothing is lost") == 1
     assert "Warning" not in said("--precision", "32-true")
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2)])
+def test_a_batch_without_any_target_contributes_nothing(toys, tmp_path, strategy, ranks):
+    """Not 0/0: no step is left out because of it."""
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]] * 8, "labels": [[-100] * 4] * 7 + [[1, 2, 3, 4]]})
+    DatasetDict({"train": rows, "validation": rows}).save_to_disk(tmp_path / "masked")
+    flags = ("--model_name", toys / "llama", "--train_data_dir", tmp_path / "masked", "--output_dir", tmp_path)
+    flags += ("--strategy", strategy, "--number_epochs", 1, "--precision", "32-true")
+    train_ranks(ranks, *flags, "--run_name", "run")
+    losses = metrics(tmp_path / "run")
+    assert len(losses) == 8 // ranks and losses.count(0.0) == len(losses) - 1
+    assert metrics(tmp_path / "run", "verdict") == [], "no step was left out"
 
 
 def test_the_loss_counts_tokens_not_rows(toys, tmp_path):

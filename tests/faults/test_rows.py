@@ -127,6 +127,23 @@ def test_no_room_is_found_before_the_model_is_loaded_and_before_each_save(toys, 
     assert "Checkpoint step-00000006 needs" in job.output[0] and saved(tmp_path / "run") == [3]
 
 
+def test_a_save_in_the_background_writes_what_was_there_when_it_began(toys, tmp_path, whole):
+    """Though training goes on meanwhile: here for several steps."""
+
+    def slow():
+        from fabric_llm import checkpoint
+
+        write = checkpoint.write
+        checkpoint.write = lambda *given: (time.sleep(0.5), write(*given))
+
+    job = Job(2, *flags(toys, tmp_path, "--async_save", "true"), before=slow)
+    assert job.wait() == [0, 0], job.output
+    for step in saved(whole):
+        for part in ("model.safetensors", "trainer/optimizer/shard-00002-model-00001-of-00001.safetensors"):
+            ours, theirs = (load_file(run / f"step-{step:08d}" / part) for run in (tmp_path / "run", whole))
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs), (step, part)
+
+
 # ------------------------------------------------------------------------------- signals
 
 

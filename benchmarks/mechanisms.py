@@ -1,0 +1,229 @@
+"""Take away what keeps a run safe, one mechanism after the other: does a test notice?
+
+    python benchmarks/mechanisms.py                # all, about 15 minutes on two cores
+    python benchmarks/mechanisms.py --only lock    # those whose name holds a word
+
+Each mechanism of docs/faults.md is removed from a copy of the source by replacing a few words; then the tests that hold
+its row must fail. A test that passes without what it is there for is worth nothing. A mechanism whose words have changed is
+reported as stale: bring its entry below up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+COPIED = shutil.ignore_patterns(".git", "checkpoints", "data", "wandb", "__pycache__", ".*_cache", "*.egg-info")
+TIMEOUT_SECONDS = 400  # without its mechanism a test may hang: that is a failure as well
+KILLS, ROWS, DAMAGE = "tests/faults/test_kills.py", "tests/faults/test_rows.py", "tests/faults/test_damage.py"
+CHECKPOINT, SECURITY, STOP = "tests/test_checkpoint.py", "tests/test_security.py", "tests/test_stop.py"
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """What is removed, and the tests that must fail then."""
+
+    row: str  # of docs/faults.md
+    name: str
+    file: str
+    old: str  # stands exactly once in the file
+    new: str
+    tests: str  # of one file
+    select: str  # pytest -k
+
+
+MECHANISMS = [
+    Mechanism("kill", "log is cut back to the checkpoint", "fabric_llm/metrics.py",
+              "_step_of(line) <= resumed_step]", "_step_of(line) < float('inf')]", KILLS, "named_point and between_steps"),
+    Mechanism("kill", "optimizer state is loaded", "set_up.py",
+              "if resume_from is not None:", "if False:", KILLS, "named_point and between_steps and full"),
+    Mechanism("kill", "randomness follows the step", "fabric_llm/step.py",
+              "random_key(seed, step, rank)", "random_key(seed, torch.initial_seed() % 2**31, rank)", KILLS, "named_point and between_steps and full"),
+    Mechanism("kill in a save", "written beside its name", "fabric_llm/checkpoint.py",
+              'target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")', "target", KILLS, "named_point and save.parts and sharded"),
+    Mechanism("kill in a save", "on the disk before the name", "fabric_llm/checkpoint.py",
+              "        fsync(path)\n", "        pass\n", CHECKPOINT, "everything_is_on_disk"),
+    Mechanism("kill in a save", "files are durable", "fabric_llm/manifest.py",
+              "            self.written.append(self.pool.submit(fsync, self.folder / name))\n", "", CHECKPOINT, "everything_is_on_disk"),
+    Mechanism("kill in a save", "leftovers are swept", "fabric_llm/retention.py",
+              "    for path in leftovers:\n", "    for path in []:\n", KILLS, "named_point and save.parts and full"),
+    Mechanism("kill in a prune", "renamed before it is removed", "fabric_llm/retention.py",
+              "        path.rename(trash)\n", "        trash = path\n", CHECKPOINT, "prune_that_is_cut_off"),
+    Mechanism("kill in a background save", "a copy is written", "run.py",
+              "copy=self.background is not None and not last", "copy=False", ROWS, "save_in_the_background_writes"),
+    Mechanism("kill in a background save", "published once all have written", "run.py",
+              "        if writers == self.fabric.world_size:\n", "        if self.writing is not None:\n", KILLS, "background and save.parts and sharded"),
+    Mechanism("a save raises", "on all ranks", "fabric_llm/checkpoint.py",
+              "    rank, problem = found\n", "    rank, problem = found\n    if rank != pending.rank:\n        return\n", ROWS, "save_that_raises"),
+    Mechanism("a save raises", "in the background as well", "fabric_llm/checkpoint.py",
+              "    _agree(pending, [problem for _, problem in answers])\n", "", ROWS, "save_that_raises"),
+    Mechanism("a save raises", "nothing is left behind", "fabric_llm/checkpoint.py",
+              "        shutil.rmtree(pending.temporary, ignore_errors=True)\n", "        pass\n", ROWS, "save_that_raises"),
+    Mechanism("signals", "every rank hears of it", "run.py",
+              "stop_askers, save_askers, writers = result.asked", "stop_askers, save_askers, writers = self.ask()", ROWS, "sigterm"),
+    Mechanism("signals", "handled at all", "fabric_llm/stop.py",
+              "for number in SIGNALS}", "for number in ()}", ROWS, "sigterm"),
+    Mechanism("signals", "a second one ends at once", "fabric_llm/stop.py",
+              "            os._exit(STOPPED)\n", "            pass\n", STOP, "second_signal"),
+    Mechanism("signals", "stop and save_now files", "fabric_llm/stop.py",
+              "there = file.is_file()", "there = False", STOP, "file"),
+    Mechanism("a rank fails", "the first fault is told", "fabric_llm/watch.py",
+              'return there["rank"], Fault(there["sentence"], there["code"], there["retryable"])', "return self.rank, fault", ROWS, "first_error"),
+    Mechanism("a rank fails", "its death is seen by who started it", "fabric_llm/launch.py",
+              "if code := process.poll():", "if code := 0:", ROWS, "killed_rank_of_a_plain"),
+    Mechanism("a rank fails", "no rank outlives rank 0", "fabric_llm/launch.py",
+              "    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n", "", ROWS, "killed_rank_of_a_plain and 0"),
+    Mechanism("a rank hangs", "heartbeats are listened to", "fabric_llm/watch.py",
+              "fault = self._first() or self._lost_child() or self._hangs()", "fault = self._first() or self._lost_child()", ROWS, "hangs_or_is_frozen and hang"),
+    Mechanism("a rank hangs", "a silent rank is noticed", "fabric_llm/watch.py",
+              "        if silent:\n            return self._silent_fault(silent[0])\n        if time", "        if time", ROWS, "hangs_or_is_frozen and stop-1"),
+    Mechanism("a rank hangs", "rank 0, with the store, is watched too", "fabric_llm/watch.py",
+              "for run in (self._run, self._run_guard)]", "for run in (self._run,)]", ROWS, "hangs_or_is_frozen and stop-0"),
+    Mechanism("node lost", "ranks are counted anew", "fabric_llm/strategy.py",
+              'if "LOCAL_WORLD_SIZE" in os.environ and devices == "auto":', "if False:", ROWS, "lost_node"),
+    Mechanism("disk full", "room is asked for", "fabric_llm/checkpoint.py",
+              "    if free < needed:\n", "    if False:\n", ROWS, "no_room"),
+    Mechanism("directory", "one run at a time", "fabric_llm/run_directory.py",
+              "    held = FileLock(folder / LOCK, timeout=0)\n", '    held = FileLock(tempfile.mktemp(), timeout=0)\n', ROWS, "two_runs"),
+    Mechanism("directory", "tried before the model is built", "fabric_llm/run_directory.py",
+              "        with tempfile.TemporaryFile(dir=folder if folder.exists() else folder.parent):\n            pass\n", "        pass\n", CHECKPOINT, "cannot_be_made"),
+    Mechanism("damage", "hashes", "fabric_llm/manifest.py",
+              '            if found != entry["sha256"]:\n', "            if False:\n", DAMAGE, "flipped"),
+    Mechanism("damage", "sizes", "fabric_llm/manifest.py",
+              '        if file.stat().st_size != entry["bytes"]:\n', "        if False:\n", DAMAGE, "truncated"),
+    Mechanism("damage", "missing files", "fabric_llm/manifest.py",
+              "        if not file.is_file():\n            raise Fault(f\"{wrong}: {name} is missing.\", code)\n", "        if not file.is_file():\n            continue\n", DAMAGE, "missing"),
+    Mechanism("damage", "files that nobody wrote", "fabric_llm/manifest.py",
+              "        if name not in listed:\n", "        if False:\n", DAMAGE, "nobody_wrote"),
+    Mechanism("damage", "falls back to the newest whole one", "fabric_llm/retention.py",
+              "            problems.append(str(fault))\n", "            raise\n", "tests/test_fallback.py", "falls_back"),
+    Mechanism("damage", "a named one is never replaced", "resume.py",
+              "            return directory, given\n", "            pass\n", "tests/test_fallback.py", "never_replaced"),
+    Mechanism("another model", "shapes are compared", "preflight.py",
+              "        if differing:\n            words = (", "        if False:\n            words = (", "tests/test_bad_input.py", "another_model"),
+    Mechanism("another model", "precision, data and seed stay", "resume.py",
+              "    if fixed:\n", "    if False:\n", "tests/test_bad_input.py", "run_that_is_there"),
+    Mechanism("other ranks", "order doesn't depend on their number", "fabric_llm/data.py",
+              "_order(len(self.rows), self.seed, int(e))", "_order(len(self.rows), self.seed + self.world_size, int(e))", "tests/faults/test_world_cycle.py", "sharded-fsdp"),
+    Mechanism("other schedule", "refused unless named", "resume.py",
+              "    if silent := {name: values for name, values in schedule.items() if name not in allowed}:\n", "    if silent := {}:\n", "tests/test_bad_input.py", "run_that_is_there"),
+    Mechanism("other schedule", "the new curve is shown", "resume.py",
+              '        lines += _curves(plan, {**document["schedule"], "max_step": document["end_step"]}, now["schedule"])\n', "        pass\n", ROWS, "extending"),
+    Mechanism("rollback", "later checkpoints are moved aside", "fabric_llm/retention.py",
+              "        if step_of(path) > after_step:\n", "        if False:\n", CHECKPOINT, "rollback"),
+    Mechanism("dataset", "its hashes", "fabric_llm/data.py",
+              "        files.check_files(folder", "        0 and files.check_files(folder", DAMAGE, "dataset"),
+    Mechanism("dataset", "token ids fit the vocabulary", "preflight.py",
+              "    if dataset.max_token_id >= text_config.vocab_size:\n", "    if False:\n", "tests/test_bad_input.py", "belong_together"),
+    Mechanism("dataset", "a batch without targets", "fabric_llm/step.py",
+              "    targets = targets.clamp(min=1)", "    targets = targets * 1", "tests/test_numerics.py", "without_any_target"),
+    Mechanism("not finite", "the step is left out", "fabric_llm/guard.py",
+              "        if not (math.isfinite(loss) and math.isfinite(grad_norm)):\n", "        if False:\n", "tests/faults/test_non_finite.py", "none_of_them and fsdp2"),
+    Mechanism("not finite", "a rank's NaN is everybody's", "fabric_llm/step.py",
+              "    loss, *asked = sum_over_ranks(fabric, torch.cat([total[None], requests])).tolist()\n", "    loss, *asked = torch.cat([total[None], requests]).tolist()\n", "tests/faults/test_non_finite.py", "none_of_them and fsdp2"),
+    Mechanism("not finite", "no checkpoint holds one", "fabric_llm/checkpoint.py",
+              "    if found := [name for name in _gather(bad) if name is not None]:\n", "    if found := []:\n", "tests/faults/test_non_finite.py", "checkpoint_of_a_model"),
+    Mechanism("not finite", "the limit", "fabric_llm/guard.py",
+              "return max(self.skipped, self.rewinds) > self.max_skipped_steps", "return False", "tests/test_guard.py", "too_many"),
+    Mechanism("tracker", "its failures are no failures", "fabric_llm/metrics.py",
+              "            action(*values)\n        except Exception as error:\n", "            action(*values)\n        except ZeroDivisionError as error:\n", "tests/test_metrics.py", "tracker_that_fails"),
+    Mechanism("device memory", "recognised", "fabric_llm/faults.py",
+              "    return isinstance(error, RuntimeError) and any(word in words for word in _MEMORY_WORDS)", "    return False", ROWS, "out_of_memory"),
+    Mechanism("security", "files that could run code", "fabric_llm/manifest.py",
+              "        if name.lower().endswith(CODE_SUFFIXES):\n", "        if False:\n", SECURITY, "attack and pickle"),
+    Mechanism("security", "names that lead outside", "fabric_llm/manifest.py",
+              '    if plain.is_absolute() or ".." in plain.parts', "    if False and plain.is_absolute() or False and '..' in plain.parts", SECURITY, "attack and (above or absolute or backslashes)"),
+    Mechanism("security", "links", "fabric_llm/run_directory.py",
+              "    if path.is_symlink():\n", "    if False:\n", SECURITY, "attack and link"),
+    Mechanism("clock", "order is by step", "fabric_llm/retention.py",
+              "return sorted(found, key=step_of)", "return sorted(found, key=lambda path: path.stat().st_mtime)", ROWS, "clocks"),
+    Mechanism("retention", "pinned", "fabric_llm/retention.py",
+              "every or pinned or", "every or", ROWS, "retention"),
+    Mechanism("retention", "the best", "fabric_llm/retention.py",
+              " or step_of(path) in best", "", ROWS, "retention"),
+    Mechanism("retention", "the one resumed from", "fabric_llm/retention.py",
+              " or path == resumed_from", "", ROWS, "retention"),
+]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="mechanisms whose row or name holds this")
+    parser.add_argument("--output", type=Path, default=None, help="JSON file for the results")
+    options = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name) / "fabric_llm"
+        shutil.copytree(ROOT, copy, ignore=COPIED)
+        for mechanism in MECHANISMS:
+            if options.only in f"{mechanism.row}: {mechanism.name}":
+                began = time.monotonic()
+                found = verdict(copy, mechanism)
+                result = {"row": mechanism.row, "mechanism": mechanism.name, "verdict": found}
+                results.append({**result, "tests": f"{mechanism.tests} -k '{mechanism.select}'"})
+                print(f"{found:9} {mechanism.row}: {mechanism.name} ({time.monotonic() - began:.0f} s)", flush=True)
+    if options.output is not None:
+        options.output.write_text(json.dumps(results, indent=2) + "\n")
+    noticed = sum(result["verdict"] == "noticed" for result in results)
+    print(f"Of {len(results)} mechanisms that were taken away, tests noticed {noticed}.")
+    raise SystemExit(noticed < len(results))
+
+
+def verdict(copy: Path, mechanism: Mechanism) -> str:
+    """noticed: the tests pass with it and fail without it. unnoticed, stale (its words aren't there), or broken."""
+    file = copy / mechanism.file
+    source = file.read_text()
+    if source.count(mechanism.old) != 1:
+        return "stale"
+    if not passes(copy, mechanism.tests, mechanism.select):
+        return "broken"
+    file.write_text(source.replace(mechanism.old, mechanism.new))
+    still = _run(copy, mechanism.tests, mechanism.select)
+    file.write_text(source)
+    return "unnoticed" if still else "noticed"
+
+
+@cache
+def passes(copy: Path, tests: str, select: str) -> bool:
+    """Whether the tests pass with everything in its place."""
+    return _run(copy, tests, select)
+
+
+def _run(folder: Path, tests: str, select: str) -> bool:
+    """Whether tests pass in `folder`, in the time there is; at least one must be selected."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-k", select, tests]
+    temporary = folder.parent / "tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(TIMEOUT_SECONDS) == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # whatever it has left behind
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()
