@@ -2,8 +2,8 @@
 
     python benchmarks/safety_cost.py --output safety.json
 
-Saves: one process, a Llama of some 60 million parameters in float32 with AdamW's state, saved in turns with and without
-hashing (fsync stays). Steps: two ranks, the demo's model, in turns with and without the requests, marks and judgement
+Saves: a Llama of some 60 million parameters in float32 with AdamW's state, on one process (full) and on two FSDP ranks
+(full, sharded), saved in turns with and without hashing (fsync stays). Steps: two ranks, the demo's model, in turns with and without the requests, marks and judgement
 that each step makes. Medians and ratios; nothing else should run meanwhile.
 """
 
@@ -30,6 +30,7 @@ from ranks import run_ranks  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
 
 SAVED = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12, "num_attention_heads": 8}
+SAVES = ((1, "full"), (2, "full"), (2, "sharded"))  # ranks, --state_dict_type
 STEPPED = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
@@ -46,11 +47,14 @@ def main() -> None:
         datasets.DatasetDict({"train": rows, "validation": rows.select(range(16))}).save_to_disk(str(folder / "data"))
         for name, shape in (("saved", SAVED), ("stepped", STEPPED)):
             LlamaConfig(**shape, vocab_size=16_000 if name == "saved" else 2048).save_pretrained(folder / name)
-        [save] = run_ranks(1, time_saves, folder, options.rounds, timeout_seconds=900)
+        saves = [
+            run_ranks(ranks, time_saves, folder, options.rounds, ranks, what, timeout_seconds=900)[0]
+            for ranks, what in SAVES
+        ]
         step = run_ranks(2, time_steps, folder, options.steps, timeout_seconds=1800)[0]
     finally:
         shutil.rmtree(folder)
-    results = {"save": save, "step": step, "torch": torch.__version__}
+    results = {"saves": saves, "step": step, "torch": torch.__version__}
     if options.output is not None:
         options.output.write_text(json.dumps(results, indent=2) + "\n")
     print(json.dumps(results, indent=2))
@@ -62,8 +66,8 @@ def flags(folder: Path, model: str, *more: Any) -> list[str]:
     return [str(word) for word in [*words, *more]]
 
 
-def time_saves(folder: Path, rounds: int) -> dict[str, Any]:
-    """Seconds of a save, with and without hashing."""
+def time_saves(folder: Path, rounds: int, ranks: int, what: str) -> dict[str, Any]:
+    """Seconds of a save on this rank, with and without hashing."""
     import train
     from fabric_llm import checkpoint, manifest
 
@@ -74,18 +78,29 @@ def time_saves(folder: Path, rounds: int) -> dict[str, Any]:
     def timed(pending: Any, group: Any = None) -> None:
         kind = "with" if len(times["with"]) <= len(times["without"]) else "without"
         manifest.sha256 = hashed if kind == "with" else lambda path: "0" * 64
+        if ranks > 1:
+            torch.distributed.barrier()
         began = time.perf_counter()
         save(pending, group)
+        if ranks > 1:
+            torch.distributed.barrier()
         times[kind].append(time.perf_counter() - began)
         manifest.sha256 = hashed
         sizes.append(sum(entry["bytes"] for entry in pending.entries.values()))
 
     checkpoint.write = timed
-    more = ("--max_step", 2 * rounds + 2, "--save_step_interval", 1, "--keep_last", 1, "--run_name", "saves")
+    more = ("--max_step", 2 * rounds + 2, "--save_step_interval", 1, "--keep_last", 1, "--run_name", f"{ranks}-{what}")
+    more += ("--devices", ranks, "--global_batch_size", ranks, "--state_dict_type", what)
     train.main(flags(folder, "saved", *more))
     medians = {kind: statistics.median(values[1:]) for kind, values in times.items()}
-    ratio = medians["with"] / medians["without"]
-    return {"bytes": sizes[0], "seconds": medians, "ratio": ratio, "all": times}
+    pairs = [a / b for a, b in zip(times["with"][1:], times["without"][1:])]
+    said = {"ranks": ranks, "state_dict_type": what, "bytes_of_rank_0": sizes[0], "seconds": medians}
+    return {
+        **said,
+        "ratio": medians["with"] / medians["without"],
+        "median_of_pairs": statistics.median(pairs),
+        "all": times,
+    }
 
 
 def time_steps(folder: Path, steps: int) -> dict[str, Any]:
