@@ -10,12 +10,14 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["WANDB_MODE"] = "offline"
 
 import sys
+import threading
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -29,6 +31,7 @@ import run  # noqa: E402, F401
 import supervise  # noqa: E402, F401
 
 torch.set_num_threads(1)  # ranks are forked from this process: no thread pool may be there
+tqdm.set_lock(threading.RLock())  # its own is shared by forked processes: killed with it, a rank would keep it for ever
 disable_progress_bar()
 datasets.disable_progress_bars()
 
