@@ -1,4 +1,4 @@
-"""Every parameter of a run, with its unit and default. The only command line of the project.
+"""Every parameter of a run, with its unit and default: the command lines of train.py, prepare_data.py and export_hf.py.
 
 `parse_train`, `parse_prepare` and `parse_export` turn argv (and a YAML file given by `--config`)
 into plain dataclasses. Nothing here imports torch, so that `--help` answers at once.
@@ -36,7 +36,7 @@ class DeviceArguments:
     num_nodes: int = flag(1, "number of machines")
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = flag("auto", "auto: cuda where there is a GPU, else cpu")
     hang_timeout: float = flag(
-        1800.0, "seconds without progress of a rank (a step, a batch of an evaluation) after which the run ends with 71"
+        1800.0, "seconds without progress of a rank (set-up, a step, an evaluation's batch, a save) that end the run with 71"
     )
     tpu: bool = flag(False, "train on TPU cores with Fabric's XLA FSDP strategy (needs torch_xla)")
 
@@ -157,9 +157,9 @@ class TrainingArguments:
 
 @dataclass
 class GuardArguments:
-    """Losing well (docs/numerics.md)"""
+    """NaN and spikes (docs/numerics.md)"""
 
-    max_skipped_steps: int = flag(10, "skipped steps in a row after which the run stops with exit code 76")
+    max_skipped_steps: int = flag(10, "more skipped steps in a row, or rewinds of the whole run, end it with exit code 76")
     spike_threshold: Optional[float] = flag(None, "standard deviations of the loss above its window that are a spike")
     spike_window: int = flag(100, "steps that a loss is compared with")
     spike_action: Literal["warn", "skip", "rewind"] = flag(

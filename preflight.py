@@ -1,6 +1,6 @@
 """Arguments -> Plan: every mistake that can be found before a process or a model exists is found here.
 
-Each check raises ValueError in one sentence with the offending value; train.py turns that into exit code 2.
+Each check raises ValueError in one sentence with the offending value; assemble.py turns that into an exit code.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from preflight import Plan
 from set_up import probe_input, set_up
 
 FEW_UPDATES, FEW_UPDATES_LOGS = 0.1, 3  # part of the weights, logged steps in a row
+MANY_STEPS = 200  # that nobody wants to lose
 
 # Models of finished runs. Their last reference takes the process group with it, and gloo's destructor, run while Python
 # holds its lock, can wait for ever for a thread that needs the lock to drop a tensor. So they live as long as the process.
@@ -115,6 +116,8 @@ class Run:
             f"{plan.max_step} steps; {self.directory}",
             flush=True,
         )
+        if arguments.save.save_step_interval is None and plan.max_step - plan.start.step >= MANY_STEPS:
+            print("Warning: no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it.")
         self.console = metrics.Console(plan.max_step, plan.start.step)
 
     def advance(self, progress: Progress) -> None:
@@ -183,10 +186,12 @@ class Run:
             self.write(progress.step, {"verdict": guard.verdict, "position": before.position, "reason": guard.reason})
             self.console.line(f"step {progress.step}/{self.plan.max_step}  {guard.verdict}: {guard.reason}; {where}")
         if guard.gives_up():
+            many = f"{guard.skipped} steps in a row were left out"
+            if guard.rewinds > guard.max_skipped_steps:
+                many = f"the run went back {guard.rewinds} times"
             raise Fault(
-                f"{guard.skipped} steps in a row were left out (--max_skipped_steps {guard.max_skipped_steps}), the last "
-                f"because of {guard.reason}, {where}; the last checkpoint is "
-                f"{retention.latest(self.directory) or 'none'}.",
+                f"{many} (--max_skipped_steps {guard.max_skipped_steps}), the last because of {guard.reason}, {where}; "
+                f"the last checkpoint is {retention.latest(self.directory) or 'none'}.",
                 NON_FINITE,
             )
 

@@ -12,7 +12,7 @@ PEER_LOST = 71  # another rank is gone or hangs
 UNWRITABLE = 73  # the output directory can't be written, or another run is using it
 SAVE_FAILED = 74
 STOPPED = 75  # on request, after saving
-NON_FINITE = 76  # NaN, spike or forgetting limit
+NON_FINITE = 76  # NaN or infinity, or too many spikes
 REFUSED = 77  # for security
 OUT_OF_MEMORY = 79  # of the device
 
