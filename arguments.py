@@ -36,7 +36,8 @@ class DeviceArguments:
     num_nodes: int = flag(1, "number of machines")
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = flag("auto", "auto: cuda where there is a GPU, else cpu")
     hang_timeout: float = flag(
-        1800.0, "seconds without progress of a rank (set-up, a step, an evaluation's batch, a save) that end the run with 71"
+        1800.0,
+        "seconds without progress of a rank (set-up, a step, an evaluation's batch, a save) that end the run with 71",
     )
     tpu: bool = flag(False, "train on TPU cores with Fabric's XLA FSDP strategy (needs torch_xla)")
 
@@ -159,7 +160,9 @@ class TrainingArguments:
 class GuardArguments:
     """NaN and spikes (docs/numerics.md)"""
 
-    max_skipped_steps: int = flag(10, "more skipped steps in a row, or rewinds of the whole run, end it with exit code 76")
+    max_skipped_steps: int = flag(
+        10, "more skipped steps in a row, or rewinds of the whole run, end it with exit code 76"
+    )
     spike_threshold: Optional[float] = flag(None, "standard deviations of the loss above its window that are a spike")
     spike_window: int = flag(100, "steps that a loss is compared with")
     spike_action: Literal["warn", "skip", "rewind"] = flag(

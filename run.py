@@ -117,7 +117,9 @@ class Run:
             flush=True,
         )
         if arguments.save.save_step_interval is None and plan.max_step - plan.start.step >= MANY_STEPS:
-            print("Warning: no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it.")
+            print(
+                "Warning: no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it."
+            )
         self.console = metrics.Console(plan.max_step, plan.start.step)
 
     def advance(self, progress: Progress) -> None:
