@@ -22,8 +22,8 @@ from preflight import Plan, make_plan, placement
 def assemble(arguments: Arguments) -> tuple[Fabric, Plan, Children]:
     """What is wrong with the arguments ends the run here, with one sentence, before a process or a model exists.
 
-    Of a run that resumes, rank 0 alone chooses and hashes the checkpoint. Ranks that were started by others wait for
-    its choice, or for the reason why there is none.
+    Of a run that resumes, rank 0 alone chooses and hashes the checkpoint. Ranks that it hasn't started itself, and those on
+    other machines, wait for its choice, or for the reason why there is none.
     """
     try:
         place = placement(arguments)
@@ -37,13 +37,15 @@ def assemble(arguments: Arguments) -> tuple[Fabric, Plan, Children]:
                 "or set MASTER_ADDR, MASTER_PORT and NODE_RANK."
             )
         )
-    waits = bool(arguments.checkpoint.resume) and started_by_other() and resume.CHOSEN not in os.environ
+    waits = bool(arguments.checkpoint.resume) and resume.CHOSEN not in os.environ
+    waits = waits and (started_by_other() or starts and place.num_nodes > 1)
     plan, fault = (None, None) if waits and not is_rank_zero() else _planned(arguments)
     if fault is not None and not (waits and place.world_size > 1):
         _end(fault)
     children = Children({})
     if starts:
-        os.environ[resume.CHOSEN] = resume.chosen(plan)
+        if not waits:
+            os.environ[resume.CHOSEN] = resume.chosen(plan)
         children = start_ranks(place.devices, place.num_nodes)
     os.environ.pop(resume.CHOSEN, None)
     fabric = make_fabric(

@@ -116,7 +116,7 @@ def make_plan(arguments: Arguments) -> Plan:
     start = checkpoint.Progress()
     if resume_from is not None:
         start = checkpoint.Progress(**checkpoint.check(resume_from)["progress"])
-    max_step = training.max_step if end is None else start.step - (start.position - end) // global_batch_size
+    max_step = training.max_step if end is None else last_step(start, end, global_batch_size)
     plan = Plan(
         **vars(place),
         dataset=dataset,
@@ -136,6 +136,11 @@ def make_plan(arguments: Arguments) -> Plan:
     if resume_from is not None:
         resume.check(plan, arguments, checkpoint.check(resume_from))
     return plan
+
+
+def last_step(progress: checkpoint.Progress, end: int, global_batch_size: int) -> int:
+    """The step that comes to the position `end`, the last one with what is left of a batch."""
+    return progress.step - (progress.position - end) // global_batch_size
 
 
 def check_numbers(arguments: Arguments) -> None:

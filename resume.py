@@ -30,8 +30,7 @@ def choose(arguments: Arguments) -> tuple[Path, Optional[Path]]:
 
     Rank 0 holds the run directory's lock from here on, if the directory is there. Raises Fault.
     """
-    flags = arguments.checkpoint
-    given = None if flags.checkpoint is None else Path(flags.checkpoint)
+    flags, given = arguments.checkpoint, _given(arguments)
     if given is not None and not flags.resume:
         raise ValueError("--checkpoint says where to resume, so it goes with --resume true.")
     default = run_directory.default_name(arguments.model.model_name, arguments.data.train_data_dir)
@@ -50,10 +49,10 @@ def choose(arguments: Arguments) -> tuple[Path, Optional[Path]]:
     if given is not None:
         run_directory.no_link(given.parent / "metrics.jsonl")  # a branch begins with a copy
         branches = given.parent.resolve() != directory.resolve()
-        if own is None or not branches:
+        if own is None or not branches and not _has_rolled_back(arguments, own, given):
             checkpoint.check(given, hashes)
             return directory, given
-        if flags.resume is True:
+        if branches and flags.resume is True:
             raise ValueError(
                 f"--checkpoint {flags.checkpoint} would begin a branch in {str(directory)!r}, which holds checkpoints up "
                 f"to {own.name}: go on there without --checkpoint, or take another --run_name."
@@ -65,6 +64,21 @@ def choose(arguments: Arguments) -> tuple[Path, Optional[Path]]:
         for problem in problems:
             print(f"Warning: {problem} Resuming from {valid} instead.", flush=True)
     return directory, valid
+
+
+def _given(arguments: Arguments) -> Optional[Path]:
+    return None if arguments.checkpoint.checkpoint is None else Path(arguments.checkpoint.checkpoint)
+
+
+def _has_rolled_back(arguments: Arguments, own: Path, given: Path) -> bool:
+    """True in a restart of a run that has gone back to `given` already: it goes on from there, not back once more."""
+    restarted = arguments.checkpoint.resume == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not restarted or own == given:
+        return False
+    try:
+        return checkpoint.read_progress(own).get("rolled_back_to") == given.name
+    except Fault:  # damaged: the newest whole one says it, if there is one after `given`
+        return False
 
 
 def chosen(plan: Optional[Plan]) -> str:
@@ -86,6 +100,8 @@ def facts(plan: Plan, arguments: Arguments) -> dict[str, Any]:
         },
         "schedule": {**{name: flat[name] for name in OVERRIDABLE}, "global_batch_size": plan.global_batch_size},
         "end_step": plan.max_step,
+        "logged": {"every": arguments.logging.log_step_interval, "after": plan.start.step},
+        "rolled_back_to": given.name if (given := _given(arguments)) is not None else None,
     }
 
 
@@ -125,7 +141,8 @@ def _is_whole(document: dict[str, Any]) -> bool:
         steps = [schedule.pop(name) or 0 for name in ("max_step", "number_epochs")]
         numbers = [schedule[name] for name in ("lr", "min_lr", "warmup_steps", "lr_decay")]
         numbers += [document["end_step"], guard["skipped"], guard["rewinds"], *guard["losses"], *steps]
-    except (KeyError, TypeError, ValueError):
+        numbers += [*document["scaler"].values(), document["logged"]["every"], document["logged"]["after"]]
+    except (KeyError, TypeError, ValueError, AttributeError):
         return False
     return known and all(isinstance(number, (int, float)) for number in numbers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import shutil
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from fabric_llm.guard import Guard
 from fabric_llm.model import DTYPES, build_skeleton
 from fabric_llm.stop import StopSignal
 from fabric_llm.watch import Watch
-from preflight import Plan
+from preflight import Plan, last_step
 from set_up import probe_input, set_up
 
 FEW_UPDATES, FEW_UPDATES_LOGS = 0.1, 3  # part of the weights, logged steps in a row
@@ -75,7 +76,7 @@ class Run:
         guard = arguments.guard
         self.guard = Guard(guard.max_skipped_steps, guard.spike_threshold, guard.spike_window, guard.spike_action)
         if plan.resume_from is not None:
-            self.guard.restore(checkpoint.check(plan.resume_from)["guard"])
+            self.restore(checkpoint.check(plan.resume_from))
         self.background = checkpoint.Background() if arguments.save.async_save else None
         self.writing: Optional[Future[checkpoint.Pending]] = None  # a checkpoint, in the background
         self.few_updates = 0  # logged steps in a row
@@ -96,7 +97,9 @@ class Run:
         for name in retention.move_aside(self.directory, plan.start.step):
             print(f"Kept as {name}: this run writes that step anew.")
         if plan.resume_from is not None and plan.resume_from.parent.resolve() != self.directory.resolve():
-            shutil.copyfile(plan.resume_from.parent / "metrics.jsonl", self.directory / "metrics.jsonl")
+            before = plan.resume_from.parent / "metrics.jsonl"
+            if before.is_file():
+                shutil.copyfile(before, self.directory / "metrics.jsonl")
         resolved = {"context_length": plan.dataset.context_length, "global_batch_size": plan.global_batch_size}
         if arguments.training.micro_batch_size is not None:
             resolved["gradient_accumulation_steps"] = None  # follows, on any number of devices
@@ -188,6 +191,7 @@ class Run:
             self.write(progress.step, {"verdict": guard.verdict, "position": before.position, "reason": guard.reason})
             self.console.line(f"step {progress.step}/{self.plan.max_step}  {guard.verdict}: {guard.reason}; {where}")
         if guard.gives_up():
+            self.commit()  # what the background has written is good
             many = f"{guard.skipped} steps in a row were left out"
             if guard.rewinds > guard.max_skipped_steps:
                 many = f"the run went back {guard.rewinds} times"
@@ -200,24 +204,55 @@ class Run:
     def rewind(self, progress: Progress) -> Progress:
         """Go back to the last checkpoint, but on with the data after `progress`. Returns where the run is then."""
         self.commit()
-        last = retention.latest(self.directory)
-        if last is None:
-            raise Fault(f"{self.guard.reason} at step {progress.step}, and no checkpoint to go back to.", NON_FINITE)
-        document = checkpoint.check(last)
+        last, document = self.choose_to_rewind_to(progress)
         back = Progress(**document["progress"])
         rewinds = self.guard.rewinds + 1
-        self.guard.restore({**document["guard"], "rewinds": rewinds})
-        self.model = self.optimizer = None  # their memory first
+        self.model = self.optimizer = None  # their memory first: they are full of cycles
+        gc.collect()
+        if self.fabric.device.type == "cuda":
+            torch.cuda.empty_cache()
         self.model, self.optimizer, _ = set_up(self.fabric, self.arguments, self.plan, str(last), last)
+        self.restore({**document, "guard": {**document["guard"], "rewinds": rewinds}})
         self.throughput.tokens = self.throughput.last_tokens = back.tokens
         if self.rank_zero:
             self.metrics = metrics.MetricsFile(self.directory / "metrics.jsonl", back.step)  # each step once
+            retention.move_aside(self.directory, back.step)  # those that are damaged
             reason = {"verdict": "rewind", "position": progress.position, "reason": self.guard.reason}
             self.metrics.write(back.step, reason)
             self.console.line(
                 f"step {back.step}/{self.plan.max_step}  went back to {last}, past position {progress.position}"
             )
-        return replace(back, position=progress.position)
+        back = replace(back, position=progress.position)
+        if self.plan.end is not None:  # there are fewer steps to the end of the data than there were
+            self.plan = replace(self.plan, max_step=last_step(back, self.plan.end, self.plan.global_batch_size))
+        return back
+
+    def choose_to_rewind_to(self, progress: Progress) -> tuple[Path, dict[str, Any]]:
+        """(the newest whole checkpoint, its progress.json), as rank 0 finds it."""
+        found: Any = None
+        if self.rank_zero:
+            try:
+                hashes = self.arguments.checkpoint.verify_checkpoints == "full"
+                last, problems = retention.newest_valid(self.directory, hashes)
+                for problem in problems:
+                    self.console.line(f"Warning: {problem}")
+                if last is None:
+                    sentence = f"{self.guard.reason} at step {progress.step}, and no checkpoint to go back to."
+                    found = Fault(sentence, NON_FINITE)
+                else:
+                    found = last, checkpoint.check(last)
+            except Fault as fault:
+                found = fault
+        found = self.fabric.broadcast(found)
+        if isinstance(found, Fault):
+            raise found
+        return found
+
+    def restore(self, document: dict[str, Any]) -> None:
+        """What a checkpoint's progress.json holds of the run besides its place."""
+        self.guard.restore(document["guard"])
+        if document.get("scaler"):
+            self.fabric.strategy.precision.load_state_dict(document["scaler"])
 
     def evaluate(self, progress: Progress) -> None:
         """Validation loss, the same at any number of devices."""
@@ -281,6 +316,7 @@ class Run:
             facts={
                 **resume.facts(self.plan, self.arguments),
                 "guard": self.guard.state(),
+                "scaler": self.fabric.strategy.precision.state_dict(),
                 "eval_loss": self.last_eval_loss if evaluated else None,
             },
             origin=self.origin(),
@@ -330,9 +366,10 @@ class Run:
         failpoint("finish")
         self.commit()
         self.batches.close()
-        self.watch.close()
         if torch.distributed.is_initialized():
             self.fabric.barrier()
+        self.watch.close()
+        if torch.distributed.is_initialized():
             kept_alive.append((self.model, self.optimizer, self.background))
             torch.distributed.destroy_process_group()
         if self.rank_zero:
@@ -353,7 +390,8 @@ class Run:
         evaluated = "" if math.isnan(self.last_eval_loss) else f", validation loss {self.last_eval_loss:.4f}"
         print(f"\nLoss {self.first_loss:.4f} -> {self.last_loss:.4f}{evaluated}")
         print(f"Checkpoint: {last}")
-        if self.arguments.logging.sample_tokens and self.arguments.fsdp.state_dict_type == "full":
+        wants_sample = self.arguments.logging.sample_tokens and self.arguments.fsdp.state_dict_type == "full"
+        if wants_sample and self.plan.tokenizer is not None:
             from fabric_llm.generate import generate
 
             prompt = self.plan.tokenizer.decode(probe_input(self.plan)[0, :16])

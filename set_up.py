@@ -50,6 +50,7 @@ def set_up(
         seed=training.seed,
         shard_rank=strategy.shard_rank(wrapped),
     )
+    optimizer.initialise()
     optimizer = fabric.setup_optimizers(optimizer)
     if resume_from is not None:
         checkpoint.load_optimizer(resume_from, wrapped.module, optimizer)

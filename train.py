@@ -55,7 +55,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
     while not last:
         lr = lr_at(
             progress.step,
-            max_step=plan.max_step,
+            max_step=run.plan.max_step,
             lr=training.lr,
             min_lr=training.min_lr,
             warmup_steps=training.warmup_steps,
@@ -63,7 +63,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
             shape=training.lr_schedule,
         )
         before, progress = progress, progress.advance(plan.sequences_at(progress.position), plan.dataset.context_length)
-        last = progress.step >= plan.max_step or progress.position == plan.end
+        last = progress.step >= run.plan.max_step or progress.position == plan.end
         half_done = progress.position // half_epoch > before.position // half_epoch
         evaluates = last or half_done or due(progress.step, evaluation.eval_step_interval)
         saves = last or due(progress.step, save.save_step_interval)
@@ -97,7 +97,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
         if saves or last or save_requested:
             run.save(progress, last)
 
-    stopped = progress.step < plan.max_step and progress.position != plan.end
+    stopped = progress.step < run.plan.max_step and progress.position != plan.end
     run.finish(progress, stopped)
     return stopped
 

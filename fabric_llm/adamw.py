@@ -65,6 +65,14 @@ class AdamW(torch.optim.Optimizer):
         self.updates, self.seed, self.shard_rank = updates, seed, shard_rank
 
     @torch.no_grad()
+    def initialise(self) -> None:
+        """State of every parameter, as it is before a first step: saving needs no step to make it."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if not self.state[param]:
+                    self._initialise(param, self.state[param])
+
+    @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """One step for every parameter that has a gradient. With lr 0 parameters keep every bit."""
         loss = None

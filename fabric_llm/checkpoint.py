@@ -205,19 +205,23 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> None:
             failpoint("save.rest")
             describing.start(_own_files(pending))
 
-        def together() -> None:
-            for folder, tensors in pending.parts.items():
-                with _quiet():
-                    dcp.save(tensors, storage_writer=_writer(pending.temporary / folder, tensors), process_group=group)
-                failpoint("save.parts")
-                describing.start(_own_files(pending))
+        def together(folder: str, tensors: dict[str, Any]) -> None:
+            with _quiet():
+                dcp.save(tensors, storage_writer=_writer(pending.temporary / folder, tensors), process_group=group)
+
+        def part_is_there() -> None:
+            failpoint("save.parts")
+            describing.start(_own_files(pending))
 
         def described() -> None:
             pending.entries = describing.entries()
             failpoint("save.hash")
 
-        own = _try(alone)
-        pending.problem = _try(together) or own or _try(described)
+        problems = [_try(alone)]
+        for folder, tensors in pending.parts.items():  # each of them, as the others do, whatever went wrong here
+            problems += [_try(partial(together, folder, tensors)), _try(part_is_there)]
+        problems.append(_try(described))
+        pending.problem = next((problem for problem in problems if problem is not None), None)
 
 
 def _writer(folder: Path, tensors: dict[str, Any]) -> HuggingFaceStorageWriter:
@@ -298,7 +302,7 @@ def _try(action: Callable[[], None]) -> Optional[Fault]:
     except (Exception, dcp.CheckpointException) as error:  # which is none
         failures = getattr(error, "failures", None)  # torch.distributed.checkpoint's: rank -> (exception, traceback)
         first = min(failures.items())[1][0] if failures else error
-        if isinstance(first, Fault) or as_fault(first).code == PEER_LOST:
+        if isinstance(first, Fault) or as_fault(first).code in (PEER_LOST, OUT_OF_MEMORY):
             return as_fault(first)
         return Fault(" ".join(str(first).split()) or type(first).__name__, SAVE_FAILED)
     return None

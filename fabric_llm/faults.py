@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Optional
 
 DONE = 0
@@ -24,6 +25,7 @@ _PEER_WORDS = (
     *("NCCL error", "ncclRemoteError", "ncclSystemError", "Watchdog caught collective operation timeout"),
     *("Timed out waiting", "wait timeout after", "failed to recv, got 0 bytes", "recvValue failed"),
 )
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ESTALE)
 _MEMORY_WORDS = ("can't allocate memory", "CUDA out of memory", "out of memory")
 
 
@@ -45,6 +47,8 @@ def as_fault(error: BaseException) -> Fault:
         return Fault("interrupted before the first step.", STOPPED)
     if isinstance(error, MemoryError) or _is_out_of_memory(error, words):
         return Fault(words, OUT_OF_MEMORY)
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        return Fault(words, SAVE_FAILED)
     if _is_lost_peer(error, words):
         return Fault(words, PEER_LOST)
     return Fault(f"{type(error).__name__}: {words}", UNEXPECTED)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
@@ -221,7 +220,7 @@ def check_status(file: Path, status: dict[str, Any], durable: int, report: Repor
 def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dict[str, Any]], report: Report) -> str:
     """metrics.jsonl: each step once, in order, and none missing up to the newest checkpoint, whose step is `durable`.
 
-    over: the run has ended well. documents: step -> manifest of each whole checkpoint, its tokens as "tokens".
+    over: the run has ended well. documents: step -> manifest of each whole checkpoint, with "tokens" and "logged".
     """
     lines = read_lines(file, over, report)
     training = [(number, record) for number, record in lines if "loss" in record and "tokens" in record]
@@ -282,22 +281,15 @@ def check_complete(
 ) -> None:
     """Every step that must have been logged is there. tokens: of the steps that are.
 
-    A run that was resumed with other arguments may have logged otherwise before: only what came after the last
-    checkpoint that was made with others is asked for.
+    Each checkpoint says since which step its process has trained, and how often it has logged. Where all checkpoints of an
+    earlier process were pruned nobody knows that any more, and nothing is asked for.
     """
-    arguments, interval, since = file.with_name("arguments.yaml"), None, 0
-    if arguments.is_file():
-        now = manifest.sha256(arguments)
-        since = max((step for step, d in documents.items() if d.get("arguments_sha256", now) != now), default=0)
-        with suppress(yaml.YAMLError, AttributeError, UnicodeDecodeError):
-            interval = yaml.safe_load(arguments.read_text()).get("log_step_interval")
     wanted = set(documents)  # a save logs
-    if type(interval) is int and interval > 0:
-        wanted |= {step for step in range(interval, durable + 1, interval) if step > since}
-    else:
-        report.note(f"{str(arguments)!r} doesn't say how often was logged: looked only for the steps of checkpoints.")
+    for saved_at, document in documents.items():
+        every, after = document["logged"]["every"], document["logged"]["after"]
+        wanted |= {step for step in range(every, min(saved_at, durable) + 1, every) if step > after}
     if missing := sorted(wanted - tokens.keys()):
-        report.find(f"{str(file)!r} has no line of step {listed(missing)} (--log_step_interval {interval}).")
+        report.find(f"{str(file)!r} has no line of step {listed(missing)}.")
     for step in sorted(documents.keys() & tokens.keys()):
         saved = documents[step]["tokens"]
         if tokens[step] != saved:

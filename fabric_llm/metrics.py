@@ -38,6 +38,7 @@ class MetricsFile:
             kept = [line for line in lines if _step_of(line) <= resumed_step]
             temporary = path.with_name(f".{path.name}.tmp")
             temporary.write_text("".join(kept))
+            fsync(temporary)
             failpoint("metrics.replace")
             temporary.replace(path)
         self.path = path
@@ -139,13 +140,19 @@ def open_tracker(
 
     A tracker never stops a run: its first failure is a warning, and its end.
     """
-    if name == "csv":
-        return _harmless(name, *_csv(folder))
-    if name == "tensorboard":
-        return _harmless(name, *_tensorboard(folder))
-    if name == "wandb":
-        return _harmless(name, *_wandb(folder, config, entity, project))
-    return (lambda step, record: None), (lambda: None)
+    openers: dict[str, Callable[[], tuple[Tracker, Callable[[], None]]]] = {
+        "csv": lambda: _csv(folder),
+        "tensorboard": lambda: _tensorboard(folder),
+        "wandb": lambda: _wandb(folder, config, entity, project),
+    }
+    off = (lambda step, record: None), (lambda: None)
+    if name not in openers:
+        return off
+    try:
+        return _harmless(name, *openers[name]())
+    except Exception as error:
+        warnings.warn(f"--logger {name} failed and is off, metrics.jsonl goes on: {error!r}.", stacklevel=2)
+        return off
 
 
 def _harmless(name: str, log: Tracker, close: Callable[[], None]) -> tuple[Tracker, Callable[[], None]]:

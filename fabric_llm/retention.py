@@ -63,7 +63,7 @@ def sweep(run_directory: Path) -> list[str]:
     """Remove what a killed save or prune left, and return its names."""
     leftovers = [p for p in run_directory.glob(".t*") if re.match(r"\.(tmp|trash)-step-", p.name)]
     for path in leftovers:
-        remove(path)
+        _discard(path)
     return sorted(path.name for path in leftovers)
 
 
@@ -73,6 +73,14 @@ def remove(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path)
+
+
+def _discard(path: Path) -> None:
+    """`remove`; what can't go now, as on NFS while somebody reads it, goes at the next start."""
+    try:
+        remove(path)
+    except OSError as error:
+        print(f"Warning: {path} couldn't be removed: {error.strerror}.", flush=True)
 
 
 def move_aside(run_directory: Path, after_step: int) -> list[str]:
@@ -99,16 +107,17 @@ def prune(
     losses = sorted((_eval_loss(path), step_of(path)) for path in there)
     best = {step for loss, step in losses[:keep_best] if math.isfinite(loss)}
     removed = []
+    resumed_from = resumed_from and resumed_from.resolve()
     for path in there[: -max(1, keep_last)]:
         every = keep_every is not None and step_of(path) % keep_every == 0
         pinned = path.with_name(f"{path.name}.pinned").exists()
-        if every or pinned or step_of(path) in best or path == resumed_from:
+        if every or pinned or step_of(path) in best or path.resolve() == resumed_from:
             continue
         failpoint("prune.begin")
         trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
         path.rename(trash)
         failpoint("prune.renamed")
-        shutil.rmtree(trash)
+        _discard(trash)
         removed.append(path)
     failpoint("prune.done")
     return removed

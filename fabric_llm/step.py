@@ -70,26 +70,25 @@ def train_step(
         if sums is not None:
             sums.add(last=index == len(micro_batches) - 1)
         failpoint("between_micro_batches")
-    fabric.strategy.precision.unscale_gradients(optimizer)
+    fabric.strategy.precision.unscale_gradients(getattr(optimizer, "optimizer", optimizer))  # it knows the one inside
     group = shard_group(model)
     grad_norm = clip_gradients(model.parameters(), grad_clip, group).item()
     requests = torch.tensor(ask(), dtype=total.dtype, device=total.device)
     loss, *asked = sum_over_ranks(fabric, torch.cat([total[None], requests])).tolist()
     taken = accept(loss, grad_norm)
     size = None
-    if taken or _scaled(fabric):  # a gradient scaler leaves out infinite gradients itself, and must see them
+    scaler = getattr(fabric.strategy.precision, "scaler", None)  # of 16-mixed
+    if taken:
         before = sample_weights(model.parameters()) if measure else None
         for parameters in optimizer.param_groups:
             parameters["lr"] = lr
         optimizer.step()
         if before is not None:
             size = update_size(before, sample_weights(model.parameters()), group)
+    elif scaler is not None:
+        scaler.update()  # smaller after an infinity
     optimizer.zero_grad()
     return StepResult(loss, grad_norm, taken, size, [int(number) for number in asked])
-
-
-def _scaled(fabric: Fabric) -> bool:
-    return getattr(fabric.strategy.precision, "scaler", None) is not None
 
 
 @torch.no_grad()

@@ -204,7 +204,7 @@ def verify_run(run: Path, exports: bool) -> Report:
 
 
 def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
-    """Its manifest, with the tokens of progress.json as "tokens"; None if anything is wrong with it."""
+    """Its manifest, with "tokens" and "logged" of progress.json; None if anything is wrong with it."""
     from fabric_llm import checkpoint, retention
     from fabric_llm.inspect_run import all_faults, check_finite, check_shapes, say
 
@@ -233,7 +233,7 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
     report.look(check_shapes, path, progress)
     report.look(check_finite, path)
     whole = len(report.findings) == before
-    return {**document, "tokens": progress["progress"]["tokens"]} if whole else None
+    return {**document, "tokens": progress["progress"]["tokens"], "logged": progress["logged"]} if whole else None
 
 
 def require_room_for_export(newest: Path) -> None:

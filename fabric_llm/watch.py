@@ -19,6 +19,7 @@ from typing import Any, Callable, Optional
 
 import torch
 
+from fabric_llm import step
 from fabric_llm.faults import PEER_LOST, Fault
 
 MOST_SECONDS_BETWEEN_BEATS = 0.5
@@ -215,8 +216,13 @@ class Watch:
         return "".join(traceback.format_stack(frame)[-8:]) if frame is not None else "(no stack)"
 
     def _waits(self) -> Optional[str]:
-        """The function of torch that the main thread is in, where it is in one that waits for other ranks."""
+        """The function that the main thread is in, where it is in one that waits for other ranks.
+
+        torch's own, or on a GPU the step's, which reads what collectives will have given.
+        """
         frame = sys._current_frames().get(self.main_thread)
+        if frame is not None and frame.f_code.co_filename == step.__file__:
+            return frame.f_code.co_name
         for _ in range(4):
             if frame is None:
                 return None

@@ -148,6 +148,9 @@ def test_progress_json_says_where_the_run_is(runs):
         },
         "end_step": 3,
         "eval_loss": None,
+        "logged": {"every": 1, "after": 0},
+        "rolled_back_to": None,
+        "scaler": {},
     }
 
 

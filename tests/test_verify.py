@@ -300,18 +300,18 @@ def test_a_killed_run_is_good_and_a_skipped_step_has_no_loss(run, capsys):
         assert words in out
 
 
-def test_lines_before_other_arguments_are_not_asked_for(run, capsys):
+def test_lines_are_asked_for_as_each_part_of_the_run_logged(run, capsys):
     """A run that logged each second step, and each since it was resumed at step 4."""
-    for step in (2, 4):
-        file = run / f"step-0000000{step}" / MANIFEST
+    for step, logged in ((2, (2, 0)), (4, (2, 0)), (6, (1, 4))):
+        file = run / f"step-0000000{step}" / "trainer" / "progress.json"
         document = json.loads(file.read_text())
-        del document["sha256"]
-        file.write_bytes(manifest.encode({**document, "arguments_sha256": "0" * 64}))
+        file.write_text(json.dumps({**document, "logged": dict(zip(("every", "after"), logged))}))
+        reseal(file.parent.parent)
     edit_lines(run / "metrics.jsonl", lambda lines: lines.pop(3))
     assert verified(capsys, run, "--no_export")[0] == 0
     edit_lines(run / "metrics.jsonl", lambda lines: lines.pop(4))
     code, _, error = verified(capsys, run, "--no_export")
-    assert code == 66 and "no line of step 5 (" in error
+    assert code == 66 and "no line of step 5." in error
 
 
 def change_logits(tensors):
