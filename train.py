@@ -9,7 +9,7 @@ import traceback
 from typing import TYPE_CHECKING, Optional
 
 from arguments import Arguments, is_rank_zero, parse_train
-from fabric_llm.launch import die_with_parent
+from fabric_llm.launch import adopt_slurm, die_with_parent
 from fabric_llm.stop import StopSignal
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def main(argv: Optional[list[str]] = None) -> None:
     signals = StopSignal()
     die_with_parent()
+    adopt_slurm()
     arguments = parse_train(argv)
     if arguments.demo and is_rank_zero():
         print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)

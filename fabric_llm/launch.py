@@ -44,9 +44,28 @@ class Children:
                 process.wait()
 
 
+def adopt_slurm() -> None:
+    """In a task that srun started beside others: set what torchrun would have set.
+
+    The variables of the job alone, as in a batch script that doesn't use srun, say nothing of processes.
+    """
+    given = os.environ
+    if "LOCAL_RANK" in given or int(given.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return
+    tasks, nodes = int(given["SLURM_STEP_NUM_TASKS"]), int(given.get("SLURM_STEP_NUM_NODES", "1"))
+    node, local_rank, per_node = int(given.get("SLURM_NODEID", "0")), int(given["SLURM_LOCALID"]), tasks // nodes
+    given.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(per_node), WORLD_SIZE=str(tasks))
+    given.update(NODE_RANK=str(node), RANK=str(node * per_node + local_rank))
+    from lightning.fabric.plugins.environments import SLURMEnvironment
+
+    hosts = given.get("SLURM_STEP_NODELIST", "127.0.0.1")
+    given.setdefault("MASTER_ADDR", SLURMEnvironment.resolve_root_node_address(hosts))
+    given.setdefault("MASTER_PORT", str(15_000 + int(given.get("SLURM_JOB_ID", "0")[-4:])))  # the same for all tasks
+
+
 def started_by_other() -> bool:
-    """True in a process that torchrun, SLURM, a started rank's parent or a user gave its rank."""
-    return "LOCAL_RANK" in os.environ or "SLURM_PROCID" in os.environ and "SLURM_NTASKS" in os.environ
+    """True in a process that torchrun, srun, a started rank's parent or a user gave its rank."""
+    return "LOCAL_RANK" in os.environ
 
 
 def start_ranks(devices: int, num_nodes: int) -> Children:

@@ -23,6 +23,7 @@ from typing import Any, Callable, Optional, Union
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
@@ -112,8 +113,13 @@ def make_fabric(
         devices=devices,
         num_nodes=num_nodes,
         strategy=strategies[name](),
-        plugins=[_precision(name, precision, kind)],
+        plugins=[_precision(name, precision, kind), _environment()],
     )
+
+
+def _environment() -> ClusterEnvironment:
+    """Where ranks come from: torchrun, or launch.py, which knows srun. Fabric would take any SLURM job for srun's."""
+    return TorchElasticEnvironment() if TorchElasticEnvironment.detect() else LightningEnvironment()
 
 
 def sum_over_ranks(fabric: Fabric, tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from ranks import metrics, run_ranks
 from safetensors.torch import load_file
 
+from fabric_llm import checkpoint
 from fabric_llm.guard import Guard
 
 
@@ -118,6 +119,67 @@ def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(toys, tmp_path
     progress = json.loads((tmp_path / "run/step-00000016/trainer/progress.json").read_text())
     assert progress["progress"]["position"] == (14 + 4) * 4
     assert progress["guard"]["rewinds"] == 1
+
+
+def test_a_run_of_epochs_that_went_back_resumes_on_the_same_schedule(toys, tmp_path):
+    """It has fewer steps left than were planned, since some data is passed over; the curve of the rest says so too."""
+    flags = (
+        "--number_epochs",
+        2,
+        "--save_step_interval",
+        4,
+        "--spike_threshold",
+        6,
+        "--spike_action",
+        "rewind",
+        "--lr",
+        1e-4,
+    )
+    faults = {0: range(4 * 13, 4 * 14)}  # step 14 of 22: back to 12
+    assert run(toys, tmp_path, 1, faults, *flags, factor=100.0) == 0
+    assert metrics(tmp_path / "run", "verdict") == ["rewind"]
+    steps = metrics(tmp_path / "run", "step")
+    assert max(steps) == 20
+    branch = ("--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000016", "--run_name", "branch")
+    assert run(toys, tmp_path, 1, {}, *flags, *branch) == 0
+    for key in ("step", "loss", "lr"):
+        assert metrics(tmp_path / "branch", key) == metrics(tmp_path / "run", key)
+    ours, theirs = (load_file(tmp_path / name / "step-00000020" / "model.safetensors") for name in ("branch", "run"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2)])
+def test_a_rewind_passes_over_a_damaged_checkpoint(toys, tmp_path, strategy, ranks, monkeypatch):
+    """The one of step 12 is damaged as soon as it is there: back to step 8, and 12 is written anew."""
+    publish = checkpoint.publish
+
+    def damaging(temporary, target, document):
+        publish(temporary, target, document)
+        weights_file = target / "model.safetensors"
+        if target.name == "step-00000012" and not list(target.parent.glob("aside-*")):
+            content = bytearray(weights_file.read_bytes())
+            content[-5] ^= 16
+            weights_file.write_bytes(content)
+
+    monkeypatch.setattr(checkpoint, "publish", damaging)
+    faults = {0: range(4 // ranks * 13, 4 // ranks * 14)}  # step 14
+    flags = (*SPIKE, "--spike_action", "rewind")
+    assert run(toys, tmp_path, ranks, faults, *flags, factor=100.0, strategy=strategy) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17)), "each step once"
+    assert [line["step"] for line in lines if "verdict" in line] == [8]
+    assert len(list((tmp_path / "run").glob("aside-step-00000012-*"))) == 1
+    checkpoint.check(tmp_path / "run" / "step-00000016", hashes=True)
+
+
+def test_a_save_before_any_step_was_taken_changes_nothing(toys, tmp_path):
+    """Optimizers make their state in a first step: here it is there before."""
+    faults = {0: range(4)}  # the first step is left out
+    flags = ("--max_step", 3, "--precision", "32-true")
+    for name, more in (("run", ("--save_step_interval", 1)), ("once", ())):
+        assert run(toys, tmp_path, 1, faults, *flags, *more, "--run_name", name) == 0
+    ours, theirs = (load_file(tmp_path / name / "step-00000003" / "model.safetensors") for name in ("run", "once"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_a_rewind_without_a_checkpoint_ends_the_run(toys, tmp_path):

@@ -301,6 +301,53 @@ def test_a_lost_node_under_torchrun(toys, tmp_path, whole):
     agents[1].wait()
 
 
+def test_machines_without_torchrun_take_the_checkpoint_that_rank_0_takes(toys, tmp_path, whole):
+    """Two of them, each started by hand with MASTER_ADDR; the newest checkpoint is damaged, which only hashes tell."""
+    shutil.copytree(whole, tmp_path / "run")
+    newest = tmp_path / "run" / f"step-{STEPS:08d}" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        port = str(sock.getsockname()[1])
+    words = command(toys, tmp_path, "--resume", "true", "--num_nodes", 2)
+    words[words.index("--devices") + 1] = "1"
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, *words],
+            env=environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK=str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert "has changed. Resuming from" in said[0] and "fsdp on 2 cpu devices" in said[0]
+    assert metrics(tmp_path / "run") == metrics(whole)
+    ours, theirs = final_weights(tmp_path / "run"), final_weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_full_disk_at_the_log(toys, tmp_path):
+    def full():
+        from fabric_llm.metrics import MetricsFile
+
+        write = MetricsFile.write
+
+        def failing(self, step, record):
+            if step == 5:
+                raise OSError(28, os.strerror(28), str(self.path))
+            write(self, step, record)
+
+        MetricsFile.write = failing
+
+    job = Job(2, *flags(toys, tmp_path), before=full)
+    assert job.wait() == [74, 71], job.output
+    assert "No space left on device" in job.output[0] and "Traceback" not in job.output[0]
+    assert status(tmp_path / "run")["code"] == 74 and status(tmp_path / "run")["retryable"]
+
+
 # ------------------------------------------------------------------------------- the directory
 
 
@@ -362,6 +409,23 @@ def test_a_branch_leaves_its_run_as_it_is(toys, tmp_path, whole):
     assert ours[:4] == theirs[:4] and ours[4:] != theirs[4:] and len(ours) == len(theirs)
     job = Job(2, *flags(toys, tmp_path, *branch, "--lr", 5e-3, "--resume_override", "lr"))
     assert job.wait() == [2, 2] and "would begin a branch in" in job.output[0]
+
+
+def test_a_rollback_that_is_restarted_isnt_made_again(toys, tmp_path, whole):
+    """As a restart loop or torchrun does, with the same command line."""
+    shutil.copytree(whole, tmp_path / "run")
+    back = ("--resume", "auto", "--checkpoint", tmp_path / "run" / "step-00000003")
+    job = Job(2, *flags(toys, tmp_path, *back), failpoint="between_steps:count=4")
+    assert job.wait() == [-9, -9], job.output
+    assert saved(tmp_path / "run") == [3, 6] and len(list((tmp_path / "run").glob("aside-step-*"))) == 2
+    job = Job(2, *flags(toys, tmp_path, *back))
+    assert job.wait() == [0, 0] and "step-00000006" in job.output[0].split("resumed from")[1], job.output
+    assert metrics(tmp_path / "run") == metrics(whole) and len(list((tmp_path / "run").glob("aside-step-*"))) == 2
+    job = Job(2, *flags(toys, tmp_path, *back))
+    assert job.wait() == [0, 0] and "nothing is left to do" in job.output[0]
+    on_purpose = (*back, "--resume", "true")
+    job = Job(2, *flags(toys, tmp_path, *on_purpose))
+    assert job.wait() == [0, 0] and "Back from step-00000008 to step-00000003" in job.output[0]
 
 
 def test_retention(toys, tmp_path):

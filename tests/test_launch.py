@@ -1,0 +1,58 @@
+"""Ranks that others start: SLURM's srun, and a batch script that doesn't use it. torchrun: tests/faults/test_rows.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import metrics
+
+TRAIN = Path(__file__).parent.parent / "train.py"
+JOB = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost"}
+
+
+def start(toys, output, *more, **slurm):
+    words = [
+        "--model_name",
+        toys / "llama",
+        "--train_data_dir",
+        toys / "data",
+        "--output_dir",
+        output,
+        "--run_name",
+        "run",
+    ]
+    words += ["--global_batch_size", 4, "--max_step", 3, "--log_step_interval", 1, "--eval_iters", 0, *more]
+    return subprocess.Popen(
+        [sys.executable, str(TRAIN), *map(str, words)],
+        env={**os.environ, **JOB, **slurm, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("more", [(), ("--resume", "auto")], ids=["start", "resume auto"])
+def test_tasks_of_srun_are_the_ranks(toys, tmp_path, more):
+    step = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+    }
+    tasks = [
+        start(toys, tmp_path, "--devices", "auto", *more, **step, SLURM_PROCID=str(k), SLURM_LOCALID=str(k))
+        for k in range(2)
+    ]
+    said = [task.communicate(timeout=120)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], said
+    assert "fsdp on 2 cpu devices" in said[0] and "Loss" not in said[1]
+    assert metrics(tmp_path / "run", "step") == [1, 2, 3]
+
+
+def test_a_batch_script_without_srun_starts_its_own_ranks(toys, tmp_path):
+    """The job's variables are there, one of them says that this is task 0 of 2."""
+    task = start(toys, tmp_path, "--devices", "2", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
+    said = task.communicate(timeout=120)[0]
+    assert task.returncode == 0 and "fsdp on 2 cpu devices" in said, said
