@@ -62,7 +62,8 @@ def tensors(run):
     return {(str(f.relative_to(last)), name): value for f in files for name, value in load_file(f).items()}
 
 
-def prove(toys, tmp_path, strategy, ranks, kind, steps):
+def prove(toys, tmp_path, strategy, ranks, kind, cases):
+    """cases: (step to resume after, --num_workers)."""
     whole = Job(
         ranks,
         *flags(toys, tmp_path, strategy, kind, "--run_name", "whole", "--save_step_interval", 1),
@@ -71,25 +72,28 @@ def prove(toys, tmp_path, strategy, ranks, kind, steps):
     assert whole.wait(120) == [0] * ranks, whole.output
     expected, weights = lines(tmp_path / "whole"), tensors(tmp_path / "whole")
     read = samples(tmp_path / "whole-samples")
-    for k in steps:
-        more = ("--resume", "true", "--checkpoint", tmp_path / "whole" / f"step-{k:08d}", "--run_name", f"from-{k}")
-        more += ("--num_workers", 2 * (k % 2))
-        job = Job(ranks, *flags(toys, tmp_path, strategy, kind, *more), before=log_samples(tmp_path / f"samples-{k}"))
+    for k, workers in cases:
+        name = f"from-{k}-{workers}"
+        more = ("--resume", "true", "--checkpoint", tmp_path / "whole" / f"step-{k:08d}", "--run_name", name)
+        more += ("--num_workers", workers)
+        job = Job(
+            ranks, *flags(toys, tmp_path, strategy, kind, *more), before=log_samples(tmp_path / f"samples-{name}")
+        )
         assert job.wait() == [0] * ranks, job.output
-        assert lines(tmp_path / f"from-{k}") == expected, k
-        ours = tensors(tmp_path / f"from-{k}")
-        assert ours.keys() == weights.keys() and all(torch.equal(ours[name], weights[name]) for name in weights), k
-        for rank, seen in samples(tmp_path / f"samples-{k}").items():
-            assert seen == read[rank][-len(seen) :] and len(seen) == STEPS - k, (k, rank)
+        assert lines(tmp_path / name) == expected, name
+        ours = tensors(tmp_path / name)
+        assert ours.keys() == weights.keys() and all(torch.equal(ours[key], weights[key]) for key in weights), name
+        for rank, seen in samples(tmp_path / f"samples-{name}").items():
+            assert seen == read[rank][-len(seen) :] and len(seen) == STEPS - k, (name, rank)
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "kind"), CASES)
 def test_resume_after_steps_here_and_there(toys, tmp_path, strategy, ranks, kind):
     first = CASES.index((strategy, ranks, kind)) + 1
-    prove(toys, tmp_path, strategy, ranks, kind, range(first, STEPS, 9))
+    prove(toys, tmp_path, strategy, ranks, kind, [(k, 2 * (k % 2)) for k in range(first, STEPS, 13)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks", "kind"), CASES)
 def test_resume_after_every_step(toys, tmp_path, strategy, ranks, kind):
-    prove(toys, tmp_path, strategy, ranks, kind, range(1, STEPS))
+    prove(toys, tmp_path, strategy, ranks, kind, [(k, workers) for k in range(1, STEPS) for workers in (0, 2)])

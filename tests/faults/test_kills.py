@@ -18,7 +18,7 @@ from fabric_llm import checkpoint, failpoints, retention
 
 pytestmark = pytest.mark.faults
 
-STEPS, INTERVAL = 12, 3
+STEPS, INTERVAL = 10, 3
 RANDOM_KILLS = 60
 KINDS = ("full", "sharded")
 KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.faults
 
-INJECTED, STEPS = 100, 160  # for each of two strategies
+INJECTED, STEPS = 100, 130  # for each of two strategies
 
 
 def inject(plan):

@@ -186,7 +186,7 @@ def test_out_of_memory(toys, tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("action", ["hang", "stop"])
 def test_a_rank_that_hangs_or_is_frozen_is_named(toys, tmp_path, rank, action):
-    more = ("--hang_timeout", 8, "--num_workers", 0)
+    more = ("--hang_timeout", 6, "--num_workers", 0)
     began = time.monotonic()
     job = Job(2, *flags(toys, tmp_path, *more), failpoint=f"read_data:rank={rank}:count=9:do={action}")
     if action == "stop":  # nobody started it, so nobody ends it
@@ -200,7 +200,7 @@ def test_a_rank_that_hangs_or_is_frozen_is_named(toys, tmp_path, rank, action):
     reason = status(tmp_path / "run")["reason"]
     assert f"rank {rank}" in reason and ("after step" in reason or rank == 0), reason
     if action == "hang":
-        assert "no progress for 8 s" in reason and "time.sleep" in job.output[rank], "where it was"
+        assert "no progress for 6 s" in reason and "time.sleep" in job.output[rank], "where it was"
     assert status(tmp_path / "run")["code"] == 71 and status(tmp_path / "run")["retryable"]
 
 
