@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -49,7 +50,7 @@ def choose(arguments: Arguments) -> tuple[Path, Optional[Path]]:
     if given is not None:
         run_directory.no_link(given.parent / "metrics.jsonl")  # a branch begins with a copy
         branches = given.parent.resolve() != directory.resolve()
-        if own is None or not branches and not _has_rolled_back(arguments, own, given):
+        if own is None or not branches and not _has_rolled_back(arguments, given):
             checkpoint.check(given, hashes)
             return directory, given
         if branches and flags.resume is True:
@@ -70,15 +71,13 @@ def _given(arguments: Arguments) -> Optional[Path]:
     return None if arguments.checkpoint.checkpoint is None else Path(arguments.checkpoint.checkpoint)
 
 
-def _has_rolled_back(arguments: Arguments, own: Path, given: Path) -> bool:
+def _has_rolled_back(arguments: Arguments, given: Path) -> bool:
     """True in a restart of a run that has gone back to `given` already: it goes on from there, not back once more."""
     restarted = arguments.checkpoint.resume == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if not restarted or own == given:
-        return False
-    try:
-        return checkpoint.read_progress(own).get("rolled_back_to") == given.name
-    except Fault:  # damaged: the newest whole one says it, if there is one after `given`
-        return False
+    for path in reversed(retention.checkpoints(given.parent)) if restarted else ():
+        with suppress(Fault):  # damaged: the one before it says it
+            return path.name != given.name and checkpoint.read_progress(path).get("rolled_back_to") == given.name
+    return False
 
 
 def chosen(plan: Optional[Plan]) -> str:

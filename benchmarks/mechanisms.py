@@ -1,7 +1,7 @@
 """Take away what keeps a run safe, one mechanism after the other: does a test notice?
 
     python benchmarks/mechanisms.py                # all, about 15 minutes on two cores
-    python benchmarks/mechanisms.py --only lock    # those whose name holds a word
+    python benchmarks/mechanisms.py --only hashes  # those whose name holds a word
 
 Each mechanism of docs/faults.md is removed from a copy of the source by replacing a few words; then the tests that hold
 its row must fail. A test that passes without what it is there for is worth nothing. A mechanism whose words have changed is
@@ -56,7 +56,7 @@ MECHANISMS = [
     Mechanism("kill in a save", "on the disk before the name", "fabric_llm/checkpoint.py",
               "        fsync(path)\n", "        pass\n", CHECKPOINT, "everything_is_on_disk"),
     Mechanism("kill in a save", "files are durable", "fabric_llm/manifest.py",
-              "            self.written.append(self.pool.submit(fsync, self.folder / name))\n", "", CHECKPOINT, "everything_is_on_disk"),
+              "            self.written.append(self.syncing.submit(fsync, self.folder / name))\n", "", CHECKPOINT, "everything_is_on_disk"),
     Mechanism("kill in a save", "leftovers are swept", "fabric_llm/retention.py",
               "    for path in leftovers:\n", "    for path in []:\n", KILLS, "named_point and save.parts and full"),
     Mechanism("kill in a prune", "renamed before it is removed", "fabric_llm/retention.py",
@@ -124,7 +124,7 @@ MECHANISMS = [
     Mechanism("rollback", "later checkpoints are moved aside", "fabric_llm/retention.py",
               "        if step_of(path) > after_step:\n", "        if False:\n", CHECKPOINT, "rollback"),
     Mechanism("rollback", "isn't made again by a restart", "resume.py",
-              'return checkpoint.read_progress(own).get("rolled_back_to") == given.name', "return False", ROWS, "rollback_that_is_restarted"),
+              'reversed(retention.checkpoints(given.parent)) if restarted else ()', "()", ROWS, "rollback_that_is_restarted"),
     Mechanism("other machines", "take what rank 0 has chosen", "assemble.py",
               "(started_by_other() or starts and place.num_nodes > 1)", "started_by_other()", ROWS, "machines_without_torchrun"),
     Mechanism("dataset", "its hashes", "fabric_llm/data.py",
@@ -166,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="mechanisms whose row or name holds this")
     parser.add_argument("--output", type=Path, default=None, help="JSON file for the results")
+    parser.add_argument("--markdown", type=Path, default=None, help="Markdown file for the results as a table")
     options = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as name:
@@ -180,6 +181,10 @@ def main() -> None:
                 print(f"{found:9} {mechanism.row}: {mechanism.name} ({time.monotonic() - began:.0f} s)", flush=True)
     if options.output is not None:
         options.output.write_text(json.dumps(results, indent=2) + "\n")
+    if options.markdown is not None:
+        rows = ["| {row} | {mechanism} | {verdict} | `{tests}` |".format(**result) for result in results]
+        head = ["| row | mechanism taken away | by the tests | tests |", "|---|---|---|---|"]
+        options.markdown.write_text("\n".join([*head, *rows]) + "\n")
     noticed = sum(result["verdict"] == "noticed" for result in results)
     print(f"Of {len(results)} mechanisms that were taken away, tests noticed {noticed}.")
     raise SystemExit(noticed < len(results))

@@ -50,15 +50,19 @@ class Describing:
     """The entries of files in a folder, made while others are still being written there."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.pool = folder, ThreadPoolExecutor(THREADS)
+        self.folder = folder
+        self.hashing, self.syncing = (
+            ThreadPoolExecutor(THREADS),
+            ThreadPoolExecutor(THREADS),
+        )  # neither waits for the other
         self.hashes: dict[str, Future[str]] = {}
         self.written: list[Future[None]] = []
 
     def start(self, names: Iterable[str]) -> None:
         """Hash these complete files and make them durable, but for those that were started before."""
         for name in sorted(set(names) - self.hashes.keys()):
-            self.hashes[name] = self.pool.submit(sha256, self.folder / name)
-            self.written.append(self.pool.submit(fsync, self.folder / name))
+            self.written.append(self.syncing.submit(fsync, self.folder / name))
+            self.hashes[name] = self.hashing.submit(sha256, self.folder / name)
 
     def entries(self) -> dict[str, Entry]:
         """Wait for all. Raises what any of them raised."""
@@ -73,7 +77,8 @@ class Describing:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.pool.shutdown(wait=True, cancel_futures=True)
+        self.hashing.shutdown(wait=True, cancel_futures=True)
+        self.syncing.shutdown(wait=True, cancel_futures=True)
 
 
 def files_in(folder: Path) -> list[str]:
