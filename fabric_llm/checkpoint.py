@@ -136,7 +136,7 @@ def begin(
     parts = {"trainer/optimizer": _optimizer_tensors(model, optimizer)[1]}
     weights: Optional[dict[str, Tensor]] = None
     if state_dict_type == "full":
-        weights = _full_weights(model, offload=fabric.device.type != "cpu")
+        weights = _full_weights(model, template, offload=fabric.device.type != "cpu")
     else:
         parts["weights"] = _sharded_weights(model, template)
     own = [*parts.values(), (weights or {}) if rank == 0 else {}]
@@ -370,11 +370,12 @@ def tied_names(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
 
 
-def _full_weights(model: nn.Module, offload: bool) -> dict[str, Tensor]:
-    """HF name -> whole tensor, on rank 0 (on a CPU on all ranks: offload_to_cpu crashes there)."""
+def _full_weights(model: nn.Module, template: PreTrainedModel, offload: bool) -> dict[str, Tensor]:
+    """HF name -> whole tensor, each tied one once, on rank 0 (on a CPU on all ranks: offload_to_cpu crashes there)."""
     with _quiet():
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
-    return {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+    again = tied_names(template)
+    return {hf: tensor for name, tensor in state.items() if (hf := name.removeprefix(PREFIX)) not in again}
 
 
 def _sharded_weights(model: nn.Module, template: PreTrainedModel) -> dict[str, Any]:

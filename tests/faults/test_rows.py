@@ -127,8 +127,13 @@ def test_no_room_is_found_before_the_model_is_loaded_and_before_each_save(toys, 
     assert "Checkpoint step-00000006 needs" in job.output[0] and saved(tmp_path / "run") == [3]
 
 
-def test_a_save_in_the_background_writes_what_was_there_when_it_began(toys, tmp_path, whole):
+@pytest.mark.parametrize(("strategy", "kind"), [("fsdp", "full"), ("fsdp2", "sharded"), ("ddp", "full")])
+def test_a_save_in_the_background_writes_what_was_there_when_it_began(toys, tmp_path, strategy, kind):
     """Though training goes on meanwhile: here for several steps."""
+    more = ("--strategy", strategy, "--state_dict_type", kind)
+    job = Job(2, *flags(toys, tmp_path / "whole", *more))
+    assert job.wait() == [0, 0], job.output
+    whole = tmp_path / "whole" / "run"
 
     def slow():
         from fabric_llm import checkpoint
@@ -136,12 +141,15 @@ def test_a_save_in_the_background_writes_what_was_there_when_it_began(toys, tmp_
         write = checkpoint.write
         checkpoint.write = lambda *given: (time.sleep(0.5), write(*given))
 
-    job = Job(2, *flags(toys, tmp_path, "--async_save", "true"), before=slow)
+    job = Job(2, *flags(toys, tmp_path, *more, "--async_save", "true"), before=slow)
     assert job.wait() == [0, 0], job.output
-    for step in saved(whole):
-        for part in ("model.safetensors", "trainer/optimizer/shard-00002-model-00001-of-00001.safetensors"):
-            ours, theirs = (load_file(run / f"step-{step:08d}" / part) for run in (tmp_path / "run", whole))
-            assert all(torch.equal(ours[name], theirs[name]) for name in theirs), (step, part)
+    parts = [
+        path.relative_to(whole) for path in whole.glob("step-*/**/*.safetensors") if path.name != "probe.safetensors"
+    ]
+    assert len({part.parts[0] for part in parts}) == 3
+    for part in parts:
+        ours, theirs = load_file(tmp_path / "run" / part), load_file(whole / part)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs), part
 
 
 # ------------------------------------------------------------------------------- signals
@@ -242,6 +250,23 @@ def test_a_killed_rank_of_a_plain_command_leaves_no_orphan_and_the_run_goes_on(t
     if rank == 1:
         assert "rank 1 was killed by SIGKILL after step 5" in done.stderr and said["code"] == 71
     assert_goes_on_like(toys, tmp_path, whole)
+
+
+def test_a_started_rank_that_hangs_does_not_outlive_rank_0(toys, tmp_path):
+    point = environment(FABRIC_LLM_FAILPOINT="between_steps:rank=1:count=4:do=hang")
+    started = subprocess.Popen(
+        [sys.executable, *command(toys, tmp_path)], env=point, stdout=subprocess.DEVNULL, cwd=tmp_path
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "step-00000003").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1)
+    assert len(processes_of(tmp_path)) == 2
+    started.kill()
+    started.wait()
+    time.sleep(1)
+    assert processes_of(tmp_path) == []
 
 
 def test_a_killed_rank_under_torchrun_is_started_again(toys, tmp_path, whole):
