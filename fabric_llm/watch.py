@@ -8,6 +8,7 @@ there as well: what the others then see, a broken connection, is a consequence, 
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import sys
@@ -65,7 +66,8 @@ class Watch:
         self.lost: set[int] = set()  # ranks that were given up
         self.listened = time.monotonic()  # when the store last answered
         self.store_is_lost = False
-        self.threads = [threading.Thread(target=run, name="watch", daemon=True) for run in (self._run, self._run_guard)]
+        runs = (self._run, self._run_guard) if rank else (self._run,)
+        self.threads = [threading.Thread(target=run, name="watch", daemon=True) for run in runs]
         for thread in self.threads:
             thread.start()
 
@@ -152,15 +154,11 @@ class Watch:
             self.heard[rank] = Heard(beat, time.monotonic())
 
     def _hangs(self) -> Optional[Fault]:
-        silent = [
-            rank for rank in self.heard if self._silence(rank) > self.timeout_seconds and not self.has_ended(rank)
-        ]
-        if silent:
-            return self._silent_fault(silent[0])
         if time.monotonic() - self.marked < self.timeout_seconds:
             return None
         # Nothing has moved here. Whoever is silent, or isn't waiting for the others, is the one they wait for.
         for _ in range(3):
+            self._beat()  # the others may be listening for the same reason
             for rank in range(self.world_size):
                 self._hear(rank)
             time.sleep(self.interval)
@@ -197,6 +195,7 @@ class Watch:
 
     def _end_from_thread(self, first: Fault) -> None:
         """Give the main thread time to end by itself, which it does unless it is stuck; then end the process."""
+        self.listened = math.inf  # the guard need not wait for this thread any more
         stuck = time.monotonic() - self.marked >= self.timeout_seconds
         if not stuck and self.ended.wait(SECONDS_TO_END):
             return

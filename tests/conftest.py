@@ -8,6 +8,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["WANDB_MODE"] = "offline"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as train.py does
 
 import sys
 import threading

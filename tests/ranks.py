@@ -1,7 +1,7 @@
 """Run a function in several real processes that form a gloo process group.
 
 Ranks are forked from the test process, which has imported everything already: a start takes a tenth of a second.
-They meet through a file, so that no port can be taken, and always destroy their process group.
+No port can be taken: rank 0 gets a free one and writes it into a file. They always destroy their process group.
 """
 
 from __future__ import annotations
@@ -152,8 +152,21 @@ def _join(rank: int, world_size: int, folder: Path) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",
     )
-    store = torch.distributed.FileStore(str(folder / "store"), world_size)
+    store = _store(rank, folder / "port")
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def _store(rank: int, file: Path) -> torch.distributed.Store:
+    """Held by rank 0, as in a real run, at a port that the kernel gives it. (A frozen rank could keep a file's lock.)"""
+    if rank == 0:
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        file.with_suffix(".part").write_text(str(store.port))
+        file.with_suffix(".part").rename(file)
+        return store
+    deadline = time.monotonic() + 60
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return torch.distributed.TCPStore("127.0.0.1", int(file.read_text()), is_master=False, wait_for_workers=False)
 
 
 def _wait(pids: list[int], timeout_seconds: float) -> list[int]:

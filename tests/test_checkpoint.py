@@ -472,3 +472,5 @@ def test_where_files_cannot_be_made(tmp_path):
     assert names(tmp_path / "a" / "b") == []
     with pytest.raises(ValueError, match="can't be written"):
         run_directory.require_writable(Path("/dev/null/runs/run"))
+    with pytest.raises(ValueError, match="can't be written"):
+        run_directory.require_writable(Path("/proc/self"))  # is there, and takes no files

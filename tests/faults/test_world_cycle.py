@@ -79,7 +79,8 @@ def test_the_state_survives_every_number_of_ranks(toys, tmp_path, kind, strategy
     assert steps == 33
     for index, world in enumerate(WORLDS):
         last = index == len(WORLDS) - 1
-        stop = "" if last else f"between_steps:rank={world - 1}:count={STEPS_EACH}:do=term"
+        before_last = STEPS_EACH - 1  # after it: heard of in the next step
+        stop = "" if last else f"between_steps:rank={world - 1}:count={before_last}:do=term"
         job = Job(
             world,
             *flags(toys, tmp_path, kind, strategy if world > 1 else "auto", "--num_workers", 0),
