@@ -154,15 +154,15 @@ MECHANISMS = [
     Mechanism("retention", "pinned", "fabric_llm/retention.py",
               "every or pinned or", "every or", ROWS, "retention"),
     Mechanism("retention", "the best", "fabric_llm/retention.py",
-              " or step_of(path) in best", "", ROWS, "retention"),
+              " or step_of(path) in best", "", CHECKPOINT, "prune_keeps_the_best"),
     Mechanism("retention", "the one resumed from", "fabric_llm/retention.py",
-              " or path == resumed_from", "", ROWS, "retention"),
+              " or path.resolve() == resumed_from", "", ROWS, "retention"),
 ]  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="mechanisms whose row or name holds this")
+    parser.add_argument("--only", nargs="*", default=[""], help="mechanisms whose row or name holds one of these")
     parser.add_argument("--output", type=Path, default=None, help="JSON file for the results")
     parser.add_argument("--markdown", type=Path, default=None, help="Markdown file for the results as a table")
     options = parser.parse_args()
@@ -171,7 +171,7 @@ def main() -> None:
         copy = Path(name) / "fabric_llm"
         shutil.copytree(ROOT, copy, ignore=COPIED)
         for mechanism in MECHANISMS:
-            if options.only in f"{mechanism.row}: {mechanism.name}":
+            if any(words in f"{mechanism.row}: {mechanism.name}" for words in options.only):
                 began = time.monotonic()
                 found = verdict(copy, mechanism)
                 result = {"row": mechanism.row, "mechanism": mechanism.name, "verdict": found}

@@ -18,7 +18,7 @@ import train
 from fabric_llm import checkpoint, manifest, run_directory
 from fabric_llm.checkpoint import Progress, check, publish
 from fabric_llm.export import export
-from fabric_llm.retention import checkpoints, latest, move_aside, prune, sweep
+from fabric_llm.retention import checkpoints, latest, move_aside, prune, step_of, sweep
 from set_up import set_up
 
 FLAGS = ("--micro_batch_size", 4, "--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true", "--max_step", 3)
@@ -272,6 +272,14 @@ def test_prune_keeps_the_newest(run, keep_last, left):
     prune(run, keep_last, None, 0, None)
     assert [int(path.name.removeprefix("step-")) for path in checkpoints(run)] == left
     assert [n for n in names(run) if "trash" in n] == []
+
+
+def test_prune_keeps_the_best(run):
+    for step, loss in ((1, 2.5), (2, 2.7), (3, 2.6)):
+        file = run / f"step-0000000{step}" / "trainer" / "progress.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "eval_loss": loss}))
+    prune(run, keep_last=1, keep_every=None, keep_best=1, resumed_from=None)
+    assert [step_of(path) for path in checkpoints(run)] == [1, 3]
 
 
 def test_keep_last(toys, tmp_path):
