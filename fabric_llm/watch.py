@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 import torch
 
@@ -24,6 +24,7 @@ from fabric_llm import step
 from fabric_llm.faults import PEER_LOST, Fault
 
 MOST_SECONDS_BETWEEN_BEATS = 0.5
+MOST_SECONDS_OF_SILENCE = 10.0  # of a rank that is alive but short of processor time
 SECONDS_TO_TELL = 1.25  # who is silent, after a connection broke; and for the first fault to arrive
 SECONDS_TO_END = 10.0  # for a rank's own way out, once another rank's fault is known
 
@@ -60,11 +61,13 @@ class Watch:
         self.heard: dict[int, Heard] = {}
         self.ended = threading.Event()
         self.interval = min(MOST_SECONDS_BETWEEN_BEATS, timeout_seconds / 10)
+        self.patience = min(MOST_SECONDS_OF_SILENCE, timeout_seconds / 3)
         self.main_thread = threading.get_ident()
         self.lock = threading.Lock()  # of the store
         self.claimed = threading.Lock()
         self.lost: set[int] = set()  # ranks that were given up
         self.listened = time.monotonic()  # when the store last answered
+        self.known: Optional[tuple[int, Fault]] = None  # whose fault came first, once the store has said so
         self.store_is_lost = False
         runs = (self._run, self._run_guard) if rank else (self._run,)
         self.threads = [threading.Thread(target=run, name="watch", daemon=True) for run in runs]
@@ -117,6 +120,7 @@ class Watch:
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
+        self._beat()
         while not self.ended.wait(self.interval):
             self._beat()
             self._listen()
@@ -131,9 +135,7 @@ class Watch:
             silence = time.monotonic() - self.listened
             if silence > self.timeout_seconds + SECONDS_TO_TELL + 2 * self.interval:
                 self.store_is_lost = True
-                known = 0 in self.heard
-                fault = self._silent_fault(0) if known else Fault("rank 0 is lost or frozen.", PEER_LOST)
-                self._end_from_thread(fault)
+                self._end_from_thread(self._silent_fault(0))
 
     def _beat(self) -> None:
         self.beats += 1
@@ -157,12 +159,14 @@ class Watch:
         if time.monotonic() - self.marked < self.timeout_seconds:
             return None
         # Nothing has moved here. Whoever is silent, or isn't waiting for the others, is the one they wait for.
-        for _ in range(3):
+        until = time.monotonic() + self.patience + self.interval
+        while time.monotonic() < until:
             self._beat()  # the others may be listening for the same reason
             for rank in range(self.world_size):
                 self._hear(rank)
             time.sleep(self.interval)
-        silent = [rank for rank in self.heard if self._silence(rank) > 2.5 * self.interval]
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        silent = [rank for rank in others if rank not in self.heard or self._silence(rank) > self.patience]
         if silent:
             return self._silent_fault(silent[0])
         beats = {rank: heard.beat for rank, heard in self.heard.items()}
@@ -171,12 +175,14 @@ class Watch:
         beat = beats[behind]
         what = f"rank {behind} hangs: no progress for {self.timeout_seconds:.0f} s after step {beat['step']}"
         alone = self.world_size > 1 and all(b["waits"] is not None for r, b in beats.items() if r != behind)
-        others = "; the others wait for it" if alone and beat["waits"] is None else ""
-        return Fault(f"{what}, {beat['doing']}{others} (--hang_timeout).", PEER_LOST)
+        wait = "; the others wait for it" if alone and beat["waits"] is None else ""
+        return Fault(f"{what}, {beat['doing']}{wait} (--hang_timeout).", PEER_LOST)
 
     def _silent_fault(self, rank: int) -> Fault:
-        beat = self.heard[rank].beat
         self.lost.add(rank)
+        if rank not in self.heard:
+            return Fault(f"rank {rank} is lost or frozen: nothing was ever heard of it.", PEER_LOST)
+        beat = self.heard[rank].beat
         return Fault(
             f"rank {rank} (process {beat['pid']} on {beat['host']}) is lost or frozen: silent for "
             f"{self._silence(rank):.1f} s, after step {beat['step']}, {beat['doing']}.",
@@ -250,15 +256,18 @@ class Watch:
 
     def _put_first(self, fault: Fault) -> tuple[int, Fault]:
         mine = json.dumps({"rank": self.rank, "sentence": str(fault), "code": fault.code, "retryable": fault.retryable})
-        there = json.loads(self._ask(lambda: self.store.compare_set("first", "", mine)) or mine)
-        return there["rank"], Fault(there["sentence"], there["code"], there["retryable"])
+        self._remember(self._ask(lambda: self.store.compare_set("first", "", mine)))
+        return self.known or (self.rank, fault)
 
     def _first(self) -> Optional[Fault]:
-        said = self._get("first")
-        if said is None:
-            return None
-        there = json.loads(said)
-        return Fault(there["sentence"], there["code"], there["retryable"])
+        self._remember(self._get("first"))
+        return self.known and self.known[1]
+
+    def _remember(self, said: Union[bytes, str, None]) -> None:
+        """Rank 0 takes the store with it when it ends, and ends before those that are stuck."""
+        if said is not None:
+            there = json.loads(said)
+            self.known = there["rank"], Fault(there["sentence"], there["code"], there["retryable"])
 
     def _set(self, key: str, value: str) -> None:
         self._ask(lambda: self.store.set(key, value))
