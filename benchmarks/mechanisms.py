@@ -1,6 +1,6 @@
 """Take away what keeps a run safe, one mechanism after the other: does a test notice?
 
-    python benchmarks/mechanisms.py                # all, about 15 minutes on two cores
+    python benchmarks/mechanisms.py                # all, about half an hour on two cores
     python benchmarks/mechanisms.py --only hashes  # those whose name holds a word
 
 Each mechanism of docs/faults.md is removed from a copy of the source by replacing a few words; then the tests that hold
