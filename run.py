@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from lightning.fabric import Fabric
@@ -229,24 +229,18 @@ class Run:
 
     def choose_to_rewind_to(self, progress: Progress) -> tuple[Path, dict[str, Any]]:
         """(the newest whole checkpoint, its progress.json), as rank 0 finds it."""
-        found: Any = None
-        if self.rank_zero:
-            try:
-                hashes = self.arguments.checkpoint.verify_checkpoints == "full"
-                last, problems = retention.newest_valid(self.directory, hashes)
-                for problem in problems:
-                    self.console.line(f"Warning: {problem}")
-                if last is None:
-                    sentence = f"{self.guard.reason} at step {progress.step}, and no checkpoint to go back to."
-                    found = Fault(sentence, NON_FINITE)
-                else:
-                    found = last, checkpoint.check(last)
-            except Fault as fault:
-                found = fault
-        found = self.fabric.broadcast(found)
-        if isinstance(found, Fault):
-            raise found
-        return found
+
+        def look() -> tuple[Path, dict[str, Any]]:
+            hashes = self.arguments.checkpoint.verify_checkpoints == "full"
+            last, problems = retention.newest_valid(self.directory, hashes)
+            for problem in problems:
+                self.console.line(f"Warning: {problem}")
+            if last is None:
+                sentence = f"{self.guard.reason} at step {progress.step}, and no checkpoint to go back to."
+                raise Fault(sentence, NON_FINITE)
+            return last, checkpoint.check(last)
+
+        return self.from_rank_zero(look)
 
     def restore(self, document: dict[str, Any]) -> None:
         """What a checkpoint's progress.json holds of the run besides its place."""
@@ -287,17 +281,26 @@ class Run:
 
     def require_room(self) -> None:
         """End the run before its model is loaded where not even one checkpoint would fit on the disk."""
-        problem = None
-        if self.rank_zero:
+
+        def look() -> None:
             parameters = build_skeleton(self.plan.config, DTYPES[self.arguments.model.precision]).parameters()
             needed = adamw.checkpoint_bytes(parameters, self.arguments.model.bf16_updates)
+            checkpoint.require_room(self.directory, needed, "One checkpoint of this run")
+
+        self.from_rank_zero(look)
+
+    def from_rank_zero(self, action: Callable[[], Any]) -> Any:
+        """What `action()` returns on rank 0, on all ranks; or its Fault, raised on all of them."""
+        value, problem = None, None
+        if self.rank_zero:
             try:
-                checkpoint.require_room(self.directory, needed, "One checkpoint of this run")
+                value = action()
             except Fault as fault:
                 problem = fault
-        problem = self.fabric.broadcast(problem)
+        value, problem = self.fabric.broadcast((value, problem))
         if problem is not None:
             raise problem
+        return value
 
     def save(self, progress: Progress, last: bool) -> None:
         """Write a checkpoint, the last one and without --async_save to its end, and remove what isn't kept."""

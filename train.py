@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Optional[list[str]] = None) -> None:
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # broken connections are told in one sentence, not in C++ stacks
+    # Broken connections are told in one sentence, not in C++ stacks.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     signals = StopSignal()
     die_with_parent()
     adopt_slurm()
