@@ -18,6 +18,31 @@ from fabric_llm.faults import BAD_INPUT
 
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
+ELSEWHERE = {  # what other trainers call a flag -> ours
+    **dict.fromkeys(("learning_rate", "max_lr"), "lr"),
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "epochs", "max_epochs"), "number_epochs"),
+    **dict.fromkeys(("max_steps", "train_iters", "steps"), "max_step"),
+    **dict.fromkeys(("per_device_train_batch_size", "batch_size", "local_batch_size"), "micro_batch_size"),
+    **dict.fromkeys(("per_device_eval_batch_size",), "eval_batch_size"),
+    **dict.fromkeys(("model", "model_name_or_path", "base_model", "checkpoint_dir"), "model_name"),
+    **dict.fromkeys(("data", "dataset", "dataset_name", "train_file", "data_path"), "train_data_dir"),
+    **dict.fromkeys(("max_seq_length", "seq_length", "seq_len", "sequence_len", "block_size"), "context_length"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "max_norm", "clip_grad"), "grad_clip"),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "scheduler"), "lr_schedule"),
+    **dict.fromkeys(("save_steps", "save_interval"), "save_step_interval"),
+    **dict.fromkeys(("eval_steps", "eval_interval"), "eval_step_interval"),
+    **dict.fromkeys(("logging_steps", "log_interval"), "log_step_interval"),
+    **dict.fromkeys(("save_total_limit",), "keep_last"),
+    **dict.fromkeys(("gradient_checkpointing",), "activation_checkpointing"),
+    **dict.fromkeys(("attn_implementation",), "attention"),
+    **dict.fromkeys(("resume_from_checkpoint",), "checkpoint"),
+    **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype", "mixed_precision"), "precision"),
+    **dict.fromkeys(("report_to", "logger_name"), "logger"),
+    **dict.fromkeys(("nproc_per_node", "gpus", "num_processes"), "devices"),
+    **dict.fromkeys(("nnodes", "nodes", "num_machines"), "num_nodes"),
+    **dict.fromkeys(("adam_beta1",), "beta1"),
+    **dict.fromkeys(("adam_beta2",), "beta2"),
+}
 WHICH_RUN = ("run_name", "resume", "checkpoint", "resume_override")  # flags that aren't kept in arguments.yaml
 
 
@@ -415,7 +440,8 @@ def _check_config(program: str, config: str, known: list[str]) -> None:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    name = name.replace("-", "_")
+    close = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else " See --help."
 
 

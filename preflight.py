@@ -103,19 +103,19 @@ def make_plan(arguments: Arguments) -> Plan:
             f"--cpu_offload true with --strategy fsdp can't accumulate gradients ({micro_batches} micro-batches a step): "
             "take --strategy fsdp2, or a larger --micro_batch_size."
         )
+    directory = resume.directory(arguments)
     if arguments.demo:
         prepare_demo(Path(data.train_data_dir), data.context_length)
     resume.overrides(arguments)
     dataset = open_dataset(data.train_data_dir, data.verify_data if is_rank_zero() else "size")
     check_sizes(arguments, dataset, micro_batch_size, global_batch_size)
-    directory, resume_from = resume.choose(arguments)
+    resume_from = resume.choose(arguments, directory)
     source = model.model_name if resume_from is None else str(resume_from)
     config = load_config(source, model.attention)
     tokenizer = check_model(arguments, config, dataset, source, resume_from)
     end = None if training.max_step is not None else training.number_epochs * len(dataset.train)
-    start = checkpoint.Progress()
-    if resume_from is not None:
-        start = checkpoint.Progress(**checkpoint.check(resume_from)["progress"])
+    document = None if resume_from is None else checkpoint.check(resume_from)
+    start = checkpoint.Progress() if document is None else checkpoint.Progress(**document["progress"])
     max_step = training.max_step if end is None else last_step(start, end, global_batch_size)
     plan = Plan(
         **vars(place),
@@ -133,8 +133,8 @@ def make_plan(arguments: Arguments) -> Plan:
         resume_from=resume_from,
         document_end=find_document_end(arguments, dataset, config),
     )
-    if resume_from is not None:
-        resume.check(plan, arguments, checkpoint.check(resume_from))
+    if document is not None:
+        resume.check(plan, arguments, document)
     return plan
 
 

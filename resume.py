@@ -26,25 +26,30 @@ OVERRIDABLE = (
 )
 
 
-def choose(arguments: Arguments) -> tuple[Path, Optional[Path]]:
-    """(run directory, checkpoint to resume from or None). Damaged checkpoints are passed over, loudly.
-
-    Rank 0 holds the run directory's lock from here on, if the directory is there. Raises Fault.
-    """
+def directory(arguments: Arguments) -> Path:
+    """The run directory that the flags name; nothing is created. Raises as `run_directory.choose` does."""
     flags, given = arguments.checkpoint, _given(arguments)
     if given is not None and not flags.resume:
         raise ValueError("--checkpoint says where to resume, so it goes with --resume true.")
     default = run_directory.default_name(arguments.model.model_name, arguments.data.train_data_dir)
-    directory = run_directory.choose(flags.output_dir, flags.run_name, default, flags.resume, given)
+    return run_directory.choose(flags.output_dir, flags.run_name, default, flags.resume, given)
+
+
+def choose(arguments: Arguments, directory: Path) -> Optional[Path]:
+    """The checkpoint to resume from, None for a run that starts. Damaged ones are passed over, loudly.
+
+    Rank 0 holds the run directory's lock from here on, if the directory is there. Raises Fault.
+    """
+    flags, given = arguments.checkpoint, _given(arguments)
     if CHOSEN in os.environ:
-        return directory, Path(os.environ[CHOSEN]) if os.environ[CHOSEN] else None
+        return Path(os.environ[CHOSEN]) if os.environ[CHOSEN] else None
     if given is not None and not (given / MANIFEST).is_file():
         raise Fault(f"{str(given)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
     run_directory.require_writable(directory)
     if directory.is_dir() and is_rank_zero():
         run_directory.lock(directory)
     if not flags.resume:
-        return directory, None
+        return None
     hashes = flags.verify_checkpoints == "full" and is_rank_zero()
     own = retention.latest(directory)
     if given is not None:
@@ -52,7 +57,7 @@ def choose(arguments: Arguments) -> tuple[Path, Optional[Path]]:
         branches = given.parent.resolve() != directory.resolve()
         if own is None or not branches and not _has_rolled_back(arguments, given):
             checkpoint.check(given, hashes)
-            return directory, given
+            return given
         if branches and flags.resume is True:
             raise ValueError(
                 f"--checkpoint {flags.checkpoint} would begin a branch in {str(directory)!r}, which holds checkpoints up "
@@ -64,7 +69,7 @@ def choose(arguments: Arguments) -> tuple[Path, Optional[Path]]:
     if is_rank_zero():
         for problem in problems:
             print(f"Warning: {problem} Resuming from {valid} instead.", flush=True)
-    return directory, valid
+    return valid
 
 
 def _given(arguments: Arguments) -> Optional[Path]:

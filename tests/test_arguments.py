@@ -13,7 +13,7 @@ from ranks import metrics, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from arguments import DEMO_CONFIG, ROOT, parse_export, parse_prepare, parse_train
+from arguments import DEMO_CONFIG, ELSEWHERE, ROOT, parse_export, parse_prepare, parse_train
 from fabric_llm.adamw import AdamW
 from fabric_llm.optim import clip_gradients, decayed_names, lr_at, parameter_groups
 
@@ -92,6 +92,11 @@ def test_help_lists_every_flag_in_its_group():
     for group, flags in FLAGS.items():
         assert not {(group, flag) for flag in flags.split()} - set(found), group
     assert sorted(flag for _, flag in found) == sorted(flat(*MODEL_AND_DATA)), "each flag once"
+
+
+def test_names_of_other_trainers_lead_to_flags():
+    known = parse_train(MODEL_AND_DATA).flat()
+    assert set(ELSEWHERE.values()) <= known.keys() and not ELSEWHERE.keys() & known.keys()
 
 
 def test_every_flag_says_its_default():

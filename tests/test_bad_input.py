@@ -43,6 +43,8 @@ def refused(toys, tmp_path, capsys, monkeypatch):
     [
         (["--lrr", "1"], ["--lrr", "--lr"]),
         (["--micro_batchsize", "1"], ["--micro_batchsize", "--micro_batch_size"]),
+        (["--learning-rate", "1"], ["--learning-rate", "mean --lr?"]),
+        (["--foo", "1"], ["--foo", "--help"]),
         (["--lr", "fast"], ["--lr", "number", "fast"]),
         (["--devices", "two"], ["--devices", "integer or auto", "two"]),
         (["--resume", "maybe"], ["--resume", "true or false", "maybe"]),
@@ -118,6 +120,12 @@ def test_yaml_keys(refused, tmp_path):
 def test_model_and_data_belong_together(refused):
     assert "--train_data_dir is missing" in refused("--model_name", "x", good=False)
     assert "--model_name is missing" in refused("--train_data_dir", "x", good=False)
+
+
+def test_the_demo_is_not_prepared_for_a_run_that_is_not_there(refused, tmp_path, monkeypatch):
+    monkeypatch.setattr("preflight.prepare_demo", lambda *given: pytest.fail("half a minute for nothing"))
+    words = ("--resume", "true", "--run_name", "other", "--output_dir", tmp_path / "runs")
+    assert "no complete checkpoint" in refused(*words, good=False, code=66)
 
 
 def dataset(folder, **splits):
