@@ -202,6 +202,11 @@ def train_ranks(world_size: int, *flags: Any, timeout_seconds: float = 120) -> N
     run_ranks(world_size, train.main, argv, timeout_seconds=timeout_seconds)
 
 
+def toy_run(toys: Path, output: Path, *, model: str = "llama", data: str = "data") -> tuple[Any, ...]:
+    """The flags of train.py that every run needs; `toys` is conftest's folder."""
+    return ("--model_name", toys / model, "--train_data_dir", toys / data, "--output_dir", output)
+
+
 def metrics(run_directory: Path, key: str = "loss") -> list[Any]:
     """The values of `key` in metrics.jsonl, in order."""
     lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]

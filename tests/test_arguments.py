@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CONTEXT
-from ranks import metrics, train_ranks
+from ranks import metrics, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -194,7 +194,7 @@ def test_the_demo_applies_only_to_a_bare_command(tmp_path):
 def finished(toys, tmp_path_factory):
     """(output folder, flags) of a finished run `first` of four steps."""
     output = tmp_path_factory.mktemp("finished")
-    flags = ("--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--output_dir", output, "--max_step", 4)
+    flags = (*toy_run(toys, output, model="gpt2"), "--max_step", 4)
     flags += ("--lr", 1e-2, "--warmup_steps", 1, "--micro_batch_size", 2, "--gradient_accumulation_steps", 2)
     train_ranks(1, *flags, "--run_name", "first", "--save_step_interval", 2, "--eval_iters", 2)
     return output
@@ -234,16 +234,8 @@ def test_a_resumed_run_goes_on_with_its_own_arguments(finished):
 def test_resume_by_name_alone(finished):
     train_ranks(
         1,
-        "--resume",
-        "true",
-        "--run_name",
-        "first",
-        "--output_dir",
-        finished,
-        "--max_step",
-        6,
-        "--resume_override",
-        "max_step",
+        *("--resume", "true", "--run_name", "first", "--output_dir", finished),
+        *("--max_step", 6, "--resume_override", "max_step"),
     )
     assert metrics(finished / "first", "step")[-2:] == [6, 6]
     document = json.loads((finished / "first" / "step-00000006" / "trainer" / "progress.json").read_text())

@@ -8,7 +8,7 @@ import datasets
 import pytest
 import torch
 from conftest import CONTEXT, ROWS, VOCABULARY
-from ranks import train_ranks
+from ranks import toy_run, train_ranks
 
 import train
 
@@ -25,7 +25,7 @@ def refused(toys, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", never)
 
     def call(*flags, good=True, code=2):
-        base = ["--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", tmp_path / "runs"]
+        base = toy_run(toys, tmp_path / "runs")
         with pytest.raises(SystemExit) as exit:
             train.main([str(word) for word in [*(base if good else []), *flags]])
         error = capsys.readouterr().err
@@ -207,7 +207,7 @@ def test_remote_code_is_never_run(refused, toys, tmp_path):
 def finished(toys, tmp_path_factory):
     """A finished run of two steps, checkpoints at 1 and 2."""
     output = tmp_path_factory.mktemp("finished")
-    flags = ["--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", output]
+    flags = toy_run(toys, output)
     train_ranks(1, *flags, "--run_name", "run", "--max_step", 2, "--save_step_interval", 1, "--global_batch_size", 4)
     return output
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks, train_ranks
+from ranks import run_ranks, toy_run, train_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -31,7 +31,7 @@ FLAGS += ("--save_step_interval", 1)
 def runs(toys, tmp_path_factory):
     """Finished runs `full` (one rank) and `sharded` (two FSDP ranks) with checkpoints at steps 1, 2 and 3."""
     folder = tmp_path_factory.mktemp("runs")
-    flags = ("--model_name", toys / "llama-tied", "--train_data_dir", toys / "data", "--output_dir", folder, *FLAGS)
+    flags = (*toy_run(toys, folder, model="llama-tied"), *FLAGS)
     train_ranks(1, *flags, "--run_name", "full")
     train_ranks(2, *flags, "--run_name", "sharded", "--strategy", "fsdp", "--state_dict_type", "sharded")
     return folder
@@ -53,7 +53,7 @@ def names(folder):
 
 
 def argv(toys, output, *flags):
-    base = ("--model_name", toys / "llama-tied", "--train_data_dir", toys / "data", "--output_dir", output, *FLAGS)
+    base = (*toy_run(toys, output, model="llama-tied"), *FLAGS)
     return [str(word) for word in (*base, *flags)]
 
 
@@ -397,7 +397,7 @@ def optimizer_after_loading(flags):
 @pytest.mark.parametrize("model", ["llama-tied", "gpt2-no-dropout"])
 def test_optimizer_state_of_any_strategy_loads_on_one_device(toys, tmp_path, strategy, ranks, kind, model):
     """The tensors of the parts, put together by their offsets here, are those that the optimizer gets."""
-    flags = ("--model_name", toys / model, "--train_data_dir", toys / "data", "--output_dir", tmp_path, *FLAGS)
+    flags = (*toy_run(toys, tmp_path, model=model), *FLAGS)
     flags += ("--run_name", "run", "--global_batch_size", 6, "--micro_batch_size", 1, "--max_step", 2)
     train_ranks(ranks, *flags, "--strategy", strategy, "--state_dict_type", kind, "--save_step_interval", 2)
     (loaded,) = run_ranks(

@@ -83,15 +83,8 @@ def test_a_named_checkpoint_is_never_replaced_by_another(run):
     flags, folder = run
     damage_by("flip", folder / "step-00000006" / "model.safetensors")
     argv = [
-        *flags,
-        "--max_step",
-        7,
-        "--resume_override",
-        "max_step",
-        "--resume",
-        "true",
-        "--checkpoint",
-        folder / "step-00000006",
+        *(*flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true"),
+        *("--checkpoint", folder / "step-00000006"),
     ]
     [(code, said)] = run_ranks(1, said_and_code, argv)
     assert code == 66 and "the content of model.safetensors has changed" in said
@@ -112,15 +105,8 @@ def test_sizes_alone_do_not_see_a_flipped_bit(run):
     flags, folder = run
     damage_by("flip", folder / "step-00000006" / "trainer" / "probe.safetensors")
     argv = [
-        *flags,
-        "--max_step",
-        7,
-        "--resume_override",
-        "max_step",
-        "--resume",
-        "true",
-        "--verify_checkpoints",
-        "size",
+        *(*flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true"),
+        *("--verify_checkpoints", "size"),
     ]
     [(code, said)] = run_ranks(1, said_and_code, argv)
     assert code == 0 and "step-00000006" in said and "Warning" not in said

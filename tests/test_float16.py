@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from ranks import metrics, run_ranks
+from ranks import metrics, run_ranks, toy_run
 from safetensors.torch import load_file
 
 
@@ -38,16 +38,7 @@ def half(argv, scale_loss_of_step=None):
 
 
 def flags(toys, output, name, *more):
-    words = (
-        "--model_name",
-        toys / "llama",
-        "--train_data_dir",
-        toys / "data",
-        "--output_dir",
-        output,
-        "--run_name",
-        name,
-    )
+    words = (*toy_run(toys, output), "--run_name", name)
     words += ("--global_batch_size", 4, "--micro_batch_size", 2, "--eval_iters", 0, "--log_step_interval", 1)
     return [*words, "--lr", 1e-3, "--max_step", 6, "--weight_decay", 0, "--precision", "16-mixed", *more]
 

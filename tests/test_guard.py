@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from ranks import metrics, run_ranks
+from ranks import metrics, run_ranks, toy_run
 from safetensors.torch import load_file
 
 from fabric_llm import checkpoint
@@ -38,16 +38,7 @@ def train_with_faults(argv, faults, factor):
 
 
 def run(toys, folder, ranks, faults, *flags, factor=math.nan, strategy="auto", model="llama"):
-    words = [
-        "--model_name",
-        toys / model,
-        "--train_data_dir",
-        toys / "data",
-        "--output_dir",
-        folder,
-        "--run_name",
-        "run",
-    ]
+    words = [*toy_run(toys, folder, model=model), "--run_name", "run"]
     words += ["--strategy", strategy, "--devices", ranks, "--log_step_interval", 1, "--eval_iters", 0, "--lr", 1e-2]
     words += ["--global_batch_size", 4, "--micro_batch_size", 1, *flags]
     codes = run_ranks(ranks, train_with_faults, [str(word) for word in words], faults, factor)
@@ -123,18 +114,8 @@ def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(toys, tmp_path
 
 def test_a_run_of_epochs_that_went_back_resumes_on_the_same_schedule(toys, tmp_path):
     """It has fewer steps left than were planned, since some data is passed over; the curve of the rest says so too."""
-    flags = (
-        "--number_epochs",
-        2,
-        "--save_step_interval",
-        4,
-        "--spike_threshold",
-        6,
-        "--spike_action",
-        "rewind",
-        "--lr",
-        1e-4,
-    )
+    flags = ("--number_epochs", 2, "--save_step_interval", 4, "--spike_threshold", 6, "--spike_action", "rewind")
+    flags += ("--lr", 1e-4)
     faults = {0: range(4 * 13, 4 * 14)}  # step 14 of 22: back to 12
     assert run(toys, tmp_path, 1, faults, *flags, factor=100.0) == 0
     assert metrics(tmp_path / "run", "verdict") == ["rewind"]

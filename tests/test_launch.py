@@ -6,23 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import metrics
+from ranks import metrics, toy_run
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 JOB = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost"}
 
 
 def start(toys, output, *more, **slurm):
-    words = [
-        "--model_name",
-        toys / "llama",
-        "--train_data_dir",
-        toys / "data",
-        "--output_dir",
-        output,
-        "--run_name",
-        "run",
-    ]
+    words = [*toy_run(toys, output), "--run_name", "run"]
     words += ["--global_batch_size", 4, "--max_step", 3, "--log_step_interval", 1, "--eval_iters", 0, *more]
     return subprocess.Popen(
         [sys.executable, str(TRAIN), *map(str, words)],

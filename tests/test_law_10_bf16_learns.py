@@ -5,7 +5,7 @@ visibly stalls: the test can fail.
 """
 
 import pytest
-from ranks import metrics, train_ranks
+from ranks import metrics, toy_run, train_ranks
 
 STEPS, LR = 300, 1e-4
 
@@ -13,7 +13,7 @@ STEPS, LR = 300, 1e-4
 def final_loss(toys, folder, name, ranks, *flags):
     train_ranks(
         ranks,
-        *("--model_name", toys / "llama-tied", "--train_data_dir", toys / "many", "--output_dir", folder),
+        *toy_run(toys, folder, model="llama-tied", data="many"),
         *("--run_name", name, "--global_batch_size", 16, "--micro_batch_size", 8, "--max_step", STEPS),
         *("--lr", LR, "--min_lr", LR / 10, "--warmup_steps", 5, "--beta2", 0.95, "--weight_decay", 0.0),
         *("--eval_batch_size", 32, "--eval_iters", 8, *flags),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import metrics, train_ranks
+from ranks import metrics, toy_run, train_ranks
 from transformers import AutoModelForCausalLM
 
 from fabric_llm.data import Batches, open_dataset
@@ -50,7 +50,7 @@ def test_micro_batches_and_ranks_are_one_big_batch(toys, tmp_path, model, strate
     losses, norms, weights = plain_training(toys / model, toys / "ragged")
     train_ranks(
         ranks,
-        *("--model_name", toys / model, "--train_data_dir", toys / "ragged", "--output_dir", tmp_path),
+        *toy_run(toys, tmp_path, model=model, data="ragged"),
         *("--run_name", "run", "--strategy", strategy, "--precision", "32-true", "--seed", SEED),
         *("--micro_batch_size", micro_batch, "--global_batch_size", GLOBAL_BATCH, "--max_step", STEPS),
         *("--lr", LR, "--warmup_steps", 2, "--weight_decay", WEIGHT_DECAY, "--grad_clip", CLIP, "--eval_iters", 0),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import metrics, train_ranks
+from ranks import metrics, toy_run, train_ranks
 from safetensors.torch import load_file
 
 STEPS, HALF = 12, 5  # an epoch ends within step 6: 44 sequences, 8 a step
@@ -10,7 +10,7 @@ STEPS, HALF = 12, 5  # an epoch ends within step 6: 44 sequences, 8 a step
 
 def flags(toys, output, model, strategy, kind, precision):
     return (
-        *("--model_name", toys / model, "--train_data_dir", toys / "ragged", "--output_dir", output),
+        *toy_run(toys, output, model=model, data="ragged"),
         *("--strategy", strategy, "--state_dict_type", kind, "--precision", precision, "--lr", 1e-2),
         *("--micro_batch_size", 2, "--global_batch_size", 8, "--max_step", STEPS, "--save_step_interval", HALF),
         *("--eval_iters", 4, "--eval_batch_size", 2),

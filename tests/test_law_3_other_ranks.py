@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from ranks import metrics, train_ranks
+from ranks import metrics, toy_run, train_ranks
 
 STEPS, HALF = 10, 4
 
@@ -21,7 +21,7 @@ STEPS, HALF = 10, 4
 @pytest.mark.parametrize("ranks_after", [1, 4])
 def test_the_curve_goes_on_with_another_number_of_ranks(toys, tmp_path, model, strategy, kind, ranks_after):
     flags = (
-        *("--model_name", toys / model, "--train_data_dir", toys / "ragged", "--output_dir", tmp_path),
+        *toy_run(toys, tmp_path, model=model, data="ragged"),
         *("--state_dict_type", kind, "--precision", "32-true", "--lr", 1e-3, "--global_batch_size", 8),
         *("--max_step", STEPS, "--save_step_interval", HALF, "--eval_iters", 4, "--eval_batch_size", 2),
     )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import train_ranks
+from ranks import toy_run, train_ranks
 from transformers import AutoModelForCausalLM
 
 from fabric_llm.checkpoint import read_probe
@@ -21,7 +21,7 @@ DIFFERENCE = {"32-true": 1e-5, "bf16-true": 2e-2, "bf16-mixed": 2e-2}  # mean, a
 def test_transformers_gives_the_logits_of_the_model_in_training(toys, tmp_path, model, kind, strategy, precision):
     train_ranks(
         2,
-        *("--model_name", toys / model, "--train_data_dir", toys / "data", "--output_dir", tmp_path),
+        *toy_run(toys, tmp_path, model=model),
         *("--run_name", "run", "--strategy", strategy, "--state_dict_type", kind, "--precision", precision),
         *("--lr", 1e-2, "--micro_batch_size", 4, "--max_step", 3, "--eval_iters", 0),
     )

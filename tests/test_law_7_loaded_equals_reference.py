@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, toy_run
 from transformers import AutoModelForCausalLM
 
 
@@ -45,7 +45,7 @@ def loaded(argv, world_size):
      ("fsdp2", 2, "auto"), ("fsdp2", 2, "size:5000"), ("fsdp2", 3, "none")],
 )  # fmt: skip
 def test_parameters_and_buffers_equal_the_reference(toys, tmp_path, model, precision, strategy, ranks, wrap):
-    argv = ["--model_name", toys / model, "--train_data_dir", toys / "data", "--output_dir", tmp_path]
+    argv = [*toy_run(toys, tmp_path, model=model)]
     argv += ["--strategy", strategy, "--precision", precision, "--auto_wrap_policy", wrap, "--devices", ranks]
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     reference = AutoModelForCausalLM.from_pretrained(toys / model, dtype=dtype)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CONTEXT
-from ranks import train_ranks
+from ranks import toy_run, train_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fabric_llm.metrics import Console, MetricsFile, Throughput, duration, open_tracker, peak_memory_gib
@@ -34,27 +34,8 @@ GLOBAL_BATCH = 8
 
 def flags(toys, output, *more):
     return (
-        *(
-            "--model_name",
-            toys / "llama",
-            "--train_data_dir",
-            toys / "data",
-            "--output_dir",
-            output,
-            "--run_name",
-            "run",
-        ),
-        *(
-            "--global_batch_size",
-            GLOBAL_BATCH,
-            "--micro_batch_size",
-            4,
-            "--eval_iters",
-            2,
-            "--eval_batch_size",
-            2,
-            *more,
-        ),
+        *(*toy_run(toys, output), "--run_name", "run", "--global_batch_size", GLOBAL_BATCH, "--micro_batch_size", 4),
+        *("--eval_iters", 2, "--eval_batch_size", 2, *more),
     )
 
 
@@ -66,15 +47,8 @@ def run(request, toys, tmp_path_factory):
     train_ranks(1, *base, "--max_step", 6)
     train_ranks(
         1,
-        *base,
-        "--max_step",
-        6,
-        "--resume",
-        "true",
-        "--resume_override",
-        "max_step",
-        "--checkpoint",
-        output / "run" / "step-00000004",
+        *(*base, "--max_step", 6, "--resume_override", "max_step"),
+        *("--resume", "true", "--checkpoint", output / "run" / "step-00000004"),
     )
     return output / "run", request.param
 

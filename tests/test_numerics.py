@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from conftest import VOCABULARY
 from datasets import Dataset, DatasetDict
-from ranks import metrics, train_ranks
+from ranks import metrics, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -47,7 +47,7 @@ def test_twenty_steps_with_accumulation_four_equal_a_plain_loop(toys, tmp_path, 
     expected = plain_losses(toys / model, toys / "ragged", 20, accumulation=4, micro_batch=2, lr=3e-3, seed=1)
     train_ranks(
         1,
-        *("--model_name", toys / model, "--train_data_dir", toys / "ragged", "--output_dir", tmp_path),
+        *toy_run(toys, tmp_path, model=model, data="ragged"),
         *("--run_name", "run", "--precision", "32-true", "--micro_batch_size", 2, "--gradient_accumulation_steps", 4),
         *("--max_step", 20, "--lr", 3e-3, "--seed", 1, "--eval_iters", 0),
     )
@@ -83,28 +83,8 @@ def test_gradients_of_64_micro_batches_lose_no_more_than_one_rounding(toys):
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
 def test_float32_sums_give_the_same_run_at_any_number_of_micro_batches(toys, tmp_path, strategy, ranks):
-    flags = (
-        "--model_name",
-        toys / "llama",
-        "--train_data_dir",
-        toys / "ragged",
-        "--output_dir",
-        tmp_path,
-        "--max_step",
-        3,
-    )
-    flags += (
-        "--strategy",
-        strategy,
-        "--global_batch_size",
-        16,
-        "--eval_iters",
-        0,
-        "--bf16_updates",
-        "master",
-        "--lr",
-        1e-3,
-    )
+    flags = (*toy_run(toys, tmp_path, data="ragged"), "--max_step", 3, "--strategy", strategy, "--lr", 1e-3)
+    flags += ("--global_batch_size", 16, "--eval_iters", 0, "--bf16_updates", "master")
     train_ranks(ranks, *flags, "--run_name", "few", "--micro_batch_size", 16 // ranks)
     train_ranks(ranks, *flags, "--run_name", "many", "--micro_batch_size", 1)
     assert metrics(tmp_path / "many") == pytest.approx(metrics(tmp_path / "few"), rel=2e-3)
@@ -113,28 +93,8 @@ def test_float32_sums_give_the_same_run_at_any_number_of_micro_batches(toys, tmp
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_reduce_dtype_is_used(toys, tmp_path, strategy):
-    flags = (
-        "--model_name",
-        toys / "llama",
-        "--train_data_dir",
-        toys / "data",
-        "--output_dir",
-        tmp_path,
-        "--max_step",
-        3,
-    )
-    flags += (
-        "--strategy",
-        strategy,
-        "--precision",
-        "bf16-mixed",
-        "--global_batch_size",
-        4,
-        "--eval_iters",
-        0,
-        "--lr",
-        1e-3,
-    )
+    flags = (*toy_run(toys, tmp_path), "--max_step", 3, "--strategy", strategy, "--lr", 1e-3)
+    flags += ("--precision", "bf16-mixed", "--global_batch_size", 4, "--eval_iters", 0)
     train_ranks(2, *flags, "--run_name", "float32")
     train_ranks(2, *flags, "--run_name", "bfloat16", "--reduce_dtype", "bfloat16")
     exact, rounded = (metrics(tmp_path / name, "grad_norm") for name in ("float32", "bfloat16"))
@@ -146,7 +106,7 @@ def test_the_part_of_weights_that_changes_is_the_same_on_any_ranks(toys, tmp_pat
     for strategy, ranks in (("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)):
         train_ranks(
             ranks,
-            *("--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", tmp_path),
+            *toy_run(toys, tmp_path),
             *("--run_name", strategy, "--strategy", strategy, "--global_batch_size", 4, "--max_step", 3, "--lr", 1e-5),
             *("--bf16_updates", "nearest", "--eval_iters", 0),
         )
@@ -176,8 +136,8 @@ def test_few_changing_weights_are_warned_of_once(toys, tmp_path):
     import train
 
     def said(*flags):
-        words = ["--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", tmp_path]
-        words += ["--max_step", 8, "--log_step_interval", 1, "--eval_iters", 0, "--lr", 1e-7, *flags]
+        words = [*toy_run(toys, tmp_path), "--max_step", 8, "--log_step_interval", 1, "--eval_iters", 0]
+        words += ["--lr", 1e-7, *flags]
 
         def run():
             with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -209,28 +169,9 @@ def test_the_loss_counts_tokens_not_rows(toys, tmp_path):
     """Validation too: the mean over target tokens of all ranks, with masks of any shape."""
     train_ranks(
         2,
-        *(
-            "--model_name",
-            toys / "llama",
-            "--train_data_dir",
-            toys / "ragged",
-            "--output_dir",
-            tmp_path,
-            "--strategy",
-            "fsdp",
-        ),
-        *(
-            "--run_name",
-            "run",
-            "--precision",
-            "32-true",
-            "--max_step",
-            1,
-            "--global_batch_size",
-            2,
-            "--eval_batch_size",
-            3,
-        ),
+        *(*toy_run(toys, tmp_path, data="ragged"), "--strategy", "fsdp"),
+        *("--run_name", "run", "--precision", "32-true", "--max_step", 1),
+        *("--global_batch_size", 2, "--eval_batch_size", 3),
     )
     dataset = open_dataset(toys / "ragged")
     model = AutoModelForCausalLM.from_pretrained(toys / "llama", dtype=torch.float32)

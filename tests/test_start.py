@@ -1,7 +1,7 @@
 """The gate before step 1 finds a model that isn't the one transformers loads, and names where it begins."""
 
 import pytest
-from ranks import run_ranks
+from ranks import run_ranks, toy_run
 
 
 def train_with_damage(argv, tensor, damage):
@@ -45,7 +45,7 @@ def nothing(value):
 
 
 def run(toys, folder, strategy, ranks, precision, tensor, damage, *flags):
-    words = ["--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", folder, "--max_step", 1]
+    words = [*toy_run(toys, folder), "--max_step", 1]
     words += ["--strategy", strategy, "--devices", ranks, "--precision", precision, "--eval_iters", 0, *flags]
     return run_ranks(ranks, train_with_damage, [str(word) for word in words], tensor, damage)
 

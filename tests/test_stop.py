@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from ranks import metrics, run_ranks, train_ranks
+from ranks import metrics, run_ranks, toy_run, train_ranks
 from safetensors.torch import load_file
 
 STEPS = 8
@@ -35,7 +35,7 @@ def train_and_do(argv, rank, step, action):
 
 
 def flags(toys, output, strategy, *more):
-    words = ["--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--output_dir", output, "--lr", 1e-2]
+    words = [*toy_run(toys, output, model="gpt2"), "--lr", 1e-2]
     words += ["--strategy", strategy, "--global_batch_size", 4, "--micro_batch_size", 2, "--max_step", STEPS]
     return [str(word) for word in [*words, "--eval_iters", 0, "--log_step_interval", 1, *more]]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import TOY_CONFIGS
-from ranks import metrics, run_ranks, train_ranks
+from ranks import metrics, run_ranks, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -38,7 +38,7 @@ FLAGS = [
 def run(toys, folder, ranks, *flags, precision="32-true"):
     train_ranks(
         ranks,
-        *("--model_name", toys / "llama-tied", "--train_data_dir", toys / "data", "--output_dir", folder),
+        *toy_run(toys, folder, model="llama-tied"),
         *("--run_name", "run", "--precision", precision, "--lr", 1e-3, "--max_step", 4),
         *("--global_batch_size", 12, "--micro_batch_size", 2, "--eval_iters", 3, *flags),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import train_ranks
+from ranks import toy_run, train_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -25,7 +25,7 @@ KINDS = ("full", "sharded")
 def runs(toys, tmp_path_factory):
     """Finished runs `full` and `sharded` of two FSDP ranks, checkpoints at 2, 4 and 6, and `other` of another seed."""
     output = tmp_path_factory.mktemp("runs")
-    flags = ("--model_name", toys / "llama-tied", "--train_data_dir", toys / "data", "--output_dir", output)
+    flags = toy_run(toys, output, model="llama-tied")
     flags += ("--global_batch_size", 4, "--save_step_interval", 2, "--eval_iters", 2, "--max_step", 6)
     flags += ("--strategy", "fsdp", "--lr", 1e-3)
     for name, kind, seed in (("full", "full", 1), ("sharded", "sharded", 1), ("other", "sharded", 2)):

@@ -4,7 +4,7 @@ import random
 import shutil
 
 import pytest
-from ranks import train_ranks
+from ranks import toy_run, train_ranks
 
 from fabric_llm import checkpoint
 from fabric_llm.data import open_dataset
@@ -20,7 +20,7 @@ FLIPS, TRUNCATIONS, DELETIONS = 500, 100, 25  # for each kind of checkpoint
 @pytest.fixture(scope="module", params=["full", "sharded"])
 def whole(request, toys, tmp_path_factory):
     folder = tmp_path_factory.mktemp("damage")
-    flags = ("--model_name", toys / "llama", "--train_data_dir", toys / "data", "--output_dir", folder, "--max_step", 1)
+    flags = (*toy_run(toys, folder), "--max_step", 1)
     flags += ("--strategy", "fsdp", "--state_dict_type", request.param, "--eval_iters", 0, "--run_name", "run")
     train_ranks(2, *flags)
     return folder / "run" / "step-00000001"

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from ranks import Job
+from ranks import Job, toy_run
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.faults
@@ -18,7 +18,7 @@ CASES = [("fsdp", 2, "sharded"), ("fsdp2", 2, "full"), ("ddp", 2, "full"), ("aut
 
 def flags(toys, output, strategy, kind, *more):
     return (
-        *("--model_name", toys / "gpt2", "--train_data_dir", toys / "ragged", "--output_dir", output, "--lr", 1e-2),
+        *(*toy_run(toys, output, model="gpt2", data="ragged"), "--lr", 1e-2),
         *("--strategy", strategy, "--state_dict_type", kind, "--precision", "bf16-true", "--warmup_steps", 5),
         *("--micro_batch_size", 1, "--global_batch_size", 5 if strategy == "auto" else 6, "--max_step", STEPS),
         *("--eval_iters", 2, "--eval_batch_size", 2, "--eval_step_interval", 7, *more),

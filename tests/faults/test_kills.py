@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from ranks import Job, metrics
+from ranks import Job, metrics, toy_run
 from safetensors.torch import load_file
 
 from fabric_llm import checkpoint, failpoints, retention
@@ -26,7 +26,7 @@ KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
 
 def flags(toys, output, kind, *more):
     return (
-        *("--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--output_dir", output),
+        *toy_run(toys, output, model="gpt2"),
         *("--strategy", "fsdp", "--state_dict_type", kind, "--lr", 1e-2, "--hang_timeout", 20),
         *("--micro_batch_size", 1, "--global_batch_size", 4, "--max_step", STEPS, "--save_step_interval", INTERVAL),
         *("--eval_iters", 2, "--eval_batch_size", 2, "--eval_step_interval", 4, "--keep_last", 2, "--keep_best", 0),

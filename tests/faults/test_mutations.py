@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from ranks import Job, metrics
+from ranks import Job, metrics, toy_run
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.faults
@@ -15,7 +15,7 @@ NAN_STEPS = (11, 12, 13)  # of which the first two are before the checkpoint
 
 def flags(toys, output, *more):
     return (
-        *("--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--output_dir", output, "--lr", 1e-2),
+        *(*toy_run(toys, output, model="gpt2"), "--lr", 1e-2),
         *("--strategy", "fsdp", "--micro_batch_size", 1, "--global_batch_size", 4, "--max_step", STEPS),
         *("--save_step_interval", HALF, "--eval_iters", 0, "--warmup_steps", 4, "--spike_window", 20, *more),
     )

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from ranks import Job, metrics
+from ranks import Job, metrics, toy_run
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.faults
@@ -67,7 +67,7 @@ def test_none_of_them_gets_into_a_parameter_or_a_checkpoint(toys, tmp_path, stra
     for step in sorted(generator.sample(range(STEPS), INJECTED)):
         value = generator.choice([math.nan, math.inf, -math.inf])
         plan[step, generator.randrange(2), generator.randrange(2)] = (generator.choice(["loss", "gradient"]), value)
-    flags = ("--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--output_dir", tmp_path)
+    flags = toy_run(toys, tmp_path, model="gpt2")
     flags += ("--strategy", strategy, "--precision", precision, "--micro_batch_size", 1, "--global_batch_size", 4)
     flags += ("--max_step", STEPS, "--eval_iters", 0, "--save_step_interval", 20, "--max_skipped_steps", STEPS)
     job = Job(2, *flags, "--run_name", "run", before=inject(plan))
@@ -97,7 +97,7 @@ def test_a_checkpoint_of_a_model_with_a_nan_is_refused(toys, tmp_path):
 
         fabric_llm.step.train_step = spoiled
 
-    flags = ("--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--output_dir", tmp_path)
+    flags = toy_run(toys, tmp_path, model="gpt2")
     flags += ("--strategy", "fsdp", "--state_dict_type", "sharded", "--save_step_interval", 1, "--max_step", 6)
     job = Job(2, *flags, "--eval_iters", 0, "--run_name", "run", before=spoil)
     assert job.wait() == [76, 76], job.output

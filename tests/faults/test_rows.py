@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Job, metrics
+from ranks import Job, metrics, toy_run
 from safetensors.torch import load_file
 
 from fabric_llm import retention
@@ -26,7 +26,7 @@ STEPS = 8
 
 def flags(toys, output, *more):
     return (
-        *("--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--output_dir", output, "--lr", 1e-2),
+        *(*toy_run(toys, output, model="gpt2"), "--lr", 1e-2),
         *("--strategy", "fsdp", "--micro_batch_size", 1, "--global_batch_size", 4, "--max_step", STEPS),
         *("--save_step_interval", 3, "--eval_iters", 2, "--eval_batch_size", 2, "--hang_timeout", 30),
         *("--run_name", "run", *more),

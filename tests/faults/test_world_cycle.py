@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROWS
-from ranks import Job
+from ranks import Job, toy_run
 from safetensors.torch import load_file
 
 from fabric_llm import checkpoint
@@ -20,7 +20,7 @@ STEPS_EACH = 7  # a stop in the middle of epochs: 44 sequences, 11 steps
 
 def flags(toys, output, kind, strategy, *more):
     return (
-        *("--model_name", toys / "gpt2", "--train_data_dir", toys / "data", "--output_dir", output, "--lr", 1e-2),
+        *(*toy_run(toys, output, model="gpt2"), "--lr", 1e-2),
         *("--strategy", strategy, "--state_dict_type", kind, "--precision", "bf16-true", "--run_name", "run"),
         *("--micro_batch_size", 1, "--global_batch_size", GLOBAL_BATCH, "--number_epochs", EPOCHS),
         *("--eval_iters", 0, "--resume", "auto", *more),
