@@ -368,9 +368,14 @@ def is_rank_zero() -> bool:
     return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0") if node == "0" else "other") == "0"
 
 
+def is_first_of_machine() -> bool:
+    """True in the process that does what each machine needs once."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def fail(program: str, sentence: str, code: int = BAD_INPUT) -> NoReturn:
     """One sentence on stderr, from the first process of each machine, and an exit code."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if is_first_of_machine():
         print(f"{program}: error: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, Optional
 
 import resume
-from arguments import Arguments, is_rank_zero
-from fabric_llm import checkpoint
+from arguments import Arguments, is_first_of_machine, is_rank_zero
+from fabric_llm import checkpoint, manifest
 from fabric_llm.data import TokenDataset, open_dataset
+from fabric_llm.faults import NO_CHECKPOINT, Fault
+from fabric_llm.manifest import MANIFEST
 from fabric_llm.model import DTYPES, build_skeleton, checked_skeleton, load_config, load_tokenizer
 from fabric_llm.strategy import Sharding, modules_to_wrap, resolve_devices, resolve_strategy
 
@@ -107,14 +109,17 @@ def make_plan(arguments: Arguments) -> Plan:
     if arguments.demo:
         prepare_demo(Path(data.train_data_dir), data.context_length)
     resume.overrides(arguments)
-    dataset = open_dataset(data.train_data_dir, data.verify_data if is_rank_zero() else "size")
+    dataset = open_dataset(data.train_data_dir, data.verify_data if is_first_of_machine() else "size")
     check_sizes(arguments, dataset, micro_batch_size, global_batch_size)
     resume_from = resume.choose(arguments, directory)
     source = model.model_name if resume_from is None else str(resume_from)
+    if resume_from is None:
+        check_start(arguments, Path(source))
     config = load_config(source, model.attention)
-    tokenizer = check_model(arguments, config, dataset, source, resume_from)
-    end = None if training.max_step is not None else training.number_epochs * len(dataset.train)
     document = None if resume_from is None else checkpoint.check(resume_from)
+    begun_with = document.get("model_name") if document is not None else None
+    tokenizer = check_model(arguments, config, dataset, source, resume_from, begun_with)
+    end = None if training.max_step is not None else training.number_epochs * len(dataset.train)
     start = checkpoint.Progress() if document is None else checkpoint.Progress(**document["progress"])
     max_step = training.max_step if end is None else last_step(start, end, global_batch_size)
     plan = Plan(
@@ -215,10 +220,28 @@ def check_sizes(arguments: Arguments, dataset: TokenDataset, micro_batch_size: i
         )
 
 
+def check_start(arguments: Arguments, source: Path) -> None:
+    """What a checkpoint lists must be there, when a new run starts from it; a model card beside it is fine. Raises Fault."""
+    if (source / MANIFEST).is_file():
+        hashes = arguments.checkpoint.verify_checkpoints == "full" and is_rank_zero()
+        listed = manifest.read(source)["files"]
+        manifest.check_files(source, listed, hashes, f"{str(source)!r} is damaged", NO_CHECKPOINT)
+    elif (source / "trainer" / "progress.json").is_file():
+        raise Fault(f"{str(source)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
+
+
 def check_model(
-    arguments: Arguments, config: Any, dataset: TokenDataset, source: str, resume_from: Optional[Path]
+    arguments: Arguments,
+    config: Any,
+    dataset: TokenDataset,
+    source: str,
+    resume_from: Optional[Path],
+    begun_with: Optional[str],
 ) -> Optional[Any]:
-    """The model against the flags and the dataset. Returns the tokenizer that goes with checkpoints, if any."""
+    """The model against the flags and the dataset. Returns the tokenizer that goes with checkpoints, if any.
+
+    begun_with: --model_name of the run that is resumed; it may be gone meanwhile.
+    """
     text_config = config.get_text_config()
     if dataset.max_token_id >= text_config.vocab_size:
         raise ValueError(
@@ -236,7 +259,7 @@ def check_model(
     modules_to_wrap(skeleton, arguments.fsdp.auto_wrap_policy)
     if arguments.fsdp.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
         raise ValueError(f"--activation_checkpointing true: {type(skeleton).__name__} doesn't support it.")
-    if resume_from is not None and arguments.model.model_name != source:
+    if resume_from is not None and arguments.model.model_name not in (source, begun_with):
         started_from = build_skeleton(load_config(arguments.model.model_name), skeleton.dtype)
         here, there = dict(checkpoint.shapes(started_from)), dict(checkpoint.shapes(skeleton))
         differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))

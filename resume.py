@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Optional
 from arguments import Arguments, is_rank_zero
 from fabric_llm import checkpoint, retention, run_directory
 from fabric_llm.faults import DONE, NO_CHECKPOINT, Fault
-from fabric_llm.manifest import MANIFEST
 from fabric_llm.optim import lr_at
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ MOST_DIFFERENCES = 10  # named in an error
 # Flags that a resumed run may change if --resume_override names them; all are saved in checkpoints.
 OVERRIDABLE = (
     *("max_step", "number_epochs", "lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps"),
-    *("weight_decay", "beta1", "beta2", "grad_clip", "global_batch_size"),
+    *("weight_decay", "beta1", "beta2", "grad_clip", "global_batch_size", "document_masking"),
 )
 
 
@@ -43,8 +42,6 @@ def choose(arguments: Arguments, directory: Path) -> Optional[Path]:
     flags, given = arguments.checkpoint, _given(arguments)
     if CHOSEN in os.environ:
         return Path(os.environ[CHOSEN]) if os.environ[CHOSEN] else None
-    if given is not None and not (given / MANIFEST).is_file():
-        raise Fault(f"{str(given)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
     run_directory.require_writable(directory)
     if directory.is_dir() and is_rank_zero():
         run_directory.lock(directory)
@@ -58,7 +55,7 @@ def choose(arguments: Arguments, directory: Path) -> Optional[Path]:
         if own is None or not branches and not _has_rolled_back(arguments, given):
             checkpoint.check(given, hashes)
             return given
-        if branches and flags.resume is True:
+        if branches and not _restarted(arguments):
             raise ValueError(
                 f"--checkpoint {flags.checkpoint} would begin a branch in {str(directory)!r}, which holds checkpoints up "
                 f"to {own.name}: go on there without --checkpoint, or take another --run_name."
@@ -76,10 +73,14 @@ def _given(arguments: Arguments) -> Optional[Path]:
     return None if arguments.checkpoint.checkpoint is None else Path(arguments.checkpoint.checkpoint)
 
 
+def _restarted(arguments: Arguments) -> bool:
+    """True if the command may not be the first of its kind: a restart loop's, or torchrun's again."""
+    return arguments.checkpoint.resume == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def _has_rolled_back(arguments: Arguments, given: Path) -> bool:
     """True in a restart of a run that has gone back to `given` already: it goes on from there, not back once more."""
-    restarted = arguments.checkpoint.resume == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    for path in reversed(retention.checkpoints(given.parent)) if restarted else ():
+    for path in reversed(retention.checkpoints(given.parent)) if _restarted(arguments) else ():
         with suppress(Fault):  # damaged: the one before it says it
             return path.name != given.name and checkpoint.read_progress(path).get("rolled_back_to") == given.name
     return False
@@ -105,6 +106,7 @@ def facts(plan: Plan, arguments: Arguments) -> dict[str, Any]:
         "schedule": {**{name: flat[name] for name in OVERRIDABLE}, "global_batch_size": plan.global_batch_size},
         "end_step": plan.max_step,
         "logged": {"every": arguments.logging.log_step_interval, "after": plan.start.step},
+        "model_name": arguments.model.model_name,
         "rolled_back_to": given.name if (given := _given(arguments)) is not None else None,
     }
 
@@ -188,6 +190,8 @@ def announcement(plan: Plan, arguments: Arguments, document: dict[str, Any]) -> 
         lines.append(f"{word}: {plan.max_step} steps instead of {document['end_step']}.")
     if lines:
         lines += _curves(plan, {**document["schedule"], "max_step": document["end_step"]}, now["schedule"])
+    if (model := document.get("model_name")) not in (None, arguments.model.model_name):
+        lines.append(f"The run began with --model_name {model}; it goes on with its own weights and configuration.")
     return lines
 
 

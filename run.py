@@ -22,7 +22,7 @@ from fabric_llm.data import Batches, MicroBatch, Prefetch
 from fabric_llm.failpoints import failpoint
 from fabric_llm.faults import NON_FINITE, Fault
 from fabric_llm.guard import Guard
-from fabric_llm.model import DTYPES, build_skeleton
+from fabric_llm.model import DTYPES, build_skeleton, has_weights
 from fabric_llm.stop import StopSignal
 from fabric_llm.watch import Watch
 from preflight import Plan, last_step
@@ -34,6 +34,16 @@ MANY_STEPS = 200  # that nobody wants to lose
 # Models of finished runs. Their last reference takes the process group with it, and gloo's destructor, run while Python
 # holds its lock, can wait for ever for a thread that needs the lock to drop a tensor. So they live as long as the process.
 kept_alive: list[Any] = []
+
+
+def resolved(plan: Plan) -> dict[str, Any]:
+    """What arguments.yaml holds instead of what was given: sizes that mean the same on any number of devices."""
+    return {
+        "context_length": plan.dataset.context_length,
+        "global_batch_size": plan.global_batch_size,
+        "micro_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": None,
+    }
 
 
 class Run:
@@ -89,8 +99,6 @@ class Run:
     def open_logs(self) -> None:
         arguments, plan = self.arguments, self.plan
         self.directory.mkdir(parents=True, exist_ok=True)
-        for name in retention.sweep(self.directory):
-            print(f"Removed {name}, left by a save that was cut off.")
         if plan.resume_from is not None:
             for line in resume.announcement(plan, arguments, checkpoint.check(plan.resume_from)):
                 print(line)
@@ -100,17 +108,15 @@ class Run:
             before = plan.resume_from.parent / "metrics.jsonl"
             if before.is_file():
                 shutil.copyfile(before, self.directory / "metrics.jsonl")
-        resolved = {"context_length": plan.dataset.context_length, "global_batch_size": plan.global_batch_size}
-        if arguments.training.micro_batch_size is not None:
-            resolved["gradient_accumulation_steps"] = None  # follows, on any number of devices
-        write_yaml(arguments, self.directory / "arguments.yaml", **resolved)
+        write_yaml(arguments, self.directory / "arguments.yaml", **resolved(plan))
         self.metrics = metrics.MetricsFile(self.directory / "metrics.jsonl", plan.start.step)
         run_directory.write_status(self.directory, None, "running", plan.start.step, True)
         logging = arguments.logging
         self.track, self.close_tracker = metrics.open_tracker(
             logging.logger, self.directory, arguments.flat(), logging.entity, logging.project
         )
-        start = f"resumed from {plan.resume_from}" if plan.resume_from else f"weights of {plan.source}"
+        start = f"weights of {plan.source}" if has_weights(plan.source) else f"random weights, {plan.source}"
+        start = f"resumed from {plan.resume_from}" if plan.resume_from else start
         parameters = sum(p.numel() for p in self.template.parameters())
         print(
             f"{type(self.template).__name__}, {parameters / 1e6:,.1f} M parameters, {arguments.model.precision}, {start}; "
@@ -193,8 +199,8 @@ class Run:
         if guard.gives_up():
             self.commit()  # what the background has written is good
             many = f"{guard.skipped} steps in a row were left out"
-            if guard.rewinds > guard.max_skipped_steps:
-                many = f"the run went back {guard.rewinds} times"
+            if guard.verdict == "rewind":
+                many = f"the run would go back for the {guard.rewinds + 1}. time"
             raise Fault(
                 f"{many} (--max_skipped_steps {guard.max_skipped_steps}), the last because of {guard.reason}, {where}; "
                 f"the last checkpoint is {retention.latest(self.directory) or 'none'}.",
@@ -207,6 +213,7 @@ class Run:
         last, document = self.choose_to_rewind_to(progress)
         back = Progress(**document["progress"])
         rewinds = self.guard.rewinds + 1
+        self.evaluated_step = -1
         self.model = self.optimizer = None  # their memory first: they are full of cycles
         gc.collect()
         if self.fabric.device.type == "cuda":
@@ -235,6 +242,9 @@ class Run:
             last, problems = retention.newest_valid(self.directory, hashes)
             for problem in problems:
                 self.console.line(f"Warning: {problem}")
+            if last is None and self.plan.resume_from is not None:  # a branch that hasn't saved yet
+                last = self.plan.resume_from
+                checkpoint.check(last, hashes)
             if last is None:
                 sentence = f"{self.guard.reason} at step {progress.step}, and no checkpoint to go back to."
                 raise Fault(sentence, NON_FINITE)
@@ -280,9 +290,11 @@ class Run:
         return stop_askers > 0, save_askers > 0
 
     def require_room(self) -> None:
-        """End the run before its model is loaded where not even one checkpoint would fit on the disk."""
+        """Sweep, and end the run before its model is loaded where not even one checkpoint would fit on the disk."""
 
         def look() -> None:
+            for name in retention.sweep(self.directory):
+                print(f"Removed {name}, left by a save that was cut off.", flush=True)
             parameters = build_skeleton(self.plan.config, DTYPES[self.arguments.model.precision]).parameters()
             needed = adamw.checkpoint_bytes(parameters, self.arguments.model.bf16_updates)
             checkpoint.require_room(self.directory, needed, "One checkpoint of this run")
@@ -343,15 +355,17 @@ class Run:
 
     def publish(self, pending: checkpoint.Pending) -> None:
         """The written checkpoint gets its name, and those that aren't kept go."""
-        if self.rank_zero:
-            self.metrics.make_durable()
-        checkpoint.commit(pending)
+        checkpoint.commit(pending, before=self.make_log_durable)
         step, save = retention.step_of(pending.target), self.arguments.save
         if self.rank_zero:
             if save.keep_last is not None:
                 retention.prune(self.directory, save.keep_last, save.keep_every, save.keep_best, self.plan.resume_from)
             run_directory.write_status(self.directory, None, "running", step, True)
             self.console.line(f"step {step}/{self.plan.max_step}  saved {pending.target}")
+
+    def make_log_durable(self) -> None:
+        """On rank 0, before a checkpoint is published: the lines of its steps are there as well."""
+        self.metrics.make_durable()
 
     def origin(self) -> dict[str, Any]:
         """Hashes of what the run was made from, for manifests."""
@@ -367,6 +381,8 @@ class Run:
     def finish(self, progress: Progress, stopped: bool) -> None:
         """Close everything, and tell the user what there is and what comes next."""
         failpoint("finish")
+        self.signals.ignore()
+        stop.asked_for(self.signals, self.directory if self.rank_zero else None)  # not for the next run
         self.commit()
         self.batches.close()
         if torch.distributed.is_initialized():
@@ -398,5 +414,8 @@ class Run:
             from fabric_llm.generate import generate
 
             prompt = self.plan.tokenizer.decode(probe_input(self.plan)[0, :16])
-            print(f"Sample:\n{generate(str(last), prompt, self.arguments.logging.sample_tokens)}\n")
+            try:
+                print(f"Sample:\n{generate(str(last), prompt, self.arguments.logging.sample_tokens)}\n")
+            except Exception as error:  # the run is done, and saved
+                print(f"Warning: no sample could be generated: {type(error).__name__}: {error}")
         print(f"Next: python export_hf.py {self.directory} --output hf/{self.directory.name}", flush=True)

@@ -72,7 +72,7 @@ def load_reference(
             flash = arguments.model.attention == "flash_attention_2"  # has no CPU kernel
             reference = model.load_reference(
                 source,
-                model.load_config(source, "sdpa") if flash else plan.config,
+                model.load_config(source) if flash else plan.config,
                 model.DTYPES[arguments.model.precision],
                 arguments.training.seed,
                 checkpoint.sharded_weights(Path(source), model.build_skeleton(plan.config, torch.float32)),

@@ -9,6 +9,7 @@ import traceback
 from typing import TYPE_CHECKING, Optional
 
 from arguments import Arguments, is_rank_zero, parse_train
+from fabric_llm.faults import STOPPED
 from fabric_llm.launch import adopt_slurm, die_with_parent
 from fabric_llm.stop import StopSignal
 
@@ -95,9 +96,11 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
             continue
         if logs or last or save_requested:
             run.log(progress, lr, result)
+        if stop_requested:  # whoever asked may not wait for an evaluation
+            run.save(progress, last)
         if evaluates:
             run.evaluate(progress)
-        if saves or last or save_requested:
+        if not stop_requested and (saves or last or save_requested):
             run.save(progress, last)
 
     stopped = progress.step < run.plan.max_step and progress.position != plan.end
@@ -115,6 +118,9 @@ if __name__ == "__main__":
         main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt as second_signal:  # before there were ranks to tell
+        print(f"train.py: {second_signal}", file=sys.stderr)
+        code = STOPPED
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -52,7 +52,17 @@ from transformers import PreTrainedModel
 
 from fabric_llm import manifest
 from fabric_llm.failpoints import failpoint
-from fabric_llm.faults import NO_CHECKPOINT, NON_FINITE, OUT_OF_MEMORY, PEER_LOST, REFUSED, SAVE_FAILED, Fault, as_fault
+from fabric_llm.faults import (
+    NO_CHECKPOINT,
+    NON_FINITE,
+    OUT_OF_MEMORY,
+    PEER_LOST,
+    REFUSED,
+    SAVE_FAILED,
+    STOPPED,
+    Fault,
+    as_fault,
+)
 from fabric_llm.manifest import MANIFEST, fsync
 from fabric_llm.strategy import reshard
 
@@ -139,7 +149,7 @@ def begin(
         weights = _full_weights(model, template, offload=fabric.device.type != "cpu")
     else:
         parts["weights"] = _sharded_weights(model, template)
-    own = [*parts.values(), (weights or {}) if rank == 0 else {}]
+    own = [*parts.values(), {**(weights or {}), **probe} if rank == 0 else {}]
     bad = next((name for some in own for name, tensor in some.items() if not _is_finite(tensor)), None)
     if found := [name for name in _gather(bad) if name is not None]:
         raise Fault(f"{target} isn't saved: {found[0]} holds NaN or infinity.", NON_FINITE)
@@ -237,14 +247,21 @@ def _writer(folder: Path, tensors: dict[str, Any]) -> HuggingFaceStorageWriter:
     return HuggingFaceStorageWriter(path=str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
 
 
-def commit(pending: Pending) -> None:
-    """Third act, on all ranks: publish what all have written. Raises Fault (74) on all ranks, see `write`."""
+def commit(pending: Pending, before: Callable[[], None] = lambda: None) -> None:
+    """Third act, on all ranks: publish what all have written, on rank 0 after `before()`.
+
+    Raises Fault (74) on all ranks, see `write`.
+    """
     answers = _gather((pending.entries, pending.problem))
     _agree(pending, [problem for _, problem in answers])
     files = {name: entry for entries, _ in answers for name, entry in entries.items()}
     document = {**pending.document, "files": dict(sorted(files.items()))}
-    publishing = _try(lambda: publish(pending.temporary, pending.target, document)) if pending.rank == 0 else None
-    _agree(pending, _gather(publishing))
+
+    def alone() -> None:
+        before()
+        publish(pending.temporary, pending.target, document)
+
+    _agree(pending, _gather(_try(alone) if pending.rank == 0 else None))
 
 
 class Background:
@@ -302,7 +319,7 @@ def _try(action: Callable[[], None]) -> Optional[Fault]:
     except (Exception, dcp.CheckpointException) as error:  # which is none
         failures = getattr(error, "failures", None)  # torch.distributed.checkpoint's: rank -> (exception, traceback)
         first = min(failures.items())[1][0] if failures else error
-        if isinstance(first, Fault) or as_fault(first).code in (PEER_LOST, OUT_OF_MEMORY):
+        if isinstance(first, Fault) or as_fault(first).code in (PEER_LOST, OUT_OF_MEMORY, STOPPED):
             return as_fault(first)
         return Fault(" ".join(str(first).split()) or type(first).__name__, SAVE_FAILED)
     return None

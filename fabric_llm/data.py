@@ -202,7 +202,9 @@ def _scan(split: datasets.Dataset, where: str) -> tuple[int, int]:
             if rows.null_count or pc.list_flatten(rows).null_count:
                 raise ValueError(f"Column {column!r} of the {where} has empty values.")
             lengths.update(pc.list_value_length(rows).unique().to_pylist())
-        columns = {name: pc.list_flatten(batch.column(name).combine_chunks()) for name in batch.column_names}
+        columns = {
+            name: pc.list_flatten(batch[name].combine_chunks()) for name in COLUMNS if name in batch.column_names
+        }
         if "labels" in columns:
             columns["labels"] = columns["labels"].filter(pc.not_equal(columns["labels"], IGNORED))
         for tokens in (columns[name] for name in ("input_ids", "labels") if name in columns):

@@ -12,7 +12,7 @@ NO_CHECKPOINT = 66  # none that is whole
 PEER_LOST = 71  # another rank is gone or hangs
 UNWRITABLE = 73  # the output directory can't be written, or another run is using it
 SAVE_FAILED = 74
-STOPPED = 75  # on request, after saving
+STOPPED = 75  # on request, after saving; after a second signal, without
 NON_FINITE = 76  # NaN or infinity, or too many spikes
 REFUSED = 77  # for security
 OUT_OF_MEMORY = 79  # of the device
@@ -26,7 +26,7 @@ _PEER_WORDS = (
     *("Timed out waiting", "wait timeout after", "failed to recv, got 0 bytes", "recvValue failed"),
 )
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ESTALE)
-_MEMORY_WORDS = ("can't allocate memory", "CUDA out of memory", "out of memory")
+_MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
 
 
 class Fault(ValueError):
@@ -44,7 +44,7 @@ def as_fault(error: BaseException) -> Fault:
         return error
     words = " ".join(str(error).split())
     if isinstance(error, KeyboardInterrupt):
-        return Fault("interrupted before the first step.", STOPPED)
+        return Fault(words or "interrupted.", STOPPED)
     if isinstance(error, MemoryError) or _is_out_of_memory(error, words):
         return Fault(words, OUT_OF_MEMORY)
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:

@@ -45,8 +45,10 @@ class Guard:
         return "take", ""
 
     def gives_up(self) -> bool:
-        """True once there were more skips or rewinds in a row than allowed."""
-        return max(self.skipped, self.rewinds) > self.max_skipped_steps
+        """True once there were more skips in a row, or with this one more rewinds, than allowed."""
+        if self.verdict == "rewind":
+            return self.rewinds + 1 > self.max_skipped_steps
+        return self.skipped > self.max_skipped_steps
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs, for JSON."""

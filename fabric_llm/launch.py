@@ -68,6 +68,12 @@ def started_by_other() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
+def restarts_what_fails() -> bool:
+    """True in a rank of a torchrun that has restarts left."""
+    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count < most
+
+
 def start_ranks(devices: int, num_nodes: int) -> Children:
     """Make this process rank 0 of its machine and start the others with the same command line."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -182,6 +182,13 @@ def check(folder: Path, hashes: bool) -> dict[str, Any]:
 
 def check_files(folder: Path, entries: dict[str, Entry], hashes: bool, wrong: str, code: int) -> None:
     """Raises Fault(`wrong`: file and what is wrong with it, `code`) for the first file that differs from its entry."""
+
+    def hashed(name: str) -> str:
+        try:
+            return sha256(folder / name)
+        except OSError as error:  # a bad sector, or nobody may read it
+            raise Fault(f"{wrong}: {name} can't be read ({error.strerror}).", code) from error
+
     for name, entry in entries.items():
         file = folder / name
         if not file.is_file():
@@ -191,6 +198,6 @@ def check_files(folder: Path, entries: dict[str, Entry], hashes: bool, wrong: st
     if not hashes:
         return
     with ThreadPoolExecutor(THREADS) as pool:
-        for (name, entry), found in zip(entries.items(), pool.map(lambda name: sha256(folder / name), entries)):
+        for (name, entry), found in zip(entries.items(), pool.map(hashed, entries)):
             if found != entry["sha256"]:
                 raise Fault(f"{wrong}: the content of {name} has changed.", code)

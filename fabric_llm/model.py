@@ -35,8 +35,8 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 DTYPES = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.float32, "16-mixed": torch.float32, "32-true": torch.float32}
 
 
-def load_config(model_name: str, attention: str = "sdpa") -> PretrainedConfig:
-    """The model's configuration, with transformers' name of the attention implementation to use.
+def load_config(model_name: str, attention: Optional[str] = None) -> PretrainedConfig:
+    """The model's configuration, with transformers' name of the attention implementation to use (None: its default).
 
     Raises ValueError where there is none or it isn't a causal LM's.
     """
@@ -155,9 +155,9 @@ def load_generation_config(model_name: str) -> Optional[GenerationConfig]:
 
 
 def has_weights(model_name: str) -> bool:
-    """False for a local directory with only a config.json."""
+    """False for a local directory with only a config.json. A sharded checkpoint's are in `weights/`."""
     folder = Path(model_name)
-    return not folder.is_dir() or any((folder / name).is_file() for name in WEIGHT_FILES)
+    return not folder.is_dir() or any((folder / name).exists() for name in (*WEIGHT_FILES, "weights"))
 
 
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -171,7 +171,8 @@ def checked_skeleton(model_name: str, config: PretrainedConfig, dtype: torch.dty
     try:
         skeleton = build_skeleton(config, dtype)
     except Exception as error:  # whatever sizes that nobody thought of lead to
-        raise ValueError(_not_a_model(model_name, error)) from error
+        said = " ".join(str(error).split())[:300].rstrip(".")
+        raise ValueError(f"The configuration of {model_name!r} makes no model here: {said}.") from error
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     if parameters > MOST_PARAMETERS:
         raise ValueError(

@@ -61,7 +61,7 @@ def newest_valid(run_directory: Path, hashes: bool) -> tuple[Optional[Path], lis
 
 def sweep(run_directory: Path) -> list[str]:
     """Remove what a killed save or prune left, and return its names."""
-    leftovers = [p for p in run_directory.glob(".t*") if re.match(r"\.(tmp|trash)-step-", p.name)]
+    leftovers = [p for p in run_directory.glob(".*") if re.match(r"\.((tmp|trash)-step|STATUS\.json)-", p.name)]
     for path in leftovers:
         _discard(path)
     return sorted(path.name for path in leftovers)
@@ -115,7 +115,11 @@ def prune(
             continue
         failpoint("prune.begin")
         trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
-        path.rename(trash)
+        try:
+            path.rename(trash)
+        except OSError as error:  # the new checkpoint is there, which is what counts
+            print(f"Warning: {path} couldn't be removed: {error.strerror}.", flush=True)
+            continue
         failpoint("prune.renamed")
         _discard(trash)
         removed.append(path)

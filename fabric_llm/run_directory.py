@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 from fabric_llm import retention
-from fabric_llm.faults import NO_CHECKPOINT, REFUSED, UNWRITABLE, Fault
+from fabric_llm.faults import DONE, NO_CHECKPOINT, REFUSED, UNWRITABLE, Fault
 
 LOCK, STATUS = ".lock", "STATUS.json"
 MOST_CHARACTERS = 200  # of a run's name; file systems take 255 bytes
@@ -149,7 +149,8 @@ def write_status(folder: Path, code: Optional[int], reason: str, step: Optional[
 def leave(fault: Fault) -> None:
     """Write into the run directory that this process has locked, if any, why its run didn't begin; unlock it."""
     for folder in list(_locks):
-        write_status(folder, fault.code, str(fault), None, fault.retryable)
+        if fault.code != DONE or read_status(folder).get("code") != DONE:  # which says more already
+            write_status(folder, fault.code, str(fault), None, fault.retryable)
         unlock(folder)
 
 

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Optional
 
-from fabric_llm.faults import STOPPED
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STOP_FILE, SAVE_FILE = "stop", "save_now"
+SECONDS_OF_ONE_REQUEST = 2.0  # schedulers signal all processes, and launchers pass it on to their ranks again
 
 
 class StopSignal:
-    """Remembers the first signal; a second one ends the process at once, without a save."""
+    """Remembers the first signal; a second one, which isn't the same delivered twice, ends the run without a save."""
 
     def __init__(self) -> None:
         self.received: Optional[int] = None
+        self.at = 0.0  # monotonic seconds, when it came
         self.former = {number: signal.signal(number, self._handle) for number in SIGNALS}
 
     def _handle(self, number: int, frame: Optional[FrameType]) -> None:
-        if self.received is not None:
-            os.write(2, b"A second signal: ending without a save.\n")
-            os._exit(STOPPED)
-        self.received = number
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self.at = number, now
+        elif now - self.at > SECONDS_OF_ONE_REQUEST:
+            for again in SIGNALS:
+                signal.signal(again, signal.SIG_DFL)  # whoever has to ask a third time wants it gone
+            raise KeyboardInterrupt("stopped at once by a second signal, without a save.")
+
+    def ignore(self) -> None:
+        """From here on: everything is saved, and the run ends anyway."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
     def restore(self) -> None:
         """Give the signals back to whoever had them."""

@@ -13,9 +13,11 @@ from ranks import metrics, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from arguments import DEMO_CONFIG, ELSEWHERE, ROOT, parse_export, parse_prepare, parse_train
+from arguments import DEMO_CONFIG, ELSEWHERE, ROOT, parse_export, parse_prepare, parse_train, write_yaml
 from fabric_llm.adamw import AdamW
 from fabric_llm.optim import clip_gradients, decayed_names, lr_at, parameter_groups
+from preflight import make_plan
+from run import resolved
 
 FLAGS = {  # the contract: design, section 4
     "Devices": "devices num_nodes accelerator tpu",
@@ -217,6 +219,26 @@ def test_arguments_yaml_repeats_the_run_on_other_ranks(finished):
         == metrics(finished / "first", "tokens")
         == [4 * CONTEXT * k for k in (1, 2, 3, 4)]
     )
+
+
+def test_a_run_that_gave_only_accumulation_goes_on_on_more_devices(toys, tmp_path):
+    flags = (*toy_run(toys, tmp_path), "--run_name", "run", "--gradient_accumulation_steps", 4, "--max_step", 2)
+    train_ranks(1, *flags)
+    more = ("--max_step", 4, "--resume_override", "max_step", "--strategy", "ddp")
+    train_ranks(2, "--resume", "true", "--run_name", "run", "--output_dir", tmp_path, *more)
+    assert metrics(tmp_path / "run", "tokens") == [4 * CONTEXT * k for k in (1, 2, 3, 4)]
+
+
+def test_the_demo_on_many_devices_says_the_micro_batch_that_it_takes(toys, tmp_path, monkeypatch):
+    """configs/demo.yaml asks for more than 4 devices can take of its global batch; the run must be repeatable."""
+    monkeypatch.setattr("preflight.prepare_demo", lambda *given: None)
+    demo = parse_train(["--devices", "4", "--output_dir", str(tmp_path)])
+    demo.model.model_name, demo.data.train_data_dir = str(toys / "llama"), str(toys / "data")
+    demo.data.context_length, demo.training.max_step = None, 1
+    plan = make_plan(demo)
+    write_yaml(demo, tmp_path / "arguments.yaml", **resolved(plan))
+    again = make_plan(parse_train(["--config", str(tmp_path / "arguments.yaml")]))
+    assert again.micro_batch_size == plan.micro_batch_size < 4 and again.global_batch_size == plan.global_batch_size
 
 
 def test_a_resumed_run_goes_on_with_its_own_arguments(finished):

@@ -9,8 +9,15 @@ import pytest
 import torch
 from conftest import CONTEXT, ROWS, VOCABULARY
 from ranks import toy_run, train_ranks
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 import train
+from arguments import parse_train
+from fabric_llm.data import open_dataset
+from fabric_llm.faults import as_fault
+from preflight import make_plan
 
 
 @pytest.fixture
@@ -167,6 +174,12 @@ def test_datasets(refused, tmp_path, splits, words):
     assert all(word in sentence for word in words), sentence
 
 
+def test_other_columns_are_left_out(tmp_path):
+    rows = {"input_ids": [ROW] * 3, "text": ["x"] * 3, "length": [8] * 3}
+    _, folder = dataset(tmp_path / "more", train=rows, validation=rows)
+    assert len(open_dataset(folder).train) == 3
+
+
 def test_a_folder_that_is_no_dataset(refused, tmp_path):
     (tmp_path / "text").mkdir()
     assert "isn't a dataset folder" in refused("--train_data_dir", tmp_path / "text")
@@ -189,6 +202,48 @@ def test_models(refused, toys, tmp_path):
     (folder / "config.json").write_text("{")
     assert str(folder) in refused("--model_name", folder)
     assert "hub" in refused("--model_name", "nobody/nothing")
+
+
+def test_data_of_another_tokenizer(refused, toys, tmp_path):
+    """The first ten tokens that differ are named."""
+    for folder, name, words in (
+        ("model", "llama", "a b c d e f g h i j k l"),
+        ("data", "data", "l k j i h g f e d c b a"),
+    ):
+        shutil.copytree(toys / name, tmp_path / folder)
+        vocabulary = {word: index for index, word in enumerate(words.split())}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)))
+        tokenizer.save_pretrained(tmp_path / folder / ("tokenizer" if folder == "data" else ""))
+    sentence = refused("--model_name", tmp_path / "model", "--train_data_dir", tmp_path / "data")
+    assert "12 tokens differ: 'a' is 11, not 0, 'b' is 10, not 1" in sentence and "--tokenizer" in sentence
+    assert sentence.count(", not ") == 10
+
+
+def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
+    """Which may lie on a disk of its own."""
+    asked = []
+    monkeypatch.setattr("preflight.open_dataset", lambda folder, how: asked.append(how) or open_dataset(folder, how))
+    arguments = parse_train([str(word) for word in (*toy_run(toys, tmp_path), "--devices", 2, "--num_nodes", 2)])
+    for rank, local_rank in ((0, 0), (1, 1), (2, 0), (3, 1)):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", 4)):
+            monkeypatch.setenv(name, str(value))
+        make_plan(arguments)
+    assert asked == ["auto", "size", "auto", "size"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), 79),
+        (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 79),
+        (MemoryError(), 79),
+        (OSError(28, "No space left on device"), 74),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:1"), 71),
+        (RuntimeError("shapes cannot be multiplied"), 1),
+    ],
+)
+def test_what_others_raise_gets_a_code(error, code):
+    assert as_fault(error).code == code
 
 
 def test_remote_code_is_never_run(refused, toys, tmp_path):

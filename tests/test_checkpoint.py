@@ -131,6 +131,7 @@ def test_the_manifest_holds_bytes_and_hash_of_every_other_file(runs, kind):
 
 def test_progress_json_says_where_the_run_is(runs):
     document = check(runs / "full" / "step-00000002", hashes=True)
+    assert document.pop("model_name").endswith("llama-tied")
     guard = document.pop("guard")
     assert len(guard.pop("losses")) == 2 and guard == {"skipped": 0, "rewinds": 0}
     schedule = document.pop("schedule")
@@ -232,6 +233,7 @@ def test_nothing_is_overwritten(toys, tmp_path, capsys, monkeypatch):
 
 
 def test_leftovers_of_saves_and_prunes_are_swept_and_nothing_else(run):
+    (run / ".STATUS.json-12ab34cd").touch()  # killed while it was written
     for name in (
         ".tmp-step-00000004-ab12",
         ".trash-step-00000001-cd34",
@@ -241,9 +243,45 @@ def test_leftovers_of_saves_and_prunes_are_swept_and_nothing_else(run):
     ):
         (run / name).mkdir()
     before = names(run)
-    assert sorted(sweep(run)) == [".tmp-step-00000004-ab12", ".trash-step-00000001-cd34"]
-    assert names(run) == [name for name in before if not name.startswith((".tmp-step", ".trash-step"))]
+    gone = [".STATUS.json-12ab34cd", ".tmp-step-00000004-ab12", ".trash-step-00000001-cd34"]
+    assert sorted(sweep(run)) == gone
+    assert names(run) == [name for name in before if name not in gone]
     assert sweep(run) == []
+
+
+def test_what_a_killed_save_left_goes_before_the_disk_is_asked_for_room(run, toys, monkeypatch, capsys):
+    """Or the run could never be started again where the disk holds one checkpoint more than are kept."""
+    left = run / ".tmp-step-00000004-12ab"
+    left.mkdir()
+    disk_usage = shutil.disk_usage
+    monkeypatch.setattr(
+        "fabric_llm.checkpoint.shutil.disk_usage",
+        lambda folder: disk_usage(folder)._replace(free=0 if left.exists() else 2**40),
+    )
+    one_rank(toys, run.parent, "--run_name", "run", "--resume", "true", "--max_step", 4, *EXTEND)
+    assert f"Removed {left.name}" in capsys.readouterr().out and (run / "step-00000004").is_dir()
+
+
+def test_a_manifest_says_what_the_checkpoint_was_made_from(run):
+    document = manifest.read(run / "step-00000003")
+    assert (document["step"], document["world_size"]) == (3, 1)
+    assert document["arguments_sha256"] == manifest.sha256(run / "arguments.yaml")
+    assert document["data_fingerprint"] and set(document["versions"]) >= {"torch", "lightning", "transformers"}
+
+
+def test_logits_that_overflow_are_no_checkpoint(toys, tmp_path, monkeypatch, capsys):
+    record = checkpoint.record_probe
+
+    def overflowing(*given):
+        probe = record(*given)
+        probe["logits"][0, 0] = float("inf")
+        return probe
+
+    monkeypatch.setattr(checkpoint, "record_probe", overflowing)
+    with pytest.raises(SystemExit) as end:
+        one_rank(toys, tmp_path, "--run_name", "run")
+    assert end.value.code == 76 and "logits holds NaN or infinity" in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("step-*"))
 
 
 # ------------------------------------------------------------------------------- latest, prune, rollback
@@ -285,6 +323,20 @@ def test_prune_keeps_the_best(run):
 def test_keep_last(toys, tmp_path):
     one_rank(toys, tmp_path, "--run_name", "run", "--keep_last", 2)
     assert names(tmp_path / "run") == LEFT + ["step-00000002", "step-00000003"]
+
+
+def test_a_prune_that_is_refused_is_a_warning(run, monkeypatch, capsys):
+    rename = Path.rename
+
+    def refused(path, target):
+        if ".trash" in target.name:
+            raise PermissionError(13, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    assert prune(run, 1, None, 0, None) == []
+    assert "couldn't be removed: Permission denied" in capsys.readouterr().out
+    assert len(checkpoints(run)) == 3
 
 
 def test_a_prune_that_is_cut_off_leaves_no_half_checkpoint(run, monkeypatch):

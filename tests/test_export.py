@@ -10,9 +10,17 @@ from conftest import VOCABULARY, make_dataset
 from ranks import train_ranks
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    MixtralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 import export_hf
+import fabric_llm.verify
 from fabric_llm import checkpoint, manifest, retention
 from fabric_llm.export import VerificationError, export, find, verify
 
@@ -149,6 +157,22 @@ def test_experts_keep_the_names_of_the_hub(tmp_path):
         train_ranks(1, *flags, "--run_name", kind, "--state_dict_type", kind, "--max_step", 1, "--eval_iters", 0)
         export(find(tmp_path / kind), tmp_path / f"hf-{kind}")
         assert stored(tmp_path / f"hf-{kind}").keys() == stored(tmp_path / "mixtral").keys()
+
+
+def test_a_model_that_knows_only_eager_attention(tmp_path):
+    """Its checkpoints are read with whatever attention transformers takes for it."""
+    config = Gemma2Config(
+        **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCABULARY},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
+    )
+    config.save_pretrained(tmp_path / "gemma")
+    make_dataset(tmp_path / "data", np.random.default_rng(0))
+    flags = ("--model_name", tmp_path / "gemma", "--train_data_dir", tmp_path / "data", "--output_dir", tmp_path)
+    flags += ("--run_name", "run", "--attention", "eager", "--eval_iters", 0)
+    train_ranks(1, *flags, "--max_step", 1)
+    train_ranks(1, *flags, "--max_step", 2, "--resume", "true", "--resume_override", "max_step")
+    export(find(tmp_path / "run"), tmp_path / "hf")
+    assert fabric_llm.verify.main([str(tmp_path / "run")]) == 0
 
 
 def test_generation_config_is_that_of_the_model_it_started_from(runs, toys, tmp_path):

@@ -90,6 +90,78 @@ def test_a_named_checkpoint_is_never_replaced_by_another(run):
     assert code == 66 and "the content of model.safetensors has changed" in said
 
 
+def with_a_bad_sector(argv, file):
+    import errno
+
+    from fabric_llm import manifest
+
+    sha256 = manifest.sha256
+
+    def read(path):
+        if path == file:
+            raise OSError(errno.EIO, "Input/output error")
+        return sha256(path)
+
+    manifest.sha256 = read
+    return said_and_code(argv)
+
+
+def test_a_file_that_cannot_be_read_is_damaged(run):
+    flags, folder = run
+    file = folder / "step-00000006" / "model.safetensors"
+    argv = [*flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true"]
+    [(code, said)] = run_ranks(1, with_a_bad_sector, argv, file)
+    assert code == 0 and "model.safetensors can't be read (Input/output error)" in said
+    assert f"resumed from {folder / 'step-00000004'}" in said
+
+
+def test_a_model_card_in_a_checkpoint_is_no_damage_to_a_new_run(run):
+    flags, folder = run
+    (folder / "step-00000006" / "README.md").write_text("A card.")
+    (folder.parent / "base").symlink_to(folder / "step-00000006")
+    argv = [*flags, "--model_name", folder.parent / "base", "--run_name", "new", "--max_step", 1]
+    [(code, said)] = run_ranks(1, said_and_code, argv)
+    assert code == 0 and f"weights of {folder.parent / 'base'}" in said
+
+
+@pytest.mark.parametrize(
+    ("how", "pattern", "words"),
+    [
+        ("flip", "model.safetensors", "the content of model.safetensors has changed"),
+        ("delete", "model.safetensors", "model.safetensors is missing"),
+        ("delete", "MANIFEST.json", "it has no MANIFEST.json"),
+    ],
+)
+def test_a_new_run_from_a_damaged_checkpoint_does_not_begin(run, how, pattern, words):
+    """Least of all from random weights, where there are none."""
+    flags, folder = run
+    damage_by(how, folder / "step-00000006" / pattern)
+    argv = [*flags, "--model_name", folder / "step-00000006", "--run_name", "new", "--max_step", 1]
+    [(code, said)] = run_ranks(1, said_and_code, argv)
+    assert code == 66 and words in said
+
+
+def test_a_run_goes_on_when_what_it_began_with_is_gone(toys, run, tmp_path):
+    flags, folder = run
+    shutil.copytree(toys / "llama", tmp_path / "model")
+    argv = [*flags, "--model_name", tmp_path / "model", "--run_name", "new", "--max_step", 3]
+    train_ranks(1, *argv)
+    shutil.rmtree(tmp_path / "model")
+    argv[argv.index("--max_step", len(flags)) + 1] = 4
+    [(code, said)] = run_ranks(1, said_and_code, [*argv, "--resume", "true", "--resume_override", "max_step"])
+    assert code == 0, said
+    assert metrics(tmp_path / "new", "step")[-1] == 4
+
+
+def test_a_resumed_run_says_that_it_does_not_take_another_model(toys, run):
+    flags, folder = run
+    shutil.copytree(toys / "llama", folder.parent / "other")
+    argv = [*flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true"]
+    argv[argv.index("--model_name") + 1] = folder.parent / "other"
+    [(code, said)] = run_ranks(1, said_and_code, argv)
+    assert code == 0 and f"The run began with --model_name {toys / 'llama'}" in said
+
+
 def test_no_whole_checkpoint_at_all(run):
     flags, folder = run
     for step in (2, 4, 6):

@@ -333,6 +333,7 @@ def pickled_metadata_in_a_checkpoint_as_a_model(scene):
 @attack(66, "weights", "can't be read")
 def pickled_weights_part_in_a_checkpoint_as_a_model(scene):
     next((step(scene.sharded) / "weights").iterdir()).write_bytes(scene.pickle)
+    seal(step(scene.sharded))
     return scene.train("--model_name", step(scene.sharded))
 
 

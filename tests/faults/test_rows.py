@@ -1,5 +1,6 @@
 """The table of docs/faults.md, row by row, where no other test holds the row."""
 
+import errno
 import json
 import os
 import resource
@@ -289,6 +290,45 @@ def test_a_killed_rank_under_torchrun_is_started_again(toys, tmp_path, whole):
     assert processes_of(tmp_path) == []
 
 
+def test_a_run_that_was_asked_to_stop_is_not_started_again_by_torchrun(toys, tmp_path):
+    """Which takes any exit code but 0 for a failure; STATUS.json says what it was."""
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2"]
+    words = [*command(toys, tmp_path, "--resume", "auto", "--max_step", 10_000)]
+    running = subprocess.Popen(
+        [*torchrun, "--max_restarts", "2", *words],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+    )
+    deadline = time.monotonic() + 60
+    while not metrics_are_there(tmp_path / "run") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (tmp_path / "run" / "stop").touch()
+    said = running.communicate(timeout=60)[0]
+    assert running.returncode == 0 and said.count("Stopped on request") == 1, said[-3000:]
+    assert status(tmp_path / "run")["code"] == 75
+
+
+def metrics_are_there(run):
+    return (run / "metrics.jsonl").is_file() and len(metrics(run, "step")) > 2
+
+
+def test_a_log_that_cannot_be_made_durable_ends_all_ranks_and_leaves_nothing_behind(toys, tmp_path):
+    def full_disk():
+        from fabric_llm.metrics import MetricsFile
+
+        def refused(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        MetricsFile.make_durable = refused
+
+    job = Job(2, *flags(toys, tmp_path), before=full_disk)
+    assert job.wait() == [74, 74], job.output
+    assert leftovers(tmp_path / "run") == [] and saved(tmp_path / "run") == []
+
+
 @pytest.mark.slow
 def test_a_lost_node_under_torchrun(toys, tmp_path, whole):
     """Two agents of one rank each; one is killed with its rank, and the other goes on alone."""
@@ -434,6 +474,13 @@ def test_a_branch_leaves_its_run_as_it_is(toys, tmp_path, whole):
     assert ours[:4] == theirs[:4] and ours[4:] != theirs[4:] and len(ours) == len(theirs)
     job = Job(2, *flags(toys, tmp_path, *branch, "--lr", 5e-3, "--resume_override", "lr"))
     assert job.wait() == [2, 2] and "would begin a branch in" in job.output[0]
+    shutil.rmtree(tmp_path / "branch")
+    job = Job(2, *flags(toys, tmp_path, *branch), failpoint="between_steps:count=4")
+    assert job.wait() == [-9, -9], job.output
+    restart = lambda: os.environ.update(TORCHELASTIC_RESTART_COUNT="1")  # noqa: E731
+    job = Job(2, *flags(toys, tmp_path, *branch), before=restart)
+    assert job.wait() == [0, 0], "torchrun gives the same command line again"
+    assert metrics(tmp_path / "branch") == theirs
 
 
 def test_a_rollback_that_is_restarted_isnt_made_again(toys, tmp_path, whole):
@@ -447,8 +494,10 @@ def test_a_rollback_that_is_restarted_isnt_made_again(toys, tmp_path, whole):
     assert job.wait() == [0, 0], job.output
     assert job.output[0].split("resumed from ")[1].split(";")[0].endswith("step-00000006")
     assert metrics(tmp_path / "run") == metrics(whole) and len(list((tmp_path / "run").glob("aside-step-*"))) == 2
+    ended = status(tmp_path / "run")
     job = Job(2, *flags(toys, tmp_path, *back))
     assert job.wait() == [0, 0] and "nothing is left to do" in job.output[0]
+    assert status(tmp_path / "run") == ended
     on_purpose = (*back, "--resume", "true")
     job = Job(2, *flags(toys, tmp_path, *on_purpose))
     assert job.wait() == [0, 0] and "Back from step-00000008 to step-00000003" in job.output[0]
