@@ -109,7 +109,7 @@ class Run:
             if before.is_file():
                 shutil.copyfile(before, self.directory / "metrics.jsonl")
         write_yaml(arguments, self.directory / "arguments.yaml", **resolved(plan))
-        self.metrics = metrics.MetricsFile(self.directory / "metrics.jsonl", plan.start.step)
+        self.metrics = metrics.MetricsFile(self.directory / "metrics.jsonl", plan.start.step, self.guard.rewinds)
         run_directory.write_status(self.directory, None, "running", plan.start.step, True)
         logging = arguments.logging
         self.track, self.close_tracker = metrics.open_tracker(

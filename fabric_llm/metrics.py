@@ -28,14 +28,18 @@ Tracker = Callable[[int, Record], None]
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, each with `step`. Open only while a line is written."""
 
-    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+    def __init__(self, path: Path, resumed_step: int = 0, rewinds: Optional[int] = None) -> None:
         """Lines of steps after `resumed_step` belong to work that is being redone: they go.
 
-        At 0 all go: they are those of a run that was killed before its first checkpoint.
+        At 0 all go: they are those of a run that was killed before its first checkpoint. rewinds: how often the run had
+        gone back when its checkpoint was written; later times, whose lines bear the step gone back to, are undone as well.
         """
         if path.exists():
             lines = path.read_text(errors="replace").splitlines(keepends=True) if resumed_step else []
             kept = [line for line in lines if _step_of(line) <= resumed_step]
+            if rewinds is not None:
+                undone = [line for line in kept if _is_rewind(line)][rewinds:]
+                kept = [line for line in kept if line not in undone]
             temporary = path.with_name(f".{path.name}.tmp")
             temporary.write_text("".join(kept))
             fsync(temporary)
@@ -62,6 +66,10 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, RecursionError):  # a line that a kill cut off, or nobody of ours wrote
         return float("inf")
+
+
+def _is_rewind(line: str) -> bool:
+    return json.loads(line).get("verdict") == "rewind"
 
 
 class Throughput:

@@ -192,7 +192,8 @@ def verify_run(run: Path, exports: bool) -> Report:
     else:
         hashed = manifest.sha256(newest / manifest.MANIFEST)
         report.newest = {"name": newest.name, "step": durable, "manifest_sha256": hashed}
-    over = status.get("code") in (DONE, STOPPED)
+    saved_at_the_end = status.get("step") == status.get("last_durable_step")  # not so after a second signal
+    over = status.get("code") in (DONE, STOPPED) and saved_at_the_end
     report.look(inspect_run.check_status, run / run_directory.STATUS, status, durable)
     report.look(inspect_run.check_metrics, run / "metrics.jsonl", over, durable, documents)
     if exports and durable in documents:

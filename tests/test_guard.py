@@ -37,11 +37,15 @@ def train_with_faults(argv, faults, factor):
     return 0
 
 
-def run(toys, folder, ranks, faults, *flags, factor=math.nan, strategy="auto", model="llama"):
+def argv_of(toys, folder, ranks, *flags, strategy="auto", model="llama"):
     words = [*toy_run(toys, folder, model=model), "--run_name", "run"]
     words += ["--strategy", strategy, "--devices", ranks, "--log_step_interval", 1, "--eval_iters", 0, "--lr", 1e-2]
-    words += ["--global_batch_size", 4, "--micro_batch_size", 1, *flags]
-    codes = run_ranks(ranks, train_with_faults, [str(word) for word in words], faults, factor)
+    return [str(word) for word in [*words, "--global_batch_size", 4, "--micro_batch_size", 1, *flags]]
+
+
+def run(toys, folder, ranks, faults, *flags, factor=math.nan, strategy="auto", model="llama"):
+    argv = argv_of(toys, folder, ranks, *flags, strategy=strategy, model=model)
+    codes = run_ranks(ranks, train_with_faults, argv, faults, factor)
     assert len(set(codes)) == 1, "all ranks end alike"
     return codes[0]
 
@@ -110,6 +114,43 @@ def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(toys, tmp_path
     progress = json.loads((tmp_path / "run/step-00000016/trainer/progress.json").read_text())
     assert progress["progress"]["position"] == (14 + 4) * 4
     assert progress["guard"]["rewinds"] == 1
+
+
+@pytest.mark.parametrize("branch", [False, True])
+def test_a_rewind_that_was_cut_off_is_made_again_and_told_once(toys, tmp_path, branch):
+    """A branch that hasn't saved yet goes back to where it began."""
+    flags = ("--spike_threshold", 6, "--lr", 1e-4, "--spike_action", "rewind", "--save_step_interval", 12)
+    assert run(toys, tmp_path, 1, {}, *flags, "--max_step", 12) == 0
+    spike = {0: range(4 * 1, 4 * 2)}  # step 14
+    more = (*flags, "--resume_override", "max_step", "--max_step", 20, "--resume", "true")
+    if branch:
+        more += ("--checkpoint", tmp_path / "run" / "step-00000012", "--run_name", "branch")
+    killed = run_ranks(1, killed_after_the_rewind, argv_of(toys, tmp_path, 1, *more), spike)
+    folder = tmp_path / ("branch" if branch else "run")
+    assert killed == ["killed"] and metrics(folder, "verdict") == ["rewind"]
+    assert run(toys, tmp_path, 1, spike, *more, factor=100.0) == 0
+    assert metrics(folder, "verdict") == ["rewind"] and metrics(folder, "step")[-1] == 20
+    assert [line["position"] for line in lines_with(folder, "verdict")] == [14 * 4]
+
+
+def killed_after_the_rewind(argv, faults):
+    import run as its_run
+
+    advance, seen = its_run.Run.advance, []
+
+    def until_the_rewind_is_over(self, progress):
+        advance(self, progress)
+        seen.append(progress.step)
+        if seen.count(13) == 2:
+            raise KeyboardInterrupt("killed")
+
+    its_run.Run.advance = until_the_rewind_is_over
+    return "killed" if train_with_faults(argv, faults, 100.0) == 75 else "not killed"
+
+
+def lines_with(folder, key):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if key in line]
 
 
 def test_a_run_of_epochs_that_went_back_resumes_on_the_same_schedule(toys, tmp_path):

@@ -227,6 +227,18 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_no_failure(run, capsys, monkey
     assert (code, error) == (0, "") and "step-00000002 was pruned meanwhile" in out
 
 
+@pytest.mark.parametrize("status", [{"code": 75, "step": 7}, {"code": 0, "step": None}])
+def test_steps_that_nobody_saved_are_no_damage(run, capsys, status):
+    """Ended by a second signal; or extended and killed, and then the first command in a restart loop."""
+    said = json.loads((run / "STATUS.json").read_text())
+    (run / "STATUS.json").write_text(json.dumps({**said, **status}))
+    with (run / "metrics.jsonl").open("a") as file:
+        line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-2])
+        file.write(json.dumps({**line, "step": 7}) + "\n")
+    code, out, error = verified(capsys, run, "--no_export")
+    assert (code, error) == (0, "") and "a resumed run writes them anew" in out
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"code": 0}', '{"last_durable_step": "x"}'])
 def test_a_status_that_is_none(run, capsys, content):
     (run / "STATUS.json").write_text(content)
