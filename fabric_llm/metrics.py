@@ -38,8 +38,8 @@ class MetricsFile:
             lines = path.read_text(errors="replace").splitlines(keepends=True) if resumed_step else []
             kept = [line for line in lines if _step_of(line) <= resumed_step]
             if rewinds is not None:
-                undone = [line for line in kept if _is_rewind(line)][rewinds:]
-                kept = [line for line in kept if line not in undone]
+                undone = [number for number, line in enumerate(kept) if _is_rewind(line)][rewinds:]
+                kept = [line for number, line in enumerate(kept) if number not in undone]
             temporary = path.with_name(f".{path.name}.tmp")
             temporary.write_text("".join(kept))
             fsync(temporary)
