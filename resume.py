@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from arguments import Arguments, is_rank_zero
 from fabric_llm import checkpoint, retention, run_directory
 from fabric_llm.faults import DONE, NO_CHECKPOINT, Fault
+from fabric_llm.manifest import MANIFEST
 from fabric_llm.optim import lr_at
 
 if TYPE_CHECKING:
@@ -42,24 +43,25 @@ def choose(arguments: Arguments, directory: Path) -> Optional[Path]:
     flags, given = arguments.checkpoint, _given(arguments)
     if CHOSEN in os.environ:
         return Path(os.environ[CHOSEN]) if os.environ[CHOSEN] else None
+    own = retention.latest(directory)
+    goes_on = given is not None and _restarted(arguments) and _goes_on_from(directory, given)
+    if given is not None and not goes_on and not (given / MANIFEST).is_file():
+        raise Fault(f"{str(given)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
     run_directory.require_writable(directory)
     if directory.is_dir() and is_rank_zero():
         run_directory.lock(directory)
     if not flags.resume:
         return None
     hashes = flags.verify_checkpoints == "full" and is_rank_zero()
-    own = retention.latest(directory)
-    if given is not None:
+    if given is not None and not goes_on:
         run_directory.no_link(given.parent / "metrics.jsonl")  # a branch begins with a copy
-        branches = given.parent.resolve() != directory.resolve()
-        if own is None or not branches and not _has_rolled_back(arguments, given):
-            checkpoint.check(given, hashes)
-            return given
-        if branches and not _restarted(arguments):
+        if own is not None and given.parent.resolve() != directory.resolve():
             raise ValueError(
                 f"--checkpoint {flags.checkpoint} would begin a branch in {str(directory)!r}, which holds checkpoints up "
                 f"to {own.name}: go on there without --checkpoint, or take another --run_name."
             )
+        checkpoint.check(given, hashes)
+        return given
     valid, problems = retention.newest_valid(directory, hashes)
     if valid is None and problems:
         raise Fault(f"No checkpoint in {str(directory)!r} is whole: {' '.join(problems)}", NO_CHECKPOINT)
@@ -78,11 +80,12 @@ def _restarted(arguments: Arguments) -> bool:
     return arguments.checkpoint.resume == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def _has_rolled_back(arguments: Arguments, given: Path) -> bool:
-    """True in a restart of a run that has gone back to `given` already: it goes on from there, not back once more."""
-    for path in reversed(retention.checkpoints(given.parent)) if _restarted(arguments) else ():
+def _goes_on_from(directory: Path, given: Path) -> bool:
+    """True if the run in `directory` has gone back to, or branched off, `given` already, and saved since."""
+    for path in reversed(retention.checkpoints(directory)):
         with suppress(Fault):  # damaged: the one before it says it
-            return path.name != given.name and checkpoint.read_progress(path).get("rolled_back_to") == given.name
+            begun = checkpoint.read_progress(path).get("rolled_back_to") == given.name
+            return begun and path.resolve() != given.resolve()
     return False
 
 

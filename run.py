@@ -37,7 +37,7 @@ kept_alive: list[Any] = []
 
 
 def resolved(plan: Plan) -> dict[str, Any]:
-    """What arguments.yaml holds instead of what was given: sizes that mean the same on any number of devices."""
+    """What arguments.yaml holds instead of what was given: the same step on any devices that its batch divides by."""
     return {
         "context_length": plan.dataset.context_length,
         "global_batch_size": plan.global_batch_size,
@@ -381,7 +381,7 @@ class Run:
     def finish(self, progress: Progress, stopped: bool) -> None:
         """Close everything, and tell the user what there is and what comes next."""
         failpoint("finish")
-        self.signals.ignore()
+        self.signals.everything_is_saved()
         stop.asked_for(self.signals, self.directory if self.rank_zero else None)  # not for the next run
         self.commit()
         self.batches.close()

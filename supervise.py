@@ -14,7 +14,7 @@ from lightning.fabric import Fabric
 from arguments import Arguments
 from fabric_llm import metrics, run_directory
 from fabric_llm.faults import DONE, OUT_OF_MEMORY, PEER_LOST, STOPPED, UNEXPECTED, Fault, as_fault
-from fabric_llm.launch import Children, kill_parent, restarts_what_fails
+from fabric_llm.launch import Children, for_launcher, kill_parent
 from fabric_llm.watch import Watch
 from preflight import Plan
 
@@ -41,7 +41,7 @@ def supervise(
             _write(directory, watch, first)
             kill_parent()
         children.end(SECONDS_FOR_OTHERS)
-        os._exit(_for_launcher(_code_of_others(first)))
+        os._exit(for_launcher(_code_of_others(first)))
 
     watch = Watch(rank, fabric.world_size, arguments.devices.hang_timeout, stuck, children.dead)
     if rank == 0:
@@ -64,14 +64,14 @@ def supervise(
             _write(directory, watch, first)
         children.end(SECONDS_FOR_OTHERS)
         run_directory.unlock(directory)
-        raise SystemExit(_for_launcher(fault.code if own else _code_of_others(first))) from None
+        raise SystemExit(for_launcher(fault.code if own else _code_of_others(first))) from None
     if rank == 0:
         code, reason = (STOPPED, "stopped on request") if stopped else (DONE, "done")
         run_directory.write_status(directory, code, reason, watch.step, stopped)
     children.end(60)
     run_directory.unlock(directory)
     if stopped:
-        raise SystemExit(_for_launcher(STOPPED))
+        raise SystemExit(for_launcher(STOPPED))
 
 
 def _tell(rank: int, first: Fault, own: Fault) -> None:
@@ -85,11 +85,6 @@ def _tell(rank: int, first: Fault, own: Fault) -> None:
 def _code_of_others(first: Fault) -> int:
     """With which the ranks end that haven't failed first."""
     return STOPPED if first.code == STOPPED else PEER_LOST
-
-
-def _for_launcher(code: int) -> int:
-    """A torchrun with restarts left takes any code but 0 for a failure, and would start again what was asked to stop."""
-    return DONE if code == STOPPED and restarts_what_fails() else code
 
 
 def _write(directory: Path, watch: Watch, fault: Fault) -> None:

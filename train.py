@@ -9,8 +9,8 @@ import traceback
 from typing import TYPE_CHECKING, Optional
 
 from arguments import Arguments, is_rank_zero, parse_train
-from fabric_llm.faults import STOPPED
-from fabric_llm.launch import adopt_slurm, die_with_parent
+from fabric_llm.faults import as_fault
+from fabric_llm.launch import adopt_slurm, die_with_parent, for_launcher
 from fabric_llm.stop import StopSignal
 
 if TYPE_CHECKING:
@@ -35,6 +35,13 @@ def main(argv: Optional[list[str]] = None) -> None:
     try:
         fabric, plan, children = assemble(arguments)
         supervise(fabric, arguments, plan, children, lambda watch: train(fabric, arguments, plan, signals, watch))
+    except KeyboardInterrupt as second_signal:  # before there were ranks to tell
+        from fabric_llm import run_directory
+
+        fault = as_fault(second_signal)
+        run_directory.leave(fault)
+        print(f"train.py: {fault}", file=sys.stderr)
+        raise SystemExit(for_launcher(fault.code)) from None
     finally:
         signals.restore()
 
@@ -118,9 +125,6 @@ if __name__ == "__main__":
         main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 0
-    except KeyboardInterrupt as second_signal:  # before there were ranks to tell
-        print(f"train.py: {second_signal}", file=sys.stderr)
-        code = STOPPED
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -500,8 +500,8 @@ def _reading(path: Path) -> Iterator[None]:
     except (Exception, dcp.CheckpointException) as error:
         failures = getattr(error, "failures", None)
         first = min(failures.items())[1][0] if failures else error
-        if as_fault(first).code in (PEER_LOST, OUT_OF_MEMORY):
-            raise
+        if as_fault(first).code in (PEER_LOST, OUT_OF_MEMORY, STOPPED):
+            raise as_fault(first) from error
         raise Fault(f"{str(path)!r} can't be read: {' '.join(str(first).split())[:400]}.", NO_CHECKPOINT) from error
 
 

@@ -15,6 +15,8 @@ import sys
 import time
 from typing import Optional
 
+from fabric_llm.faults import DONE, STOPPED
+
 PARENT = "FABRIC_LLM_PARENT"  # environment variable of a started rank: the process that it must not outlive
 PR_SET_PDEATHSIG = 1  # prctl(2)
 _parent: Optional[int] = None
@@ -68,10 +70,10 @@ def started_by_other() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
-def restarts_what_fails() -> bool:
-    """True in a rank of a torchrun that has restarts left."""
+def for_launcher(code: int) -> int:
+    """A torchrun with restarts left takes any code but 0 for a failure, and would start again what was asked to stop."""
     count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return count < most
+    return DONE if code == STOPPED and count < most else code
 
 
 def start_ranks(devices: int, num_nodes: int) -> Children:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Optional
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STOP_FILE, SAVE_FILE = "stop", "save_now"
-SECONDS_OF_ONE_REQUEST = 2.0  # schedulers signal all processes, and launchers pass it on to their ranks again
+SECONDS_OF_ONE_REQUEST = 1.0  # schedulers signal all processes, and launchers pass it on to their ranks again
 
 
 class StopSignal:
@@ -18,27 +19,37 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.received: Optional[int] = None
-        self.at = 0.0  # monotonic seconds, when it came
+        self.second = False
+        self.until = 0.0  # monotonic seconds: what comes before is the same request
         self.former = {number: signal.signal(number, self._handle) for number in SIGNALS}
 
     def _handle(self, number: int, frame: Optional[FrameType]) -> None:
-        now = time.monotonic()
+        if time.monotonic() < self.until:
+            return
+        self.until = time.monotonic() + SECONDS_OF_ONE_REQUEST
         if self.received is None:
-            self.received, self.at = number, now
-        elif now - self.at > SECONDS_OF_ONE_REQUEST:
-            for again in SIGNALS:
-                signal.signal(again, signal.SIG_DFL)  # whoever has to ask a third time wants it gone
+            self.received = number
+            time.sleep(SECONDS_OF_ONE_REQUEST)  # else Python might hear of the same request after a long operation only
+        elif not self.second:
+            self.second = True
             raise KeyboardInterrupt("stopped at once by a second signal, without a save.")
+        else:
+            signal.signal(number, signal.SIG_DFL)  # whoever has to ask a third time wants it gone
+            os.kill(os.getpid(), number)
 
-    def ignore(self) -> None:
-        """From here on: everything is saved, and the run ends anyway."""
+    def everything_is_saved(self) -> None:
+        """From here on the run ends anyway: only Ctrl-C still cuts it short."""
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, signal.SIG_IGN if number != signal.SIGINT else _cut_short)
 
     def restore(self) -> None:
         """Give the signals back to whoever had them."""
         for number, handler in self.former.items():
             signal.signal(number, handler)
+
+
+def _cut_short(number: int, frame: Optional[FrameType]) -> None:
+    raise KeyboardInterrupt("interrupted after the last save.")
 
 
 def asked_for(signals: StopSignal, run_directory: Optional[Path]) -> tuple[bool, bool]:

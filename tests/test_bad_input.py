@@ -204,6 +204,12 @@ def test_models(refused, toys, tmp_path):
     assert "hub" in refused("--model_name", "nobody/nothing")
 
 
+def test_a_checkpoint_that_is_none_leaves_its_folder_alone(refused, tmp_path):
+    (tmp_path / "no_run").mkdir()
+    refused("--resume", "true", "--checkpoint", tmp_path / "no_run" / "step-00000001", code=66)
+    assert not list((tmp_path / "no_run").iterdir())
+
+
 def test_data_of_another_tokenizer(refused, toys, tmp_path):
     """The first ten tokens that differ are named."""
     for folder, name, words in (

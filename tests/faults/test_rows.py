@@ -513,6 +513,9 @@ def test_a_branch_leaves_its_run_as_it_is(toys, tmp_path, whole):
     job = Job(2, *flags(toys, tmp_path, *branch), before=restart)
     assert job.wait() == [0, 0], "torchrun gives the same command line again"
     assert metrics(tmp_path / "branch") == theirs
+    elsewhere = (*branch, "--checkpoint", whole / "step-00000006")
+    job = Job(2, *flags(toys, tmp_path, *elsewhere), before=restart)
+    assert job.wait() == [2, 2] and "would begin a branch in" in job.output[0], "that is another branch"
 
 
 def test_a_rollback_that_is_restarted_isnt_made_again(toys, tmp_path, whole):
