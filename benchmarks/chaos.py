@@ -134,7 +134,8 @@ def attempt(folder: Path, run: Path, result: Result, codes: Counter[str], genera
     job.kill(victims)
     try:
         ended = job.wait(90)
-    except AssertionError:
+    except AssertionError as error:
+        print(f"ORPHAN after {victims} of {run.name} were killed: {error}", flush=True)
         result.orphans += 1
         ended = []
     if ended == [0, 0]:

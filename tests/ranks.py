@@ -6,6 +6,7 @@ No port can be taken: rank 0 gets a free one and writes it into a file. They alw
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import pickle
@@ -73,6 +74,9 @@ class Job:
             time.sleep(0.005)
         left = [rank for rank, pid in enumerate(self.pids) if pid not in statuses]
         for rank in left:
+            os.kill(self.pids[rank], signal.SIGABRT)  # faulthandler writes where each thread is
+        time.sleep(1 if left else 0)
+        for rank in left:
             os.kill(self.pids[rank], signal.SIGKILL)
             os.waitpid(self.pids[rank], 0)
         self.output = [_report(self.folder, rank, statuses.get(pid, -1)) for rank, pid in enumerate(self.pids)]
@@ -123,6 +127,7 @@ def _fork(rank: int, world_size: int, folder: Path, function: Callable[..., Any]
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        faulthandler.enable(sys.stderr)
         torch.set_num_threads(1)  # makes torch's thread pool anew before threads race to do so
         if world_size > 1:
             _join(rank, world_size, folder)
@@ -191,7 +196,7 @@ def _wait(pids: list[int], timeout_seconds: float) -> list[int]:
 def _report(folder: Path, rank: int, status: int) -> str:
     output = folder / f"output-{rank}"
     text = output.read_text(errors="replace") if output.exists() else ""
-    return f"--- rank {rank}, wait status {status} ---\n{text[-6000:]}"
+    return f"--- rank {rank}, wait status {status} ---\n{text[-12_000:]}"
 
 
 def train_ranks(world_size: int, *flags: Any, timeout_seconds: float = 120) -> None:
