@@ -13,6 +13,7 @@ from lightning.fabric import Fabric
 
 from arguments import Arguments
 from fabric_llm import metrics, run_directory
+from fabric_llm.failpoints import failpoint
 from fabric_llm.faults import DONE, OUT_OF_MEMORY, PEER_LOST, STOPPED, UNEXPECTED, Fault, as_fault
 from fabric_llm.launch import Children, for_launcher, kill_parent
 from fabric_llm.watch import Watch
@@ -43,6 +44,7 @@ def supervise(
         children.end(SECONDS_FOR_OTHERS)
         os._exit(for_launcher(_code_of_others(first)))
 
+    failpoint("assembled")
     watch = Watch(rank, fabric.world_size, arguments.devices.hang_timeout, stuck, children.dead)
     if rank == 0:
         run_directory.write_status(directory, None, "running", plan.start.step, True)

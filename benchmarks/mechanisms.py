@@ -107,6 +107,8 @@ MECHANISMS = [
               "silent = [rank for rank in others if rank not in self.heard or self._silence(rank) > self.patience]", "silent = []", ROWS, "hangs_or_is_frozen and stop-1"),
     Mechanism("a rank hangs", "rank 0, with the store, is watched too", "fabric_llm/watch.py",
               "(self._run, self._run_guard) if rank else", "(self._run,) if rank else", ROWS, "hangs_or_is_frozen and stop-0"),
+    Mechanism("a rank fails", "no rank waits for a store that has gone", "fabric_llm/watch.py",
+              "self.store_is_lost or not self.connected.wait(SECONDS_TO_CONNECT)", "not self.connected.wait()", ROWS, "just_before and kill"),
     Mechanism("node lost", "ranks are counted anew", "fabric_llm/strategy.py",
               'if "LOCAL_WORLD_SIZE" in os.environ and devices == "auto":', "if False:", ROWS, "lost_node"),
     Mechanism("disk full", "room is asked for", "fabric_llm/checkpoint.py",

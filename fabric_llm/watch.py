@@ -25,6 +25,7 @@ from fabric_llm.faults import PEER_LOST, Fault
 
 MOST_SECONDS_BETWEEN_BEATS = 0.5
 MOST_SECONDS_OF_SILENCE = 10.0  # of a rank that is alive but short of processor time
+SECONDS_TO_CONNECT = 5.0  # to the store, before a rank that has something to tell goes without
 SECONDS_TO_TELL = 1.25  # who is silent, after a connection broke; and for the first fault to arrive
 SECONDS_TO_END = 10.0  # for a rank's own way out, once another rank's fault is known
 
@@ -56,6 +57,7 @@ class Watch:
         self.rank, self.world_size, self.timeout_seconds = rank, world_size, timeout_seconds
         self.on_fault, self.dead_child = on_fault, dead_child
         self.store = _store()
+        self.connected = threading.Event()  # to the store
         self.step, self.doing, self.marked = 0, "setting up", time.monotonic()
         self.beats = 0
         self.heard: dict[int, Heard] = {}
@@ -120,6 +122,7 @@ class Watch:
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
+        self._connect()
         self._beat()
         while not self.ended.wait(self.interval):
             self._beat()
@@ -238,6 +241,14 @@ class Watch:
 
     # ---------------------------------------------------------------- the store
 
+    def _connect(self) -> None:
+        """A connection of our own. Where rank 0 went just before, or is frozen, this waits long: not the main thread."""
+        try:
+            self.store = self.store.clone()
+        except RuntimeError:
+            self.store_is_lost = True
+        self.connected.set()
+
     def _first_after_a_while(self) -> Optional[Fault]:
         """A connection broke: the fault of whoever broke it, or who is silent since."""
         deadline = time.monotonic() + SECONDS_TO_TELL
@@ -278,7 +289,8 @@ class Watch:
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """The store's answer; None where it went with rank 0, whose broken connections tell the same."""
-        if self.store_is_lost:
+        if self.store_is_lost or not self.connected.wait(SECONDS_TO_CONNECT):
+            self.store_is_lost = True
             return None
         with self.lock:
             try:
@@ -288,9 +300,9 @@ class Watch:
 
 
 def _store() -> Any:
-    """A connection of our own to the process group's store; a store of this process where there is none."""
+    """The process group's store; a store of this process where there is none."""
     if not torch.distributed.is_initialized():
         return torch.distributed.HashStore()
     from torch.distributed.distributed_c10d import _get_default_store  # there is no public way to it
 
-    return torch.distributed.PrefixStore("watch", _get_default_store().clone())
+    return torch.distributed.PrefixStore("watch", _get_default_store())

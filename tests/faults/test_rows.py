@@ -38,6 +38,14 @@ def status(run):
     return json.loads((run / "STATUS.json").read_text())
 
 
+def wait_until_ended(pid):
+    """It can still be waited for."""
+    deadline = time.monotonic() + 60
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def saved(run):
     return [retention.step_of(path) for path in retention.step_directories(run)]
 
@@ -196,13 +204,9 @@ def test_out_of_memory(toys, tmp_path):
 @pytest.mark.parametrize("action", ["hang", "stop"])
 def test_a_rank_that_hangs_or_is_frozen_is_named(toys, tmp_path, rank, action):
     more = ("--hang_timeout", 6, "--num_workers", 0)
-    began = time.monotonic()
     job = Job(2, *flags(toys, tmp_path, *more), failpoint=f"read_data:rank={rank}:count=9:do={action}")
     if action == "stop":  # nobody started it, so nobody ends it
-        other = job.pids[1 - rank]
-        while os.waitid(os.P_PID, other, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            assert time.monotonic() - began < 60
-            time.sleep(0.1)
+        wait_until_ended(job.pids[1 - rank])
         job.kill([rank])
     codes = job.wait()
     assert codes[1 - rank] == 71 and codes[rank] == (71 if action == "hang" else -9), job.output
@@ -210,6 +214,27 @@ def test_a_rank_that_hangs_or_is_frozen_is_named(toys, tmp_path, rank, action):
     assert f"rank {rank}" in reason and ("after step" in reason or rank == 0), reason
     if action == "hang":
         assert "no progress for 6 s" in reason and "time.sleep" in job.output[rank], "where it was"
+    assert status(tmp_path / "run")["code"] == 71 and status(tmp_path / "run")["retryable"]
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_rank_0_is_lost_just_before_another_connects_to_the_store_that_it_holds(toys, tmp_path, action):
+    """The harness's store would try to connect for five minutes, and for ever to a frozen one."""
+
+    def late():
+        from fabric_llm.watch import Watch
+
+        connect = Watch._connect
+        Watch._connect = lambda self: (time.sleep(self.rank), connect(self))
+
+    began = time.monotonic()
+    job = Job(2, *flags(toys, tmp_path, "--hang_timeout", 6), failpoint=f"assembled:rank=0:do={action}", before=late)
+    if action == "stop":
+        wait_until_ended(job.pids[1])
+        job.kill([0])
+    assert job.wait() == [-9, 71], job.output
+    assert time.monotonic() - began < 40
+    assert "train.py: rank 1" in job.output[1] and "Traceback" not in job.output[1]
     assert status(tmp_path / "run")["code"] == 71 and status(tmp_path / "run")["retryable"]
 
 
