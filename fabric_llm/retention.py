@@ -80,7 +80,11 @@ def _discard(path: Path) -> None:
     try:
         remove(path)
     except OSError as error:
-        print(f"Warning: {path} couldn't be removed: {error.strerror}.", flush=True)
+        _warn(path, error)
+
+
+def _warn(path: Path, error: OSError) -> None:
+    print(f"Warning: {path} couldn't be removed: {error.strerror}.", flush=True)
 
 
 def move_aside(run_directory: Path, after_step: int) -> list[str]:
@@ -118,7 +122,7 @@ def prune(
         try:
             path.rename(trash)
         except OSError as error:  # the new checkpoint is there, which is what counts
-            print(f"Warning: {path} couldn't be removed: {error.strerror}.", flush=True)
+            _warn(path, error)
             continue
         failpoint("prune.renamed")
         _discard(trash)
