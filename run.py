@@ -16,7 +16,7 @@ from lightning.fabric import Fabric
 
 import resume
 from arguments import Arguments, write_yaml
-from fabric_llm import adamw, checkpoint, manifest, metrics, retention, run_directory, step, stop, strategy
+from fabric_llm import adamw, checkpoint, manifest, metrics, retention, run_directory, step, stop, strategy, trackers
 from fabric_llm.checkpoint import Progress
 from fabric_llm.data import Batches, MicroBatch, Prefetch
 from fabric_llm.failpoints import failpoint
@@ -112,7 +112,7 @@ class Run:
         self.metrics = metrics.MetricsFile(self.directory / "metrics.jsonl", plan.start.step, self.guard.rewinds)
         run_directory.write_status(self.directory, None, "running", plan.start.step, True)
         logging = arguments.logging
-        self.track, self.close_tracker = metrics.open_tracker(
+        self.track, self.close_tracker = trackers.open_tracker(
             logging.logger, self.directory, arguments.flat(), logging.entity, logging.project
         )
         start = f"weights of {plan.source}" if has_weights(plan.source) else f"random weights, {plan.source}"
@@ -394,7 +394,7 @@ class Run:
         if self.rank_zero:
             last = checkpoint.step_directory(self.directory, progress.step)
             if self.arguments.logging.log_model and self.arguments.logging.logger == "wandb":
-                metrics.upload_to_wandb(last)
+                trackers.upload_to_wandb(last)
             self.console.close()
             self.close_tracker()
             self.stopped(last) if stopped else self.done(last)

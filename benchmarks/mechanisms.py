@@ -159,7 +159,7 @@ MECHANISMS = [
               "    if found := [name for name in _gather(bad) if name is not None]:\n", "    if found := []:\n", "tests/faults/test_non_finite.py", "checkpoint_of_a_model"),
     Mechanism("not finite", "the limit", "fabric_llm/guard.py",
               "return self.skipped > self.max_skipped_steps", "return False", "tests/test_guard.py", "too_many"),
-    Mechanism("tracker", "its failures are no failures", "fabric_llm/metrics.py",
+    Mechanism("tracker", "its failures are no failures", "fabric_llm/trackers.py",
               "            action(*values)\n        except Exception as error:\n", "            action(*values)\n        except ZeroDivisionError as error:\n", "tests/test_metrics.py", "tracker_that_fails"),
     Mechanism("device memory", "recognised", "fabric_llm/faults.py",
               "    return isinstance(error, RuntimeError) and any(word in words for word in _MEMORY_WORDS)", "    return False", ROWS, "out_of_memory"),

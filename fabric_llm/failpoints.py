@@ -17,10 +17,11 @@ from typing import Optional
 
 VARIABLE = "FABRIC_LLM_FAILPOINT"
 NAMES = (
-    *("assembled", "set_up", "between_steps", "read_data", "forward", "between_micro_batches", "optimizer_step", "evaluate"),
+    *("assembled", "set_up", "read_data", "forward", "between_micro_batches", "optimizer_step"),
+    *("between_steps", "evaluate", "finish"),
     *("save.begin", "save.parts", "save.rest", "save.hash"),
     *("publish.begin", "publish.manifest", "publish.before_rename", "publish.renamed", "publish.done"),
-    *("prune.begin", "prune.renamed", "prune.done", "resume.moved_aside", "metrics.replace", "finish"),
+    *("prune.begin", "prune.renamed", "prune.done", "resume.moved_aside", "metrics.replace"),
 )
 
 _reached: dict[str, int] = {}

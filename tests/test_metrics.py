@@ -15,7 +15,8 @@ from conftest import CONTEXT
 from ranks import toy_run, train_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fabric_llm.metrics import Console, MetricsFile, Throughput, duration, open_tracker, peak_memory_gib
+from fabric_llm.metrics import Console, MetricsFile, Throughput, duration, peak_memory_gib
+from fabric_llm.trackers import open_tracker
 
 TRAINING = {
     "step": int,
