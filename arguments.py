@@ -225,7 +225,7 @@ class LoggingArguments:
     log_step_interval: int = flag(10, "steps between logged lines; 1: each step")
     entity: Optional[str] = flag(None, "Weights & Biases entity")
     project: Optional[str] = flag(None, "Weights & Biases project (default: fabric_llm)")
-    log_model: bool = flag(False, "upload the last checkpoint to Weights & Biases")
+    log_model: bool = flag(False, "upload the last checkpoint of a finished run to Weights & Biases")
     sample_tokens: int = flag(0, "tokens to generate with plain transformers from the last checkpoint, as a look at it")
 
 

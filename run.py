@@ -30,6 +30,7 @@ from set_up import probe_input, set_up
 
 FEW_UPDATES, FEW_UPDATES_LOGS = 0.1, 3  # part of the weights, logged steps in a row
 MANY_STEPS = 200  # that nobody wants to lose
+SECONDS_AFTER_THE_END, SECONDS_AFTER_A_STOP = 660.0, 10.0  # for a tracker; whoever stopped the run may kill it soon
 
 # Models of finished runs. Their last reference takes the process group with it, and gloo's destructor, run while Python
 # holds its lock, can wait for ever for a thread that needs the lock to drop a tensor. So they live as long as the process.
@@ -112,7 +113,7 @@ class Run:
         self.metrics = metrics.MetricsFile(self.directory / "metrics.jsonl", plan.start.step, self.guard.rewinds)
         run_directory.write_status(self.directory, None, "running", plan.start.step, True)
         logging = arguments.logging
-        self.track, self.close_tracker = trackers.open_tracker(
+        self.tracker = trackers.open_tracker(
             logging.logger, self.directory, arguments.flat(), logging.entity, logging.project
         )
         start = f"weights of {plan.source}" if has_weights(plan.source) else f"random weights, {plan.source}"
@@ -171,7 +172,7 @@ class Run:
         """To metrics.jsonl and, but for verdicts, which are words, to the tracker."""
         self.metrics.write(step, record)
         if "verdict" not in record:
-            self.track(step, record)
+            self.tracker.log(step, record)
 
     def warn_of_few_updates(self, fraction: float) -> None:
         """Once, where the number stays low that says whether training in bfloat16 does anything."""
@@ -393,10 +394,10 @@ class Run:
             torch.distributed.destroy_process_group()
         if self.rank_zero:
             last = checkpoint.step_directory(self.directory, progress.step)
-            if self.arguments.logging.log_model and self.arguments.logging.logger == "wandb":
+            if not stopped and self.arguments.logging.log_model and self.arguments.logging.logger == "wandb":
                 trackers.upload_to_wandb(last)
             self.console.close()
-            self.close_tracker()
+            self.tracker.close(SECONDS_AFTER_A_STOP if stopped else SECONDS_AFTER_THE_END)
             self.stopped(last) if stopped else self.done(last)
 
     def stopped(self, last: Path) -> None:

@@ -8,50 +8,87 @@ import inspect
 import json
 import os
 import warnings
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Callable, Optional
 
 from fabric_llm.metrics import Record
 
-Tracker = Callable[[int, Record], None]
+MANY_LINES = 100  # that wait for a tracker
+Log, Close = Callable[[int, Record], None], Callable[[], None]
+NOWHERE: tuple[Log, Close] = (lambda step, record: None), (lambda: None)
+
+
+class Tracker:
+    """Where --logger sends the numbers: in a thread of its own, so that one that fails or is slow never delays a run.
+
+    A failure is one warning, and its end; falling behind is one warning.
+    """
+
+    def __init__(self, name: str, log: Log, close: Close) -> None:
+        self.name, self._log, self._close = name, log, close
+        self.waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.failure: Optional[Exception] = None
+        self.warned: set[str] = set()
+        self.thread = Thread(target=self._work, name="tracker", daemon=True)
+        self.thread.start()
+
+    def log(self, step: int, record: Record) -> None:
+        """Returns at once."""
+        if self.failure is None:
+            self.waiting.put(partial(self._log, step, dict(record)))
+        self._warn()
+
+    def close(self, patience_seconds: float) -> None:
+        """Give it so long for what is waiting."""
+        self.waiting.put(self._close)
+        self.thread.join(patience_seconds)
+        self._warn()
+        if self.thread.is_alive():
+            self._warn_once("hadn't taken everything when the run ended; metrics.jsonl has every line")
+
+    def _work(self) -> None:
+        action = None
+        while action is not self._close and self.failure is None:
+            action = self.waiting.get()
+            try:
+                action()
+            except Exception as error:
+                self.failure = error
+
+    def _warn(self) -> None:
+        """In the main thread."""
+        if self.failure is not None:
+            self._warn_once(f"failed and is off, metrics.jsonl goes on: {self.failure!r}")
+        elif self.waiting.qsize() > MANY_LINES:
+            self._warn_once("falls behind; the run goes on, and metrics.jsonl has every line")
+
+    def _warn_once(self, what: str) -> None:
+        if what not in self.warned:
+            self.warned.add(what)
+            warnings.warn(f"--logger {self.name} {what}.", stacklevel=4)
 
 
 def open_tracker(
     name: str, folder: Path, config: dict[str, Any], entity: Optional[str], project: Optional[str]
-) -> tuple[Tracker, Callable[[], None]]:
-    """(log, close) for --logger none, csv, tensorboard or wandb. `folder` holds metrics.jsonl, up to date.
+) -> Tracker:
+    """For --logger none, csv, tensorboard or wandb. `folder` holds metrics.jsonl, up to date.
 
-    A tracker never stops a run: its first failure is a warning, and its end.
+    One that fails at once is a warning, and none.
     """
-    openers: dict[str, Callable[[], tuple[Tracker, Callable[[], None]]]] = {
+    openers: dict[str, Callable[[], tuple[Log, Close]]] = {
+        "none": lambda: NOWHERE,
         "csv": lambda: _csv(folder),
         "tensorboard": lambda: _tensorboard(folder),
         "wandb": lambda: _wandb(folder, config, entity, project),
     }
-    off = (lambda step, record: None), (lambda: None)
-    if name not in openers:
-        return off
     try:
-        return _harmless(name, *openers[name]())
+        return Tracker(name, *openers[name]())
     except Exception as error:
         warnings.warn(f"--logger {name} failed and is off, metrics.jsonl goes on: {error!r}.", stacklevel=2)
-        return off
-
-
-def _harmless(name: str, log: Tracker, close: Callable[[], None]) -> tuple[Tracker, Callable[[], None]]:
-    failed = False
-
-    def guarded(action: Callable[..., None], *values: Any) -> None:
-        nonlocal failed
-        if failed:
-            return
-        try:
-            action(*values)
-        except Exception as error:
-            failed = True
-            warnings.warn(f"--logger {name} failed and is off, metrics.jsonl goes on: {error!r}.", stacklevel=3)
-
-    return (lambda step, record: guarded(log, step, record)), (lambda: guarded(close))
+        return Tracker(name, *NOWHERE)
 
 
 def _lines_so_far(folder: Path) -> list[dict[str, Any]]:
@@ -66,7 +103,7 @@ CSV_COLUMNS = (
 )
 
 
-def _csv(folder: Path) -> tuple[Tracker, Callable[[], None]]:
+def _csv(folder: Path) -> tuple[Log, Close]:
     """metrics.csv: the lines of metrics.jsonl as a table, empty where a line doesn't have a number."""
     so_far = _lines_so_far(folder)
     file = (folder / "metrics.csv").open("w", newline="")
@@ -81,7 +118,7 @@ def _csv(folder: Path) -> tuple[Tracker, Callable[[], None]]:
     return log, file.close
 
 
-def _tensorboard(folder: Path) -> tuple[Tracker, Callable[[], None]]:
+def _tensorboard(folder: Path) -> tuple[Log, Close]:
     from torch.utils.tensorboard import SummaryWriter
 
     steps = [line["step"] for line in _lines_so_far(folder)]
@@ -94,9 +131,7 @@ def _tensorboard(folder: Path) -> tuple[Tracker, Callable[[], None]]:
     return log, writer.close
 
 
-def _wandb(
-    folder: Path, config: dict[str, Any], entity: Optional[str], project: Optional[str]
-) -> tuple[Tracker, Callable[[], None]]:
+def _wandb(folder: Path, config: dict[str, Any], entity: Optional[str], project: Optional[str]) -> tuple[Log, Close]:
     """A Weights & Biases run; offline, with one warning, where there is no key or no network. Never asks."""
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("WANDB_INIT_TIMEOUT", "20")  # seconds; 90 by default, and in vain where there is no network

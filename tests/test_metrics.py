@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ranks import toy_run, train_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fabric_llm.metrics import Console, MetricsFile, Throughput, duration, peak_memory_gib
-from fabric_llm.trackers import open_tracker
+from fabric_llm.trackers import MANY_LINES, Tracker, open_tracker
 
 TRAINING = {
     "step": int,
@@ -148,19 +149,38 @@ def read_tensorboard(folder):
 
 
 def test_a_tracker_that_fails_warns_once_and_lets_the_run_go_on(tmp_path):
-    log, close = open_tracker("csv", tmp_path, {}, None, None)
-    close()  # as if the disk had gone
+    tracker = open_tracker("csv", tmp_path, {}, None, None)
+    tracker._close()  # as if the disk had gone
     with pytest.warns(UserWarning, match="--logger csv failed and is off.*closed file") as caught:
-        log(1, {"loss": 1.0})
-        log(2, {"loss": 1.0})
-        close()
+        tracker.log(1, {"loss": 1.0})
+        tracker.log(2, {"loss": 1.0})
+        tracker.close(30)
+        tracker.close(30)
     assert len(caught) == 1
 
 
+def test_a_tracker_that_is_slow_holds_nobody_up(tmp_path):
+    """As one whose server takes the connection and doesn't answer."""
+    answers, had = threading.Event(), []
+    tracker = Tracker("wandb", lambda step, record: had.append(answers.wait(60) and step), lambda: None)
+    for step in range(MANY_LINES):
+        tracker.log(step, {"loss": 1.0})
+    with pytest.warns(UserWarning, match="--logger wandb falls behind; the run goes on") as caught:
+        for step in range(MANY_LINES, 2 * MANY_LINES):
+            tracker.log(step, {"loss": 1.0})
+    assert len(caught) == 1 and had == []
+    with pytest.warns(UserWarning, match="hadn't taken everything when the run ended") as caught:
+        tracker.close(0.1)
+    assert len(caught) == 1
+    answers.set()
+    tracker.thread.join(30)
+    assert had == list(range(2 * MANY_LINES))
+
+
 def test_no_tracker(tmp_path):
-    log, close = open_tracker("none", tmp_path, {}, None, None)
-    log(1, {"loss": 1.0})
-    close()
+    tracker = open_tracker("none", tmp_path, {}, None, None)
+    tracker.log(1, {"loss": 1.0})
+    tracker.close(30)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -169,7 +189,7 @@ def test_no_tracker(tmp_path):
 
 @pytest.fixture(scope="module")
 def wandb_runs(toys, tmp_path_factory):
-    """{case: (seconds, finished process, run directory)} of `train.py --logger wandb` in a bare environment."""
+    """{case: (finished process, run directory)} of `train.py --logger wandb` in a bare environment."""
     cases = {
         "no key": {},
         "no server": {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "2"},
@@ -193,10 +213,10 @@ def wandb_runs(toys, tmp_path_factory):
                 **stdin,
             ),
         )
-    begin, finished = time.monotonic(), {}
+    finished = {}
     for case, (folder, process) in started.items():
-        process.out, process.err = process.communicate(timeout=100)
-        finished[case] = time.monotonic() - begin, process, folder
+        process.out, process.err = process.communicate(timeout=300)
+        finished[case] = process, folder
     return finished
 
 
@@ -205,8 +225,8 @@ def wandb_runs(toys, tmp_path_factory):
     [("no key", ["there is no API key", "WANDB_API_KEY", "wandb login"]), ("no server", ["there is no connection"])],
 )
 def test_wandb_without_key_or_server_logs_offline_with_one_warning(wandb_runs, case, words):
-    seconds, process, folder = wandb_runs[case]
-    assert process.returncode == 0 and seconds < 60, process.err
+    process, folder = wandb_runs[case]
+    assert process.returncode == 0, process.err
     warnings = [line for line in process.err.splitlines() if "Warning" in line or "WARNING" in line]
     assert len(warnings) == 1 and all(word in warnings[0] for word in words), process.err
     assert f"logs offline into {folder / 'wandb'}" in warnings[0]

@@ -227,13 +227,11 @@ def test_rank_0_is_lost_just_before_another_connects_to_the_store_that_it_holds(
         connect = Watch._connect
         Watch._connect = lambda self: (time.sleep(self.rank), connect(self))
 
-    began = time.monotonic()
     job = Job(2, *flags(toys, tmp_path, "--hang_timeout", 6), failpoint=f"assembled:rank=0:do={action}", before=late)
     if action == "stop":
         wait_until_ended(job.pids[1])
         job.kill([0])
     assert job.wait() == [-9, 71], job.output
-    assert time.monotonic() - began < 40
     assert "train.py: rank 1" in job.output[1] and "Traceback" not in job.output[1]
     assert status(tmp_path / "run")["code"] == 71 and status(tmp_path / "run")["retryable"]
 
