@@ -102,6 +102,13 @@ def _join(fabric: Fabric, children: Children, said: tuple) -> tuple:
         fabric.launch()
         return fabric.broadcast(said)
     except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            port = os.environ.get("MASTER_PORT")
+            _end(
+                Fault(
+                    f"port {port}, where the ranks meet, is in use: try again, or with another MASTER_PORT.", PEER_LOST
+                )
+            )
         fault = as_fault(error)
         if fault.code == UNEXPECTED:
             raise

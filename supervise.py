@@ -38,16 +38,23 @@ def supervise(
         _tell(rank, first, first)
         if rank == 0:
             _write(directory, watch, first)
-        elif not watch.wait_for(0, SECONDS_FOR_OTHERS):  # lost or frozen: then nobody else says it
-            _write(directory, watch, first)
-            kill_parent()
+            watch.wait_for_others(SECONDS_FOR_OTHERS)
+        elif not watch.wait_for(0, SECONDS_FOR_OTHERS):
+            instead_of_rank_0(first)
         children.end(SECONDS_FOR_OTHERS)
         os._exit(for_launcher(_code_of_others(first)))
 
-    failpoint("assembled")
-    watch = Watch(rank, fabric.world_size, arguments.devices.hang_timeout, stuck, children.dead)
+    def instead_of_rank_0(first: Fault) -> None:
+        """It is lost or frozen: nobody else says why the run ends, or ends rank 0."""
+        if run_directory.read_status(directory).get("code") is None:
+            _write(directory, watch, first)
+        if watch.rank_0_is_frozen():
+            kill_parent()
+
     if rank == 0:
         run_directory.write_status(directory, None, "running", plan.start.step, True)
+    failpoint("assembled")
+    watch = Watch(rank, fabric.world_size, arguments.devices.hang_timeout, stuck, children.dead)
     try:
         stopped = body(watch)
     except BaseException as error:
@@ -62,8 +69,8 @@ def supervise(
         if rank == 0:
             _write(directory, watch, first)
             watch.wait_for_others(SECONDS_FOR_OTHERS)
-        elif first.code == PEER_LOST and not watch.wait_for(0, SECONDS_FOR_OTHERS):
-            _write(directory, watch, first)
+        elif (first.code == PEER_LOST or watch.rank_0_is_frozen()) and not watch.wait_for(0, SECONDS_FOR_OTHERS):
+            instead_of_rank_0(first)
         children.end(SECONDS_FOR_OTHERS)
         run_directory.unlock(directory)
         raise SystemExit(for_launcher(fault.code if own else _code_of_others(first))) from None

@@ -62,5 +62,5 @@ def _take(file: Path) -> bool:
     """Remove `file`; True if it was there."""
     there = file.is_file()
     if there:
-        file.unlink()
+        file.unlink(missing_ok=True)
     return there

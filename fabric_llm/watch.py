@@ -8,13 +8,13 @@ there as well: what the others then see, a broken connection, is a consequence, 
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
@@ -25,7 +25,7 @@ from fabric_llm.faults import PEER_LOST, Fault
 
 MOST_SECONDS_BETWEEN_BEATS = 0.5
 MOST_SECONDS_OF_SILENCE = 10.0  # of a rank that is alive but short of processor time
-SECONDS_TO_CONNECT = 5.0  # to the store, before a rank that has something to tell goes without
+SECONDS_TO_ANSWER = 5.0  # for the store, before a rank that ends goes without
 SECONDS_TO_TELL = 1.25  # who is silent, after a connection broke; and for the first fault to arrive
 SECONDS_TO_END = 10.0  # for a rank's own way out, once another rank's fault is known
 
@@ -56,8 +56,6 @@ class Watch:
     ) -> None:
         self.rank, self.world_size, self.timeout_seconds = rank, world_size, timeout_seconds
         self.on_fault, self.dead_child = on_fault, dead_child
-        self.store = _store()
-        self.connected = threading.Event()  # to the store
         self.step, self.doing, self.marked = 0, "setting up", time.monotonic()
         self.beats = 0
         self.heard: dict[int, Heard] = {}
@@ -65,16 +63,12 @@ class Watch:
         self.interval = min(MOST_SECONDS_BETWEEN_BEATS, timeout_seconds / 10)
         self.patience = min(MOST_SECONDS_OF_SILENCE, timeout_seconds / 3)
         self.main_thread = threading.get_ident()
-        self.lock = threading.Lock()  # of the store
         self.claimed = threading.Lock()
         self.lost: set[int] = set()  # ranks that were given up
-        self.listened = time.monotonic()  # when the store last answered
         self.known: Optional[tuple[int, Fault]] = None  # whose fault came first, once the store has said so
-        self.store_is_lost = False
-        runs = (self._run, self._run_guard) if rank else (self._run,)
-        self.threads = [threading.Thread(target=run, name="watch", daemon=True) for run in runs]
-        for thread in self.threads:
-            thread.start()
+        self.store = Store(timeout_seconds + SECONDS_TO_TELL + 2 * self.interval)
+        self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self.thread.start()
 
     # ---------------------------------------------------------------- called by the main thread
 
@@ -94,10 +88,10 @@ class Watch:
 
     def close(self) -> None:
         """The run is over; nobody is watched any more."""
-        self.ended.set()
+        self._end()
         self._set(f"ended/{self.rank}", "1")
-        for thread in self.threads:
-            thread.join(timeout=5)
+        self.thread.join(timeout=5)
+        self.store.close()
 
     def wait_for_others(self, seconds: float) -> None:
         """Rank 0 holds the store: it leaves last, so that the others can read why."""
@@ -107,10 +101,10 @@ class Watch:
                 self.wait_for(rank, deadline - time.monotonic())
 
     def wait_for(self, rank: int, seconds: float) -> bool:
-        """True once `rank` has said that it ends; False if it hasn't in that time."""
+        """True once `rank` has said that it ends; False if it hasn't in that time, or can't any more."""
         deadline = time.monotonic() + seconds
         while not self.has_ended(rank):
-            if time.monotonic() > deadline or rank in self.lost:
+            if time.monotonic() > deadline or rank in self.lost or self.store.is_lost:
                 return False
             time.sleep(0.05)
         return True
@@ -119,26 +113,20 @@ class Watch:
         """True if `rank` has said that it ends."""
         return self._get(f"ended/{rank}") is not None
 
+    def rank_0_is_frozen(self) -> bool:
+        """True where it, or the store that it holds, doesn't answer."""
+        return 0 in self.lost or self.store.is_frozen
+
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        self._connect()
         self._beat()
         while not self.ended.wait(self.interval):
             self._beat()
             self._listen()
-            fault = self._first() or self._lost_child() or self._hangs()
-            self.listened = time.monotonic()
+            fault = self._first() or self._lost_child() or self._lost_store() or self._hangs()
             if fault is not None:
                 self._end_from_thread(self._put_first(fault)[1])
-
-    def _run_guard(self) -> None:
-        """Where rank 0, which holds the store, is frozen, the other thread waits for it as well."""
-        while not self.ended.wait(self.interval):
-            silence = time.monotonic() - self.listened
-            if silence > self.timeout_seconds + SECONDS_TO_TELL + 2 * self.interval:
-                self.store_is_lost = True
-                self._end_from_thread(self._silent_fault(0))
 
     def _beat(self) -> None:
         self.beats += 1
@@ -165,6 +153,8 @@ class Watch:
         until = time.monotonic() + self.patience + self.interval
         while time.monotonic() < until:
             self._beat()  # the others may be listening for the same reason
+            if (first := self._first()) is not None:
+                return first
             for rank in range(self.world_size):
                 self._hear(rank)
             time.sleep(self.interval)
@@ -202,9 +192,11 @@ class Watch:
         step = max(self.step, beat["step"])  # its last beat may be older than our last step together
         return Fault(f"rank {rank} {how} after step {step}, {beat['doing']}.", PEER_LOST)
 
+    def _lost_store(self) -> Optional[Fault]:
+        return self._silent_fault(0) if self.store.is_lost else None
+
     def _end_from_thread(self, first: Fault) -> None:
         """Give the main thread time to end by itself, which it does unless it is stuck; then end the process."""
-        self.listened = math.inf  # the guard need not wait for this thread any more
         stuck = time.monotonic() - self.marked >= self.timeout_seconds
         if not stuck and self.ended.wait(SECONDS_TO_END):
             return
@@ -216,8 +208,12 @@ class Watch:
 
     def _claim_end(self) -> bool:
         """True for the first thread that ends this rank."""
-        self.ended.set()
+        self._end()
         return self.claimed.acquire(blocking=False)
+
+    def _end(self) -> None:
+        self.ended.set()
+        self.store.patience_seconds = SECONDS_TO_ANSWER
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self.main_thread)
@@ -241,14 +237,6 @@ class Watch:
 
     # ---------------------------------------------------------------- the store
 
-    def _connect(self) -> None:
-        """A connection of our own. Where rank 0 went just before, or is frozen, this waits long: not the main thread."""
-        try:
-            self.store = self.store.clone()
-        except RuntimeError:
-            self.store_is_lost = True
-        self.connected.set()
-
     def _first_after_a_while(self) -> Optional[Fault]:
         """A connection broke: the fault of whoever broke it, or who is silent since."""
         deadline = time.monotonic() + SECONDS_TO_TELL
@@ -267,7 +255,7 @@ class Watch:
 
     def _put_first(self, fault: Fault) -> tuple[int, Fault]:
         mine = json.dumps({"rank": self.rank, "sentence": str(fault), "code": fault.code, "retryable": fault.retryable})
-        self._remember(self._ask(lambda: self.store.compare_set("first", "", mine)))
+        self._remember(self.store.ask(lambda store: store.compare_set("first", "", mine)))
         return self.known or (self.rank, fault)
 
     def _first(self) -> Optional[Fault]:
@@ -281,26 +269,49 @@ class Watch:
             self.known = there["rank"], Fault(there["sentence"], there["code"], there["retryable"])
 
     def _set(self, key: str, value: str) -> None:
-        self._ask(lambda: self.store.set(key, value))
+        self.store.ask(lambda store: store.set(key, value))
 
     def _get(self, key: str) -> Optional[str]:
-        said = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
+        said = self.store.ask(lambda store: store.get(key) if store.check([key]) else None)
         return None if said is None else said.decode()
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """The store's answer; None where it went with rank 0, whose broken connections tell the same."""
-        if self.store_is_lost or not self.connected.wait(SECONDS_TO_CONNECT):
-            self.store_is_lost = True
+
+class Store:
+    """The process group's store; one of this process where there is no group.
+
+    Rank 0 holds it: it goes with rank 0, and where rank 0 is frozen no answer ever comes, not even to a connection. So it is
+    asked in a thread of its own.
+    """
+
+    def __init__(self, patience_seconds: float) -> None:
+        self.patience_seconds = patience_seconds  # for an answer
+        self.is_lost = self.is_frozen = False
+        self.thread = ThreadPoolExecutor(1, "store")
+        self.store = _store_of_group()
+        self.thread.submit(self._connect)
+
+    def ask(self, question: Callable[[Any], Any]) -> Any:
+        """The answer; None, now and later, where the store is lost. Called by any thread."""
+        if self.is_lost:
             return None
-        with self.lock:
-            try:
-                return question()
-            except RuntimeError:
-                return None
+        try:
+            return self.thread.submit(lambda: question(self.store)).result(self.patience_seconds)
+        except TimeoutError:
+            self.is_lost = self.is_frozen = True
+        except RuntimeError:  # a broken connection, which collectives see as well
+            self.is_lost = True
+        return None
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        self.is_lost = True
+        self.thread.shutdown(wait=False)
+
+    def _connect(self) -> None:
+        self.store = self.store.clone()  # the group's own is locked while somebody waits for a key
 
 
-def _store() -> Any:
-    """The process group's store; a store of this process where there is none."""
+def _store_of_group() -> Any:
     if not torch.distributed.is_initialized():
         return torch.distributed.HashStore()
     from torch.distributed.distributed_c10d import _get_default_store  # there is no public way to it

@@ -1,6 +1,7 @@
 """Ranks that others start: SLURM's srun, and a batch script that doesn't use it. torchrun: tests/faults/test_rows.py."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,14 @@ def test_a_batch_script_without_srun_starts_its_own_ranks(toys, tmp_path):
     task = start(toys, tmp_path, "--devices", "2", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
     said = task.communicate(timeout=120)[0]
     assert task.returncode == 0 and "fsdp on 2 cpu devices" in said, said
+
+
+def test_a_port_that_is_in_use_is_named(toys, tmp_path):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        task = start(toys, tmp_path, "--devices", "2", MASTER_PORT=port, SLURM_PROCID="0")
+        said = task.communicate(timeout=120)[0]
+    assert task.returncode == 71 and f"port {port}, where the ranks meet, is in use" in said, said
+    assert "Traceback" not in said

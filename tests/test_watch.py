@@ -9,20 +9,31 @@ from fabric_llm.watch import Watch
 
 def test_a_rank_that_reads_numbers_from_a_gpu_waits_for_the_others():
     """There collectives return at once; the host waits where the step reads their result, and nowhere in torch."""
-    seen = []
     watch = Watch(0, 1, 60.0, on_fault=lambda fault: None)
+    held = threading.Lock()
+    names = {"held": held}
+    exec(compile("def train_step():\n    held.acquire()", step.__file__, "exec"), names)
+
+    def seen_while(main_thread_is_in):
+        seen = []
+
+        def look():
+            deadline = time.monotonic() + 5
+            while not any(seen) and time.monotonic() < deadline:
+                seen.append(watch._waits())
+                time.sleep(0.1)
+            held.release()
+
+        held.acquire()
+        thread = threading.Thread(target=look)
+        thread.start()
+        main_thread_is_in()
+        held.release()
+        thread.join()
+        return set(seen)
+
     try:
-        thread = threading.Timer(0.2, lambda: seen.append(watch._waits()))
-        thread.start()
-        code = compile("def train_step():\n    sleep(0.6)", step.__file__, "exec")
-        names = {"sleep": time.sleep}
-        exec(code, names)
-        names["train_step"]()
-        thread.join()
-        thread = threading.Timer(0.2, lambda: seen.append(watch._waits()))
-        thread.start()
-        time.sleep(0.6)
-        thread.join()
+        assert "train_step" in seen_while(names["train_step"])
+        assert seen_while(held.acquire) == {None}
     finally:
         watch.close()
-    assert seen == ["train_step", None]

@@ -60,6 +60,12 @@ def assert_intact(run, lost=INTERVAL):
     return durable
 
 
+def is_complete(run):
+    """Then a rank may have left in peace, while the other was killed on its way out."""
+    last = retention.latest(run)
+    return last is not None and retention.step_of(last) == STEPS
+
+
 def logged_steps(run):
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
@@ -95,7 +101,7 @@ def test_random_kills(reference, toys, tmp_path):
             assert_same_run(run, whole)
             shutil.rmtree(run)
             continue
-        assert -9 in codes and set(codes) <= {-9, 71}, job.output
+        assert -9 in codes and set(codes) <= ({-9, 71, 0} if is_complete(run) else {-9, 71}), job.output
         assert_intact(run, 2 * INTERVAL if asynchronous else INTERVAL)
         kills += 1
     job = Job(2, *flags(toys, tmp_path, kind))
