@@ -106,7 +106,7 @@ MECHANISMS = [
     Mechanism("a rank hangs", "a silent rank is told from a busy one", "fabric_llm/watch.py",
               "silent = [rank for rank in others if rank not in self.heard or self._silence(rank) > self.patience]", "silent = []", ROWS, "hangs_or_is_frozen and stop-1"),
     Mechanism("a rank hangs", "rank 0, with the store, is watched too", "fabric_llm/watch.py",
-              "self._lost_child() or self._lost_store() or", "self._lost_child() or", ROWS, "hangs_or_is_frozen and stop-0"),
+              "self._lost_child() or self._lost_store() or", "self._lost_child() or", ROWS, "hears_of_rank_0s_death"),
     Mechanism("a rank hangs", "nobody waits for a frozen store", "fabric_llm/watch.py",
               ".result(self.patience_seconds)", ".result()", ROWS, "just_before and stop"),
     Mechanism("a rank hangs", "rank 0's own story stays", "supervise.py",

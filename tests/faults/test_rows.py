@@ -269,6 +269,20 @@ def test_why_a_run_ended_is_told_by_rank_0_if_it_could(toys, tmp_path):
     assert "rank 0 hangs: no progress for 6 s" in status(tmp_path / "run")["reason"]
 
 
+def test_a_rank_that_no_connection_tells_hears_of_rank_0s_death(toys, tmp_path):
+    """As one that is stuck in NCCL: here it sleeps."""
+    more = ("--hang_timeout", 600, "--num_workers", 0)
+    job = Job(2, *flags(toys, tmp_path, *more), failpoint="read_data:rank=1:count=9:do=hang")
+    wait_until(
+        lambda: (tmp_path / "run" / "STATUS.json").exists() and status(tmp_path / "run")["last_durable_step"] == 3
+    )
+    time.sleep(1)
+    job.kill([0])
+    assert job.wait() == [-9, 71], job.output
+    assert "rank 0 (process" in job.output[1] and "lost or frozen" in job.output[1]
+    assert status(tmp_path / "run")["code"] == 71
+
+
 def test_a_rank_that_fails_while_rank_0_is_frozen_still_ends_and_says_why(toys, tmp_path):
     """Its watching thread waits for the store by then."""
 
@@ -513,6 +527,7 @@ def test_a_full_disk_at_the_log(toys, tmp_path):
     job = Job(2, *flags(toys, tmp_path), before=full)
     assert job.wait() == [74, 71], job.output
     assert "No space left on device" in job.output[0] and "Traceback" not in job.output[0]
+    assert "lost" not in job.output[1]
     assert status(tmp_path / "run")["code"] == 74 and status(tmp_path / "run")["retryable"]
 
 
