@@ -162,7 +162,12 @@ def test_a_tracker_that_fails_warns_once_and_lets_the_run_go_on(tmp_path):
 def test_a_tracker_that_is_slow_holds_nobody_up(tmp_path):
     """As one whose server takes the connection and doesn't answer."""
     answers, had = threading.Event(), []
-    tracker = Tracker("wandb", lambda step, record: had.append(answers.wait(60) and step), lambda: None)
+
+    def log(step, record):
+        assert threading.current_thread() is not threading.main_thread()
+        had.append(answers.wait(60) and step)
+
+    tracker = Tracker("wandb", log, lambda: None)
     for step in range(MANY_LINES):
         tracker.log(step, {"loss": 1.0})
     with pytest.warns(UserWarning, match="--logger wandb falls behind; the run goes on") as caught:
