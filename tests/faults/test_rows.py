@@ -231,6 +231,8 @@ def test_a_rank_that_hangs_or_is_frozen_is_named(toys, tmp_path, rank, action):
     assert f"rank {rank}" in reason and ("after step" in reason or rank == 0), reason
     if action == "hang":
         assert "no progress for 10 s" in reason and "time.sleep" in job.output[rank], "where it was"
+    else:
+        assert "lost or frozen" in reason
     assert status(tmp_path / "run")["code"] == 71 and status(tmp_path / "run")["retryable"]
 
 
