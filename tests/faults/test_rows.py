@@ -350,8 +350,8 @@ def test_a_killed_rank_of_a_plain_command_leaves_no_orphan_and_the_run_goes_on(t
     assert_goes_on_like(toys, tmp_path, whole)
 
 
-def test_a_started_rank_that_hangs_does_not_outlive_rank_0(toys, tmp_path):
-    point = environment(FABRIC_LLM_FAILPOINT="between_steps:rank=1:count=4:do=hang")
+def test_a_started_rank_that_is_frozen_does_not_outlive_rank_0(toys, tmp_path):
+    point = environment(FABRIC_LLM_FAILPOINT="between_steps:rank=1:count=4:do=stop")
     started = subprocess.Popen(
         [sys.executable, *command(toys, tmp_path)], env=point, stdout=subprocess.DEVNULL, cwd=tmp_path
     )
