@@ -40,16 +40,15 @@ def supervise(
             _write(directory, watch, first)
             watch.wait_for_others(SECONDS_FOR_OTHERS)
         elif not watch.wait_for(0, SECONDS_FOR_OTHERS):
-            instead_of_rank_0(first)
+            tell_for_rank_0(first)
+            kill_parent()
         children.end(SECONDS_FOR_OTHERS)
         os._exit(for_launcher(_code_of_others(first)))
 
-    def instead_of_rank_0(first: Fault) -> None:
-        """It is lost or frozen: nobody else says why the run ends, or ends rank 0."""
+    def tell_for_rank_0(first: Fault) -> None:
+        """It is lost or frozen, and hasn't said why the run ends."""
         if run_directory.read_status(directory).get("code") is None:
             _write(directory, watch, first)
-        if watch.rank_0_is_frozen():
-            kill_parent()
 
     if rank == 0:
         run_directory.write_status(directory, None, "running", plan.start.step, True)
@@ -69,8 +68,11 @@ def supervise(
         if rank == 0:
             _write(directory, watch, first)
             watch.wait_for_others(SECONDS_FOR_OTHERS)
-        elif (first.code == PEER_LOST or watch.rank_0_is_frozen()) and not watch.wait_for(0, SECONDS_FOR_OTHERS):
-            instead_of_rank_0(first)
+        elif watch.store.is_frozen:  # and rank 0 with it
+            tell_for_rank_0(first)
+            kill_parent()
+        elif first.code == PEER_LOST and not watch.wait_for(0, SECONDS_FOR_OTHERS):
+            tell_for_rank_0(first)
         children.end(SECONDS_FOR_OTHERS)
         run_directory.unlock(directory)
         raise SystemExit(for_launcher(fault.code if own else _code_of_others(first))) from None

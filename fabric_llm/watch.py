@@ -113,10 +113,6 @@ class Watch:
         """True if `rank` has said that it ends."""
         return self._get(f"ended/{rank}") is not None
 
-    def rank_0_is_frozen(self) -> bool:
-        """True where it, or the store that it holds, doesn't answer."""
-        return 0 in self.lost or self.store.is_frozen
-
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
