@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -67,6 +66,7 @@ class Result:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--early", type=float, default=0.0, help="part of the kills that come while ranks still set up")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=None, help="JSON file for the results")
     options = parser.parse_args()
@@ -78,7 +78,7 @@ def main() -> None:
         each = -(-options.kills // len(KINDS))
         results: list[Result] = []
         for number, kind in enumerate(KINDS):
-            results.append(chaos(folder, Result(*kind), each, options.seed + number))
+            results.append(chaos(folder, Result(*kind), each, options.early, options.seed + number))
             write(options, results)
     finally:
         shutil.rmtree(folder)
@@ -94,7 +94,7 @@ def write(options: argparse.Namespace, results: list[Result]) -> None:
         options.output.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def chaos(folder: Path, result: Result, kills: int, seed: int) -> Result:
+def chaos(folder: Path, result: Result, kills: int, early: float, seed: int) -> Result:
     """Run after run until there were so many kills."""
     generator, began = random.Random(seed), time.monotonic()
     output = folder / "-".join([result.strategy, result.state_dict_type, result.async_save])
@@ -105,7 +105,7 @@ def chaos(folder: Path, result: Result, kills: int, seed: int) -> Result:
     longest, codes = time.monotonic() - start, Counter[str]()
     while result.kills < kills:
         run = output / f"run-{result.runs}"
-        while not attempt(folder, run, result, codes, generator, longest):
+        while not attempt(folder, run, result, codes, generator, moment(generator, longest, early)):
             if result.kills % 20 == 0:
                 print(f"{output.name}: {result.kills} kills, {result.runs} runs ended", flush=True)
         result.runs += 1
@@ -113,6 +113,11 @@ def chaos(folder: Path, result: Result, kills: int, seed: int) -> Result:
         shutil.rmtree(run)
     result.exit_codes, result.seconds = dict(codes), round(time.monotonic() - began, 1)
     return result
+
+
+def moment(generator: random.Random, longest: float, early: float) -> float:
+    """Seconds after a start at which to kill; an undisturbed run takes `longest`."""
+    return generator.uniform(0.0, longest * (0.3 if generator.random() < early else 1.1))
 
 
 def train(folder: Path, output: Path, run_name: str, kind: Result) -> Job:
@@ -126,10 +131,12 @@ def train(folder: Path, output: Path, run_name: str, kind: Result) -> Job:
     )
 
 
-def attempt(folder: Path, run: Path, result: Result, codes: Counter[str], generator: Any, longest: float) -> bool:
-    """One start of `run`. True if it came to its end, False if it was killed, which is counted."""
+def attempt(
+    folder: Path, run: Path, result: Result, codes: Counter[str], generator: random.Random, seconds: float
+) -> bool:
+    """One start of `run`, and the kill after `seconds`. True if it came to its end, False if it was killed, which is counted."""
     job = train(folder, run.parent, run.name, result)
-    time.sleep(generator.uniform(0.0, 1.1 * longest))
+    time.sleep(seconds)
     victims = generator.choice([[0], [1], [0, 1], [0, 1]])
     job.kill(victims)
     try:
