@@ -57,6 +57,11 @@ def wait_until(true, seconds=120):
         time.sleep(0.05)
 
 
+def wait_until_saved(run, step):
+    """And STATUS.json says so: the last thing that a save writes."""
+    wait_until(lambda: (run / "STATUS.json").exists() and status(run)["last_durable_step"] == step)
+
+
 def end_after(job, frozen, other):
     """The codes of both ranks: `frozen`, which nobody else can end, is killed once the `other` has ended, or won't."""
     try:
@@ -275,9 +280,7 @@ def test_a_rank_that_no_connection_tells_hears_of_rank_0s_death(toys, tmp_path):
     """As one that is stuck in NCCL: here it sleeps."""
     more = ("--hang_timeout", 600, "--num_workers", 0)
     job = Job(2, *flags(toys, tmp_path, *more), failpoint="read_data:rank=1:count=9:do=hang")
-    wait_until(
-        lambda: (tmp_path / "run" / "STATUS.json").exists() and status(tmp_path / "run")["last_durable_step"] == 3
-    )
+    wait_until_saved(tmp_path / "run", 3)
     time.sleep(1)
     job.kill([0])
     assert job.wait() == [-9, 71], job.output
@@ -539,9 +542,7 @@ def test_a_full_disk_at_the_log(toys, tmp_path):
 def test_two_runs_in_one_directory(toys, tmp_path):
     hangs = "between_steps:rank=0:count=4:do=hang"
     first = Job(2, *flags(toys, tmp_path, "--hang_timeout", 600), failpoint=hangs)
-    wait_until(
-        lambda: (tmp_path / "run" / "STATUS.json").exists() and status(tmp_path / "run")["last_durable_step"] == 3
-    )
+    wait_until_saved(tmp_path / "run", 3)
     time.sleep(1)  # nothing is written after that
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for more in ((), ("--resume", "auto"), ("--resume", "true")):
