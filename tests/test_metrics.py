@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from conftest import CONTEXT
 from ranks import toy_run, train_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fabric_llm import trackers
 from fabric_llm.metrics import Console, MetricsFile, Throughput, duration, peak_memory_gib
 from fabric_llm.trackers import MANY_LINES, Tracker, open_tracker
 
@@ -190,6 +192,27 @@ def test_no_tracker(tmp_path):
 
 
 # ------------------------------------------------------------------------------- Weights & Biases
+
+
+@mock.patch.dict(os.environ)  # `_wandb` sets variables
+def test_the_start_waits_20_seconds_for_wandb_unless_told_otherwise(monkeypatch, tmp_path):
+    wandb = pytest.importorskip("wandb")
+    waited = []
+
+    def no_answer(**given):
+        waited.append(wandb.setup().settings.init_timeout)  # what wandb.init would wait, seconds
+        raise wandb.errors.CommError("no answer")
+
+    monkeypatch.setattr(wandb, "init", no_answer)
+    monkeypatch.setattr(trackers, "_logged_in_to_wandb", lambda: True)
+    for told in ({}, {"WANDB_INIT_TIMEOUT": "33"}):
+        for name in [name for name in os.environ if name.startswith("WANDB")]:
+            del os.environ[name]
+        os.environ.update(told)
+        with pytest.warns(UserWarning, match="logs offline"), pytest.raises(wandb.errors.CommError):
+            trackers._wandb(tmp_path, {}, None, None)
+        wandb.teardown()
+    assert waited == [20, 20, 33, 33]  # online, offline
 
 
 @pytest.fixture(scope="module")
