@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 import resume
 from arguments import Arguments, fail, is_rank_zero
 from fabric_llm import run_directory
-from fabric_llm.faults import DONE, PEER_LOST, UNEXPECTED, Fault, as_fault
+from fabric_llm.faults import DONE, PEER_LOST, STOPPED, UNEXPECTED, Fault, as_fault
 from fabric_llm.launch import Children, start_ranks, started_by_other
 from fabric_llm.strategy import make_fabric
 from preflight import Plan, make_plan, placement
@@ -93,9 +93,12 @@ def _join(fabric: Fabric, children: Children, said: tuple) -> tuple:
     def look() -> None:
         while not joined.wait(0.2):
             if (dead := children.dead()) is not None:
-                print(f"train.py: error: rank {dead[0]} {dead[1]} before training began.", file=sys.stderr, flush=True)
+                stopped = children.was_interrupted(dead[0])  # by a signal to all, for which this rank is too busy
+                fault = Fault(f"rank {dead[0]} {dead[1]} before training began.", STOPPED if stopped else PEER_LOST)
+                run_directory.leave(fault)
+                print(f"train.py: error: {fault}", file=sys.stderr, flush=True)
                 children.end(0)
-                os._exit(PEER_LOST)
+                os._exit(fault.code)
 
     threading.Thread(target=look, name="join", daemon=True).start()
     try:

@@ -18,6 +18,7 @@ import resume
 from arguments import Arguments, write_yaml
 from fabric_llm import adamw, checkpoint, manifest, metrics, retention, run_directory, step, stop, strategy, trackers
 from fabric_llm.checkpoint import Progress
+from fabric_llm.console import Console
 from fabric_llm.data import Batches, MicroBatch, Prefetch
 from fabric_llm.failpoints import failpoint
 from fabric_llm.faults import NON_FINITE, Fault
@@ -130,7 +131,7 @@ class Run:
             print(
                 "Warning: no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it."
             )
-        self.console = metrics.Console(plan.max_step, plan.start.step)
+        self.console = Console(plan.max_step, plan.start.step)
 
     def advance(self, progress: Progress) -> None:
         """Count a finished step."""

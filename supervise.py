@@ -16,7 +16,7 @@ from fabric_llm import metrics, run_directory
 from fabric_llm.failpoints import failpoint
 from fabric_llm.faults import DONE, OUT_OF_MEMORY, PEER_LOST, STOPPED, UNEXPECTED, Fault, as_fault
 from fabric_llm.launch import Children, for_launcher, kill_parent
-from fabric_llm.watch import Watch
+from fabric_llm.watch import SECONDS_TO_END, Watch
 from preflight import Plan
 
 SECONDS_FOR_OTHERS = 5.0  # to read why rank 0, which holds the store, goes
@@ -35,15 +35,17 @@ def supervise(
 
     def stuck(first: Fault) -> NoReturn:
         """In the watching thread: the main thread won't come back."""
-        _tell(rank, first, first)
-        if rank == 0:
-            _write(directory, watch, first)
-            watch.wait_for_others(SECONDS_FOR_OTHERS)
-        elif not watch.wait_for(0, SECONDS_FOR_OTHERS):
-            tell_for_rank_0(first)
-            kill_parent()
-        children.end(SECONDS_FOR_OTHERS)
-        os._exit(for_launcher(_code_of_others(first)))
+        try:
+            _tell(rank, first, first)
+            if rank == 0:
+                _write(directory, watch, first)
+                watch.wait_for_others(SECONDS_FOR_OTHERS)
+            elif not watch.wait_for(0, SECONDS_TO_END + SECONDS_FOR_OTHERS):  # its main thread may need all of them
+                tell_for_rank_0(first)
+                kill_parent()
+            children.end(SECONDS_FOR_OTHERS)
+        finally:
+            os._exit(for_launcher(_code_of_others(first)))
 
     def tell_for_rank_0(first: Fault) -> None:
         """It is lost or frozen, and hasn't said why the run ends."""

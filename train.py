@@ -9,7 +9,8 @@ import traceback
 from typing import TYPE_CHECKING, Optional
 
 from arguments import Arguments, is_rank_zero, parse_train
-from fabric_llm.faults import as_fault
+from fabric_llm.console import outlast_readers
+from fabric_llm.faults import UNEXPECTED, as_fault
 from fabric_llm.launch import adopt_slurm, die_with_parent, for_launcher
 from fabric_llm.stop import StopSignal
 
@@ -35,11 +36,13 @@ def main(argv: Optional[list[str]] = None) -> None:
     try:
         fabric, plan, children = assemble(arguments)
         supervise(fabric, arguments, plan, children, lambda watch: train(fabric, arguments, plan, signals, watch))
-    except KeyboardInterrupt as second_signal:  # before there were ranks to tell
+    except (Exception, KeyboardInterrupt) as error:  # before there were ranks to tell
         from fabric_llm import run_directory
 
-        fault = as_fault(second_signal)
+        fault = as_fault(error)
         run_directory.leave(fault)
+        if fault.code == UNEXPECTED:
+            raise
         print(f"train.py: {fault}", file=sys.stderr)
         raise SystemExit(for_launcher(fault.code)) from None
     finally:
@@ -121,6 +124,7 @@ def due(step: int, interval: Optional[int]) -> bool:
 
 if __name__ == "__main__":
     code = 0
+    outlast_readers()
     try:
         main()
     except SystemExit as stop:

@@ -35,6 +35,10 @@ class Children:
                 return rank, f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return None
 
+    def was_interrupted(self, rank: int) -> bool:
+        """True if it ended because somebody asked it to."""
+        return self.processes[rank].returncode in (STOPPED, -signal.SIGINT)
+
     def end(self, seconds: float) -> None:
         """Wait for them, then kill those that are left."""
         deadline = time.monotonic() + seconds

@@ -1,17 +1,15 @@
-"""Throughput, memory, metrics.jsonl and the console. Used on rank 0."""
+"""Throughput, memory and metrics.jsonl. Used on rank 0."""
 
 from __future__ import annotations
 
 import json
 import math
 import resource
-import sys
 import time
 from pathlib import Path
 from typing import Optional
 
 import torch
-from tqdm import tqdm
 
 from fabric_llm.failpoints import failpoint
 from fabric_llm.manifest import fsync
@@ -110,23 +108,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}"
-
-
-class Console:
-    """A progress bar where there is a terminal, and lines that don't break it."""
-
-    def __init__(self, total_steps: int, done_steps: int) -> None:
-        off = not sys.stderr.isatty()
-        self.bar = tqdm(total=total_steps, initial=done_steps, unit="step", disable=off, leave=False)
-
-    def line(self, text: str) -> None:
-        """Print one line."""
-        print(text, flush=True) if self.bar.disable else self.bar.write(text)
-
-    def advance(self) -> None:
-        """One step done."""
-        self.bar.update()
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self.bar.close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
 import secrets
 import socket
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -15,9 +18,10 @@ from fabric_llm import retention
 from fabric_llm.faults import DONE, NO_CHECKPOINT, REFUSED, UNWRITABLE, Fault
 
 LOCK, STATUS = ".lock", "STATUS.json"
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network file systems
 MOST_CHARACTERS = 200  # of a run's name; file systems take 255 bytes
 
-_locks: dict[Path, Any] = {}  # held until this process ends, however that is
+_locks: dict[Path, int] = {}  # descriptors, held until this process ends, however that is
 
 
 def default_name(model_name: str, data_folder: str) -> str:
@@ -88,35 +92,34 @@ def lock(folder: Path) -> None:
 
     Raises Fault (73) where another run is in it.
     """
-    from filelock import FileLock, Timeout
-
     if folder in _locks:
         return
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if not no_link(path).is_dir() and not path.is_file():  # a pipe blocks whoever opens it
             raise Fault(f"{str(path)!r} is neither a file nor a folder: remove it.", UNWRITABLE)
-    held = FileLock(folder / LOCK, timeout=0)
+    descriptor = -1
     try:
-        held.acquire()
-    except Timeout:
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
         said = read_status(folder)
         who = f" (process {said['pid']} on {said['host']})" if {"pid", "host"} <= said.keys() else ""
         raise Fault(
             f"Another run{who} is using {str(folder)!r}: wait for it, or take another --run_name.", UNWRITABLE
         ) from None
-    except NotImplementedError:
-        print(f"Warning: the file system of {str(folder)!r} has no locks; nothing keeps a second run out of it.")
     except OSError as error:
-        raise Fault(f"{str(folder / LOCK)!r} can't be written: {error.strerror}.", UNWRITABLE) from error
-    _locks[folder] = held
+        if descriptor < 0 or error.errno not in NO_LOCKS:
+            raise Fault(f"{str(folder / LOCK)!r} can't be written: {error.strerror}.", UNWRITABLE) from error
+        print(f"Warning: the file system of {str(folder)!r} has no locks; nothing keeps a second run out of it.")
+    _locks[folder] = descriptor
 
 
 def unlock(folder: Path) -> None:
     """Let other runs in: at the end of a run in a process that goes on."""
-    held = _locks.pop(folder, None)
-    if held is not None:
-        held.release()
+    if folder in _locks:
+        os.close(_locks.pop(folder))
 
 
 def write_status(folder: Path, code: Optional[int], reason: str, step: Optional[int], retryable: bool) -> None:
@@ -124,26 +127,27 @@ def write_status(folder: Path, code: Optional[int], reason: str, step: Optional[
 
     step: finished steps, None before there is a model. retryable: the same command with --resume auto may do better.
     """
-    last = retention.latest(folder)
-    status = {
-        "code": code,
-        "reason": reason,
-        "step": step,
-        "last_durable_step": None if last is None else retention.step_of(last),
-        "retryable": retryable,
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-    }
     temporary = folder / f".{STATUS}-{secrets.token_hex(4)}"
     try:
+        last = retention.latest(folder)
+        status = {
+            "code": code,
+            "reason": reason,
+            "step": step,
+            "last_durable_step": None if last is None else retention.step_of(last),
+            "retryable": retryable,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+        }
         with temporary.open("w") as file:
             file.write(json.dumps(status, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(folder / STATUS)
-    except OSError as error:  # a full disk must not hide why the run ended
+    except OSError as error:  # a disk that is full or gone must not hide why the run ended
         print(f"Warning: {STATUS} couldn't be written: {error}.", flush=True)
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def leave(fault: Fault) -> None:

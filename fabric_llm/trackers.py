@@ -161,7 +161,8 @@ def _wandb(folder: Path, config: dict[str, Any], entity: Optional[str], project:
             warnings.warn(f"Weights & Biases logs offline into {folder / 'wandb'}: {reason}.", stacklevel=2)
             settings["mode"] = "offline"
     run = run or wandb.init(**settings)
-    return (lambda step, record: run.log(record, step=step)), run.finish
+    run.define_metric("*", step_metric="step")  # its own count can't go back, as a run does that rolls back or rewinds
+    return (lambda step, record: run.log({"step": step, **record})), run.finish
 
 
 def _logged_in_to_wandb() -> bool:

@@ -142,8 +142,11 @@ class Watch:
         if before is None or before.beat["beats"] != beat["beats"]:
             self.heard[rank] = Heard(beat, time.monotonic())
 
+    def _is_still(self) -> bool:
+        return time.monotonic() - self.marked >= self.timeout_seconds
+
     def _hangs(self) -> Optional[Fault]:
-        if time.monotonic() - self.marked < self.timeout_seconds:
+        if not self._is_still():
             return None
         # Nothing has moved here. Whoever is silent, or isn't waiting for the others, is the one they wait for.
         until = time.monotonic() + self.patience + self.interval
@@ -154,6 +157,8 @@ class Watch:
             for rank in range(self.world_size):
                 self._hear(rank)
             time.sleep(self.interval)
+            if not self._is_still():  # a job that was suspended goes on
+                return None
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         silent = [rank for rank in others if rank not in self.heard or self._silence(rank) > self.patience]
         if silent:
@@ -193,8 +198,7 @@ class Watch:
 
     def _end_from_thread(self, first: Fault) -> None:
         """Give the main thread time to end by itself, which it does unless it is stuck; then end the process."""
-        stuck = time.monotonic() - self.marked >= self.timeout_seconds
-        if not stuck and self.ended.wait(SECONDS_TO_END):
+        if not self._is_still() and self.ended.wait(SECONDS_TO_END):
             return
         if not self._claim_end():
             return

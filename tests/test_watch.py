@@ -37,3 +37,24 @@ def test_a_rank_that_reads_numbers_from_a_gpu_waits_for_the_others():
         assert seen_while(held.acquire) == {None}
     finally:
         watch.close()
+
+
+def test_a_job_that_was_suspended_for_longer_than_the_time_out_goes_on():
+    """It looks still when the watch wakes up, and isn't a moment later."""
+
+    class Suspended(Watch):
+        looked = 0
+
+        def _is_still(self):
+            self.looked += 1
+            return self.looked == 1
+
+    ended = []
+    watch = Suspended(0, 1, 5.0, on_fault=ended.append)
+    try:
+        deadline = time.monotonic() + 60
+        while watch.looked < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert watch.looked >= 4 and not ended and not watch.ended.is_set()
+    finally:
+        watch.close()

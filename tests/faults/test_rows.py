@@ -1,6 +1,7 @@
 """The table of docs/faults.md, row by row, where no other test holds the row."""
 
 import errno
+import fcntl
 import json
 import os
 import random
@@ -20,7 +21,7 @@ import torch
 from ranks import Job, metrics, toy_run
 from safetensors.torch import load_file
 
-from fabric_llm import retention
+from fabric_llm import retention, run_directory
 
 pytestmark = pytest.mark.faults
 
@@ -205,6 +206,33 @@ def test_sigterm_to_one_rank_wherever_it_is(toys, tmp_path, whole, point, stops_
         assert_goes_on_like(toys, tmp_path, whole)
 
 
+def test_ctrl_c_that_ends_the_reader_of_the_output_as_well(toys, tmp_path, whole):
+    """`train.py 2>&1 | tee log`: the terminal sends it to all of them, and what a run prints then has nowhere to go."""
+    words = command(toys, tmp_path, "--max_step", 5000, "--save_step_interval", 5000)
+    run = subprocess.Popen(
+        [sys.executable, *words],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,  # its ranks are a group, as in a terminal
+    )
+    try:
+        assert any(line.startswith("step 2/") for line in run.stdout)
+        run.stdout.close()
+        time.sleep(0.2)
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.wait(120) == 75
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    said = status(tmp_path / "run")
+    assert said["code"] == 75 and said["step"] == said["last_durable_step"] == saved(tmp_path / "run")[-1] >= 2
+    assert metrics(tmp_path / "run", "step")[-1] == said["step"]
+    assert_all_end(tmp_path)
+
+
 # ------------------------------------------------------------------------------- a rank fails
 
 
@@ -379,17 +407,27 @@ def test_a_frozen_rank_0_of_a_plain_command_is_ended_by_the_rank_that_it_started
     assert status(tmp_path / "run")["code"] == 71 and status(tmp_path / "run")["last_durable_step"] == 3
 
 
-def test_a_rank_that_dies_before_training_is_named(toys, tmp_path):
-    """As one whose machine is out of memory: here its Python ends at once."""
+@pytest.mark.parametrize(
+    ("how", "code", "ended"),
+    [("os._exit(9)", 71, "ended with code 9"), ("os.kill(os.getpid(), 2)", 75, "was killed by SIGINT")],
+)
+def test_a_rank_that_ends_before_training_is_named(toys, tmp_path, how, code, ended):
+    """As one whose machine is out of memory, or that Ctrl-C reaches first: here as soon as its Python begins."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import os\nos.environ.get('LOCAL_RANK') == '1' and os._exit(9)\n"
+        "import os, signal\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        f"if os.environ.get('LOCAL_RANK') == '1': {how}\n"
     )
     path = environment(PYTHONPATH=os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
     words = command(toys, tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STATUS.json").write_text('{"code": 75, "reason": "of the run before"}')
     done = subprocess.run([sys.executable, *words], env=path, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 71, done.stderr
-    assert "rank 1 ended with code 9 before training began" in done.stderr
+    assert done.returncode == code, done.stderr
+    assert f"rank 1 {ended} before training began" in done.stderr
+    said = status(tmp_path / "run")
+    assert said["code"] == code and said["reason"] == f"rank 1 {ended} before training began." and said["retryable"]
     assert_all_end(tmp_path)
 
 
@@ -554,6 +592,29 @@ def test_two_runs_in_one_directory(toys, tmp_path):
     first.wait()
     third = Job(2, *flags(toys, tmp_path, "--resume", "auto"))
     assert third.wait() == [0, 0], "a lock goes with the process that held it"
+
+
+def without_locks(number):
+    def flock(descriptor, how):
+        raise OSError(number, os.strerror(number))
+
+    return lambda: setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_a_warning(toys, tmp_path, number):
+    """And nothing stays behind that would keep the next start out, on whatever machine."""
+    job = Job(1, *flags(toys, tmp_path), failpoint="between_steps:count=4", before=without_locks(number))
+    assert job.wait() == [-9], job.output
+    job = Job(1, *flags(toys, tmp_path, "--resume", "auto"), before=without_locks(number))
+    assert job.wait() == [0], job.output
+    assert job.output[0].count("has no locks; nothing keeps a second run out of it.") == 1
+
+
+def test_a_status_that_cannot_be_written_hides_nothing(tmp_path, capsys):
+    (tmp_path / "run").write_text("a file where the run's folder was")
+    run_directory.write_status(tmp_path / "run", 74, "no space left", 3, True)
+    assert "Warning: STATUS.json couldn't be written" in capsys.readouterr().out
 
 
 def test_an_output_that_cannot_be_written(toys, tmp_path):
