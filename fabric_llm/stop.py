@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Optional
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # the last: its terminal is gone
 STOP_FILE, SAVE_FILE = "stop", "save_now"
 SECONDS_OF_ONE_REQUEST = 1.0  # schedulers signal all processes, and launchers pass it on to their ranks again
 
@@ -21,10 +21,11 @@ class StopSignal:
         self.received: Optional[int] = None
         self.second = False
         self.until = 0.0  # monotonic seconds: what comes before is the same request
-        self.former = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self.former = {number: signal.signal(number, self._handle) for number in SIGNALS if not _under_nohup(number)}
 
     def _handle(self, number: int, frame: Optional[FrameType]) -> None:
-        if time.monotonic() < self.until:
+        again = number == signal.SIGHUP and self.received is not None  # the shell that goes with the terminal
+        if again or time.monotonic() < self.until:
             return
         self.until = time.monotonic() + SECONDS_OF_ONE_REQUEST
         if self.received is None:
@@ -46,6 +47,10 @@ class StopSignal:
         """Give the signals back to whoever had them."""
         for number, handler in self.former.items():
             signal.signal(number, handler)
+
+
+def _under_nohup(number: int) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def _cut_short(number: int, frame: Optional[FrameType]) -> None:

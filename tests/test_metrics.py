@@ -216,6 +216,18 @@ def test_the_start_waits_20_seconds_for_wandb_unless_told_otherwise(monkeypatch,
     assert waited == [20, 20, 33, 33]  # online, offline
 
 
+@mock.patch.dict(os.environ)
+def test_wandb_takes_the_steps_of_a_run_that_went_back(tmp_path):
+    os.environ["WANDB_MODE"] = "offline"
+    log, close = trackers._wandb(tmp_path, {}, None, None)
+    losses = {"1111.25": 1, "2222.25": 2, "3333.25": 3, "4444.25": 2, "5555.25": 3}
+    for loss, step in losses.items():
+        log(step, {"loss": float(loss)})
+    close()
+    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert [loss for loss in losses if loss.encode() not in written.read_bytes()] == []
+
+
 @pytest.fixture(scope="module")
 def wandb_runs(toys, tmp_path_factory):
     """{case: (finished process, run directory)} of `train.py --logger wandb` in a bare environment."""

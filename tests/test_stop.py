@@ -11,6 +11,8 @@ import torch
 from ranks import Job, metrics, run_ranks, toy_run, train_ranks
 from safetensors.torch import load_file
 
+from fabric_llm import stop
+
 STEPS = 8
 
 
@@ -28,11 +30,12 @@ def train_and_do(argv, rank, step, action):
     import fabric_llm.step
 
     fabric_llm.step.seed_step = acting
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as without `nohup`, whoever started the tests
     assert run.kept_alive == []
     try:
         train.main(argv)
-    except SystemExit as stop:
-        return stop.code
+    except SystemExit as end:
+        return end.code
     return 0
 
 
@@ -50,7 +53,7 @@ def final_weights(folder):
     return load_file(folder / f"step-{STEPS:08d}" / "model.safetensors")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2), ("fsdp2", 2)])
 def test_a_signal_to_one_rank_stops_all_after_a_save_and_nothing_is_lost(toys, tmp_path, strategy, ranks, number):
     argv = flags(toys, tmp_path, strategy, "--devices", ranks)
@@ -124,6 +127,23 @@ def test_a_signal_that_is_delivered_twice_is_one(toys, tmp_path):
     argv = [*flags(toys, tmp_path, "auto"), "--run_name", "run"]
     assert run_ranks(1, train_and_do, argv, 0, 3, twice) == [75]
     assert (tmp_path / "run" / "step-00000003").is_dir()
+
+
+def test_a_terminal_that_is_gone_asks_once_and_never_under_nohup(monkeypatch):
+    """The shell that it ends tells a run once more."""
+    monkeypatch.setattr(stop, "SECONDS_OF_ONE_REQUEST", 0.0)
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        for action, received in ((signal.SIG_IGN, None), (signal.SIG_DFL, signal.SIGHUP)):
+            signal.signal(signal.SIGHUP, action)
+            signals = stop.StopSignal()
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGHUP)
+            signals.restore()
+            assert signals.received == received and not signals.second
+            assert signal.getsignal(signal.SIGHUP) == action
+    finally:
+        signal.signal(signal.SIGHUP, former)
 
 
 def save_comes_first(argv, run_directory):
