@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 from dataclasses import replace
-from typing import NoReturn, Optional
+from typing import Any, NoReturn, Optional
 
 from lightning.fabric import Fabric
 
 import resume
 from arguments import Arguments, fail, is_rank_zero
 from fabric_llm import run_directory
-from fabric_llm.faults import DONE, PEER_LOST, STOPPED, UNEXPECTED, Fault, as_fault
+from fabric_llm.faults import DONE, PEER_LOST, UNEXPECTED, Fault, as_fault
 from fabric_llm.launch import Children, start_ranks, started_by_other
+from fabric_llm.ranks import gather
 from fabric_llm.strategy import make_fabric
 from preflight import Plan, make_plan, placement
 
@@ -56,7 +58,9 @@ def assemble(arguments: Arguments) -> tuple[Fabric, Plan, Children]:
         precision=arguments.model.precision,
         timeout_seconds=arguments.devices.hang_timeout,
     )
-    fault, choice, directory = _join(fabric, children, (fault, resume.chosen(plan), plan and plan.run_directory))
+    fault, choice, directory = _join(
+        fabric, arguments, children, (fault, resume.chosen(plan), plan and plan.run_directory)
+    )
     if fault is None and plan is None:
         os.environ[resume.CHOSEN] = choice
         plan, fault = _planned(arguments)
@@ -86,15 +90,23 @@ def _end(fault: Fault) -> NoReturn:
     fail("train.py", str(fault), fault.code)
 
 
-def _join(fabric: Fabric, children: Children, said: tuple) -> tuple:
+def _require_one_command(arguments: list[dict[str, Any]]) -> None:
+    """Raises Fault unless all ranks have the same: two jobs at one address would train in each other's runs."""
+    for rank, own in enumerate(arguments):
+        for name, value in arguments[0].items():
+            if own[name] != value:
+                ours, others = (f"--{name} {json.dumps(v, default=str)}" for v in (own[name], value))
+                raise Fault(f"rank {rank} was started with {ours}, rank 0 with {others}: start all with one command.")
+
+
+def _join(fabric: Fabric, arguments: Arguments, children: Children, said: tuple) -> tuple:
     """`fabric.launch()`, and what rank 0 has `said`. If a rank dies before it has joined, so does this one."""
     joined = threading.Event()
 
     def look() -> None:
         while not joined.wait(0.2):
             if (dead := children.dead()) is not None:
-                stopped = children.was_interrupted(dead[0])  # by a signal to all, for which this rank is too busy
-                fault = Fault(f"rank {dead[0]} {dead[1]} before training began.", STOPPED if stopped else PEER_LOST)
+                fault = Fault(f"rank {dead[0]} {dead[1]} before training began.", children.code_of(dead[0]))
                 run_directory.leave(fault)
                 print(f"train.py: error: {fault}", file=sys.stderr, flush=True)
                 children.end(0)
@@ -103,7 +115,10 @@ def _join(fabric: Fabric, children: Children, said: tuple) -> tuple:
     threading.Thread(target=look, name="join", daemon=True).start()
     try:
         fabric.launch()
+        _require_one_command(gather(arguments.flat()))
         return fabric.broadcast(said)
+    except Fault as fault:
+        _end(fault)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             port = os.environ.get("MASTER_PORT")

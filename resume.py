@@ -76,8 +76,9 @@ def _given(arguments: Arguments) -> Optional[Path]:
 
 
 def _restarted(arguments: Arguments) -> bool:
-    """True if the command may not be the first of its kind: a restart loop's, or torchrun's again."""
-    return arguments.checkpoint.resume == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    """True if the command may not be the first of its kind: a restart loop's, or torchrun's or SLURM's again."""
+    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return arguments.checkpoint.resume == "auto" or any(count != "0" for count in counts)
 
 
 def _goes_on_from(directory: Path, given: Path) -> bool:

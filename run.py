@@ -21,9 +21,10 @@ from fabric_llm.checkpoint import Progress
 from fabric_llm.console import Console
 from fabric_llm.data import Batches, MicroBatch, Prefetch
 from fabric_llm.failpoints import failpoint
-from fabric_llm.faults import NON_FINITE, Fault
+from fabric_llm.faults import NON_FINITE, UNWRITABLE, Fault
 from fabric_llm.guard import Guard
 from fabric_llm.model import DTYPES, build_skeleton, has_weights
+from fabric_llm.ranks import from_first, gather
 from fabric_llm.stop import StopSignal
 from fabric_llm.watch import Watch
 from preflight import Plan, last_step
@@ -56,6 +57,7 @@ class Run:
         self.signals, self.watch = signals, watch
         self.directory = plan.run_directory
         self.rank_zero = fabric.global_rank == 0
+        self.require_shared_directory()
         self.require_room()
         failpoint("set_up")
         self.model, self.optimizer, self.template = set_up(fabric, arguments, plan, plan.source, plan.resume_from)
@@ -290,6 +292,17 @@ class Run:
         if writers == self.fabric.world_size:
             self.commit()
         return stop_askers > 0, save_askers > 0
+
+    def require_shared_directory(self) -> None:
+        """End the run before its model is loaded where a rank would write to another disk than rank 0 reads from."""
+        written = from_first(run_directory.read_status(self.directory))
+        sees = run_directory.wait_for_status(self.directory, written, self.arguments.devices.hang_timeout / 2)
+        if blind := [rank for rank, there in enumerate(gather(sees)) if not there]:
+            raise Fault(
+                f"rank {blind[0]} doesn't see what rank 0 writes into {str(self.directory)!r}: "
+                "it must be on a disk that all machines share.",
+                UNWRITABLE,
+            )
 
     def require_room(self) -> None:
         """Sweep, and end the run before its model is loaded where not even one checkpoint would fit on the disk."""

@@ -28,8 +28,8 @@ def supervise(
     """Run `body(watch)`, which returns whether the run was asked to stop. All ranks call it.
 
     Raises SystemExit with the code of the table in docs/faults.md, unless the run is done, or has stopped under a
-    torchrun that would start it again. The rank that failed first ends with its own code, the others with 71; rank 0
-    prints the first fault and writes it to STATUS.json.
+    torchrun that would start it again. The rank that failed first ends with its own code, and so does the process that
+    started it, the others with 71; rank 0 prints the first fault and writes it to STATUS.json.
     """
     rank, directory = fabric.global_rank, plan.run_directory
 
@@ -45,7 +45,7 @@ def supervise(
                 kill_parent()
             children.end(SECONDS_FOR_OTHERS)
         finally:
-            os._exit(for_launcher(_code_of_others(first)))
+            os._exit(for_launcher(_code_of_others(first, children)))
 
     def tell_for_rank_0(first: Fault) -> None:
         """It is lost or frozen, and hasn't said why the run ends."""
@@ -77,7 +77,7 @@ def supervise(
             tell_for_rank_0(first)
         children.end(SECONDS_FOR_OTHERS)
         run_directory.unlock(directory)
-        raise SystemExit(for_launcher(fault.code if own else _code_of_others(first))) from None
+        raise SystemExit(for_launcher(fault.code if own else _code_of_others(first, children))) from None
     if rank == 0:
         code, reason = (STOPPED, "stopped on request") if stopped else (DONE, "done")
         run_directory.write_status(directory, code, reason, watch.step, stopped)
@@ -95,9 +95,9 @@ def _tell(rank: int, first: Fault, own: Fault) -> None:
         print(f"train.py: rank {rank}: {first if own.code == PEER_LOST else own}", file=sys.stderr, flush=True)
 
 
-def _code_of_others(first: Fault) -> int:
-    """With which the ranks end that haven't failed first."""
-    return STOPPED if first.code == STOPPED else PEER_LOST
+def _code_of_others(first: Fault, children: Children) -> int:
+    """With which the ranks end that haven't failed first. Whoever started the others speaks for them."""
+    return first.code if first.code == STOPPED or children.processes else PEER_LOST
 
 
 def _write(directory: Path, watch: Watch, fault: Fault) -> None:

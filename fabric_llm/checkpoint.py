@@ -19,13 +19,14 @@ The rename is the one commit point. A failure on any rank is raised on all of th
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
@@ -64,6 +65,7 @@ from fabric_llm.faults import (
     as_fault,
 )
 from fabric_llm.manifest import MANIFEST, fsync
+from fabric_llm.ranks import alone, from_first, gather
 from fabric_llm.strategy import reshard
 
 PREFIX = "causal_lm."  # of parameter names in model.LanguageModel
@@ -151,9 +153,9 @@ def begin(
         parts["weights"] = _sharded_weights(model, template)
     own = [*parts.values(), {**(weights or {}), **probe} if rank == 0 else {}]
     bad = next((name for some in own for name, tensor in some.items() if not _is_finite(tensor)), None)
-    if found := [name for name in _gather(bad) if name is not None]:
+    if found := [name for name in gather(bad) if name is not None]:
         raise Fault(f"{target} isn't saved: {found[0]} holds NaN or infinity.", NON_FINITE)
-    needed_bytes = sum(_gather(sum(_own_bytes(t, rank) for some in own for t in some.values())))
+    needed_bytes = sum(gather(sum(_own_bytes(t, rank) for some in own for t in some.values())))
     if copy:
         with _quiet():
             parts = {folder: BlockingAsyncStager().stage(tensors) for folder, tensors in parts.items()}
@@ -162,7 +164,7 @@ def begin(
 
     said = {"progress": asdict(progress), "state_dict_type": state_dict_type, **facts}
     rest = partial(_write_rest, template=template, weights=weights, tokenizer=tokenizer, probe=probe, said=said)
-    temporary = Path(_first(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}"))))
+    temporary = Path(from_first(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}"))))
     document = {"step": progress.step, "world_size": fabric.world_size, "versions": versions(), **origin}
     pending = Pending(target, temporary, rank, parts, rest, document, {})
 
@@ -175,7 +177,7 @@ def begin(
         for folder in parts:
             (temporary / folder).mkdir(parents=True)
 
-    _agree(pending, _gather(_try(make_room) if rank == 0 else None))
+    _agree(pending, gather(_try(make_room) if rank == 0 else None))
     return pending
 
 
@@ -209,7 +211,7 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> None:
     """
     with manifest.Describing(pending.temporary) as describing:
 
-        def alone() -> None:
+        def rest() -> None:
             if pending.rank == 0:
                 pending.rest(pending.temporary)
             failpoint("save.rest")
@@ -227,7 +229,7 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> None:
             pending.entries = describing.entries()
             failpoint("save.hash")
 
-        problems = [_try(alone)]
+        problems = [_try(rest)]
         for folder, tensors in pending.parts.items():  # each of them, as the others do, whatever went wrong here
             problems += [_try(partial(together, folder, tensors)), _try(part_is_there)]
         problems.append(_try(described))
@@ -252,23 +254,40 @@ def commit(pending: Pending, before: Callable[[], None] = lambda: None) -> None:
 
     Raises Fault (74) on all ranks, see `write`.
     """
-    answers = _gather((pending.entries, pending.problem))
+    answers = gather((pending.entries, pending.problem))
     _agree(pending, [problem for _, problem in answers])
     files = {name: entry for entries, _ in answers for name, entry in entries.items()}
     document = {**pending.document, "files": dict(sorted(files.items()))}
 
-    def alone() -> None:
+    def seal() -> None:
+        for rank, (entries, _) in enumerate(answers):
+            _require_seen(pending, rank, entries)
         before()
         publish(pending.temporary, pending.target, document)
 
-    _agree(pending, _gather(_try(alone) if pending.rank == 0 else None))
+    _agree(pending, gather(_try(seal) if pending.rank == 0 else None))
+
+
+def _require_seen(pending: Pending, rank: int, entries: dict[str, manifest.Entry]) -> None:
+    """Raises Fault (74) unless the files that `rank` has written are here: another machine may have written them elsewhere."""
+    for name, entry in entries.items():
+        path, size = pending.temporary / name, None
+        with suppress(FileNotFoundError), path.open("rb") as file:  # NFS asks its server when a file is opened
+            size = os.fstat(file.fileno()).st_size
+        if size != entry["bytes"]:
+            raise Fault(
+                f"{pending.target} isn't saved: rank 0 doesn't see {name} as rank {rank} has written it; "
+                f"{str(pending.target.parent)!r} must be on a disk that all machines share.",
+                SAVE_FAILED,
+                retryable=False,
+            )
 
 
 class Background:
     """Writes checkpoints while training goes on, one at a time, with a process group of its own. All ranks make one."""
 
     def __init__(self) -> None:
-        self.group = None if _alone() else torch.distributed.new_group(backend="gloo")
+        self.group = None if alone() else torch.distributed.new_group(backend="gloo")
         self.pool = ThreadPoolExecutor(1, "checkpoint")
 
     def write(self, pending: Pending) -> Future[Pending]:
@@ -336,27 +355,6 @@ def _agree(pending: Pending, problems: Sequence[Optional[Fault]]) -> None:
     if problem.code != SAVE_FAILED or not problem.retryable:
         raise problem
     raise Fault(f"{pending.target} couldn't be saved, rank {rank}: {problem}", SAVE_FAILED)
-
-
-def _alone() -> bool:
-    return not torch.distributed.is_initialized()
-
-
-def _gather(value: Any) -> list[Any]:
-    """`value` of every rank, by rank, on all ranks."""
-    if _alone():
-        return [value]
-    values = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
-
-
-def _first(value: Any) -> Any:
-    """Rank 0's `value`, on all ranks."""
-    values = [value]
-    if not _alone():
-        torch.distributed.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def _own_files(pending: Pending) -> list[str]:

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+import select
 import sys
+from contextlib import suppress
 from typing import Any
 
 from tqdm import tqdm
 
+SECONDS_FOR_A_READER = 5.0
+SAFE_CHARACTERS = 1000  # a pipe that takes anything takes 4096 bytes
+
 
 class Lasting:
-    """A stream whose reader may be gone (Ctrl-C ends `tee` too), or its disk full: then what it gets is lost, no more."""
+    """A stream whose reader may be gone (Ctrl-C ends `tee` too) or not read (Ctrl-S), or whose disk may be full.
+
+    What it gets then is lost, no more: nothing is raised, and nobody waits for more than five seconds.
+    """
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
+        self.patience_seconds = SECONDS_FOR_A_READER
 
     def write(self, text: str) -> int:
-        """Write what can be written. Never raises OSError."""
-        try:
-            return self.stream.write(text)
-        except OSError:
-            return len(text)
+        """Write what can be written."""
+        for start in range(0, len(text), SAFE_CHARACTERS):
+            if self._is_read():
+                with suppress(OSError):
+                    self.stream.write(text[start : start + SAFE_CHARACTERS])
+                    if len(text) > SAFE_CHARACTERS:
+                        self.stream.flush()
+        return len(text)
 
     def flush(self) -> None:
         """Likewise."""
+        if self._is_read():
+            with suppress(OSError):
+                self.stream.flush()
+
+    def _is_read(self) -> bool:
         try:
-            self.stream.flush()
-        except OSError:
-            pass
+            is_read = bool(select.select([], [self.stream], [], self.patience_seconds)[1])
+        except (OSError, ValueError):  # closed
+            return False
+        self.patience_seconds = SECONDS_FOR_A_READER if is_read else 0.0  # from then on, until somebody reads again
+        return is_read
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -34,7 +53,10 @@ class Lasting:
 
 def outlast_readers() -> None:
     """From here on this process prints without fear."""
-    sys.stdout, sys.stderr = Lasting(sys.stdout), Lasting(sys.stderr)
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)) is not None:
+            stream.reconfigure(line_buffering=True)  # so that little is waiting when nobody reads
+            setattr(sys, name, Lasting(stream))
 
 
 class Console:

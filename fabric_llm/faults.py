@@ -17,6 +17,18 @@ NON_FINITE = 76  # NaN or infinity, or too many spikes
 REFUSED = 77  # for security
 OUT_OF_MEMORY = 79  # of the device
 
+CODES = (
+    UNEXPECTED,
+    BAD_INPUT,
+    NO_CHECKPOINT,
+    PEER_LOST,
+    UNWRITABLE,
+    SAVE_FAILED,
+    STOPPED,
+    NON_FINITE,
+    REFUSED,
+    OUT_OF_MEMORY,
+)
 RETRYABLE = (PEER_LOST, SAVE_FAILED, STOPPED)  # the same command with --resume auto may well do better
 
 # What gloo, NCCL and torch.distributed say when the other end is gone; most of it arrives as a bare RuntimeError.
@@ -49,6 +61,8 @@ def as_fault(error: BaseException) -> Fault:
         return Fault(words, OUT_OF_MEMORY)
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return Fault(words, SAVE_FAILED)
+    if "creating shared memory segment" in words:  # NCCL, in a container with docker's 64 MiB
+        return Fault(f"{words[:300]}: start the container with more shared memory (docker run --shm-size 8g).")
     if _is_lost_peer(error, words):
         return Fault(words, PEER_LOST)
     return Fault(f"{type(error).__name__}: {words}", UNEXPECTED)

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Optional
 
-from fabric_llm.faults import DONE, STOPPED
+from fabric_llm.faults import CODES, DONE, PEER_LOST, STOPPED
 
 PARENT = "FABRIC_LLM_PARENT"  # environment variable of a started rank: the process that it must not outlive
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -35,9 +35,10 @@ class Children:
                 return rank, f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return None
 
-    def was_interrupted(self, rank: int) -> bool:
-        """True if it ended because somebody asked it to."""
-        return self.processes[rank].returncode in (STOPPED, -signal.SIGINT)
+    def code_of(self, rank: int) -> int:
+        """With which code the run ends because this rank has: its own where it is one of ours."""
+        code = self.processes[rank].returncode
+        return STOPPED if code == -signal.SIGINT else code if code in CODES else PEER_LOST
 
     def end(self, seconds: float) -> None:
         """Wait for them, then kill those that are left."""
@@ -66,7 +67,8 @@ def adopt_slurm() -> None:
 
     hosts = given.get("SLURM_STEP_NODELIST", "127.0.0.1")
     given.setdefault("MASTER_ADDR", SLURMEnvironment.resolve_root_node_address(hosts))
-    given.setdefault("MASTER_PORT", str(15_000 + int(given.get("SLURM_JOB_ID", "0")[-4:])))  # the same for all tasks
+    job, step = (int(given.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    given.setdefault("MASTER_PORT", str(15_000 + (31 * job + step) % 10_000))  # the same for all tasks of a step
 
 
 def started_by_other() -> bool:
@@ -86,11 +88,12 @@ def start_ranks(devices: int, num_nodes: int) -> Children:
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port())
     node = int(os.environ.setdefault("NODE_RANK", "0"))
-    os.environ.update(LOCAL_RANK="0", WORLD_SIZE=str(devices * num_nodes))
+    os.environ.update(LOCAL_RANK="0", RANK=str(node * devices), WORLD_SIZE=str(devices * num_nodes))
     processes = {}
     for local_rank in range(1, devices):
-        environment = {**os.environ, "LOCAL_RANK": str(local_rank), PARENT: str(os.getpid())}
-        processes[node * devices + local_rank] = subprocess.Popen([sys.executable, *_own_command()], env=environment)
+        rank = node * devices + local_rank
+        own = {"LOCAL_RANK": str(local_rank), "RANK": str(rank), PARENT: str(os.getpid())}
+        processes[rank] = subprocess.Popen([sys.executable, *_own_command()], env={**os.environ, **own})
     return Children(processes)
 
 

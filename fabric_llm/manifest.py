@@ -6,6 +6,7 @@ carries a hash of itself.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -31,10 +32,13 @@ def sha256(path: Path) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Make a file or directory durable."""
+    """Make a file or directory durable; a directory where its file system can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -19,6 +20,7 @@ from fabric_llm.faults import DONE, NO_CHECKPOINT, REFUSED, UNWRITABLE, Fault
 
 LOCK, STATUS = ".lock", "STATUS.json"
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network file systems
+SECONDS_OF_NFS = 70.0  # it keeps what it knows of a directory for a minute
 MOST_CHARACTERS = 200  # of a run's name; file systems take 255 bytes
 
 _locks: dict[Path, int] = {}  # descriptors, held until this process ends, however that is
@@ -165,3 +167,13 @@ def read_status(folder: Path) -> dict[str, Any]:
         return said if isinstance(said, dict) else {}
     except (OSError, ValueError, RecursionError):
         return {}
+
+
+def wait_for_status(folder: Path, written: dict[str, Any], seconds: float) -> bool:
+    """Whether STATUS.json comes to say what another machine has `written` there: NFS may show what was, for a minute."""
+    deadline = time.monotonic() + min(seconds, SECONDS_OF_NFS)
+    while read_status(folder) != written:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from ranks import metrics, toy_run
 
+from fabric_llm import launch
+
 TRAIN = Path(__file__).parent.parent / "train.py"
 JOB = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost"}
 
@@ -59,3 +61,19 @@ def test_a_port_that_is_in_use_is_named(toys, tmp_path):
         said = task.communicate(timeout=120)[0]
     assert task.returncode == 71 and f"port {port}, where the ranks meet, is in use" in said, said
     assert "Traceback" not in said
+
+
+def test_two_steps_of_a_job_meet_in_two_places(monkeypatch):
+    """Side by side on one machine, as a sweep is packed."""
+    ports = set()
+    for job, step in ((1234, 0), (1234, 1), (1235, 0)):
+        given = {
+            "SLURM_JOB_ID": str(job),
+            "SLURM_STEP_ID": str(step),
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_LOCALID": "0",
+        }
+        monkeypatch.setattr(os, "environ", {**given})
+        launch.adopt_slurm()
+        ports.add(os.environ["MASTER_PORT"])
+    assert len(ports) == 3 and all(15_000 <= int(port) < 25_000 for port in ports)

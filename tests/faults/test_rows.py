@@ -21,7 +21,9 @@ import torch
 from ranks import Job, metrics, toy_run
 from safetensors.torch import load_file
 
+import train
 from fabric_llm import retention, run_directory
+from fabric_llm.faults import as_fault
 
 pytestmark = pytest.mark.faults
 
@@ -233,6 +235,28 @@ def test_ctrl_c_that_ends_the_reader_of_the_output_as_well(toys, tmp_path, whole
     assert_all_end(tmp_path)
 
 
+def test_a_reader_that_does_not_read_holds_nobody_up(toys, tmp_path):
+    """`train.py 2>&1 | tee log` after Ctrl-S: the pipe is full, and stays so."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while os.write(writing, b"x" * 4096):
+            pass
+    os.set_blocking(writing, True)
+    run = subprocess.Popen(
+        [sys.executable, *command(toys, tmp_path)], env=environment(), stdout=writing, stderr=writing, cwd=tmp_path
+    )
+    try:
+        assert run.wait(180) == 0
+    finally:
+        run.kill()
+        run.wait()
+        os.close(reading)
+        os.close(writing)
+    assert status(tmp_path / "run")["code"] == 0 and saved(tmp_path / "run")[-1] == STEPS
+    assert_all_end(tmp_path)
+
+
 # ------------------------------------------------------------------------------- a rank fails
 
 
@@ -251,6 +275,78 @@ def test_out_of_memory(toys, tmp_path):
     for said in (job.output[1], status(tmp_path / "run")["reason"]):
         assert "out of memory" in said and "peak" in said and "--micro_batch_size" in said and "rank 1" in said
     assert status(tmp_path / "run")["code"] == 79 and not status(tmp_path / "run")["retryable"]
+
+
+def test_a_command_that_started_its_ranks_ends_as_the_first_of_them(toys, tmp_path):
+    """Or a restart loop would start again what can't work."""
+    out = environment(FABRIC_LLM_FAILPOINT="forward:rank=1:count=3:do=oom")
+    done = subprocess.run(
+        [sys.executable, *command(toys, tmp_path)], env=out, capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert done.returncode == 79 == status(tmp_path / "run")["code"], done.stderr
+
+
+def test_a_container_without_shared_memory_is_told_so():
+    said = "NCCL error: unhandled system error ... Error while creating shared memory segment /dev/shm/nccl-x, No space left"
+    fault = as_fault(torch.distributed.DistBackendError(said))
+    assert fault.code == 2 and "--shm-size" in str(fault) and not fault.retryable
+
+
+def test_ranks_that_are_numbered_already_by_who_started_the_first(toys, tmp_path):
+    """As by a training operator for one replica."""
+    given = environment(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    done = subprocess.run(
+        [sys.executable, *command(toys, tmp_path)], env=given, capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fsdp on 2 cpu devices" in done.stdout
+
+
+def test_ranks_of_two_commands_do_not_train_together(toys, tmp_path):
+    """As two jobs would that meet at one address."""
+
+    def other_command():
+        if os.environ["RANK"] == "1":
+            parse = train.parse_train
+            train.parse_train = lambda argv: parse([*argv, "--lr", "1.0"])
+
+    job = Job(2, *flags(toys, tmp_path), before=other_command)
+    assert job.wait() == [2, 2], job.output
+    assert "rank 1 was started with --lr 1.0, rank 0 with --lr 0.01: start all with one command" in job.output[0]
+
+
+def elsewhere(tmp_path):
+    """Each rank has a disk of its own, as machines do."""
+
+    def change():
+        own = tmp_path / os.environ["RANK"]
+        own.mkdir()
+        os.chdir(own)
+
+    return change
+
+
+def test_machines_that_do_not_share_the_output_directory(toys, tmp_path):
+    job = Job(2, *flags(toys, "out", "--hang_timeout", 6), before=elsewhere(tmp_path))
+    assert job.wait() == [73, 73], job.output
+    sentence = "rank 1 doesn't see what rank 0 writes into 'out/run': it must be on a disk that all machines share."
+    assert sentence in job.output[0] and status(tmp_path / "0" / "out" / "run")["reason"] == sentence
+
+
+def test_a_checkpoint_is_published_only_with_what_all_ranks_have_written(toys, tmp_path):
+    """As when a machine's network disk is unmounted during the run."""
+    change = elsewhere(tmp_path)
+
+    def believe():
+        change()
+        run_directory.wait_for_status = lambda *given: True
+
+    job = Job(2, *flags(toys, "out"), before=believe)
+    assert job.wait() == [74, 74], job.output
+    run = tmp_path / "0" / "out" / "run"
+    assert saved(run) == [] and leftovers(run) == []
+    assert "as rank 1 has written it; 'out/run' must be on a disk that all machines share." in status(run)["reason"]
+    assert not status(run)["retryable"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -409,7 +505,11 @@ def test_a_frozen_rank_0_of_a_plain_command_is_ended_by_the_rank_that_it_started
 
 @pytest.mark.parametrize(
     ("how", "code", "ended"),
-    [("os._exit(9)", 71, "ended with code 9"), ("os.kill(os.getpid(), 2)", 75, "was killed by SIGINT")],
+    [
+        ("os._exit(9)", 71, "ended with code 9"),
+        ("os._exit(77)", 77, "ended with code 77"),
+        ("os.kill(os.getpid(), 2)", 75, "was killed by SIGINT"),
+    ],
 )
 def test_a_rank_that_ends_before_training_is_named(toys, tmp_path, how, code, ended):
     """As one whose machine is out of memory, or that Ctrl-C reaches first: here as soon as its Python begins."""
@@ -427,7 +527,8 @@ def test_a_rank_that_ends_before_training_is_named(toys, tmp_path, how, code, en
     assert done.returncode == code, done.stderr
     assert f"rank 1 {ended} before training began" in done.stderr
     said = status(tmp_path / "run")
-    assert said["code"] == code and said["reason"] == f"rank 1 {ended} before training began." and said["retryable"]
+    assert said["code"] == code and said["reason"] == f"rank 1 {ended} before training began."
+    assert said["retryable"] == (code in (71, 75))
     assert_all_end(tmp_path)
 
 
