@@ -24,7 +24,7 @@ from fabric_llm.failpoints import failpoint
 from fabric_llm.faults import NON_FINITE, UNWRITABLE, Fault
 from fabric_llm.guard import Guard
 from fabric_llm.model import DTYPES, build_skeleton, has_weights
-from fabric_llm.ranks import from_first, gather
+from fabric_llm.ranks import gather
 from fabric_llm.stop import StopSignal
 from fabric_llm.watch import Watch
 from preflight import Plan, last_step
@@ -295,7 +295,7 @@ class Run:
 
     def require_shared_directory(self) -> None:
         """End the run before its model is loaded where a rank would write to another disk than rank 0 reads from."""
-        written = from_first(run_directory.read_status(self.directory))
+        written = self.from_rank_zero(lambda: run_directory.read_status(self.directory))
         sees = run_directory.wait_for_status(self.directory, written, self.arguments.devices.hang_timeout / 2)
         if blind := [rank for rank, there in enumerate(gather(sees)) if not there]:
             raise Fault(
