@@ -61,7 +61,8 @@ def resolve_devices(devices: Union[int, str], num_nodes: int, accelerator: str) 
     if count < 1 or num_nodes < 1:
         raise ValueError(f"--devices {devices} and --num_nodes {num_nodes} must be at least 1.")
     if kind == "cuda" and count > gpus:
-        raise ValueError(f"--devices {count}: this machine has {gpus} GPU{'s' * (gpus != 1)}.")
+        hidden = "; a task of srun must see all GPUs of its machine (--gpu-bind=none)" * ("SLURM_LOCALID" in os.environ)
+        raise ValueError(f"--devices {count}: this machine has {gpus} GPU{'s' * (gpus != 1)}{hidden}.")
     return count, num_nodes, kind
 
 
