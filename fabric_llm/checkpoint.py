@@ -41,6 +41,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -206,8 +207,8 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> None:
     """Second act, on all ranks; after `begin(copy=True)` in a thread, with a process group of its own.
 
     Never raises: `pending.problem` says what went wrong. Whatever a rank's own files give, it takes part in what all
-    ranks do together, which fails on all alike: so none waits for one that gave up. Files are hashed and made durable
-    while the next ones are written.
+    ranks do together, which fails on all alike: so none waits for one that gave up. Each file is hashed and made durable
+    while the next one is written.
     """
     with manifest.Describing(pending.temporary) as describing:
 
@@ -219,7 +220,9 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> None:
 
         def together(folder: str, tensors: dict[str, Any]) -> None:
             with _quiet():
-                dcp.save(tensors, storage_writer=_writer(pending.temporary / folder, tensors), process_group=group)
+                writer = _writer(pending.temporary / folder, tensors)
+                writer.fs = _Files(lambda path: describing.start([str(path.relative_to(pending.temporary))]))
+                dcp.save(tensors, storage_writer=writer, process_group=group)
 
         def part_is_there() -> None:
             failpoint("save.parts")
@@ -237,7 +240,7 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> None:
 
 
 def _writer(folder: Path, tensors: dict[str, Any]) -> HuggingFaceStorageWriter:
-    """Each rank's parts in one file, or, where there is much, in several of about the same size: hashed side by side."""
+    """Each rank's parts in one file, or, where there is much, in several of about the same size, for `write`."""
     sizes = {name: tensor.numel() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     if sum(sizes.values()) < MANY_ELEMENTS:
         return HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
@@ -247,6 +250,20 @@ def _writer(folder: Path, tensors: dict[str, Any]) -> HuggingFaceStorageWriter:
         filled[file] += sizes[name]
         file_of[name] = file + 1
     return HuggingFaceStorageWriter(path=str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
+
+
+class _Files(FileSystem):
+    """Where a writer puts its files: `written` is called with each as soon as it is complete."""
+
+    def __init__(self, written: Callable[[Path], None]) -> None:
+        super().__init__()
+        self.written = written
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            yield stream
+        self.written(Path(path))
 
 
 def commit(pending: Pending, before: Callable[[], None] = lambda: None) -> None:

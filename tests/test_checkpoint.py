@@ -12,6 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks, toy_run, train_ranks
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import AutoModelForCausalLM
 
 import train
@@ -219,6 +220,32 @@ def test_everything_is_on_disk_before_the_name(tmp_path, monkeypatch):
     expected = ["", "weights", "trainer", "trainer/progress.json", "MANIFEST.json"]
     assert sorted(before) == sorted(str(temporary / name) for name in expected)
     assert after == [str(tmp_path)]
+
+
+def test_much_is_written_in_several_files_and_each_is_hashed_before_the_next_begins(runs, toys, tmp_path, monkeypatch):
+    events = []
+    start, create_stream = manifest.Describing.start, FileSystem.create_stream
+
+    def started(self, names):
+        names = list(names)
+        events.extend(name for name in names if "/shard-" in name and name not in self.hashes)
+        start(self, names)
+
+    def opened(self, path, mode):
+        events.append("open")
+        return create_stream(self, path, mode)
+
+    monkeypatch.setattr(checkpoint, "MANY_ELEMENTS", 1)
+    monkeypatch.setattr(manifest.Describing, "start", started)
+    monkeypatch.setattr(FileSystem, "create_stream", opened)
+    one_rank(toys, tmp_path, "--run_name", "run", "--max_step", 1)
+    parts = [name for name in files(tmp_path / "run" / "step-00000001") if "/shard-" in name]
+    assert len(parts) == 4 and events[::2] == ["open"] * 4 and sorted(events[1::2]) == parts
+    one_rank(toys, tmp_path, "--run_name", "run", "--resume", "true", *EXTEND)  # and together they are the state
+    again, undisturbed = (
+        load_file(p / "step-00000003" / "model.safetensors") for p in (tmp_path / "run", runs / "full")
+    )
+    assert all(torch.equal(again[name], tensor) for name, tensor in undisturbed.items())
 
 
 def test_nothing_is_overwritten(toys, tmp_path, capsys, monkeypatch):
