@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -349,20 +350,27 @@ def test_a_checkpoint_is_published_only_with_what_all_ranks_have_written(toys, t
     assert not status(run)["retryable"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("action", ["hang", "stop"])
-def test_a_rank_that_hangs_or_is_frozen_is_named(toys, tmp_path, rank, action):
+def test_a_rank_that_hangs_or_is_frozen_is_named(toys, tmp_path, action):
+    """Rank 0 of one run and rank 1 of another, side by side: most of the time all wait."""
     more = ("--hang_timeout", 10, "--num_workers", 0, "--save_step_interval", 100)
-    job = Job(2, *flags(toys, tmp_path, *more), failpoint=f"read_data:rank={rank}:count=9:do={action}")
-    codes = end_after(job, frozen=rank, other=1 - rank) if action == "stop" else job.wait()
-    assert codes[1 - rank] == 71 and codes[rank] == (71 if action == "hang" else -9), job.output
-    reason = status(tmp_path / "run")["reason"]
-    assert f"rank {rank}" in reason and ("after step" in reason or rank == 0), reason
-    if action == "hang":
-        assert "no progress for 10 s" in reason and "time.sleep" in job.output[rank], "where it was"
-    else:
-        assert "lost or frozen" in reason
-    assert status(tmp_path / "run")["code"] == 71 and status(tmp_path / "run")["retryable"]
+    points = [f"read_data:rank={rank}:count=9:do={action}" for rank in (0, 1)]
+    jobs = [Job(2, *flags(toys, tmp_path / str(rank), *more), failpoint=points[rank]) for rank in (0, 1)]
+    try:
+        for rank, job in enumerate(jobs):
+            codes = end_after(job, frozen=rank, other=1 - rank) if action == "stop" else job.wait()
+            assert codes[1 - rank] == 71 and codes[rank] == (71 if action == "hang" else -9), job.output
+            said = status(tmp_path / str(rank) / "run")
+            assert f"rank {rank}" in said["reason"] and ("after step" in said["reason"] or rank == 0), said
+            if action == "hang":
+                assert "no progress for 10 s" in said["reason"] and "time.sleep" in job.output[rank], "where it was"
+            else:
+                assert "lost or frozen" in said["reason"]
+            assert said["code"] == 71 and said["retryable"]
+    finally:
+        for job in jobs:
+            with suppress(ChildProcessError):  # they are gone
+                job.kill([0, 1])
 
 
 @pytest.mark.parametrize("action", ["kill", "stop"])
@@ -462,58 +470,77 @@ def assert_all_end(output):
     assert left == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_of_a_plain_command_leaves_no_orphan_and_the_run_goes_on(toys, tmp_path, whole, rank):
-    point = environment(FABRIC_LLM_FAILPOINT=f"between_steps:rank={rank}:count=5")
-    done = subprocess.run(
-        [sys.executable, *command(toys, tmp_path)], env=point, capture_output=True, text=True, timeout=120, cwd=tmp_path
-    )
-    assert done.returncode == (71 if rank == 1 else -9), done.stderr
-    assert_all_end(tmp_path)
-    said = status(tmp_path / "run")
-    assert said["retryable"] and said["last_durable_step"] == 3
-    if rank == 1:
-        assert re.search("rank 1 was killed by SIGKILL after step [45],", done.stderr) and said["code"] == 71
-    assert_goes_on_like(toys, tmp_path, whole)
+def test_a_killed_rank_of_a_plain_command_leaves_no_orphan_and_the_run_goes_on(toys, tmp_path, whole):
+    """Rank 0 of one command and rank 1 of another, side by side: starting is what takes time."""
+
+    def killed(rank):
+        words = command(toys, tmp_path / str(rank))
+        point = environment(FABRIC_LLM_FAILPOINT=f"between_steps:rank={rank}:count=5")
+        return subprocess.run(
+            [sys.executable, *words], env=point, capture_output=True, text=True, timeout=120, cwd=tmp_path
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(killed, (0, 1)))
+    for rank, done in enumerate(ended):
+        output = tmp_path / str(rank)
+        assert done.returncode == (71 if rank == 1 else -9), done.stderr
+        assert_all_end(output)
+        said = status(output / "run")
+        assert said["retryable"] and said["last_durable_step"] == 3
+        if rank == 1:
+            assert re.search("rank 1 was killed by SIGKILL after step [45],", done.stderr) and said["code"] == 71
+        assert_goes_on_like(toys, output, whole)
 
 
-def test_a_started_rank_that_is_frozen_does_not_outlive_rank_0(toys, tmp_path):
-    point = environment(FABRIC_LLM_FAILPOINT="between_steps:rank=1:count=4:do=stop")
-    started = subprocess.Popen(
-        [sys.executable, *command(toys, tmp_path)], env=point, stdout=subprocess.DEVNULL, cwd=tmp_path
-    )
+def test_a_frozen_rank_of_a_plain_command_leaves_no_orphan(toys, tmp_path):
+    """Rank 0 is ended by the rank that it started, which doesn't outlive it. Two commands, that wait most of the time."""
+    first, second = tmp_path / "0", tmp_path / "1"
+    started = [
+        subprocess.Popen(
+            [sys.executable, *command(toys, output, "--hang_timeout", 20)],
+            env=environment(FABRIC_LLM_FAILPOINT=f"between_steps:rank={rank}:count=4:do=stop"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+        )
+        for rank, output in enumerate((first, second))
+    ]
     try:
-        wait_until(lambda: (tmp_path / "run" / "step-00000003").exists())
+        wait_until(lambda: (second / "run" / "step-00000003").exists())
         time.sleep(1)
-        assert len(processes_of(tmp_path)) == 2
+        assert len(processes_of(second)) == 2
+        started[1].kill()
+        started[1].communicate()
+        assert_all_end(second)
+        said = started[0].communicate(timeout=120)[1]
+        assert started[0].returncode == -9 and "rank 0" in said and "is lost or frozen" in said, said
+        assert_all_end(first)
+        assert status(first / "run")["code"] == 71 and status(first / "run")["last_durable_step"] == 3
     finally:
-        started.kill()
-        started.wait()
-    assert_all_end(tmp_path)
+        for process in started:
+            process.kill()
+            process.wait()
 
 
-def test_a_frozen_rank_0_of_a_plain_command_is_ended_by_the_rank_that_it_started(toys, tmp_path):
-    point = environment(FABRIC_LLM_FAILPOINT="between_steps:rank=0:count=4:do=stop")
-    words = command(toys, tmp_path, "--hang_timeout", 20)
-    done = subprocess.run(
-        [sys.executable, *words], env=point, capture_output=True, text=True, timeout=120, cwd=tmp_path
-    )
-    assert done.returncode == -9 and "rank 0" in done.stderr and "is lost or frozen" in done.stderr, done.stderr
-    assert_all_end(tmp_path)
-    assert status(tmp_path / "run")["code"] == 71 and status(tmp_path / "run")["last_durable_step"] == 3
-
-
-@pytest.mark.parametrize(
-    ("how", "code", "ended"),
-    [
-        ("os._exit(9)", 71, "ended with code 9"),
-        ("os._exit(77)", 77, "ended with code 77"),
-        ("os.kill(os.getpid(), 2)", 75, "was killed by SIGINT"),
-    ],
-)
-def test_a_rank_that_ends_before_training_is_named(toys, tmp_path, how, code, ended):
+def test_a_rank_that_ends_before_training_is_named(toys, tmp_path):
     """As one whose machine is out of memory, or that Ctrl-C reaches first: here as soon as its Python begins."""
-    (tmp_path / "site").mkdir()
+    with ThreadPoolExecutor(2) as pool:  # each takes its time to start
+        ends = [
+            pool.submit(assert_its_end_is_named, toys, tmp_path / str(code), *end, code)
+            for *end, code in (
+                ("os._exit(9)", "ended with code 9", 71),
+                ("os._exit(77)", "ended with code 77", 77),
+                ("os.kill(os.getpid(), 2)", "was killed by SIGINT", 75),
+            )
+        ]
+    for end in ends:
+        end.result()
+
+
+def assert_its_end_is_named(toys, tmp_path, how, ended, code):
+    (tmp_path / "site").mkdir(parents=True)
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import os, signal\n"
         "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
