@@ -108,7 +108,7 @@ MECHANISMS = [
     Mechanism("a rank fails", "its death is seen by who started it", "fabric_llm/launch.py",
               "if code := process.poll():", "if code := 0:", ROWS, "killed_rank_of_a_plain"),
     Mechanism("a rank fails", "no rank outlives rank 0", "fabric_llm/launch.py",
-              "    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n", "", ROWS, "does_not_outlive"),
+              "    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n", "", ROWS, "frozen_rank_of_a_plain"),
     Mechanism("a rank fails", "a command ends as its first rank", "supervise.py",
               "first.code == STOPPED or children.processes", "first.code == STOPPED", ROWS, "ends_as_the_first"),
     Mechanism("a rank fails", "one command for all ranks", "assemble.py",

@@ -1,4 +1,8 @@
-"""benchmarks/mechanisms.py takes words out of the source: they must still stand there, each exactly once."""
+"""benchmarks/mechanisms.py takes words out of the source, and runs tests by their names: both must still be there."""
+
+import re
+import subprocess
+import sys
 
 from arguments import ROOT
 from benchmarks.mechanisms import MECHANISMS
@@ -7,4 +11,18 @@ from benchmarks.mechanisms import MECHANISMS
 def test_no_entry_is_stale():
     stale = [m.name for m in MECHANISMS if (ROOT / m.file).read_text().count(m.old) != 1 or m.old == m.new]
     assert not stale
-    assert not [m.name for m in MECHANISMS if not (ROOT / m.tests).is_file()]
+
+
+def test_each_entry_has_a_test():
+    files = sorted({m.tests for m in MECHANISMS})
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *files]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert listed.returncode == 0, listed.stdout
+    names = [line.split("::", 1) for line in listed.stdout.splitlines() if "::" in line]
+
+    def selects(expression, name):  # as pytest's -k does
+        said = re.sub(r"[^\s()]+", lambda m: m[0] if m[0] in ("and", "or", "not") else str(m[0] in name), expression)
+        return eval(said)
+
+    without = [m.name for m in MECHANISMS if not any(f == m.tests and selects(m.select, n) for f, n in names)]
+    assert not without
