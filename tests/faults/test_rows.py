@@ -495,33 +495,34 @@ def test_a_killed_rank_of_a_plain_command_leaves_no_orphan_and_the_run_goes_on(t
 
 def test_a_frozen_rank_of_a_plain_command_leaves_no_orphan(toys, tmp_path):
     """Rank 0 is ended by the rank that it started, which doesn't outlive it. Two commands, that wait most of the time."""
-    first, second = tmp_path / "0", tmp_path / "1"
-    started = [
-        subprocess.Popen(
-            [sys.executable, *command(toys, output, "--hang_timeout", 20)],
-            env=environment(FABRIC_LLM_FAILPOINT=f"between_steps:rank={rank}:count=4:do=stop"),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-        )
-        for rank, output in enumerate((first, second))
-    ]
+    outputs = first, second = tmp_path / "0", tmp_path / "1"
+    said = tmp_path / "said"  # no pipe: an orphan would hold it open
+
+    def started(rank):
+        words = command(toys, outputs[rank], "--hang_timeout", 20)
+        point = environment(FABRIC_LLM_FAILPOINT=f"between_steps:rank={rank}:count=4:do=stop")
+        with (said if rank == 0 else Path(os.devnull)).open("w") as errors:
+            return subprocess.Popen(
+                [sys.executable, *words], env=point, stdout=subprocess.DEVNULL, stderr=errors, cwd=tmp_path
+            )
+
+    frozen, killed = started(0), started(1)
     try:
         wait_until(lambda: (second / "run" / "step-00000003").exists())
         time.sleep(1)
         assert len(processes_of(second)) == 2
-        started[1].kill()
-        started[1].communicate()
+        killed.kill()
+        killed.wait()
         assert_all_end(second)
-        said = started[0].communicate(timeout=120)[1]
-        assert started[0].returncode == -9 and "rank 0" in said and "is lost or frozen" in said, said
+        assert frozen.wait(120) == -9 and re.search("rank 0.*is lost or frozen", said.read_text()), said.read_text()
         assert_all_end(first)
         assert status(first / "run")["code"] == 71 and status(first / "run")["last_durable_step"] == 3
     finally:
-        for process in started:
-            process.kill()
-            process.wait()
+        for left in [*processes_of(first), *processes_of(second)]:
+            with suppress(ProcessLookupError):
+                os.kill(int(left), signal.SIGKILL)
+        frozen.wait()
+        killed.wait()
 
 
 def test_a_rank_that_ends_before_training_is_named(toys, tmp_path):
