@@ -61,8 +61,9 @@ def resolve_devices(devices: Union[int, str], num_nodes: int, accelerator: str) 
     if count < 1 or num_nodes < 1:
         raise ValueError(f"--devices {devices} and --num_nodes {num_nodes} must be at least 1.")
     if kind == "cuda" and count > gpus:
-        hidden = "; a task of srun must see all GPUs of its machine (--gpu-bind=none)" * ("SLURM_LOCALID" in os.environ)
-        raise ValueError(f"--devices {count}: this machine has {gpus} GPU{'s' * (gpus != 1)}{hidden}.")
+        of_srun = {"SLURM_LOCALID", "LOCAL_WORLD_SIZE"} <= os.environ.keys()  # the first alone: a batch script
+        advice = "; a task of srun must see all GPUs of its machine (--gpu-bind=none)" * of_srun
+        raise ValueError(f"--devices {count}: this machine has {gpus} GPU{'s' * (gpus != 1)}{advice}.")
     return count, num_nodes, kind
 
 

@@ -109,7 +109,9 @@ def test_flags_with_a_code_of_their_own(refused, flags, code, words):
 def test_more_devices_than_there_are(refused, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert "--devices 4: this machine has 2 GPUs." in refused("--devices", 4)
-    monkeypatch.setenv("SLURM_LOCALID", "0")  # srun --gpus-per-task=1 hides the others' GPUs
+    monkeypatch.setenv("SLURM_LOCALID", "0")  # a batch script
+    assert "--gpu-bind=none" not in refused("--devices", 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # srun --gpus-per-task=1 hides the others' GPUs
     assert "--gpu-bind=none" in refused("--devices", 4)
 
 

@@ -63,6 +63,11 @@ def one_rank(toys, output, *flags):
     train.main(argv(toys, output, *flags))
 
 
+def assert_same_weights(run, undisturbed):
+    ours, theirs = (load_file(folder / "step-00000003" / "model.safetensors") for folder in (run, undisturbed))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
 # ------------------------------------------------------------------------------- layout
 
 
@@ -199,10 +204,7 @@ def test_a_save_that_was_killed_is_no_checkpoint(toys, runs, tmp_path, capsys, w
     one_rank(toys, tmp_path, "--run_name", "run", "--resume", "true")
     assert f"Removed {leftover}, left by a save that was cut off." in capsys.readouterr().out
     assert names(tmp_path / "run") == names(runs / "full")
-    again, undisturbed = (
-        load_file(p / "step-00000003" / "model.safetensors") for p in (tmp_path / "run", runs / "full")
-    )
-    assert all(torch.equal(again[name], tensor) for name, tensor in undisturbed.items())
+    assert_same_weights(tmp_path / "run", runs / "full")
 
 
 def test_everything_is_on_disk_before_the_name(tmp_path, monkeypatch):
@@ -242,10 +244,7 @@ def test_much_is_written_in_several_files_and_each_is_hashed_before_the_next_beg
     parts = [name for name in files(tmp_path / "run" / "step-00000001") if "/shard-" in name]
     assert len(parts) == 4 and events[::2] == ["open"] * 4 and sorted(events[1::2]) == parts
     one_rank(toys, tmp_path, "--run_name", "run", "--resume", "true", *EXTEND)  # and together they are the state
-    again, undisturbed = (
-        load_file(p / "step-00000003" / "model.safetensors") for p in (tmp_path / "run", runs / "full")
-    )
-    assert all(torch.equal(again[name], tensor) for name, tensor in undisturbed.items())
+    assert_same_weights(tmp_path / "run", runs / "full")
 
 
 def test_nothing_is_overwritten(toys, tmp_path, capsys, monkeypatch):
