@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin, get_type_hints
 
@@ -57,8 +57,10 @@ def flag(default: Any, help: str) -> Any:
 class DeviceArguments:
     """Devices"""
 
-    devices: Union[int, Literal["auto"]] = flag("auto", "processes per node, one device each; auto: all GPUs, or 1 CPU")
-    num_nodes: int = flag(1, "number of machines")
+    devices: Union[int, Literal["auto"]] = flag(
+        "auto", "processes per node, one device each; auto: all GPUs, or 1 CPU, or as many as torchrun or srun started"
+    )
+    num_nodes: int = flag(1, "number of machines; under torchrun or srun: as many as it started processes on")
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = flag("auto", "auto: cuda where there is a GPU, else cpu")
     hang_timeout: float = flag(
         1800.0,
@@ -244,6 +246,7 @@ class Arguments:
     save: SaveArguments
     logging: LoggingArguments
     demo: bool = False  # configs/demo.yaml applies; not a flag
+    on_command_line: frozenset[str] = frozenset()  # names of the flags that don't come from a file; not a flag
 
     def flat(self) -> dict[str, Any]:
         """Flag name -> value, in the order of --help."""
@@ -253,7 +256,7 @@ class Arguments:
 def groups(arguments_class: type) -> dict[str, type]:
     """Field name -> dataclass of every flag group of `arguments_class`."""
     hints = get_type_hints(arguments_class)
-    return {f.name: hints[f.name] for f in fields(arguments_class) if f.name != "demo"}
+    return {f.name: hints[f.name] for f in fields(arguments_class) if is_dataclass(hints[f.name])}
 
 
 # ---------------------------------------------------------- prepare_data.py, export_hf.py
@@ -301,6 +304,7 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     named = any(re.match(r"--(config|model_name|train_data_dir|help|print_config)(=|$)|-h$", word) for word in argv)
+    on_command_line = frozenset(re.findall(r"^--(\w+)", "\n".join(argv), re.M))
     resumed = None if named else _arguments_of_resumed_run(argv)
     demo = not named and resumed is None
     if not named:
@@ -315,7 +319,7 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     by_group = {
         name: group(**{f.name: flat[f.name] for f in fields(group)}) for name, group in groups(Arguments).items()
     }
-    return Arguments(**by_group, demo=demo)
+    return Arguments(**by_group, demo=demo, on_command_line=on_command_line)
 
 
 def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:

@@ -18,7 +18,7 @@ from fabric_llm.faults import DONE, PEER_LOST, UNEXPECTED, Fault, as_fault
 from fabric_llm.launch import Children, start_ranks, started_by_other
 from fabric_llm.ranks import gather
 from fabric_llm.strategy import make_fabric
-from preflight import Plan, make_plan, placement
+from preflight import Placement, Plan, make_plan, placement
 
 
 def assemble(arguments: Arguments) -> tuple[Fabric, Plan, Children]:
@@ -32,6 +32,8 @@ def assemble(arguments: Arguments) -> tuple[Fabric, Plan, Children]:
     except ValueError as error:
         _end(Fault(str(error)))
     starts = place.world_size > 1 and not arguments.devices.tpu and not started_by_other()
+    if place.num_nodes == 1 and not started_by_other():
+        os.environ.pop("NODE_RANK", None)  # of something else: this process is the first of its run
     if starts and place.num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= os.environ.keys():
         _end(
             Fault(
@@ -59,7 +61,7 @@ def assemble(arguments: Arguments) -> tuple[Fabric, Plan, Children]:
         timeout_seconds=arguments.devices.hang_timeout,
     )
     fault, choice, directory = _join(
-        fabric, arguments, children, (fault, resume.chosen(plan), plan and plan.run_directory)
+        fabric, arguments, place, children, (fault, resume.chosen(plan), plan and plan.run_directory)
     )
     if fault is None and plan is None:
         os.environ[resume.CHOSEN] = choice
@@ -99,7 +101,7 @@ def _require_one_command(arguments: list[dict[str, Any]]) -> None:
                 raise Fault(f"rank {rank} was started with {ours}, rank 0 with {others}: start all with one command.")
 
 
-def _join(fabric: Fabric, arguments: Arguments, children: Children, said: tuple) -> tuple:
+def _join(fabric: Fabric, arguments: Arguments, place: Placement, children: Children, said: tuple) -> tuple:
     """`fabric.launch()`, and what rank 0 has `said`. If a rank dies before it has joined, so does this one."""
     joined = threading.Event()
 
@@ -115,6 +117,7 @@ def _join(fabric: Fabric, arguments: Arguments, children: Children, said: tuple)
     threading.Thread(target=look, name="join", daemon=True).start()
     try:
         fabric.launch()
+        assert fabric.world_size == place.world_size, (fabric.world_size, place.world_size)
         _require_one_command(gather(arguments.flat()))
         return fabric.broadcast(said)
     except Fault as fault:

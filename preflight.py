@@ -17,6 +17,7 @@ from arguments import Arguments, is_first_of_machine, is_rank_zero
 from fabric_llm import checkpoint, manifest
 from fabric_llm.data import TokenDataset, open_dataset
 from fabric_llm.faults import NO_CHECKPOINT, Fault
+from fabric_llm.launch import launched_world
 from fabric_llm.manifest import MANIFEST
 from fabric_llm.model import DTYPES, build_skeleton, checked_skeleton, load_config, load_tokenizer
 from fabric_llm.strategy import Sharding, modules_to_wrap, resolve_devices, resolve_strategy
@@ -64,11 +65,14 @@ class Plan(Placement):
 
 
 def placement(arguments: Arguments) -> Placement:
-    """What the arguments say of devices, without a look at model or data. Raises ValueError."""
-    fsdp = arguments.fsdp
-    devices, num_nodes, kind = resolve_devices(
-        arguments.devices.devices, arguments.devices.num_nodes, arguments.devices.accelerator
-    )
+    """What the arguments and the launcher say of devices, without a look at model or data. Raises ValueError.
+
+    Where a launcher has started the ranks, theirs is the number; a file's, such as arguments.yaml's, yields to it.
+    """
+    fsdp, asked = arguments.fsdp, (arguments.devices.devices, arguments.devices.num_nodes)
+    given = {name: value for name, value in zip(("devices", "num_nodes"), asked) if name in arguments.on_command_line}
+    launched = None if arguments.devices.tpu else launched_world(given)
+    devices, num_nodes, kind = resolve_devices(*(launched or asked), arguments.devices.accelerator)
     sharding = Sharding(
         fsdp.auto_wrap_policy,
         fsdp.sharding_strategy,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from preflight import Plan
 
 CHOSEN = "FABRIC_LLM_RESUME_FROM"  # environment variable, for other ranks than 0: what rank 0 has chosen, see `chosen`
+ROWS_READ = ("from_position", "count", "hash_sum")  # in progress.json; not in that of older versions
 MOST_DIFFERENCES = 10  # named in an error
 
 # Flags that a resumed run may change if --resume_override names them; all are saved in checkpoints.
@@ -152,6 +153,7 @@ def _is_whole(document: dict[str, Any]) -> bool:
         numbers = [schedule[name] for name in ("lr", "min_lr", "warmup_steps", "lr_decay")]
         numbers += [document["end_step"], guard["skipped"], guard["rewinds"], *guard["losses"], *steps]
         numbers += [*document["scaler"].values(), document["logged"]["every"], document["logged"]["after"]]
+        numbers += [document["rows_read"][name] for name in ROWS_READ] if "rows_read" in document else []
     except (KeyError, TypeError, ValueError, AttributeError):
         return False
     return known and all(isinstance(number, (int, float)) for number in numbers)

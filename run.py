@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -19,7 +19,7 @@ from arguments import Arguments, write_yaml
 from fabric_llm import adamw, checkpoint, manifest, metrics, retention, run_directory, step, stop, strategy, trackers
 from fabric_llm.checkpoint import Progress
 from fabric_llm.console import Console
-from fabric_llm.data import Batches, MicroBatch, Prefetch
+from fabric_llm.data import Batches, MicroBatch, Prefetch, RowsRead
 from fabric_llm.failpoints import failpoint
 from fabric_llm.faults import NON_FINITE, UNWRITABLE, Fault
 from fabric_llm.guard import Guard
@@ -77,20 +77,26 @@ class Run:
             ),
             arguments.data.num_workers,
         )
-        evaluation = arguments.evaluation
+        evaluation, validation = arguments.evaluation, plan.dataset.validation
+        eval_iters = min(evaluation.eval_iters, -(-len(validation) // evaluation.eval_batch_size))  # not past its end
         self.evaluation_batches = Batches(
-            plan.dataset.validation,
+            validation,
             arguments.training.seed,
             evaluation.eval_batch_size,
-            -(-evaluation.eval_iters // fabric.world_size),  # the same number on every rank
+            -(-eval_iters // fabric.world_size),  # the same number on every rank
             shuffle=False,
-            end=min(evaluation.eval_iters * evaluation.eval_batch_size, len(plan.dataset.validation)),
+            end=min(eval_iters * evaluation.eval_batch_size, len(validation)),
             **shared,
         )
         guard = arguments.guard
         self.guard = Guard(guard.max_skipped_steps, guard.spike_threshold, guard.spike_window, guard.spike_action)
+        self.owes_evaluation = False  # that of the step it resumes at
+        self.rows_read_before = {"from_position": plan.start.position, "count": 0, "hash_sum": 0}
         if plan.resume_from is not None:
-            self.restore(checkpoint.check(plan.resume_from))
+            document = checkpoint.check(plan.resume_from)
+            self.restore(document)
+            self.owes_evaluation = document.get("owes_evaluation", False)
+            self.rows_read_before = document.get("rows_read", self.rows_read_before)  # older checkpoints don't say
         self.background = checkpoint.Background() if arguments.save.async_save else None
         self.writing: Optional[Future[checkpoint.Pending]] = None  # a checkpoint, in the background
         self.few_updates = 0  # logged steps in a row
@@ -113,7 +119,9 @@ class Run:
             if before.is_file():
                 shutil.copyfile(before, self.directory / "metrics.jsonl")
         write_yaml(arguments, self.directory / "arguments.yaml", **resolved(plan))
-        self.metrics = metrics.MetricsFile(self.directory / "metrics.jsonl", plan.start.step, self.guard.rewinds)
+        self.metrics = metrics.MetricsFile(
+            self.directory / "metrics.jsonl", plan.start.step, self.guard.rewinds, self.owes_evaluation
+        )
         run_directory.write_status(self.directory, None, "running", plan.start.step, True)
         logging = arguments.logging
         self.tracker = trackers.open_tracker(
@@ -262,23 +270,30 @@ class Run:
         if document.get("scaler"):
             self.fabric.strategy.precision.load_state_dict(document["scaler"])
 
-    def evaluate(self, progress: Progress) -> None:
-        """Validation loss, the same at any number of devices."""
-        if self.arguments.evaluation.eval_iters == 0:
-            return
+    def evaluate(self, progress: Progress) -> bool:
+        """Validation loss, the same at any number of devices. False where a request to stop came before its end."""
         self.throughput.pause()
-        batches = self.marked(self.evaluation_batches.stream(0), progress.step, "evaluating")
-        self.last_eval_loss, self.evaluated_step = step.evaluate(self.fabric, self.model, batches), progress.step
+        self.evaluation_cut_off = False
+        loss = step.evaluate(self.fabric, self.model, self.until_stopped(self.evaluation_batches.stream(0), progress))
         self.throughput.resume()
         self.watch.mark(progress.step, "in the next step")
-        if self.rank_zero:
-            self.write(progress.step, {"eval_loss": self.last_eval_loss})
-            self.console.line(f"step {progress.step}/{self.plan.max_step}  validation loss {self.last_eval_loss:.4f}")
+        if self.evaluation_cut_off:
+            return False
+        self.evaluated_step = progress.step
+        if self.arguments.evaluation.eval_iters > 0:
+            self.last_eval_loss = loss
+            if self.rank_zero:
+                self.write(progress.step, {"eval_loss": loss})
+                self.console.line(f"step {progress.step}/{self.plan.max_step}  validation loss {loss:.4f}")
+        return True
 
-    def marked(self, batches: Iterator[MicroBatch], step: int, doing: str) -> Iterator[MicroBatch]:
-        """`batches`, each of which is progress to the watch."""
+    def until_stopped(self, batches: Iterator[MicroBatch], progress: Progress) -> Iterator[MicroBatch]:
+        """`batches`, each of which is progress to the watch, up to a request to stop to any rank."""
         for batch in batches:
-            self.watch.mark(step, doing)
+            if step.any_rank(self.fabric, stop.is_to_stop(self.signals, self.directory if self.rank_zero else None)):
+                self.evaluation_cut_off = True
+                return
+            self.watch.mark(progress.step, "evaluating")
             yield batch
 
     def ask(self) -> tuple[bool, bool, bool]:
@@ -329,8 +344,11 @@ class Run:
             raise problem
         return value
 
-    def save(self, progress: Progress, last: bool) -> None:
-        """Write a checkpoint, the last one and without --async_save to its end, and remove what isn't kept."""
+    def save(self, progress: Progress, last: bool, evaluates: bool) -> None:
+        """Write a checkpoint, the last one and without --async_save to its end, and remove what isn't kept.
+
+        evaluates: an evaluation belongs to this step; where it was cut off, a resumed run makes it up.
+        """
         self.commit()
         self.throughput.pause()
         self.watch.mark(progress.step, "saving")
@@ -348,6 +366,8 @@ class Run:
                 "guard": self.guard.state(),
                 "scaler": self.fabric.strategy.precision.state_dict(),
                 "eval_loss": self.last_eval_loss if evaluated else None,
+                "owes_evaluation": evaluates and self.evaluated_step != progress.step,
+                "rows_read": self.rows_read(),
             },
             origin=self.origin(),
             probe=checkpoint.record_probe(self.model, probe_input(self.plan), self.fabric.device),
@@ -361,6 +381,12 @@ class Run:
             self.publish(pending)
         self.watch.mark(progress.step, "in the next step")
         self.throughput.resume()
+
+    def rows_read(self) -> dict[str, int]:
+        """Which rows all ranks together have read for steps since `from_position`, for `fabric_llm.verify`."""
+        before = self.rows_read_before
+        read = sum(gather(self.batches.rows_read), RowsRead(before["count"], before["hash_sum"]))
+        return {"from_position": before["from_position"], **asdict(read)}
 
     def commit(self) -> None:
         """Publish the checkpoint that was written in the background, if there is one. All ranks call it."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Optional
 from arguments import Arguments, is_rank_zero, parse_train
 from fabric_llm.console import outlast_readers
 from fabric_llm.faults import UNEXPECTED, as_fault
-from fabric_llm.launch import adopt_slurm, die_with_parent, for_launcher
+from fabric_llm.launch import adopt_slurm, die_with_parent, for_launcher, forget_other_ranks
 from fabric_llm.stop import StopSignal
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def main(argv: Optional[list[str]] = None) -> None:
     signals = StopSignal()
     die_with_parent()
     adopt_slurm()
+    forget_other_ranks()
     arguments = parse_train(argv)
     if arguments.demo and is_rank_zero():
         print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)
@@ -61,11 +62,11 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
     run = Run(fabric, arguments, plan, signals, watch)
     training, evaluation, save = arguments.training, arguments.evaluation, arguments.save
     half_epoch = len(plan.dataset.train) / 2
-    progress = plan.start
-    if progress.step == 0:
-        run.evaluate(progress)
+    progress, last = plan.start, False
+    if progress.step == 0 or run.owes_evaluation:
+        stopped = not run.evaluate(progress)
+        last = stopped and progress.step > 0  # before the first step there is nothing to go on from
 
-    last = False
     while not last:
         lr = lr_at(
             progress.step,
@@ -100,18 +101,16 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
         run.advance(progress)
         run.report_verdict(before, progress, result)
         stop_requested, save_requested = run.agreed(result)
-        last = last or stop_requested
         if run.guard.verdict == "rewind":
             progress, last = run.rewind(progress), stop_requested or progress.position == plan.end
             continue
-        if logs or last or save_requested:
+        if logs or stop_requested or save_requested:
             run.log(progress, lr, result)
-        if stop_requested:  # whoever asked may not wait for an evaluation
-            run.save(progress, last)
-        if evaluates:
-            run.evaluate(progress)
-        if not stop_requested and (saves or last or save_requested):
-            run.save(progress, last)
+        if evaluates and not stop_requested:  # whoever asked may not wait for it
+            stop_requested = not run.evaluate(progress)
+        last = last or stop_requested
+        if saves or last or save_requested:
+            run.save(progress, last, evaluates)
 
     stopped = progress.step < run.plan.max_step and progress.position != plan.end
     run.finish(progress, stopped)

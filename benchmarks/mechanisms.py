@@ -29,6 +29,7 @@ COPIED = shutil.ignore_patterns(".git", "checkpoints", "data", "wandb", "__pycac
 TIMEOUT_SECONDS = 400  # without its mechanism a test may hang: that is a failure as well
 KILLS, ROWS, DAMAGE = "tests/faults/test_kills.py", "tests/faults/test_rows.py", "tests/faults/test_damage.py"
 CHECKPOINT, SECURITY, STOP = "tests/test_checkpoint.py", "tests/test_security.py", "tests/test_stop.py"
+EVALUATION, WORLD = "tests/test_evaluation.py", "tests/test_launched_world.py"
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,10 @@ MECHANISMS = [
               "            raise KeyboardInterrupt", "            KeyboardInterrupt", STOP, "second_signal"),
     Mechanism("signals", "one that is delivered twice is one", "fabric_llm/stop.py",
               "if again or time.monotonic() < self.until:", "if again:", STOP, "delivered_twice"),
-    Mechanism("signals", "the save comes before an evaluation", "train.py",
-              "        if stop_requested:  #", "        if False:  #", STOP, "whoever_asked"),
+    Mechanism("signals", "a request to stop ends an evaluation", "run.py",
+              "                self.evaluation_cut_off = True\n                return\n", "                pass\n", EVALUATION, "heard_inside"),
+    Mechanism("signals", "an evaluation that was cut off is made up", "train.py",
+              "progress.step == 0 or run.owes_evaluation", "progress.step == 0", EVALUATION, "heard_inside"),
     Mechanism("signals", "torchrun doesn't start again what was stopped", "fabric_llm/launch.py",
               "DONE if code == STOPPED and count < most else code", "code", ROWS, "asked_to_stop_is_not"),
     Mechanism("kill in a save", "leftovers go before the disk is asked", "run.py",
@@ -131,8 +134,12 @@ MECHANISMS = [
               '        if run_directory.read_status(directory).get("code") is None:\n', "        if True:\n", ROWS, "told_by_rank_0"),
     Mechanism("a rank fails", "no rank waits for a store that has gone", "fabric_llm/watch.py",
               "self.store.patience_seconds = SECONDS_TO_ANSWER", "pass", ROWS, "while_rank_0_is_frozen"),
-    Mechanism("node lost", "ranks are counted anew", "fabric_llm/strategy.py",
-              'if "LOCAL_WORLD_SIZE" in os.environ and devices == "auto":', "if False:", ROWS, "lost_node"),
+    Mechanism("node lost", "ranks are counted anew", "preflight.py",
+              "*(launched or asked)", "*asked", ROWS, "lost_node"),
+    Mechanism("ranks", "a flag that isn't the launcher's is refused", "fabric_llm/launch.py",
+              'if asked.get(name, "auto") not in ("auto", there):', "if False:", WORLD, "world_is_the_launchers"),
+    Mechanism("ranks", "what was read is recorded", "fabric_llm/inspect_run.py",
+              "    elif read != claimed_rows(", "    elif False and read != claimed_rows(", WORLD, "not_read_as_claimed"),
     Mechanism("disk full", "room is asked for", "fabric_llm/checkpoint.py",
               "    if free < needed:\n", "    if False:\n", ROWS, "no_room"),
     Mechanism("directory", "one disk for all machines", "run.py",

@@ -31,6 +31,7 @@ IGNORED = -100  # label of a token that isn't a target, as in transformers and t
 VALIDATION_NAMES = ("validation", "valid")
 SMALL_BYTES = 2**30  # hashed at each start
 COLUMNS = ("input_ids", "attention_mask", "labels")
+POSITIONS_AT_ONCE = 2**20
 PACKED_NUMBERS = ("context_length", "max_token_id", "eos_token_id")  # of the manifest of a packed dataset
 
 # input_ids, labels; attention_mask where the dataset has one, position_ids where documents are kept apart:
@@ -269,6 +270,39 @@ def _splitmix64(x: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class RowsRead:
+    """Which rows were read: how many, and the sum of a hash of each with its position, which knows no order.
+
+    Ranks add theirs up. What a run claims to have read can be compared with it: see `claimed_rows`.
+    """
+
+    count: int = 0
+    hash_sum: int = 0  # modulo 2**64
+
+    def __add__(self, other: RowsRead) -> RowsRead:
+        return RowsRead(self.count + other.count, (self.hash_sum + other.hash_sum) % 2**64)
+
+    @staticmethod
+    def of(positions: np.ndarray, rows: np.ndarray) -> RowsRead:
+        """positions, rows: int64, of the same shape."""
+        with np.errstate(over="ignore"):
+            hashes = _splitmix64(_splitmix64(positions.astype(np.uint64)) + rows.astype(np.uint64))
+            return RowsRead(positions.size, int(hashes.sum(dtype=np.uint64)))
+
+
+def claimed_rows(row_count: int, seed: int, first: int, end: int) -> RowsRead:
+    """What all ranks together have read of a dataset of `row_count` rows at the positions from `first` to `end` - 1."""
+    read = RowsRead()
+    while first < end:
+        epoch, offset = divmod(first, row_count)
+        count = min(end - first, row_count - offset, POSITIONS_AT_ONCE)
+        rows = _order(row_count, seed, epoch)[offset : offset + count]
+        read += RowsRead.of(np.arange(first, first + count), rows)
+        first += count
+    return read
+
+
+@dataclass(frozen=True)
 class Batches:
     """The micro-batches of one rank, for any position.
 
@@ -304,15 +338,25 @@ class Batches:
 
     def at(self, position: int) -> list[MicroBatch]:
         """The micro-batches of this rank for the step that begins at `position`, on the CPU."""
-        return list(self.stream(position))
+        return self.read(position)[0]
+
+    def read(self, position: int) -> tuple[list[MicroBatch], RowsRead]:
+        """The same, and which rows they hold."""
+        micro_batches, read = [], RowsRead()
+        for positions in self.positions(position):
+            rows = self.indices(positions)
+            micro_batches.append(self._micro_batch(positions, rows))
+            counts = slice(None) if self.end is None else positions < self.end
+            read += RowsRead.of(positions[counts], rows[counts])
+        return micro_batches, read
 
     def stream(self, position: int) -> Iterator[MicroBatch]:
-        """The same, one after the other."""
-        return (self._micro_batch(positions) for positions in self.positions(position))
+        """The micro-batches of `at`, one after the other."""
+        return (self._micro_batch(positions, self.indices(positions)) for positions in self.positions(position))
 
-    def _micro_batch(self, positions: np.ndarray) -> MicroBatch:
+    def _micro_batch(self, positions: np.ndarray, rows: np.ndarray) -> MicroBatch:
         failpoint("read_data")
-        table = self.rows.with_format("numpy")[self.indices(positions)]
+        table = self.rows.with_format("numpy")[rows]
         batch = {name: torch.from_numpy(np.asarray(table[name]).astype(np.int64)) for name in table}
         labels = batch.get("labels", batch["input_ids"]).clone()
         if "attention_mask" in batch:
@@ -345,18 +389,24 @@ def _order(index_count: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class Prefetch:
-    """`batches.at`, read ahead by threads. Holds nothing that a run would have to save."""
+    """`batches.at`, read ahead by threads, and a record of the rows that were handed out."""
 
     def __init__(self, batches: Batches, num_workers: int) -> None:
         self.batches = batches
+        self.rows_read = RowsRead()  # by this rank, for steps; what is only read ahead doesn't count
         self.ahead = num_workers
         self.pool = ThreadPoolExecutor(num_workers, "batches") if num_workers else None
-        self.pending: dict[int, Future[list[MicroBatch]]] = {}
+        self.pending: dict[int, Future[tuple[list[MicroBatch], RowsRead]]] = {}
 
     def at(self, position: int) -> list[MicroBatch]:
         """Same as `batches.at(position)`; starts to read what follows."""
+        micro_batches, read = self._read(position)
+        self.rows_read += read
+        return micro_batches
+
+    def _read(self, position: int) -> tuple[list[MicroBatch], RowsRead]:
         if self.pool is None:
-            return self.batches.at(position)
+            return self.batches.read(position)
         now = self.pending.pop(position, None)
         step = self.batches.global_batch_size
         following = [position + k * step for k in range(1, self.ahead + 1)]
@@ -364,8 +414,8 @@ class Prefetch:
             self.pending.pop(other).cancel()
         for other in following:
             if other not in self.pending:
-                self.pending[other] = self.pool.submit(self.batches.at, other)
-        return self.batches.at(position) if now is None else now.result()
+                self.pending[other] = self.pool.submit(self.batches.read, other)
+        return self.batches.read(position) if now is None else now.result()
 
     def close(self) -> None:
         """Stop the threads."""

@@ -21,10 +21,12 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
 from fabric_llm import checkpoint, manifest
+from fabric_llm.data import RowsRead, claimed_rows
 from fabric_llm.faults import DONE, NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.model import DTYPES, build_skeleton, load_config
 
 MOST_NAMED = 10  # of the same kind, in one sentence
+MOST_ROWS = 2**28  # whose order is computed anew: 2 GiB
 
 Shapes = dict[str, tuple[int, ...]]
 Lines = list[tuple[int, dict[str, Any]]]  # of metrics.jsonl: number of the line, what it says
@@ -197,6 +199,31 @@ def check_finite(path: Path, report: Report) -> str:
             report.find(f"{str(file)!r} holds NaN or infinity in {listed(bad)}.")
     report.count("tensors", tensors)
     return f"{tensors} tensors are finite"
+
+
+# ------------------------------------------------------------------------------- what the ranks have read
+
+
+def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
+    """The rows that all ranks together have read, as a checkpoint recorded them, against those of its position.
+
+    progress: what `file`, the checkpoint's progress.json, says.
+    """
+    if "rows_read" not in progress:
+        report.note(f"{str(file)!r} doesn't record which rows were read: an older version wrote it.")
+        return "no record of the rows that were read"
+    said, fixed, end = progress["rows_read"], progress["fixed"], progress["progress"]["position"]
+    first, read = said["from_position"], RowsRead(said["count"], said["hash_sum"])
+    span = f"{end - first:,} sequences at positions {first:,} to {end - 1:,}"
+    if read.count != end - first:
+        report.find(f"{str(file)!r} claims {span}, but all ranks together have read {read.count:,}.")
+        return f"{read.count:,} rows were read, not {end - first:,}"
+    if not 0 < fixed["train_rows"] <= MOST_ROWS or end - first > MOST_ROWS:
+        report.note(f"{str(file)!r}: too many rows to compare each; their number is right.")
+    elif read != claimed_rows(fixed["train_rows"], fixed["seed"], first, end):
+        report.find(f"{str(file)!r} claims {span}, but other rows were read: some twice or out of turn, others never.")
+        return "other rows were read than those of the run's position"
+    return f"{span} were each read by one rank"
 
 
 # ------------------------------------------------------------------------------- the log of a run

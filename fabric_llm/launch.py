@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Optional
+from typing import Any, Optional
 
 from fabric_llm.faults import CODES, DONE, PEER_LOST, STOPPED
 
@@ -60,7 +60,7 @@ def adopt_slurm() -> None:
     if "LOCAL_RANK" in given or int(given.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return
     tasks, nodes = int(given["SLURM_STEP_NUM_TASKS"]), int(given.get("SLURM_STEP_NUM_NODES", "1"))
-    node, local_rank, per_node = int(given.get("SLURM_NODEID", "0")), int(given["SLURM_LOCALID"]), tasks // nodes
+    node, local_rank, per_node = int(given.get("SLURM_NODEID", "0")), int(given["SLURM_LOCALID"]), -(-tasks // nodes)
     given.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(per_node), WORLD_SIZE=str(tasks))
     given.update(NODE_RANK=str(node), RANK=str(node * per_node + local_rank))
     from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -76,6 +76,54 @@ def started_by_other() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
+def launched_world(asked: dict[str, Any]) -> Optional[tuple[int, int]]:
+    """(processes per node, nodes) that a launcher has started; None where this process starts its ranks itself.
+
+    asked: `devices` and `num_nodes`, as far as the command line gives them. Raises ValueError where they aren't the
+    launcher's: the ranks that are there are the only ones that can read data.
+    """
+    if not started_by_other():
+        _refuse_mpi()
+        return None
+    if missing := [name for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name not in os.environ]:
+        raise ValueError(
+            f"LOCAL_RANK is set in the environment, but {' and '.join(missing)} isn't: start the ranks with torchrun or "
+            "srun, or unset LOCAL_RANK."
+        )
+    world_size, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = world_size // per_node
+    if nodes * per_node != world_size:
+        raise ValueError(
+            f"The launcher has started {world_size} processes, {per_node} of them on this machine: each machine must "
+            "have the same number."
+        )
+    for name, there in (("devices", per_node), ("num_nodes", nodes)):
+        if asked.get(name, "auto") not in ("auto", there):
+            raise ValueError(
+                f"--{name} {asked[name]}, but the launcher has started {per_node} "
+                f"{'processes' if per_node > 1 else 'process'} on each of {nodes} node{'s' * (nodes > 1)}: leave --{name} "
+                "out, or start as many."
+            )
+    return per_node, nodes
+
+
+def _refuse_mpi() -> None:
+    """Raises ValueError in one of several processes of mpirun, which would each train a run of its own."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if (count := os.environ.get(name, "")).isdigit() and int(count) > 1:
+            raise ValueError(
+                f"mpirun has started {count} processes, but LOCAL_RANK, RANK and WORLD_SIZE aren't set: start them "
+                "with torchrun or srun, or one process a machine with --devices."
+            )
+
+
+def forget_other_ranks() -> None:
+    """Remove what says that this process is a rank where no launcher has made it one, such as a pod's RANK."""
+    if not started_by_other():
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+            os.environ.pop(name, None)
+
+
 def for_launcher(code: int) -> int:
     """A torchrun with restarts left takes any code but 0 for a failure, and would start again what was asked to stop."""
     count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
@@ -88,7 +136,8 @@ def start_ranks(devices: int, num_nodes: int) -> Children:
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port())
     node = int(os.environ.setdefault("NODE_RANK", "0"))
-    os.environ.update(LOCAL_RANK="0", RANK=str(node * devices), WORLD_SIZE=str(devices * num_nodes))
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(devices))
+    os.environ.update(RANK=str(node * devices), WORLD_SIZE=str(devices * num_nodes))
     processes = {}
     for local_rank in range(1, devices):
         rank = node * devices + local_rank

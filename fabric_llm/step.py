@@ -108,6 +108,11 @@ def evaluate(fabric: Fabric, model: nn.Module, batches: Iterable[MicroBatch]) ->
     return (total / targets.clamp(min=1)).item()
 
 
+def any_rank(fabric: Fabric, flag: bool) -> bool:
+    """True on all ranks if `flag` is true on one. All call it, and wait for each other."""
+    return sum_over_ranks(fabric, torch.tensor(int(flag), device=fabric.device)).item() > 0
+
+
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Make the randomness inside a step (dropout) a function of (seed, step, rank): nothing to save or restore."""
     torch.manual_seed(int(random_key(seed, step, rank) >> 1))

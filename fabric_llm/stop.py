@@ -20,6 +20,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.received: Optional[int] = None
         self.second = False
+        self.stop_file = self.save_file = False  # what a file has asked for
         self.until = 0.0  # monotonic seconds: what comes before is the same request
         self.former = {number: signal.signal(number, self._handle) for number in SIGNALS if not _under_nohup(number)}
 
@@ -58,9 +59,21 @@ def _cut_short(number: int, frame: Optional[FrameType]) -> None:
 
 
 def asked_for(signals: StopSignal, run_directory: Optional[Path]) -> tuple[bool, bool]:
-    """(stop, save), as a signal to this rank asks, or a file in `run_directory`, which is then removed."""
-    stop, save = (run_directory is not None and _take(run_directory / name) for name in (STOP_FILE, SAVE_FILE))
-    return stop or signals.received is not None, save
+    """(stop, save), as a signal to this rank asks, or a file in `run_directory`, which is then removed.
+
+    A request to stop stays; whoever asks for the other takes it.
+    """
+    stop = is_to_stop(signals, run_directory)
+    save, signals.save_file = signals.save_file, False
+    return stop, save
+
+
+def is_to_stop(signals: StopSignal, run_directory: Optional[Path]) -> bool:
+    """The first of `asked_for`'s answers, without taking the second."""
+    if run_directory is not None:
+        signals.stop_file |= _take(run_directory / STOP_FILE)
+        signals.save_file |= _take(run_directory / SAVE_FILE)
+    return signals.stop_file or signals.received is not None
 
 
 def _take(file: Path) -> bool:

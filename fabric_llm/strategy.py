@@ -46,17 +46,11 @@ class Sharding:
 
 
 def resolve_devices(devices: Union[int, str], num_nodes: int, accelerator: str) -> tuple[int, int, str]:
-    """(devices per node, nodes, "cpu" or "cuda"). Raises ValueError where the machine hasn't that many.
-
-    Under torchrun or another launcher that sets LOCAL_WORLD_SIZE and WORLD_SIZE, `auto` means what it started.
-    """
+    """(devices per node, nodes, "cpu" or "cuda"). Raises ValueError where the machine hasn't that many."""
     gpus = torch.cuda.device_count()
     if accelerator in ("cuda", "gpu") and gpus == 0:
         raise ValueError(f"--accelerator {accelerator}: this machine shows no GPU to PyTorch {torch.__version__}.")
     kind = "cuda" if accelerator in ("cuda", "gpu") or (accelerator == "auto" and gpus) else "cpu"
-    if "LOCAL_WORLD_SIZE" in os.environ and devices == "auto":
-        devices = int(os.environ["LOCAL_WORLD_SIZE"])
-        num_nodes = int(os.environ["WORLD_SIZE"]) // devices
     count = (gpus if kind == "cuda" else 1) if devices == "auto" else int(devices)
     if count < 1 or num_nodes < 1:
         raise ValueError(f"--devices {devices} and --num_nodes {num_nodes} must be at least 1.")

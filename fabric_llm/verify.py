@@ -38,6 +38,7 @@ CHECKED = (
     "names and shapes of weights and optimizer state",
     "every tensor finite",
     "metrics.jsonl: each step once, in order, none missing",
+    "rows that all ranks have read against those that belong to the run's position",
     "STATUS.json",
 )
 
@@ -207,7 +208,7 @@ def verify_run(run: Path, exports: bool) -> Report:
 def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
     """Its manifest, with "tokens" and "logged" of progress.json; None if anything is wrong with it."""
     from fabric_llm import checkpoint, retention
-    from fabric_llm.inspect_run import all_faults, check_finite, check_shapes, say
+    from fabric_llm.inspect_run import all_faults, check_finite, check_rows, check_shapes, say
 
     say(f"{path}: hashing")
     before = len(report.findings)
@@ -233,6 +234,7 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
             report.find(f"{str(path / name)!r} is that of step {written}, not of step {step}.")
     report.look(check_shapes, path, progress)
     report.look(check_finite, path)
+    report.look(check_rows, path / "trainer" / "progress.json", progress)
     whole = len(report.findings) == before
     return {**document, "tokens": progress["progress"]["tokens"], "logged": progress["logged"]} if whole else None
 

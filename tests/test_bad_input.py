@@ -111,7 +111,8 @@ def test_more_devices_than_there_are(refused, monkeypatch):
     assert "--devices 4: this machine has 2 GPUs." in refused("--devices", 4)
     monkeypatch.setenv("SLURM_LOCALID", "0")  # a batch script
     assert "--gpu-bind=none" not in refused("--devices", 4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # srun --gpus-per-task=1 hides the others' GPUs
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 4)):
+        monkeypatch.setenv(name, str(value))  # srun --gpus-per-task=1 hides the others' GPUs
     assert "--gpu-bind=none" in refused("--devices", 4)
 
 
@@ -235,7 +236,7 @@ def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
     monkeypatch.setattr("preflight.open_dataset", lambda folder, how: asked.append(how) or open_dataset(folder, how))
     arguments = parse_train([str(word) for word in (*toy_run(toys, tmp_path), "--devices", 2, "--num_nodes", 2)])
     for rank, local_rank in ((0, 0), (1, 1), (2, 0), (3, 1)):
-        for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", 4)):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 2)):
             monkeypatch.setenv(name, str(value))
         make_plan(arguments)
     assert asked == ["auto", "size", "auto", "size"]

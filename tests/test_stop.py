@@ -153,7 +153,7 @@ def save_comes_first(argv, run_directory):
 
     def after_the_save(self, progress):
         assert progress.step in (0, 2) or (run_directory / f"step-{progress.step:08d}").is_dir()
-        evaluate(self, progress)
+        return evaluate(self, progress)
 
     run.Run.evaluate = after_the_save
     return train_and_do(argv, 0, 4, send(signal.SIGTERM))

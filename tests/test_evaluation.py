@@ -1,0 +1,100 @@
+"""An evaluation ends: at the end of its split, whatever --eval_iters says, and soon after a request to stop."""
+
+import pytest
+import torch
+from conftest import make_dataset
+from ranks import Job, metrics, toy_run, train_ranks
+from safetensors.torch import load_file
+
+VALIDATION_ROWS = 40
+
+
+@pytest.fixture(scope="module")
+def data(toys, tmp_path_factory):
+    import numpy as np
+
+    folder = tmp_path_factory.mktemp("evaluation") / "data"
+    make_dataset(folder, np.random.default_rng(3), validation_rows=VALIDATION_ROWS)
+    return folder
+
+
+def flags(toys, data, output, *more):
+    words = [*toy_run(toys, output), "--train_data_dir", data, "--global_batch_size", 4, "--max_step", 4]
+    return [str(word) for word in [*words, "--eval_batch_size", 1, "--eval_step_interval", 2, "--lr", 1e-2, *more]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_eval_iters_far_beyond_the_split_evaluate_the_split_once(toys, data, tmp_path, ranks):
+    """1000000, as in a tutorial, were 500,000 empty batches for each of two ranks."""
+    for name, eval_iters in (("all", VALIDATION_ROWS), ("beyond", 10**12)):
+        train_ranks(ranks, *flags(toys, data, tmp_path, "--run_name", name, "--eval_iters", eval_iters))
+    losses = metrics(tmp_path / "all", "eval_loss")
+    assert len(losses) == 3 and losses == metrics(tmp_path / "beyond", "eval_loss")
+
+
+def counted(folder):
+    """Each batch that a rank evaluates is a line in `folder`."""
+
+    def change():
+        import os
+
+        from fabric_llm import step
+
+        point, file = step.failpoint, folder / f"batches-{os.environ.get('RANK', 0)}"
+
+        def count(name):
+            if name == "evaluate":
+                with file.open("a") as lines:
+                    lines.write("x\n")
+            point(name)
+
+        step.failpoint = count
+
+    return change
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2), ("fsdp2", 2)])
+def test_a_request_to_stop_is_heard_inside_an_evaluation_and_the_evaluation_is_made_up(
+    toys, data, tmp_path, strategy, ranks
+):
+    words = flags(toys, data, tmp_path, "--eval_iters", 1000, "--strategy", strategy)
+    batches = VALIDATION_ROWS // ranks
+    job = Job(ranks, *words, "--run_name", "whole")
+    assert job.wait() == [0] * ranks, job.output
+    signalled = f"evaluate:rank={ranks - 1}:count={batches + 3}:do=term"  # in the evaluation after step 2
+    job = Job(ranks, *words, "--run_name", "cut", failpoint=signalled, before=counted(tmp_path))
+    assert job.wait() == [75] * ranks, job.output
+    for rank in range(ranks):
+        assert len((tmp_path / f"batches-{rank}").read_text().split()) == batches + 3, "soon, and alike on all ranks"
+    assert [path.name for path in (tmp_path / "cut").glob("step-*")] == ["step-00000002"]
+    assert len(metrics(tmp_path / "cut", "eval_loss")) == 1
+    again = f"evaluate:count={batches}:do=kill"  # in the evaluation that is made up
+    assert set(Job(ranks, *words, "--run_name", "cut", "--resume", "auto", failpoint=again).wait()) & {-9}
+    job = Job(ranks, *words, "--run_name", "cut", "--resume", "auto")
+    assert job.wait() == [0] * ranks, job.output
+    for key in ("loss", "eval_loss"):
+        assert metrics(tmp_path / "cut", key) == metrics(tmp_path / "whole", key)
+    ours, theirs = (load_file(tmp_path / name / "step-00000004" / "model.safetensors") for name in ("cut", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_request_to_save_inside_an_evaluation_is_kept_for_the_next_step(toys, data, tmp_path):
+    def touch():
+        import os
+
+        from fabric_llm import step
+
+        any_rank = step.any_rank
+
+        def touching(fabric, flag):
+            if not list((tmp_path / "run").glob("step-*")) and not (tmp_path / "touched").exists():
+                (tmp_path / "touched").touch()
+                (tmp_path / "run" / "save_now").touch()
+            return any_rank(fabric, flag)
+
+        step.any_rank = touching
+        assert os.environ.get("RANK", "0") == "0"
+
+    job = Job(1, *flags(toys, data, tmp_path, "--run_name", "run", "--eval_iters", 5), before=touch)
+    assert job.wait() == [0], job.output
+    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-00000001", "step-00000004"]

@@ -1,0 +1,197 @@
+"""Who started the ranks says how many there are; what a run claims to have read is what its ranks have read."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROWS
+from ranks import Job, metrics, toy_run, train_ranks
+
+from fabric_llm import data, launch, verify
+from fabric_llm.data import Batches, Prefetch, RowsRead, claimed_rows
+
+TRAIN = Path(__file__).parent.parent / "train.py"
+TORCHRUN = Path(sys.executable).parent / "torchrun"
+
+
+def flags(toys, output, *more):
+    words = [*toy_run(toys, output), "--run_name", "run", "--global_batch_size", 4, "--number_epochs", 1]
+    return [str(word) for word in [*words, "--eval_iters", 0, "--log_step_interval", 1, "--lr", 1e-2, *more]]
+
+
+def started(command, tmp_path, **variables):
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+
+
+def torchrun(ranks, words, tmp_path):
+    return started([str(TORCHRUN), "--standalone", "--nproc_per_node", str(ranks), str(TRAIN), *words], tmp_path)
+
+
+def verified(run, capsys):
+    """(exit code, what was said) of `python -m fabric_llm.verify RUN`."""
+    code = verify.main([str(run), "--no_export"])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("ranks", "devices"), [(2, 4), (2, 1), (4, 2)])
+def test_torchrun_and_a_devices_flag_that_disagree(toys, tmp_path, ranks, devices):
+    """2 and 4 trained on half of the rows, 2 and 1 were two runs in one directory, 4 and 2 an IndexError."""
+    done = torchrun(ranks, flags(toys, tmp_path, "--devices", devices), tmp_path)
+    said = f"train.py: error: --devices {devices}, but the launcher has started {ranks} processes on each of 1 node: "
+    assert done.returncode == 1 and done.stderr.count(said) == 1, done.stderr
+    assert "IndexError" not in done.stderr and not (tmp_path / "run").exists()
+
+
+@pytest.mark.faults
+def test_two_agents_of_torchrun_without_num_nodes(toys, tmp_path, capsys):
+    """757 of 772 rows were read twice."""
+    port = str(launch._free_port())
+    command = [str(TORCHRUN), "--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
+    command += ["--rdzv_endpoint", f"localhost:{port}", str(TRAIN), *flags(toys, tmp_path, "--devices", 2)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    agents = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+    said = [agent.communicate(timeout=240)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert any("fsdp on 4 cpu devices" in words for words in said), said
+    assert verified(tmp_path / "run", capsys)[0] == 0
+
+
+@pytest.mark.faults
+def test_arguments_yaml_yields_to_torchrun(toys, tmp_path, capsys):
+    """Begun with `--devices 4`, gone on with as `torchrun --nproc_per_node 2`: half of the rows weren't read."""
+    train_ranks(4, *flags(toys, tmp_path, "--max_step", 4))
+    done = torchrun(
+        2,
+        [
+            "--resume",
+            "true",
+            "--run_name",
+            "run",
+            "--output_dir",
+            str(tmp_path),
+            "--max_step",
+            "9",
+            "--resume_override",
+            "max_step",
+        ],
+        tmp_path,
+    )
+    assert done.returncode == 0 and "fsdp on 2 cpu devices" in done.stdout, done.stderr
+    assert metrics(tmp_path / "run", "step") == list(range(1, 10))
+    assert verified(tmp_path / "run", capsys)[0] == 0
+
+
+def test_tasks_of_srun_and_a_devices_flag_that_disagree(toys, tmp_path):
+    """Two tasks with `--devices 1` were two runs in one directory."""
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}
+    done = started(
+        [sys.executable, str(TRAIN), *flags(toys, tmp_path, "--devices", 1)], tmp_path, SLURM_LOCALID="0", **step
+    )
+    assert done.returncode == 2 and "--devices 1, but the launcher has started 2 processes on each of 1" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """`launch.launched_world` among other environment variables than our own."""
+
+    def call(asked, **variables):
+        monkeypatch.setattr(os, "environ", {key: str(value) for key, value in variables.items()})
+        return launch.launched_world(asked)
+
+    return call
+
+
+def test_the_world_is_the_launchers(launched):
+    two_by_two = {"LOCAL_RANK": 1, "RANK": 3, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
+    assert launched({}) is None
+    assert launched({}, **two_by_two) == launched({"devices": 2, "num_nodes": 2}, **two_by_two) == (2, 2)
+    assert launched({"devices": "auto"}, **two_by_two) == (2, 2)
+    for asked, variables, words in (
+        ({"devices": 4}, two_by_two, ["--devices 4", "2 processes on each of 2 nodes"]),
+        ({"num_nodes": 1}, two_by_two, ["--num_nodes 1", "2 processes on each of 2 nodes"]),
+        ({}, {**two_by_two, "WORLD_SIZE": 3}, ["3 processes, 2 of them on this machine"]),
+        ({}, {"LOCAL_RANK": 0, "RANK": 0, "WORLD_SIZE": 1}, ["LOCAL_WORLD_SIZE isn't", "torchrun"]),
+        ({}, {"OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_RANK": 1}, ["mpirun has started 2", "torchrun or srun"]),
+    ):
+        with pytest.raises(ValueError) as refused:
+            launched(asked, **variables)
+        assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.faults
+def test_another_ranks_variables_keep_nobody_out_of_the_lock(toys, tmp_path):
+    """RANK=1 in the environment, as in a pod: this process isn't rank 1 of anything, and takes the lock."""
+    holds = subprocess.Popen(
+        [sys.executable, str(TRAIN), *flags(toys, tmp_path, "--devices", 1)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FABRIC_LLM_FAILPOINT": "set_up:do=hang"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not (tmp_path / "run" / "STATUS.json").exists():
+            assert holds.poll() is None
+        pod = {"RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "1"}
+        done = started([sys.executable, str(TRAIN), *flags(toys, tmp_path, "--devices", 1)], tmp_path, **pod)
+    finally:
+        holds.kill()
+        holds.wait()
+    assert done.returncode == 73 and "Another run" in done.stderr, done.stderr
+
+
+# ------------------------------------------------------------------------------- what was read
+
+
+def wrong_reader(how):
+    def change():
+        if how == "half of the ranks":  # as if there were twice as many
+            read = Batches.read
+            Batches.read = lambda self, position: read(replace(self, world_size=4), position)
+        elif os.environ["RANK"] == "1":  # as if it were rank 0
+            read = Batches.read
+            Batches.read = lambda self, position: read(replace(self, rank=0), position)
+
+    return change
+
+
+@pytest.mark.parametrize("how", ["half of the ranks", "twice the same"])
+def test_verify_finds_a_run_whose_rows_were_not_read_as_claimed(toys, tmp_path, capsys, how):
+    job = Job(2, *flags(toys, tmp_path, "--save_step_interval", 6), before=wrong_reader(how))
+    assert job.wait() == [0, 0], job.output
+    code, said = verified(tmp_path / "run", capsys)
+    assert code == 66 and "claims 24 sequences at positions 0 to 23, but other rows were read" in said, said
+
+
+def test_rows_of_a_run_that_was_killed_resumed_branched_and_stopped_are_as_claimed(toys, tmp_path, capsys):
+    words = flags(toys, tmp_path, "--number_epochs", 2, "--save_step_interval", 3)
+    Job(2, *words, failpoint="between_steps:count=8").wait()
+    job = Job(1, *words, "--resume", "auto", "--micro_batch_size", 4, "--num_workers", 0)
+    assert job.wait() == [0], job.output
+    branch = [*words, "--resume", "true", "--checkpoint", str(tmp_path / "run" / "step-00000012")]
+    branch[branch.index("--run_name") + 1] = "branch"
+    assert Job(1, *branch).wait() == [0]
+    for name in ("run", "branch"):
+        code, said = verified(tmp_path / name, capsys)
+        assert code == 0 and f"{2 * ROWS} sequences at positions 0 to {2 * ROWS - 1} were each read" in said, said
+
+
+def test_the_record_knows_no_order_and_counts_only_what_was_handed_out(toys):
+    rows = data.open_dataset(toys / "data").train
+    reader = [Prefetch(Batches(rows, 1, 3, 2, rank, 2, end=40), ahead) for rank, ahead in ((0, 3), (1, 0))]
+    for position in (0, 12, 24, 36):  # the last one holds 4 sequences
+        for one in reader:
+            one.at(position)
+    for one in reader:
+        one.close()
+    assert reader[0].rows_read + reader[1].rows_read == claimed_rows(ROWS, 1, 0, 40)
+    assert claimed_rows(ROWS, 1, 0, 100) == claimed_rows(ROWS, 1, 0, 50) + claimed_rows(ROWS, 1, 50, 100)
+    assert claimed_rows(ROWS, 1, 0, 40) != claimed_rows(ROWS, 2, 0, 40) and claimed_rows(ROWS, 1, 5, 5) == RowsRead()
