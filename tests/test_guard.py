@@ -5,10 +5,12 @@ import math
 
 import pytest
 import torch
+from conftest import ROWS
 from ranks import metrics, run_ranks, toy_run
 from safetensors.torch import load_file
 
 from fabric_llm import checkpoint
+from fabric_llm.data import RowsRead, claimed_rows
 from fabric_llm.guard import Guard
 
 
@@ -113,6 +115,8 @@ def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(toys, tmp_path
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17)), "each step once"
     progress = json.loads((tmp_path / "run/step-00000016/trainer/progress.json").read_text())
     assert progress["progress"]["position"] == (14 + 4) * 4
+    read = progress["rows_read"]
+    assert RowsRead(read["count"], read["hash_sum"]) == claimed_rows(ROWS, 1234, 0, (14 + 4) * 4), "once, undone or not"
     assert progress["guard"]["rewinds"] == 1
 
 
