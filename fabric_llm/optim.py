@@ -106,21 +106,21 @@ class UpdateSize(NamedTuple):
     ratio: float  # L2 norm of the update, as a part of that of the weights
 
 
-def sample_weights(parameters: Iterable[nn.Parameter], per_parameter: int = 4096) -> Tensor:
-    """Copies of evenly spaced weights of each parameter that this rank holds a part of, float32, one-dimensional."""
-    samples = []
-    for parameter in parameters:
-        weights = _local(parameter.detach()).flatten()
-        if weights.numel():
-            samples.append(weights[:: -(-weights.numel() // per_parameter)].float())
-    return torch.cat(samples)
+def sample_weights(parameters: Iterable[nn.Parameter], per_parameter: int = 1024) -> Tensor:
+    """Copies of evenly spaced weights of each parameter that this rank holds a part of, one-dimensional, in their dtype.
+
+    1,024 of each of Llama 3 8B's 291 parameters tell a part of 1 % of the weights to 0.02 %.
+    """
+    held = (_local(parameter.detach()).flatten() for parameter in parameters)
+    return torch.cat([weights[:: -(-weights.numel() // per_parameter)] for weights in held if weights.numel()])
 
 
 def update_size(before: Tensor, after: Tensor, group: Optional[ProcessGroup]) -> UpdateSize:
     """Compare two samples; over all ranks of `group`, the process group that the parameters are split over."""
-    counts = [(before != after).sum(), torch.tensor(before.numel(), device=before.device)]
-    squares = [(after - before).double().square().sum(), before.double().square().sum()]
-    numbers = torch.stack([x.double() for x in (*counts, *squares)])
+    before, after = before.float(), after.float()
+    norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (after - before, before)]
+    squares = [norm.square() for norm in norms]
+    numbers = torch.stack([(before != after).sum().double(), squares[0].new_tensor(before.numel()), *squares])
     if group is not None:
         numbers = numbers.to(_communication_device(group))
         torch.distributed.all_reduce(numbers, group=group)
