@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 
+NEIGHBOURS = 8  # weights that are sampled side by side
+
+
 def decayed_names(model: nn.Module) -> set[str]:
     """Names of the parameters that weight decay applies to: matrices, not norms and biases.
 
@@ -106,13 +109,19 @@ class UpdateSize(NamedTuple):
     ratio: float  # L2 norm of the update, as a part of that of the weights
 
 
-def sample_weights(parameters: Iterable[nn.Parameter], per_parameter: int = 1024) -> Tensor:
+def sample_weights(parameters: Iterable[nn.Parameter], per_parameter: int = 4096) -> Tensor:
     """Copies of evenly spaced weights of each parameter that this rank holds a part of, one-dimensional, in their dtype.
 
-    1,024 of each of Llama 3 8B's 291 parameters tell a part of 1 % of the weights to 0.02 %.
+    Eight neighbours are taken at a time: reading one costs as much, since memory is read in lines.
     """
-    held = (_local(parameter.detach()).flatten() for parameter in parameters)
-    return torch.cat([weights[:: -(-weights.numel() // per_parameter)] for weights in held if weights.numel()])
+    samples = []
+    for parameter in parameters:
+        weights = _local(parameter.detach()).flatten()
+        if weights.numel() > per_parameter:
+            step = NEIGHBOURS * -(-weights.numel() // per_parameter)
+            weights = weights[: weights.numel() // step * step].view(-1, step)[:, :NEIGHBOURS].flatten()
+        samples.append(weights)
+    return torch.cat(samples)
 
 
 def update_size(before: Tensor, after: Tensor, group: Optional[ProcessGroup]) -> UpdateSize:
