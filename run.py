@@ -284,7 +284,9 @@ class Run:
     def ask(self) -> tuple[bool, bool, bool]:
         """Of all ranks, with a step's numbers: to stop, to save, and to publish, once its part of a checkpoint is written."""
         written = self.writing is not None and self.writing.done()
-        return *stop.asked_for(self.signals, self.directory if self.rank_zero else None), written
+        if not self.rank_zero:  # whose file and clock count for all
+            return *stop.asked_for(self.signals, None), written
+        return *stop.asked_for(self.signals, self.directory, self.arguments.training.max_hours), written
 
     def agreed(self, result: step.StepResult) -> tuple[bool, bool]:
         """(stop, save) if any rank asked for it; publishes a checkpoint that all ranks have written meanwhile."""
@@ -416,7 +418,9 @@ class Run:
 
     def stopped(self, last: Path) -> None:
         """What a run says that was asked to stop."""
-        print(f"\nStopped on request. Checkpoint: {last}")
+        hours = self.arguments.training.max_hours
+        why = f"after --max_hours {hours:g}" if stop.is_over(self.signals, hours) else "on request"
+        print(f"\nStopped {why}. Checkpoint: {last}")
         print(f"Next: the same command with --resume true --run_name {self.directory.name}", flush=True)
 
     def done(self, last: Path) -> None:
