@@ -7,8 +7,11 @@ RUN apt-get update && apt-get install -y --no-install-recommends tini && rm -rf 
 ENTRYPOINT ["tini", "--"]
 WORKDIR /app
 # A virtual environment, since pip leaves a Python alone that belongs to the distribution (PEP 668), over the image's own
-# packages: its torch satisfies the range in pyproject.toml and stays, and its pip serves here as well.
-RUN python3 -m venv --without-pip --system-site-packages /opt/venv
+# packages: its torch satisfies the range in pyproject.toml and stays, and its pip serves here as well. The image's torchrun
+# would start ranks with the image's Python, which knows nothing of the environment.
+RUN python3 -m venv --without-pip --system-site-packages /opt/venv \
+    && printf '#!/bin/sh\nexec /opt/venv/bin/python -m torch.distributed.run "$@"\n' > /opt/venv/bin/torchrun \
+    && chmod +x /opt/venv/bin/torchrun
 ENV PATH=/opt/venv/bin:$PATH
 COPY pyproject.toml README.md LICENSE ./
 COPY fabric_llm ./fabric_llm

@@ -75,6 +75,10 @@ def test_the_image_s_own_python_may_be_the_distribution_s(tmp_path):
             assert done.returncode == 0, done.stderr
     done = typed("cd / && python -c 'import fabric_llm, pip; print(fabric_llm.__file__)'")
     assert done.stdout.strip() == str(tmp_path / "fabric_llm" / "__init__.py"), done.stderr
+    done = typed(
+        "mkdir -p torch/distributed && echo 'print(__import__(\"sys\").prefix)' > torch/distributed/run.py && torchrun"
+    )
+    assert done.stdout.strip() == str(tmp_path / "venv"), "ranks get this Python, and not the image's"
 
 
 @pytest.mark.slow
