@@ -1,12 +1,23 @@
-# docker build -t fabric_llm . && docker run --gpus all --shm-size 8g -v $PWD/data:/app/data -v $PWD/checkpoints:/app/checkpoints fabric_llm
+# docker build -t fabric_llm . && docker run ... as the README says
 FROM pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime
-# The first process of a container can't be killed from within: that is tini, not rank 0.
+# The first process of a container can't be killed from within: that is tini, not rank 0. It isn't pinned, since Ubuntu
+# keeps only the newest version of a package.
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends tini && rm -rf /var/lib/apt/lists/*
 ENTRYPOINT ["tini", "--"]
 WORKDIR /app
+# A virtual environment, since pip leaves a Python alone that belongs to the distribution (PEP 668), over the image's own
+# packages: its torch satisfies the range in pyproject.toml and stays, and its pip serves here as well. The image's torchrun
+# would start ranks with the image's Python, which knows nothing of the environment.
+RUN python3 -m venv --without-pip --system-site-packages /opt/venv \
+    && printf '#!/bin/sh\nexec /opt/venv/bin/python -m torch.distributed.run "$@"\n' > /opt/venv/bin/torchrun \
+    && chmod +x /opt/venv/bin/torchrun
+ENV PATH=/opt/venv/bin:$PATH
 COPY pyproject.toml README.md LICENSE ./
 COPY fabric_llm ./fabric_llm
-# The image's own torch satisfies the range in pyproject.toml and stays.
-RUN pip install --no-cache-dir -e .
+RUN python -m pip install --no-cache-dir -e .
 COPY . .
+# Whoever `docker run --user` names isn't known here, and may write into the mounts and into these two.
+RUN mkdir -m 1777 /home/anyone /hub
+ENV HOME=/home/anyone USER=anyone HF_HOME=/hub
 CMD ["python", "train.py", "--devices", "4"]

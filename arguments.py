@@ -22,6 +22,7 @@ ELSEWHERE = {  # what other trainers call a flag -> ours
     **dict.fromkeys(("learning_rate", "max_lr"), "lr"),
     **dict.fromkeys(("num_train_epochs", "num_epochs", "epochs", "max_epochs"), "number_epochs"),
     **dict.fromkeys(("max_steps", "train_iters", "steps"), "max_step"),
+    **dict.fromkeys(("max_time", "max_duration", "time_limit", "max_train_hours"), "max_hours"),
     **dict.fromkeys(("per_device_train_batch_size", "batch_size", "local_batch_size"), "micro_batch_size"),
     **dict.fromkeys(("per_device_eval_batch_size",), "eval_batch_size"),
     **dict.fromkeys(("model", "model_name_or_path", "base_model", "checkpoint_dir"), "model_name"),
@@ -160,6 +161,11 @@ class TrainingArguments:
 
     number_epochs: int = flag(1, "passes over the training split; not used where max_step is given")
     max_step: Optional[int] = flag(None, "steps of the whole run (default: what number_epochs needs)")
+    max_hours: Optional[float] = flag(
+        None,
+        "hours after the start of this process at which it asks itself to stop: it finishes the step, saves and ends with "
+        "exit code 75; leave the job's limit some more for that step and the save",
+    )
     micro_batch_size: Optional[int] = flag(
         None, "sequences per device in one forward pass (default: 1, or what follows)"
     )

@@ -290,7 +290,7 @@ class Run:
     def until_stopped(self, batches: Iterator[MicroBatch], progress: Progress) -> Iterator[MicroBatch]:
         """`batches`, each of which is progress to the watch, up to a request to stop to any rank."""
         for batch in batches:
-            if step.any_rank(self.fabric, stop.is_to_stop(self.signals, self.directory if self.rank_zero else None)):
+            if step.any_rank(self.fabric, stop.is_to_stop(self.signals, *self.files_and_clock())):
                 self.evaluation_cut_off = True
                 return
             self.watch.mark(progress.step, "evaluating")
@@ -299,7 +299,11 @@ class Run:
     def ask(self) -> tuple[bool, bool, bool]:
         """Of all ranks, with a step's numbers: to stop, to save, and to publish, once its part of a checkpoint is written."""
         written = self.writing is not None and self.writing.done()
-        return *stop.asked_for(self.signals, self.directory if self.rank_zero else None), written
+        return *stop.asked_for(self.signals, *self.files_and_clock()), written
+
+    def files_and_clock(self) -> tuple[Optional[Path], Optional[float]]:
+        """Besides signals, what may ask to stop: (run directory, --max_hours), rank 0's for all."""
+        return (self.directory, self.arguments.training.max_hours) if self.rank_zero else (None, None)
 
     def agreed(self, result: step.StepResult) -> tuple[bool, bool]:
         """(stop, save) if any rank asked for it; publishes a checkpoint that all ranks have written meanwhile."""
@@ -442,7 +446,9 @@ class Run:
 
     def stopped(self, last: Path) -> None:
         """What a run says that was asked to stop."""
-        print(f"\nStopped on request. Checkpoint: {last}")
+        hours = self.arguments.training.max_hours
+        why = f"after --max_hours {hours:g}" if stop.is_over(self.signals, hours) else "on request"
+        print(f"\nStopped {why}. Checkpoint: {last}")
         print(f"Next: the same command with --resume true --run_name {self.directory.name}", flush=True)
 
     def done(self, last: Path) -> None:

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Optional
 from arguments import Arguments, is_rank_zero, parse_train
 from fabric_llm.console import outlast_readers
 from fabric_llm.faults import UNEXPECTED, as_fault
-from fabric_llm.launch import adopt_slurm, die_with_parent, for_launcher, forget_other_ranks
+from fabric_llm.launch import (
+    adopt_slurm,
+    die_with_parent,
+    for_launcher,
+    forget_other_ranks,
+    warning_of_torchrun,
+)
 from fabric_llm.stop import StopSignal
 
 if TYPE_CHECKING:
@@ -31,6 +37,8 @@ def main(argv: Optional[list[str]] = None) -> None:
     arguments = parse_train(argv)
     if arguments.demo and is_rank_zero():
         print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)
+    if (warning := warning_of_torchrun()) and is_rank_zero():
+        print(f"Warning: {warning}", flush=True)
     from assemble import assemble
     from supervise import supervise
 

@@ -130,6 +130,17 @@ def for_launcher(code: int) -> int:
     return DONE if code == STOPPED and count < most else code
 
 
+def warning_of_torchrun() -> Optional[str]:
+    """What to change where ranks that torchrun starts again would find the keys of the start before, and end with it."""
+    shares = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not shares or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return None
+    return (
+        "torchrun can't start lost ranks again reliably: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it, on "
+        "every machine (docs/clusters.md)."
+    )
+
+
 def start_ranks(devices: int, num_nodes: int) -> Children:
     """Make this process rank 0 of its machine and start the others with the same command line."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

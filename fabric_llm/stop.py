@@ -1,4 +1,4 @@
-"""Requests to stop or to save: signals to any rank, or files in the run directory for people without signals."""
+"""Requests to stop or to save: signals to any rank, files in the run directory or --max_hours for people without signals."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class StopSignal:
     """Remembers the first signal; a second one, which isn't the same delivered twice, ends the run without a save."""
 
     def __init__(self) -> None:
+        self.started = time.monotonic()  # seconds; `train.py` makes this object first of all
         self.received: Optional[int] = None
         self.second = False
         self.stop_file = self.save_file = False  # what a file has asked for
@@ -39,6 +40,10 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL)  # whoever has to ask a third time wants it gone
             os.kill(os.getpid(), number)
 
+    def hours(self) -> float:
+        """Since this object, and with it the process, began."""
+        return (time.monotonic() - self.started) / 3600
+
     def everything_is_saved(self) -> None:
         """From here on the run ends anyway: only Ctrl-C still cuts it short."""
         for number in SIGNALS:
@@ -58,22 +63,29 @@ def _cut_short(number: int, frame: Optional[FrameType]) -> None:
     raise KeyboardInterrupt("interrupted after the last save.")
 
 
-def asked_for(signals: StopSignal, run_directory: Optional[Path]) -> tuple[bool, bool]:
-    """(stop, save), as a signal to this rank asks, or a file in `run_directory`, which is then removed.
+def asked_for(
+    signals: StopSignal, run_directory: Optional[Path], max_hours: Optional[float] = None
+) -> tuple[bool, bool]:
+    """(stop, save), as a signal to this rank asks, the time, or a file in `run_directory`, which is then removed.
 
     A request to stop stays; whoever asks for the other takes it.
     """
-    stop = is_to_stop(signals, run_directory)
+    stop = is_to_stop(signals, run_directory, max_hours)
     save, signals.save_file = signals.save_file, False
     return stop, save
 
 
-def is_to_stop(signals: StopSignal, run_directory: Optional[Path]) -> bool:
+def is_to_stop(signals: StopSignal, run_directory: Optional[Path], max_hours: Optional[float] = None) -> bool:
     """The first of `asked_for`'s answers, without taking the second."""
     if run_directory is not None:
         signals.stop_file |= _take(run_directory / STOP_FILE)
         signals.save_file |= _take(run_directory / SAVE_FILE)
-    return signals.stop_file or signals.received is not None
+    return signals.stop_file or signals.received is not None or is_over(signals, max_hours)
+
+
+def is_over(signals: StopSignal, max_hours: Optional[float]) -> bool:
+    """True if this process has run for so long."""
+    return max_hours is not None and signals.hours() >= max_hours
 
 
 def _take(file: Path) -> bool:

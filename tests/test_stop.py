@@ -4,7 +4,10 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from safetensors.torch import load_file
 from fabric_llm import stop
 
 STEPS = 8
+TRAIN = Path(__file__).parent.parent / "train.py"
 
 
 def train_and_do(argv, rank, step, action):
@@ -176,3 +180,45 @@ def test_resume_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(to
     train_ranks(1, *argv, "--max_step", 4, "--resume_override", "max_step")
     progress = json.loads((tmp_path / "run" / "step-00000004" / "trainer" / "progress.json").read_text())["progress"]
     assert progress["step"] == 4 and metrics(tmp_path / "run", "step") == [1, 2, 3, 4]
+
+
+def test_a_run_stops_by_itself_after_max_hours_and_goes_on_for_as_long(toys, tmp_path):
+    """By rank 0's clock, on all ranks; its arguments.yaml keeps the limit, which each start has anew."""
+    argv = flags(toys, tmp_path, "fsdp", "--devices", 2)
+    train_ranks(2, *argv, "--run_name", "whole")
+    cut = [*argv, "--run_name", "cut", "--max_hours", "1"]
+    assert run_ranks(2, train_and_do, cut, 0, 3, an_hour_later) == [75, 75]
+    assert [path.name for path in (tmp_path / "cut").glob("step-*")] == ["step-00000003"]
+    status = json.loads((tmp_path / "cut" / "STATUS.json").read_text())
+    assert status["code"] == 75 and status["retryable"] and status["step"] == 3
+    again = ["--devices", "2", "--output_dir", str(tmp_path), "--run_name", "cut", "--resume", "auto"]
+    assert run_ranks(2, train_and_do, again, 0, 6, an_hour_later) == [75, 75]
+    assert sorted(path.name for path in (tmp_path / "cut").glob("step-*")) == ["step-00000003", "step-00000006"]
+    assert run_ranks(2, train_and_do, again, 1, 7, an_hour_later) == [0, 0], "rank 1's clock is its own affair"
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+
+
+def an_hour_later():
+    """By the clock that stop.py goes by: the watch would take the hour for silence."""
+    stop.time = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600, sleep=time.sleep)
+
+
+@pytest.mark.parametrize("hours", ["0", "-1"])
+def test_max_hours_is_positive(toys, tmp_path, hours, capfd):
+    import train
+
+    with pytest.raises(SystemExit) as end:
+        train.main([*flags(toys, tmp_path, "auto"), "--max_hours", hours])
+    assert end.value.code == 2
+    assert f"--max_hours must be positive, not {float(hours)}." in capfd.readouterr().err
+
+
+def test_a_run_of_a_few_seconds_stops_by_itself(toys, tmp_path):
+    """A real process and the real clock: it has to make a step first, however late it is."""
+    words = flags(toys, tmp_path, "auto", "--max_step", 1_000_000, "--run_name", "run", "--max_hours", 1e-6)
+    done = subprocess.run(
+        [sys.executable, str(TRAIN), *words], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 75, done.stderr
+    assert "Stopped after --max_hours 1e-06." in done.stdout and "--resume true --run_name run" in done.stdout
+    assert (tmp_path / "run" / "step-00000001").is_dir()

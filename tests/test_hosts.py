@@ -1,0 +1,106 @@
+"""Several hosts under torchrun, as the documentation starts them: one is lost, comes back, and the run ends done."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import hosts
+import pytest
+from ranks import metrics, toy_run
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+STEPS = 160
+SECONDS = 600  # of a busy machine, for what takes a minute on one that isn't
+
+
+def block_with(page, *words):
+    """The one code block of `page` that holds all `words`."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.S)
+    [block] = [block for block in blocks if all(word in block for word in words)]
+    return block
+
+
+@pytest.fixture
+def network(tmp_path):
+    if reason := hosts.missing():
+        pytest.skip(reason)
+    with hosts.Network("alpha", "beta", folder=tmp_path) as network:
+        yield network
+
+
+class Cluster:
+    """Two hosts that were given the same commands."""
+
+    def __init__(self, network, script, logs):
+        self.network, self.script, self.logs = network, script, logs
+        self.started = {}
+
+    def start(self, name):
+        bin = Path(sys.executable).parent
+        own = {"PATH": f"{bin}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        with (self.logs / f"{name}.log").open("a") as log:
+            words = [*self.network.on(name), "bash", "-c", self.script]
+            self.started[name] = subprocess.Popen(words, env={**os.environ, **own}, stdout=log, stderr=log)
+
+    def said(self):
+        """The end of both logs, for whoever reads why a test failed."""
+        return "\n".join(f"--- {name}\n{(self.logs / f'{name}.log').read_text()[-4000:]}" for name in self.started)
+
+    def wait_until(self, true):
+        deadline = time.monotonic() + SECONDS
+        while not true():
+            alive = any(process.poll() is None for process in self.started.values())
+            assert alive and time.monotonic() < deadline, self.said()
+            time.sleep(0.1)
+
+    def codes(self):
+        self.wait_until(lambda: all(process.poll() is not None for process in self.started.values()))
+        return [process.returncode for process in self.started.values()]
+
+
+def as_typed(block, toys, folder):
+    """The commands of a page with one CPU for eight GPUs, and a toy model."""
+    assert "HOST:29400" in block and "--nproc_per_node 8" in block and " ..." in block
+    block = block.replace("HOST:", "alpha:").replace("--nproc_per_node 8", "--nproc_per_node 1")
+    flags = [*toy_run(toys, folder / "checkpoints"), "--global_batch_size", 4, "--max_step", STEPS]
+    flags += ["--save_step_interval", 20, "--eval_iters", 0, "--log_step_interval", 1, "--hang_timeout", 60]
+    return block.replace("train.py", str(ROOT / "train.py")).replace(" ...", " " + " ".join(map(str, flags)))
+
+
+@pytest.mark.parametrize(
+    ("page", "lost", "silently"),
+    [("README.md", "beta", False), ("README.md", "beta", True), ("docs/clusters.md", "alpha", True)],
+    ids=["killed", "without power", "the host that all meet at"],
+)
+def test_a_host_that_is_lost_and_comes_back(network, toys, tmp_path, page, lost, silently):
+    cluster = Cluster(network, as_typed(block_with(page, "torchrun", "--nnodes 2"), toys, tmp_path), tmp_path)
+    run = tmp_path / "checkpoints" / "mine"
+    for name in ("alpha", "beta"):
+        cluster.start(name)
+    cluster.wait_until((run / "step-00000040").is_dir)
+    network.lose(lost, silently)
+    cluster.started.pop(lost).wait()
+    network.plug_in(lost)
+    cluster.start(lost)
+    assert cluster.codes() == [0, 0], cluster.said()
+    said = "".join((tmp_path / f"{name}.log").read_text() for name in cluster.started)
+    assert "resumed from" in said and "Warning: torchrun" not in said
+    assert json.loads((run / "STATUS.json").read_text())["reason"] == "done"
+    assert metrics(run, "step") == list(range(1, STEPS + 1)), "each step once"
+
+
+def test_torchrun_says_whether_it_shares_its_store(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "from fabric_llm.launch import warning_of_torchrun; print(warning_of_torchrun())"
+    )
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--max_restarts", "3"]
+    for more, warned in (({}, True), ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, False)):
+        own = {**os.environ, **more, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([*torchrun, str(tmp_path / "script.py")], env=own, capture_output=True, text=True)
+        assert done.returncode == 0 and ("on every machine" in done.stdout) == warned, done.stdout + done.stderr
