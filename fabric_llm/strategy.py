@@ -302,6 +302,7 @@ def _wrap_fsdp(
     sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")  # the user, or a single rank, asked for it
+        warnings.filterwarnings("ignore", message=".*both parameters with requires_grad=True and False")  # a router's bias
         return FSDP(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: policy.get(module, False)),

@@ -1,16 +1,33 @@
-"""Families of causal models at toy size, each trained, resumed and exported by the scripts that users start.
+"""Families of causal models at toy size, each trained, resumed and exported by the code that users start.
 
 FAMILIES: model_type of transformers -> what its configuration class is given besides COMMON.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import re
+import warnings
+from dataclasses import dataclass, field
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+import datasets
+import torch
+from ranks import Job, run_ranks
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging
 
 VOCABULARY = 131  # odd, so that shards are uneven
+CONTEXT = 24
+END = 0  # the token that ends a document
 LAYERS = 2
+TIMEOUT_SECONDS = 300.0
+COMMAND = "python -m pytest -m families --families_table docs/results/families.md"
 
 # Names that most configuration classes share.
 COMMON: dict[str, Any] = {
@@ -171,6 +188,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_token": 2,
         "linear_head_dim": 8,
         "linear_num_heads": 4,
+        "num_key_value_heads": 4,
         "mlp_layer_types": ["dense", "sparse"],
         "layer_types": ["linear_attention", "full_attention"],
     },
@@ -194,6 +212,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "zero_expert_num": 2,
         "moe_topk": 2,
         "expert_ffn_hidden_size": 16,
+        "head_dim": 4,
     },
     "mamba": {"state_size": 8, "time_step_rank": 4},
     "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "time_step_rank": 4, "chunk_size": 8},
@@ -274,7 +293,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_hidden_size": 64,
         "attention_head_dim": 16,
         "num_key_value_heads": 4,
-        "layers_block_type": ["linear_attention", "hybrid"],
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
         "use_mamba_kernels": False,
     },
     "zamba2": {
@@ -294,3 +314,152 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def toy_config(family: str) -> PretrainedConfig:
     """The configuration of `family` at toy size. Its class may refuse names that it doesn't know."""
     return AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
+
+
+def write_model(family: str, folder: Path) -> Path:
+    """A model directory with random weights as the family's files have them."""
+    with warnings.catch_warnings():  # of what a toy size leaves unused
+        warnings.simplefilter("ignore")
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(toy_config(family)).save_pretrained(folder)
+        logging.set_verbosity(verbosity)
+    return folder
+
+
+def write_data(folder: Path) -> Path:
+    """Rows of packed documents of seven tokens, with the manifest that prepare_data.py writes."""
+
+    def split(rows: int, seed: int) -> datasets.Dataset:
+        tokens = torch.randint(1, VOCABULARY, (rows * CONTEXT,), generator=torch.Generator().manual_seed(seed))
+        tokens[6::7] = END
+        return datasets.Dataset.from_dict({"input_ids": tokens.view(rows, CONTEXT).tolist()})
+
+    datasets.DatasetDict({"train": split(40, 1), "validation": split(8, 2)}).save_to_disk(str(folder))
+    manifest = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1, "eos_token_id": END}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+# ------------------------------------------------------------------------------- what a family does
+
+
+@dataclass
+class Tried:
+    """What came of one family."""
+
+    family: str
+    model_class: str = ""
+    attention: str = ""
+    documents: str = ""  # "apart", or what a document sees of the one before it
+    devices: dict[int, str] = field(default_factory=dict)  # number of devices -> "yes", or what was said
+    logits: dict[int, str] = field(default_factory=dict)  # number of devices -> difference of the export's
+    needs: list[str] = field(default_factory=list)
+
+
+def try_family(family: str, folder: Path, data: Path, devices: tuple[int, ...] = (1, 2)) -> Tried:
+    """Train two steps with default flags, resume at the first, train to the second again, export; on so many devices."""
+    tried = Tried(family)
+    model = write_model(family, folder / family)
+    for count in devices:
+        run = folder / f"{family}-{count}"
+        flags = ("--model_name", model, "--train_data_dir", data, "--output_dir", folder, "--run_name", run.name)
+        flags += ("--global_batch_size", 4, "--max_step", 2, "--save_step_interval", 1, "--eval_iters", 1)
+        said = train(count, *flags)
+        if said is None:
+            describe(tried, run)
+            said = train(count, *flags, "--resume", "true", "--checkpoint", run / "step-00000001")
+        if said is None:
+            try:
+                [difference] = run_ranks(1, export_difference, run, folder / f"{run.name}-hf", timeout_seconds=TIMEOUT_SECONDS)
+                tried.logits[count] = f"{difference:.1e}" if difference else "0"
+            except AssertionError as error:
+                said = str(error).strip().splitlines()[-1]
+        tried.devices[count] = said or "yes"
+    return tried
+
+
+outputs: dict[str, str] = {}  # run's name -> what rank 0 printed when it was trained
+
+
+def train(count: int, *flags: Any) -> str | None:
+    """Run train.py. What it said where it failed, else None."""
+    job = Job(count, *flags, before=warn_only)
+    codes = job.wait(TIMEOUT_SECONDS)
+    lines = job.output[0].splitlines()
+    outputs[str(flags[flags.index("--run_name") + 1])] = job.output[0]
+    if not any(codes):
+        return None
+    sentence = next((line for line in lines if line.startswith("train.py: ")), lines[-1] if lines else "nothing")
+    return sentence.removeprefix("train.py: error: ")
+
+
+def warn_only() -> None:
+    """As for users: what a model's code warns of doesn't end a run."""
+    warnings.simplefilter("default")
+
+
+def export_difference(run: Path, output: Path) -> float:
+    from fabric_llm.export import export, find
+
+    warn_only()
+    return export(find(run), output).logits_difference
+
+
+def describe(tried: Tried, run: Path) -> None:
+    """Fill in what a run that trained says of its model."""
+    from fabric_llm.export import find
+    from fabric_llm.model import build_skeleton, causal_lm_class, load_config
+
+    config = load_config(str(find(run)))
+    skeleton = build_skeleton(config, torch.bfloat16)
+    tried.model_class = causal_lm_class(config).__name__
+    said = outputs[run.name]
+    tried.attention = found[1] if (found := re.search(r"(\w+) attention, ", said)) else "sdpa"
+    leak = re.search(r"change by up to (\S+) of their standard deviation", said)
+    tried.documents = "apart" if leak is None else f"see each other, {leak[1]}"
+    kept = sorted({name.rpartition(".")[2] if name.count(".") < 2 else ".".join(name.split(".")[-2:])
+                   for name, parameter in skeleton.named_parameters() if parameter.dtype == torch.float32})
+    if kept:
+        tried.needs.append(f"float32 in bfloat16 layers: {', '.join(kept)}")
+    narrow = sorted({name.rpartition(".")[2] for name, buffer in skeleton.named_buffers() if buffer.dtype == torch.bfloat16})
+    wide = sorted({name.rpartition(".")[2] for name, buffer in skeleton.named_buffers() if buffer.dtype == torch.float32})
+    if narrow:
+        tried.needs.append(f"bfloat16 buffers ({', '.join(narrow)})" + (f" beside float32 ({', '.join(wide)})" if wide else ""))
+
+
+# ------------------------------------------------------------------------------- the table
+
+
+def table(rows: list[Tried], seconds: float) -> str:
+    """docs/results/families.md"""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "transformers"))
+    good = [row for row in rows if set(row.devices.values()) == {"yes"}]
+    lines = [
+        "# Families of models: what trains with default flags",
+        "",
+        f"- Command: `{COMMAND}`",
+        f"- Date: {date.today()}; {seconds:,.0f} s on {os.cpu_count()} CPU cores, load {os.getloadavg()[1]:.1f}",
+        f"- Versions: Python {platform.python_version()}, {versions}",
+        "- GPU: not measured",
+        f"- Models: toy sizes of the classes in transformers, random weights in safetensors, vocabulary of {VOCABULARY}",
+        "- Each: `train.py` with its defaults (bf16-true, --attention auto, --document_masking auto; fsdp on two devices) "
+        "for two steps, resumed after the first, `export_hf.py`'s export and its comparison of logits",
+        "- Documents: *see each other* means that --document_masking auto is off. The number is the largest change of a "
+        "logit of a document when the one before it is another, as a part of the logits' standard deviation; with random "
+        "weights it says that there is a way, not how much a trained model makes of it",
+        "- Logits: mean difference between the export and the model in training, as a part of their standard deviation",
+        "",
+        f"{len(good)} of {len(rows)} families train, resume and export on one device and on two.",
+        "",
+        "| model_type | class | attention | documents | one device | two, fsdp | logits, one / two | what it needs |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: row.family):
+        devices = [row.devices.get(count, "not tried") for count in (1, 2)]
+        devices = [said if said in ("yes", "not tried") else f"refused: {said}" for said in devices]
+        logits = " / ".join(row.logits.get(count, "-") for count in (1, 2))
+        cells = (row.family, row.model_class, row.attention, row.documents, *devices, logits, "; ".join(row.needs) or "nothing")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
