@@ -99,7 +99,8 @@ class ModelArguments:
         "bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 8, 6 (they don't), 14",
     )
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = flag(
-        "auto", "transformers' attention implementation; auto: sdpa, or eager where the model has none; flash needs its package"
+        "auto",
+        "transformers' attention implementation; auto: sdpa, or eager where the model has none; flash needs its package",
     )
     verify_start: bool = flag(
         True, "before step 1 compare the wrapped model with plain transformers on a probe (costs one pass on the CPU)"

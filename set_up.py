@@ -27,7 +27,7 @@ def probe_input(plan: Plan) -> Tensor:
 def set_up(
     fabric: Fabric, arguments: Arguments, plan: Plan, source: str, resume_from: Optional[Path]
 ) -> tuple[nn.Module, torch.optim.Optimizer, PreTrainedModel, Optional[int]]:
-    """(wrapped model, optimizer, unwrapped model without memory, document_end), with the weights of `source` to start from.
+    """(wrapped model, optimizer, unwrapped model without memory, document_end), with the weights of `source`.
 
     resume_from: checkpoint whose optimizer state to load. document_end: that of the plan, None where the model turns out
     not to keep documents apart and needn't.
@@ -64,7 +64,7 @@ def set_up(
 def load_reference(
     fabric: Fabric, arguments: Arguments, source: str, plan: Plan
 ) -> tuple[Optional[PreTrainedModel], Optional[start.Outputs], Optional[int]]:
-    """On rank 0 the model with its weights on the CPU, and what it makes of the probe; None on the others. And document_end.
+    """On rank 0 the model with its weights on the CPU, and what it makes of the probe, None on the others; document_end.
 
     What is wrong with the weights, or with the model as transformers has it, ends the run on all ranks, with one sentence.
     """
@@ -82,8 +82,7 @@ def load_reference(
             if not keeps_documents_apart(reference, plan):
                 document_end = None
             if arguments.model.verify_start:
-                probe = probe_input(plan)[:, : start.PROBE_TOKENS]
-                expected = computed(reference, lambda: start.outputs(reference, probe, lambda ids: reference(ids).logits))
+                expected = computed(reference, lambda: expected_outputs(reference, source, plan))
         except ValueError as error:
             problem = error if isinstance(error, Fault) else Fault(str(error))
     problem, document_end = fabric.broadcast((problem, document_end))
@@ -91,6 +90,16 @@ def load_reference(
         raise problem
     model.disable_progress_bar()  # from here on there is our own
     return reference, expected, document_end
+
+
+def expected_outputs(reference: PreTrainedModel, source: str, plan: Plan) -> start.Outputs:
+    """What the reference makes of the probe. Raises ValueError where that is nothing to train on."""
+    if start.sees_ahead(reference):
+        raise ValueError(
+            f"{type(reference).__name__}, as {source!r} configures it, isn't causal: what it says of a token depends on the "
+            "tokens after it, so there is nothing to predict."
+        )
+    return start.outputs(reference, probe_input(plan)[:, : start.PROBE_TOKENS], lambda ids: reference(ids).logits)
 
 
 def keeps_documents_apart(reference: PreTrainedModel, plan: Plan) -> bool:

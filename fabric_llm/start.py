@@ -165,22 +165,32 @@ def find_leak(model: PreTrainedModel) -> Leak:
     others = torch.where(second, rows, (rows * 3 + 1) % vocabulary)
     given = {"position_ids": positions} if takes_positions(type(model)) else {}
     language_model = LanguageModel(model)
-    found = _reaches(language_model, rows, second, given)
+    found = _depends(language_model, rows, given, second, ~second)
     model.eval()
     with torch.no_grad():
         packed, changed = (language_model(ids, **given)[second].float() for ids in (rows, others))
-        alone = torch.cat(
-            [language_model(row[None, b:], **{k: v[i : i + 1, b:] for k, v in given.items()})[0].float()
-             for i, (row, b) in enumerate(zip(rows, begins.tolist()))]
-        )
+        each = [
+            language_model(rows[row : row + 1, begin:], **{k: v[row : row + 1, begin:] for k, v in given.items()})[0]
+            for row, begin in enumerate(begins.tolist())
+        ]
+        alone = torch.cat(each).float()
     deviation = alone.std()
     limit = LIMITS["32-true" if model.dtype == torch.float32 else "bf16-true"][1]
     found = found or any(not (some - alone).abs().mean() <= limit * deviation for some in (packed, changed))
     return Leak(found, ((packed - changed).abs().max() / deviation).item())
 
 
-def _reaches(model: LanguageModel, rows: Tensor, second: Tensor, given: dict[str, Tensor]) -> bool:
-    """True if logits of second documents depend on embeddings of first ones, in training, dropout and all."""
+def sees_ahead(model: PreTrainedModel) -> bool:
+    """True if what the model says at a position depends on tokens after it: then its loss means nothing."""
+    rows = (torch.arange(16) * 7 + 3)[None] % model.config.get_text_config().vocab_size
+    early = torch.arange(16)[None] < 8
+    return _depends(LanguageModel(model), rows, {}, early, ~early)
+
+
+def _depends(model: LanguageModel, rows: Tensor, given: dict[str, Tensor], here: Tensor, there: Tensor) -> bool:
+    """True if logits at the places `here` depend on embeddings at the places `there`, in training, dropout and all."""
+    if model.causal_lm.config._attn_implementation == "flex_attention":  # has no backward pass on CPUs
+        return False
     embedded: list[Tensor] = []
 
     def cut(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
@@ -190,12 +200,12 @@ def _reaches(model: LanguageModel, rows: Tensor, second: Tensor, given: dict[str
     handle = model.causal_lm.get_input_embeddings().register_forward_hook(cut)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            logits = model.train()(rows, **given)[second].float()
+            logits = model.train()(rows, **given)[here].float()
             weights = torch.arange(logits.numel()).view_as(logits).cos()  # a plain sum could be blind to some change
             gradients = torch.autograd.grad((logits * weights).sum(), embedded, allow_unused=True)
     finally:
         handle.remove()
-    return any(gradient is not None and bool((gradient[~second] != 0).any()) for gradient in gradients)
+    return any(gradient is not None and bool((gradient[there] != 0).any()) for gradient in gradients)
 
 
 def keeps_documents_apart(model: PreTrainedModel) -> bool:

@@ -231,7 +231,9 @@ def of_one_dtype(model: nn.Module, units: list[nn.Module]) -> dict[nn.Module, to
         held = {parameter.dtype for parameter in module.parameters(recurse=False)}
         if len(held) > 1:
             named = " and ".join(sorted(str(dtype) for dtype in held))
-            raise ValueError(f"{type(module).__name__} holds parameters of {named} itself, which can't be sharded together.")
+            raise ValueError(
+                f"{type(module).__name__} holds parameters of {named} itself: they can't be sharded together."
+            )
         dtype = next(iter(held), main if module in units else outside)
         for child in module.children():
             visit(child, dtype)
@@ -302,7 +304,7 @@ def _wrap_fsdp(
     sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")  # the user, or a single rank, asked for it
-        warnings.filterwarnings("ignore", message=".*both parameters with requires_grad=True and False")  # a router's bias
+        warnings.filterwarnings("ignore", message=".*requires_grad=True and False")  # such as a router's bias
         return FSDP(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: policy.get(module, False)),

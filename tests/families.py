@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import version
@@ -372,7 +373,8 @@ def try_family(family: str, folder: Path, data: Path, devices: tuple[int, ...] =
             said = train(count, *flags, "--resume", "true", "--checkpoint", run / "step-00000001")
         if said is None:
             try:
-                [difference] = run_ranks(1, export_difference, run, folder / f"{run.name}-hf", timeout_seconds=TIMEOUT_SECONDS)
+                output = folder / f"{run.name}-hf"
+                [difference] = run_ranks(1, export_difference, run, output, timeout_seconds=TIMEOUT_SECONDS)
                 tried.logits[count] = f"{difference:.1e}" if difference else "0"
             except AssertionError as error:
                 said = str(error).strip().splitlines()[-1]
@@ -419,14 +421,16 @@ def describe(tried: Tried, run: Path) -> None:
     tried.attention = found[1] if (found := re.search(r"(\w+) attention, ", said)) else "sdpa"
     leak = re.search(r"change by up to (\S+) of their standard deviation", said)
     tried.documents = "apart" if leak is None else f"see each other, {leak[1]}"
-    kept = sorted({name.rpartition(".")[2] if name.count(".") < 2 else ".".join(name.split(".")[-2:])
-                   for name, parameter in skeleton.named_parameters() if parameter.dtype == torch.float32})
-    if kept:
-        tried.needs.append(f"float32 in bfloat16 layers: {', '.join(kept)}")
-    narrow = sorted({name.rpartition(".")[2] for name, buffer in skeleton.named_buffers() if buffer.dtype == torch.bfloat16})
-    wide = sorted({name.rpartition(".")[2] for name, buffer in skeleton.named_buffers() if buffer.dtype == torch.float32})
-    if narrow:
-        tried.needs.append(f"bfloat16 buffers ({', '.join(narrow)})" + (f" beside float32 ({', '.join(wide)})" if wide else ""))
+    if kept := short_names(skeleton.named_parameters(), torch.float32):
+        tried.needs.append(f"float32 parameters: {kept}")
+    for dtype in (torch.bfloat16, torch.float32):
+        if found := short_names(skeleton.named_buffers(), dtype):
+            tried.needs.append(f"{str(dtype).removeprefix('torch.')} buffers: {found}")
+
+
+def short_names(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> str:
+    """The last two words of the names of tensors of this dtype, each once."""
+    return ", ".join(sorted({".".join(name.split(".")[-2:]) for name, tensor in tensors if tensor.dtype == dtype}))
 
 
 # ------------------------------------------------------------------------------- the table
@@ -449,17 +453,27 @@ def table(rows: list[Tried], seconds: float) -> str:
         "- Documents: *see each other* means that --document_masking auto is off. The number is the largest change of a "
         "logit of a document when the one before it is another, as a part of the logits' standard deviation; with random "
         "weights it says that there is a way, not how much a trained model makes of it",
+        "- Attention: what `--attention auto` takes; eager where the class has no SDPA",
+        "- Kept as transformers has it: dtypes that a cast of the whole model to bfloat16, or FSDP's own, would change",
         "- Logits: mean difference between the export and the model in training, as a part of their standard deviation",
         "",
         f"{len(good)} of {len(rows)} families train, resume and export on one device and on two.",
         "",
-        "| model_type | class | attention | documents | one device | two, fsdp | logits, one / two | what it needs |",
+        "| model_type | class | attention | documents | one device | two, fsdp | logits, one / two | kept as transformers has it |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: row.family):
         devices = [row.devices.get(count, "not tried") for count in (1, 2)]
         devices = [said if said in ("yes", "not tried") else f"refused: {said}" for said in devices]
         logits = " / ".join(row.logits.get(count, "-") for count in (1, 2))
-        cells = (row.family, row.model_class, row.attention, row.documents, *devices, logits, "; ".join(row.needs) or "nothing")
+        cells = (
+            row.family,
+            row.model_class,
+            row.attention,
+            row.documents,
+            *devices,
+            logits,
+            "; ".join(row.needs) or "-",
+        )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

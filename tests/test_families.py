@@ -4,10 +4,10 @@ import time
 
 import pytest
 import torch
-from families import FAMILIES, Tried, table, toy_config, train, try_family, write_data, write_model
+from families import COMMON, FAMILIES, Tried, table, toy_config, train, try_family, write_data, write_model
 from ranks import Job, metrics, run_ranks
 from test_law_7_loaded_equals_reference import loaded
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fabric_llm.model import build_skeleton, causal_lm_class, load_reference, resolve_attention
 from fabric_llm.start import find_leak
@@ -102,6 +102,16 @@ def test_random_weights_have_the_dtypes_of_those_that_are_read(tmp_path, family)
             assert dict((*other.named_parameters(), *other.named_buffers()))[name].dtype == tensor.dtype, name
 
 
+def test_a_model_that_sees_the_tokens_it_is_to_predict_is_refused(tmp_path, packed):
+    """transformers counts BERT among its causal models: it is one where is_decoder says so."""
+    for decoder in (False, True):
+        sizes = {**COMMON, "is_decoder": decoder, "model_type": "bert", "architectures": None}
+        AutoConfig.for_model(**sizes).save_pretrained(tmp_path / f"bert-{decoder}")
+        flags = flags_of({"bert": tmp_path / f"bert-{decoder}"}, "bert", packed, tmp_path / str(decoder))
+        said = train(1, *flags, "--document_masking", "false")
+        assert said is None if decoder else said.startswith("BertLMHeadModel, as '") and "isn't causal" in said
+
+
 # ------------------------------------------------------------------------------- --attention
 
 
@@ -116,7 +126,11 @@ def test_auto_takes_sdpa_where_the_model_has_it():
         ("bloom", "sdpa", "--attention sdpa: BloomForCausalLM has eager; auto takes the best."),
         ("mamba", "flex_attention", "--attention flex_attention: MambaForCausalLM has eager; auto takes the best."),
         ("gpt2", "flash_attention_2", "--attention flash_attention_2 needs a GPU and the package flash_attn"),
-        ("gpt_oss", "flash_attention_2", "--attention flash_attention_2: GptOssForCausalLM has flex_attention and eager;"),
+        (
+            "gpt_oss",
+            "flash_attention_2",
+            "--attention flash_attention_2: GptOssForCausalLM has flex_attention and eager;",
+        ),
     ],
 )
 def test_an_attention_that_the_model_has_not_is_one_sentence(tmp_path, packed, family, attention, sentence):
@@ -199,7 +213,9 @@ def test_true_stays_strict(tmp_path, packed, family, sentence):
     assert said.startswith(sentence)
 
 
-@pytest.mark.parametrize(("before", "family"), [("true", "llama"), ("false", "llama"), ("auto", "mamba"), ("auto", "llama")])
+@pytest.mark.parametrize(
+    ("before", "family"), [("true", "llama"), ("false", "llama"), ("auto", "mamba"), ("auto", "llama")]
+)
 def test_a_resumed_run_keeps_what_it_had(tmp_path, models, packed, before, family):
     flags = flags_of(models, family, packed, tmp_path)
     assert train(1, *flags, "--document_masking", before, "--save_step_interval", 1) is None
