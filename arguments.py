@@ -79,9 +79,10 @@ class DataArguments:
     verify_data: Literal["auto", "full", "size"] = flag(
         "auto", "compare the dataset's files with prepare_data.py's hashes, or only sizes; auto: hashes up to 1 GiB"
     )
-    document_masking: bool = flag(
-        True,
-        "packed documents don't see each other: attention and positions restart (needs prepare_data.py's manifest)",
+    document_masking: Union[bool, Literal["auto"]] = flag(
+        "auto",
+        "packed documents don't see each other: attention and positions restart (needs prepare_data.py's manifest); "
+        "auto: where the model can, which is measured; a resumed run keeps what it had",
     )
     num_workers: int = flag(1, "threads that read the next batches ahead of the step; 0: read inside the step")
 
@@ -100,8 +101,9 @@ class ModelArguments:
         "stochastic",
         "bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 8, 6 (they don't), 14",
     )
-    attention: Literal["sdpa", "flash_attention_2", "flex_attention", "eager"] = flag(
-        "sdpa", "transformers' attention implementation; flash needs its package"
+    attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = flag(
+        "auto",
+        "transformers' attention implementation; auto: sdpa, or eager where the model has none; flash needs its package",
     )
     verify_start: bool = flag(
         True, "before step 1 compare the wrapped model with plain transformers on a probe (costs one pass on the CPU)"

@@ -5,12 +5,11 @@ Each check raises ValueError in one sentence with the offending value; assemble.
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import resume
 from arguments import Arguments, is_first_of_machine, is_rank_zero
@@ -19,7 +18,16 @@ from fabric_llm.data import TokenDataset, open_dataset
 from fabric_llm.faults import NO_CHECKPOINT, Fault
 from fabric_llm.launch import launched_world
 from fabric_llm.manifest import MANIFEST
-from fabric_llm.model import DTYPES, build_skeleton, checked_skeleton, load_config, load_tokenizer
+from fabric_llm.model import (
+    DTYPES,
+    build_skeleton,
+    causal_lm_class,
+    checked_skeleton,
+    load_config,
+    load_tokenizer,
+    resolve_attention,
+    takes_positions,
+)
 from fabric_llm.strategy import Sharding, modules_to_wrap, resolve_devices, resolve_strategy
 
 DEMO_VOCABULARY = 2048  # as in configs/demo_llama
@@ -58,6 +66,7 @@ class Plan(Placement):
     run_directory: Path
     resume_from: Optional[Path]
     document_end: Optional[int]  # token id that ends each packed document, None where documents aren't kept apart
+    document_masking: Union[bool, str]  # as given, or as the run had it; "auto": off if the model turns out not to
 
     def sequences_at(self, position: int) -> int:
         """Sequences that the step at `position` consumes: a global batch, or what is left of the last epoch."""
@@ -119,11 +128,13 @@ def make_plan(arguments: Arguments) -> Plan:
     source = model.model_name if resume_from is None else str(resume_from)
     if resume_from is None:
         check_start(arguments, Path(source))
-    config = load_config(source, model.attention)
+    config = load_config(source)
+    config._attn_implementation = resolve_attention(causal_lm_class(config), model.attention, place.kind)
     document = None if resume_from is None else checkpoint.check(resume_from)
     begun_with = document.get("model_name") if document is not None else None
     tokenizer = check_model(arguments, config, dataset, source, resume_from, begun_with)
     end = None if training.max_step is not None else training.number_epochs * len(dataset.train)
+    masking = resume.document_masking(arguments, document)
     start = checkpoint.Progress() if document is None else checkpoint.Progress(**document["progress"])
     max_step = training.max_step if end is None else last_step(start, end, global_batch_size)
     plan = Plan(
@@ -140,7 +151,8 @@ def make_plan(arguments: Arguments) -> Plan:
         end=end,
         run_directory=directory,
         resume_from=resume_from,
-        document_end=find_document_end(arguments, dataset, config),
+        document_end=find_document_end(masking, dataset, config),
+        document_masking=masking,
     )
     if document is not None:
         resume.check(plan, arguments, document)
@@ -291,15 +303,15 @@ def check_model(
     return of_model or of_data
 
 
-def find_document_end(arguments: Arguments, dataset: TokenDataset, config: Any) -> Optional[int]:
+def find_document_end(masking: Union[bool, str], dataset: TokenDataset, config: Any) -> Optional[int]:
     """The token that ends each document of a dataset of prepare_data.py, if documents are to be kept apart."""
-    if not (arguments.data.document_masking and dataset.manifest.get("packed")):
+    if not (masking and dataset.manifest.get("packed")):
         return None
-    model_class = type(build_skeleton(config, DTYPES[arguments.model.precision]))
-    if "position_ids" not in inspect.signature(model_class.forward).parameters:
+    model_class = causal_lm_class(config)
+    if masking is True and not takes_positions(model_class):
         raise ValueError(
             f"{model_class.__name__} takes no positions, so packed documents can't be kept apart: "
-            "take --document_masking false."
+            "take --document_masking auto, which warns, or false."
         )
     return dataset.manifest["eos_token_id"]
 

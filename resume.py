@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 from arguments import Arguments, is_rank_zero
 from fabric_llm import checkpoint, retention, run_directory
@@ -96,9 +96,26 @@ def chosen(plan: Optional[Plan]) -> str:
     return "" if plan is None or plan.resume_from is None else str(plan.resume_from)
 
 
+def document_masking(arguments: Arguments, document: Optional[dict[str, Any]]) -> Union[bool, str]:
+    """--document_masking, where `auto` means for a run that goes on what it had: all its steps are alike.
+
+    document: progress.json of the checkpoint that is resumed.
+    """
+    given = arguments.data.document_masking
+    schedule = (document or {}).get("schedule")
+    had = schedule.get("document_masking") if isinstance(schedule, dict) else None
+    if given == "auto" and isinstance(had, bool) and "document_masking" not in overrides(arguments):
+        return had
+    return given
+
+
 def facts(plan: Plan, arguments: Arguments) -> dict[str, Any]:
     """What a checkpoint says of its run, for those that resume from it."""
     flat = arguments.flat()
+    packed = bool(plan.dataset.manifest.get("packed"))
+    masking = plan.document_end is not None if packed else bool(plan.document_masking)
+    schedule = {name: flat[name] for name in OVERRIDABLE}
+    schedule |= {"global_batch_size": plan.global_batch_size, "document_masking": masking}
     return {
         "fixed": {
             "context_length": plan.dataset.context_length,
@@ -108,7 +125,7 @@ def facts(plan: Plan, arguments: Arguments) -> dict[str, Any]:
             "precision": arguments.model.precision,
             "bf16_updates": arguments.model.bf16_updates if arguments.model.precision == "bf16-true" else None,
         },
-        "schedule": {**{name: flat[name] for name in OVERRIDABLE}, "global_batch_size": plan.global_batch_size},
+        "schedule": schedule,
         "end_step": plan.max_step,
         "logged": {"every": arguments.logging.log_step_interval, "after": plan.start.step},
         "model_name": arguments.model.model_name,

@@ -60,7 +60,10 @@ class Run:
         self.require_shared_directory()
         self.require_room()
         failpoint("set_up")
-        self.model, self.optimizer, self.template = set_up(fabric, arguments, plan, plan.source, plan.resume_from)
+        self.model, self.optimizer, self.template, document_end = set_up(
+            fabric, arguments, plan, plan.source, plan.resume_from
+        )
+        self.plan = plan = replace(plan, document_end=document_end)
         training = arguments.training
         self.sum_in_float32 = training.accumulation_dtype == "float32"
         self.sync_every_micro_batch = strategy.syncs_every_micro_batch(
@@ -130,8 +133,10 @@ class Run:
         start = f"weights of {plan.source}" if has_weights(plan.source) else f"random weights, {plan.source}"
         start = f"resumed from {plan.resume_from}" if plan.resume_from else start
         parameters = sum(p.numel() for p in self.template.parameters())
+        attention = plan.config._attn_implementation
+        attention = "" if attention == "sdpa" else f"{attention} attention, "
         print(
-            f"{type(self.template).__name__}, {parameters / 1e6:,.1f} M parameters, {arguments.model.precision}, {start}; "
+            f"{type(self.template).__name__}, {parameters / 1e6:,.1f} M parameters, {arguments.model.precision}, {attention}{start}; "
             f"{plan.strategy} on {plan.world_size} {plan.kind} device{'s' * (plan.world_size > 1)}; "
             f"{plan.global_batch_size} sequences of {plan.dataset.context_length} tokens a step, "
             f"{plan.max_step} steps; {self.directory}",
@@ -230,7 +235,7 @@ class Run:
         gc.collect()
         if self.fabric.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.model, self.optimizer, _ = set_up(self.fabric, self.arguments, self.plan, str(last), last)
+        self.model, self.optimizer, *_ = set_up(self.fabric, self.arguments, self.plan, str(last), last)
         self.restore({**document, "guard": {**document["guard"], "rewinds": rewinds}})
         self.throughput.tokens = self.throughput.last_tokens = back.tokens
         if self.rank_zero:

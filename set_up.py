@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Optional
+from typing import Any, Callable, Optional
 
 import torch
+import transformers
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from arguments import Arguments
 from fabric_llm import checkpoint, model, optim, start, strategy
 from fabric_llm.adamw import AdamW
-from fabric_llm.faults import Fault
+from fabric_llm.faults import UNEXPECTED, Fault, as_fault
 from preflight import Plan
 
 
@@ -25,10 +26,11 @@ def probe_input(plan: Plan) -> Tensor:
 
 def set_up(
     fabric: Fabric, arguments: Arguments, plan: Plan, source: str, resume_from: Optional[Path]
-) -> tuple[nn.Module, torch.optim.Optimizer, PreTrainedModel]:
-    """(wrapped model, optimizer, unwrapped model without memory), with the weights of `source` to start from.
+) -> tuple[nn.Module, torch.optim.Optimizer, PreTrainedModel, Optional[int]]:
+    """(wrapped model, optimizer, unwrapped model without memory, document_end), with the weights of `source`.
 
-    resume_from: checkpoint whose optimizer state to load.
+    resume_from: checkpoint whose optimizer state to load. document_end: that of the plan, None where the model turns out
+    not to keep documents apart and needn't.
     """
     dtype = model.DTYPES[arguments.model.precision]
     template = model.build_skeleton(plan.config, dtype)
@@ -37,7 +39,7 @@ def set_up(
     if arguments.fsdp.activation_checkpointing:
         model.checkpoint_activations(skeleton.causal_lm)
     decayed = optim.decayed_names(skeleton)
-    reference, expected = load_reference(fabric, arguments, source, plan)
+    reference, expected, document_end = load_reference(fabric, arguments, source, plan)
     materializer = model.Materializer(skeleton, reference, fabric.device)
     wrapped = strategy.wrap(fabric, plan.strategy, skeleton, materializer, arguments.model.precision, plan.sharding)
     named = ((strategy.original_name(name), parameter) for name, parameter in wrapped.module.named_parameters())
@@ -56,20 +58,20 @@ def set_up(
         checkpoint.load_optimizer(resume_from, wrapped.module, optimizer)
     if arguments.model.verify_start:
         verify_start(fabric, arguments, plan, wrapped, expected)
-    return wrapped, optimizer, template
+    return wrapped, optimizer, template, document_end
 
 
 def load_reference(
     fabric: Fabric, arguments: Arguments, source: str, plan: Plan
-) -> tuple[Optional[PreTrainedModel], Optional[start.Outputs]]:
-    """On rank 0 the model with its weights on the CPU, and what it makes of the probe; None on the others.
+) -> tuple[Optional[PreTrainedModel], Optional[start.Outputs], Optional[int]]:
+    """On rank 0 the model with its weights on the CPU, and what it makes of the probe, None on the others; document_end.
 
-    What is wrong with the weights ends the run on all ranks, with one sentence.
+    What is wrong with the weights, or with the model as transformers has it, ends the run on all ranks, with one sentence.
     """
-    reference, expected, problem = None, None, None
+    reference, expected, problem, document_end = None, None, None, plan.document_end
     if fabric.global_rank == 0:
         try:
-            flash = arguments.model.attention == "flash_attention_2"  # has no CPU kernel
+            flash = plan.config._attn_implementation == "flash_attention_2"  # has no CPU kernel
             reference = model.load_reference(
                 source,
                 model.load_config(source) if flash else plan.config,
@@ -77,22 +79,62 @@ def load_reference(
                 arguments.training.seed,
                 checkpoint.sharded_weights(Path(source), model.build_skeleton(plan.config, torch.float32)),
             )
-            if plan.document_end is not None and not start.keeps_documents_apart(reference):
-                raise ValueError(
-                    f"{type(reference).__name__} doesn't keep packed documents apart with --attention "
-                    f"{arguments.model.attention}: take another, or --document_masking false."
-                )
+            if not keeps_documents_apart(reference, plan):
+                document_end = None
+            if arguments.model.verify_start:
+                expected = computed(reference, lambda: expected_outputs(reference, source, plan))
         except ValueError as error:
             problem = error if isinstance(error, Fault) else Fault(str(error))
-    problem = fabric.broadcast(problem)
+    problem, document_end = fabric.broadcast((problem, document_end))
     if problem is not None:
         raise problem
     model.disable_progress_bar()  # from here on there is our own
-    if reference is not None and arguments.model.verify_start:
-        expected = start.outputs(
-            reference, probe_input(plan)[:, : start.PROBE_TOKENS], lambda ids: reference(ids).logits
+    return reference, expected, document_end
+
+
+def expected_outputs(reference: PreTrainedModel, source: str, plan: Plan) -> start.Outputs:
+    """What the reference makes of the probe. Raises ValueError where that is nothing to train on."""
+    if start.sees_ahead(reference):
+        raise ValueError(
+            f"{type(reference).__name__}, as {source!r} configures it, isn't causal: what it says of a token depends on the "
+            "tokens after it, so there is nothing to predict."
         )
-    return reference, expected
+    return start.outputs(reference, probe_input(plan)[:, : start.PROBE_TOKENS], lambda ids: reference(ids).logits)
+
+
+def keeps_documents_apart(reference: PreTrainedModel, plan: Plan) -> bool:
+    """False, and a warning, if packed documents see each other. Raises ValueError where they mustn't."""
+    if plan.document_end is None:
+        return True
+    leak = computed(reference, lambda: start.find_leak(reference))
+    if not leak.found:
+        return True
+    attention = plan.config._attn_implementation
+    if plan.document_masking is True:
+        raise ValueError(
+            f"{type(reference).__name__} doesn't keep packed documents apart with --attention {attention}: take another, or "
+            "--document_masking false."
+        )
+    print(
+        f"Warning: {type(reference).__name__} doesn't keep packed documents apart (with another document before it, a "
+        f"document's logits change by up to {leak.change:.2g} of their standard deviation): --document_masking is off.",
+        flush=True,
+    )
+    return False
+
+
+def computed(reference: PreTrainedModel, compute: Callable[[], Any]) -> Any:
+    """What `compute()` returns. Raises ValueError where the model itself, as transformers has it, can't."""
+    try:
+        return compute()
+    except (RuntimeError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError) as error:
+        if as_fault(error).code != UNEXPECTED:  # such as memory
+            raise
+        said = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        raise ValueError(
+            f"{type(reference).__name__} as transformers {transformers.__version__} has it can't compute a probe on the CPU "
+            f"in {str(reference.dtype).removeprefix('torch.')}: {said}."
+        ) from error
 
 
 def verify_start(

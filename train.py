@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 def main(argv: Optional[list[str]] = None) -> None:
     # Broken connections are told in one sentence, not in C++ stacks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # transformers fetches kernels, which are code, from the hub where the package kernels is installed.
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")
     signals = StopSignal()
     die_with_parent()
     adopt_slurm()

@@ -318,7 +318,7 @@ def set_up(devices: int, kind: str, row_flags: str, folder: Path, model_name: st
     precision = arguments.model.precision
     fabric = make_fabric(plan.strategy, devices=plan.devices, num_nodes=1, kind=plan.kind, precision=precision)
     fabric.launch()
-    model, optimizer, _ = setting_up.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
+    model, optimizer, *_ = setting_up.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
     rows, seed = plan.dataset.train, arguments.training.seed
     batches = Batches(
         rows, seed, MICRO_BATCH, plan.micro_batches, rank=fabric.global_rank, world_size=fabric.world_size

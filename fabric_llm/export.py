@@ -75,8 +75,8 @@ def export(
         raise Fault(f"{str(source)!r} is damaged: trainer/progress.json has no precision.", NO_CHECKPOINT) from error
     config = load_config(str(source))
     weights = checkpoint.sharded_weights(source, checked_skeleton(str(source), config, trained_dtype))
-    model = load_reference(str(source), config, trained_dtype, seed=0, state_dict=weights)
-    model.to(trained_dtype if dtype == "auto" else getattr(torch, dtype))
+    wanted = trained_dtype if dtype == "auto" else getattr(torch, dtype)  # but for what transformers keeps float32
+    model = load_reference(str(source), config, wanted, seed=0, state_dict=weights)
     temporary = output.with_name(f".tmp-{output.name}")
     if os.path.lexists(temporary):  # of an export that was killed; or a link, which must not be written through
         retention.remove(temporary)

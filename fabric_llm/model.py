@@ -8,6 +8,8 @@ layer, host memory holds the weights once, and every strategy starts from the sa
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, Optional
@@ -24,6 +26,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar  # noqa: F401
 
 from fabric_llm.data import IGNORED
@@ -154,6 +157,40 @@ def load_generation_config(model_name: str) -> Optional[GenerationConfig]:
     return None
 
 
+def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """transformers' class of causal models with such a configuration."""
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    return model_class[0] if isinstance(model_class, tuple) else model_class
+
+
+def resolve_attention(model_class: type[PreTrainedModel], attention: str, kind: str) -> str:
+    """transformers' name of the attention implementation for an --attention, on devices of `kind` "cpu" or "cuda".
+
+    Raises ValueError where the model hasn't the one that is asked for, or this machine. transformers itself would take a
+    kernel from the hub, which is code, for a package that is missing.
+    """
+    has = {
+        "sdpa": model_class._supports_sdpa,
+        "flash_attention_2": model_class._supports_flash_attn
+        and "flash_attention_2" in (model_class._compatible_flash_implementations or ["flash_attention_2"]),
+        "flex_attention": model_class._supports_flex_attn,
+        "eager": True,
+    }
+    if attention == "auto":
+        return "sdpa" if has["sdpa"] else "eager"
+    if not has[attention]:
+        known = " and ".join(name for name, there in has.items() if there)
+        raise ValueError(f"--attention {attention}: {model_class.__name__} has {known}; auto takes the best.")
+    if attention == "flash_attention_2" and not (kind == "cuda" and is_flash_attn_2_available()):
+        raise ValueError(f"--attention {attention} needs a GPU and the package flash_attn, which aren't both here.")
+    return attention
+
+
+def takes_positions(model_class: type[PreTrainedModel]) -> bool:
+    """False where a model can't be told that positions restart."""
+    return "position_ids" in inspect.signature(model_class.forward).parameters
+
+
 def has_weights(model_name: str) -> bool:
     """False for a local directory with only a config.json. A sharded checkpoint's are in `weights/`."""
     folder = Path(model_name)
@@ -161,9 +198,28 @@ def has_weights(model_name: str) -> bool:
 
 
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model on the meta device: names, shapes and ties, no memory."""
+    """The model on the meta device: names, shapes, dtypes and ties, no memory."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        return _keep_float32(AutoModelForCausalLM.from_config(config, dtype=dtype)).train()
+
+
+def _keep_float32(model: PreTrainedModel) -> PreTrainedModel:
+    """`model`, made without weights, with the dtypes that `from_pretrained` would give it.
+
+    There, routers and the like stay float32 where their class says so; `from_config` gives them the model's dtype.
+    """
+    patterns = model._keep_in_fp32_modules_strict
+    if not patterns or model.dtype == torch.float32:
+        return model
+    kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns))  # as transformers reads them
+    saved = model.state_dict()  # what a file can hold: not the buffers that are computed
+    for module_name, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                full = f"{module_name}.{name}".lstrip(".")
+                if full in saved and tensor.is_floating_point() and kept.search(full):
+                    tensor.data = tensor.data.float()
+    return model
 
 
 def checked_skeleton(model_name: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -192,9 +248,8 @@ def load_reference(
     if state_dict is None and not has_weights(model_name):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    model_class = model_class[0] if isinstance(model_class, tuple) else model_class
+            return _keep_float32(AutoModelForCausalLM.from_config(config, dtype=dtype))
+    model_class = causal_lm_class(config)
     source = {"config": config, "dtype": dtype, "output_loading_info": True}
     try:
         if state_dict is not None:

@@ -15,10 +15,10 @@ import importlib.util
 import inspect
 import os
 import warnings
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, Callable, Optional, Union
 
 import torch
@@ -209,6 +209,35 @@ def _layer_class_names(model: nn.Module) -> set[str]:
     return {type(layer).__name__ for layer in max(lists, key=len, default=[])}
 
 
+def of_one_dtype(model: nn.Module, units: list[nn.Module]) -> dict[nn.Module, torch.dtype]:
+    """`units`, `model` itself and as many more modules that each is of one dtype -> that dtype; children before parents.
+
+    A router that stays float32 in a bfloat16 layer is gathered alone: flattened parameters must have one dtype. Raises
+    ValueError for a module that holds parameters of several itself.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    main = sizes.most_common(1)[0][0]
+    found: dict[nn.Module, torch.dtype] = {}
+
+    def visit(module: nn.Module, outside: torch.dtype) -> None:
+        held = {parameter.dtype for parameter in module.parameters(recurse=False)}
+        if len(held) > 1:
+            named = " and ".join(sorted(str(dtype) for dtype in held))
+            raise ValueError(
+                f"{type(module).__name__} holds parameters of {named} itself: they can't be sharded together."
+            )
+        dtype = next(iter(held), main if module in units else outside)
+        for child in module.children():
+            visit(child, dtype)
+        if module in units or dtype != outside or module is model:
+            found[module] = dtype
+
+    visit(model, main)
+    return found
+
+
 def _children_first(module: nn.Module) -> list[nn.Module]:
     return [m for child in module.children() for m in _children_first(child)] + [module]
 
@@ -261,15 +290,18 @@ def _wrap_fsdp(
 ) -> nn.Module:
     from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+    from torch.distributed.fsdp.wrap import CustomPolicy
 
-    units = set(modules_to_wrap(model, how.auto_wrap_policy))
+    units = of_one_dtype(model, modules_to_wrap(model, how.auto_wrap_policy))
+    kept = {"mixed_precision": None}  # what a unit of another dtype than the model's gets: it computes in its own
+    policy = {module: kept if dtype != units[model] else True for module, dtype in units.items()}
     sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")  # the user, or a single rank, asked for it
+        warnings.filterwarnings("ignore", message=".*requires_grad=True and False")  # such as a router's bias
         return FSDP(
             model,
-            auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=lambda module: module in units),
+            auto_wrap_policy=CustomPolicy(lambda module: policy.get(module, False)),
             param_init_fn=materialize,
             sharding_strategy=ShardingStrategy[how.sharding_strategy if sharded else "NO_SHARD"],
             device_mesh=_mesh(fabric, how) if sharded else None,
@@ -283,13 +315,13 @@ def _wrap_fsdp(
 
 
 def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Any:
-    """Buffers stay float32 (Fabric's choice would round RoPE's frequencies)."""
+    """Buffers keep their dtypes: RoPE's frequencies are float32, a scale of embeddings may be bfloat16."""
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
     if precision == "32-true":
         return None
     dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
-    return FSDPMixedPrecision(param_dtype=dtype, reduce_dtype=getattr(torch, reduce_dtype), buffer_dtype=torch.float32)
+    return FSDPMixedPrecision(param_dtype=dtype, reduce_dtype=getattr(torch, reduce_dtype), buffer_dtype=None)
 
 
 def _wrap_fsdp2(
@@ -305,14 +337,15 @@ def _wrap_fsdp2(
         if how.cpu_offload
         else OffloadPolicy(),
     }
-    if precision != "32-true":
-        settings["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, how.reduce_dtype), cast_forward_inputs=False
-        )
-    for unit in [*modules_to_wrap(model, how.auto_wrap_policy), model]:
+    mixed = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, how.reduce_dtype), cast_forward_inputs=False
+    )
+    own = MixedPrecisionPolicy(cast_forward_inputs=False)
+    units = of_one_dtype(model, modules_to_wrap(model, how.auto_wrap_policy))
+    for unit, dtype in units.items():
         for module in unit.modules():
             materialize(module)
-        fully_shard(unit, **settings)
+        fully_shard(unit, mp_policy=own if precision == "32-true" or dtype != units[model] else mixed, **settings)
 
 
 def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:

@@ -68,6 +68,10 @@ TOY_CONFIGS = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--families_table", type=Path, help="with -m families: the file to write what they gave to")
+
+
 @pytest.fixture(scope="session")
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models llama, gpt2, llama-tied, gpt2-no-dropout and datasets `data`, `ragged` and `many`."""

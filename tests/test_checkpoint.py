@@ -463,7 +463,7 @@ def optimizer_after_loading(flags):
     arguments = parse_train([str(flag) for flag in flags])
     plan = make_plan(arguments)
     fabric = make_fabric(plan.strategy, devices=1, num_nodes=1, kind="cpu", precision=arguments.model.precision)
-    model, optimizer, _ = set_up(fabric, arguments, plan, plan.source, plan.resume_from)
+    model, optimizer, *_ = set_up(fabric, arguments, plan, plan.source, plan.resume_from)
     state = optimizer.optimizer.state
     return {original_name(name): {k: v.clone() for k, v in state[p].items()} for name, p in model.named_parameters()}
 

@@ -23,7 +23,7 @@ def loaded(argv, world_size):
         plan.strategy, devices=world_size, num_nodes=1, kind="cpu", precision=arguments.model.precision
     )
     fabric.launch()
-    model, _, _ = set_up.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
+    model, *_ = set_up.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
     state = get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True))
     state = {name.removeprefix(PREFIX): value.clone() for name, value in state.items()}
 

@@ -125,7 +125,7 @@ def held(argv, ranks):
     plan = make_plan(arguments)
     fabric = make_fabric(plan.strategy, devices=ranks, num_nodes=1, kind="cpu", precision=arguments.model.precision)
     fabric.launch()
-    model, _, _ = set_up.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
+    model, *_ = set_up.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
     local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     group = shard_group(model)
     return sum(p.numel() * p.element_size() for p in local), 1 if group is None else group.size()

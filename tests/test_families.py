@@ -1,0 +1,230 @@
+"""Any causal model that transformers has starts with default flags, and is what transformers makes of it."""
+
+import time
+
+import pytest
+import torch
+from families import COMMON, FAMILIES, Tried, table, toy_config, train, try_family, write_data, write_model
+from ranks import Job, metrics, run_ranks
+from test_law_7_loaded_equals_reference import loaded
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fabric_llm.model import build_skeleton, causal_lm_class, load_reference, resolve_attention
+from fabric_llm.start import find_leak
+
+QUICK = ("gemma2", "gpt_oss", "mamba", "deepseek_v3")  # in each run of the tests
+REFUSED = {  # what transformers' own class can't do, and what is said then
+    "xlstm": "xLSTMForCausalLM as transformers",
+}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("packed") / "data")
+
+
+@pytest.fixture(scope="module")
+def rows(request):
+    """What the families gave, as a table where --families_table asks for one."""
+    began, found = time.monotonic(), []
+    yield found
+    if (path := request.config.getoption("--families_table")) and found:
+        path.write_text(table(found, time.monotonic() - began))
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_resumes_and_exports_on_one_device_and_two(tmp_path, packed, rows, family):
+    tried = Tried(family, devices={1: "nothing came of it", 2: "nothing came of it"})
+    try:
+        tried = try_family(family, tmp_path, packed)
+    finally:
+        rows.append(tried)
+    for said in tried.devices.values():
+        assert said.startswith(REFUSED.get(family, "yes"))
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_families_that_once_were_refused_start_with_defaults(tmp_path, packed, family):
+    tried = try_family(family, tmp_path, packed, devices=(2,))
+    assert tried.devices == {2: "yes"}
+    assert tried.attention == ("sdpa" if family == "deepseek_v3" else "eager")
+    assert (tried.documents == "apart") == (family in ("gemma2", "deepseek_v3"))
+
+
+BUFFERS = [  # family, buffer, its dtype in a bfloat16 model
+    ("gemma3_text", "model.embed_tokens.embed_scale", torch.bfloat16),
+    ("gemma3_text", "model.rotary_emb.full_attention_inv_freq", torch.float32),
+    ("deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias", torch.float32),
+    ("apertus", "model.layers.0.mlp.act_fn.beta", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("family", "buffer", "dtype"), BUFFERS)
+def test_buffers_have_the_dtypes_that_the_reference_gives_them(tmp_path, packed, family, buffer, dtype):
+    """Under each strategy, before and after FSDP's first forward pass, which casts what it is told to."""
+    model = write_model(family, tmp_path / family)
+    expected = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).named_buffers())
+    assert expected[buffer].dtype == dtype
+    for strategy, ranks in (("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)):
+        argv = ["--model_name", model, "--train_data_dir", packed, "--output_dir", tmp_path]
+        argv = [str(word) for word in (*argv, "--strategy", strategy, "--devices", ranks)]
+        for _, *found in run_ranks(ranks, loaded, argv, ranks):
+            for buffers in found:
+                assert buffers.keys() == expected.keys()
+                for name, value in buffers.items():
+                    assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), (strategy, name)
+
+
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "hunyuan_v1_moe"])
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_parameters_that_stay_float32_in_a_bfloat16_model(tmp_path, packed, family, strategy):
+    """FSDP flattens parameters of one dtype only; the router's are gathered alone, and compute in float32."""
+    model = write_model(family, tmp_path / family)
+    expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
+    assert torch.float32 in {value.dtype for value in expected.values()}
+    argv = ["--model_name", model, "--train_data_dir", packed, "--output_dir", tmp_path]
+    argv = [str(word) for word in (*argv, "--strategy", strategy, "--devices", 2)]
+    for state, *_ in run_ranks(2, loaded, argv, 2):
+        for name, value in state.items():
+            assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3", "ernie4_5_moe"])
+def test_random_weights_have_the_dtypes_of_those_that_are_read(tmp_path, family):
+    model = write_model(family, tmp_path / family)
+    toy_config(family).save_pretrained(tmp_path / "empty")
+    read = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    drawn = load_reference(str(tmp_path / "empty"), toy_config(family), torch.bfloat16, seed=0)
+    skeleton = build_skeleton(toy_config(family), torch.bfloat16)
+    for other in (drawn, skeleton):
+        for name, tensor in (*read.named_parameters(), *read.named_buffers()):
+            assert dict((*other.named_parameters(), *other.named_buffers()))[name].dtype == tensor.dtype, name
+
+
+def test_a_model_that_sees_the_tokens_it_is_to_predict_is_refused(tmp_path, packed):
+    """transformers counts BERT among its causal models: it is one where is_decoder says so."""
+    for decoder in (False, True):
+        sizes = {**COMMON, "is_decoder": decoder, "model_type": "bert", "architectures": None}
+        AutoConfig.for_model(**sizes).save_pretrained(tmp_path / f"bert-{decoder}")
+        flags = flags_of({"bert": tmp_path / f"bert-{decoder}"}, "bert", packed, tmp_path / str(decoder))
+        said = train(1, *flags, "--document_masking", "false")
+        assert said is None if decoder else said.startswith("BertLMHeadModel, as '") and "isn't causal" in said
+
+
+# ------------------------------------------------------------------------------- --attention
+
+
+def test_auto_takes_sdpa_where_the_model_has_it():
+    chosen = {name: resolve_attention(causal_lm_class(toy_config(name)), "auto", "cpu") for name in ("llama", "gemma2")}
+    assert chosen == {"llama": "sdpa", "gemma2": "eager"}
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "sentence"),
+    [
+        ("bloom", "sdpa", "--attention sdpa: BloomForCausalLM has eager; auto takes the best."),
+        ("mamba", "flex_attention", "--attention flex_attention: MambaForCausalLM has eager; auto takes the best."),
+        ("gpt2", "flash_attention_2", "--attention flash_attention_2 needs a GPU and the package flash_attn"),
+        (
+            "gpt_oss",
+            "flash_attention_2",
+            "--attention flash_attention_2: GptOssForCausalLM has flex_attention and eager;",
+        ),
+    ],
+)
+def test_an_attention_that_the_model_has_not_is_one_sentence(tmp_path, packed, family, attention, sentence):
+    toy_config(family).save_pretrained(tmp_path / family)
+    flags = ("--model_name", tmp_path / family, "--train_data_dir", packed, "--output_dir", tmp_path)
+    assert train(1, *flags, "--run_name", "run", "--attention", attention).startswith(sentence)
+
+
+# ------------------------------------------------------------------------------- --document_masking
+
+
+@pytest.mark.parametrize("family", ["xglm", "openai-gpt", "lfm2", "jamba"])
+def test_a_leak_is_found_however_small(family):
+    """Of random weights at toy size, a logit changes by less than 0.001, which once was taken for rounding."""
+    torch.manual_seed(0)
+    assert find_leak(AutoModelForCausalLM.from_config(toy_config(family), dtype=torch.float32)).found
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral", "gpt_neo", "ctrl"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_no_leak(family, dtype):
+    torch.manual_seed(0)
+    leak = find_leak(AutoModelForCausalLM.from_config(toy_config(family), dtype=dtype))
+    assert not leak.found
+
+
+def test_positions_that_go_on_are_a_leak(toys):
+    """The document before can't be seen, but where this one stands depends on it."""
+    gpt2 = AutoModelForCausalLM.from_pretrained(toys / "gpt2", dtype=torch.float32)
+    assert not find_leak(gpt2).found
+    embedding = gpt2.transformer.wpe.forward
+    gpt2.transformer.wpe.forward = lambda ids: embedding(torch.arange(ids.shape[-1]).expand_as(ids))
+    assert find_leak(gpt2).found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {family: write_model(family, folder / family) for family in ("llama", "mamba", "bloom")}
+
+
+def flags_of(models, family, packed, folder, *more):
+    flags = ("--model_name", models[family], "--train_data_dir", packed, "--output_dir", folder, "--run_name", "run")
+    return (*flags, "--precision", "32-true", "--global_batch_size", 4, "--eval_iters", 0, "--max_step", 2, *more)
+
+
+def test_auto_is_on_where_the_model_can(tmp_path, models, packed):
+    losses = []
+    for masking in ("auto", "true", "false"):
+        flags = flags_of(models, "llama", packed, tmp_path / masking, "--document_masking", masking)
+        assert train(1, *flags) is None
+        losses.append(metrics(tmp_path / masking / "run"))
+    assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", ["mamba", "bloom"])
+def test_auto_is_off_with_one_warning_where_it_can_not(tmp_path, models, packed, family, ranks):
+    losses = []
+    for masking in ("auto", "false"):
+        job = Job(ranks, *flags_of(models, family, packed, tmp_path / masking, "--document_masking", masking))
+        assert not any(job.wait(120)), job.output[0]
+        warned = [line for output in job.output for line in output.splitlines() if "packed documents apart" in line]
+        assert len(warned) == (masking == "auto")
+        assert all("logits change by up to " in line and "--document_masking is off" in line for line in warned)
+        losses.append(metrics(tmp_path / masking / "run"))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "sentence"),
+    [
+        ("bloom", "BloomForCausalLM takes no positions, so packed documents can't be kept apart"),
+        ("opt", "OPTForCausalLM doesn't keep packed documents apart with --attention sdpa"),
+    ],
+)
+def test_true_stays_strict(tmp_path, packed, family, sentence):
+    toy_config(family).save_pretrained(tmp_path / family)
+    said = train(1, *flags_of({family: tmp_path / family}, family, packed, tmp_path, "--document_masking", "true"))
+    assert said.startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("before", "family"), [("true", "llama"), ("false", "llama"), ("auto", "mamba"), ("auto", "llama")]
+)
+def test_a_resumed_run_keeps_what_it_had(tmp_path, models, packed, before, family):
+    flags = flags_of(models, family, packed, tmp_path)
+    assert train(1, *flags, "--document_masking", before, "--save_step_interval", 1) is None
+    losses = metrics(tmp_path / "run")
+    resumed = ("--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000001")
+    assert train(1, *flags, *resumed) is None  # auto
+    assert metrics(tmp_path / "run") == losses
+    assert train(1, *flags, *resumed, "--document_masking", before) is None
+    assert metrics(tmp_path / "run") == losses
+    if family == "llama":
+        said = train(1, *flags, *resumed, "--document_masking", "true" if before == "false" else "false")
+        assert said.endswith("To change that on purpose: --resume_override document_masking.")
