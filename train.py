@@ -8,9 +8,10 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Optional
 
-from arguments import Arguments, is_rank_zero, parse_train
+import mistakes
+from arguments import Arguments, fail, is_rank_zero, parse_train
 from fabric_llm.console import outlast_readers
-from fabric_llm.faults import UNEXPECTED, as_fault
+from fabric_llm.faults import UNEXPECTED, as_fault, code_of, tell_torchrun
 from fabric_llm.launch import adopt_slurm, die_with_parent, for_launcher
 from fabric_llm.stop import StopSignal
 
@@ -28,6 +29,10 @@ def main(argv: Optional[list[str]] = None) -> None:
     die_with_parent()
     adopt_slurm()
     arguments = parse_train(argv)
+    try:
+        mistakes.in_training(arguments)
+    except ValueError as error:
+        fail("train.py", str(error), code_of(error))
     if arguments.demo and is_rank_zero():
         print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)
     from assemble import assemble
@@ -42,7 +47,9 @@ def main(argv: Optional[list[str]] = None) -> None:
         fault = as_fault(error)
         run_directory.leave(fault)
         if fault.code == UNEXPECTED:
+            tell_torchrun(traceback.format_exc())
             raise
+        tell_torchrun(str(fault))
         print(f"train.py: {fault}", file=sys.stderr)
         raise SystemExit(for_launcher(fault.code)) from None
     finally:

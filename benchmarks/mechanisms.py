@@ -133,7 +133,7 @@ MECHANISMS = [
               "self.store.patience_seconds = SECONDS_TO_ANSWER", "pass", ROWS, "while_rank_0_is_frozen"),
     Mechanism("node lost", "ranks are counted anew", "fabric_llm/strategy.py",
               'if "LOCAL_WORLD_SIZE" in os.environ and devices == "auto":', "if False:", ROWS, "lost_node"),
-    Mechanism("disk full", "room is asked for", "fabric_llm/checkpoint.py",
+    Mechanism("disk full", "room is asked for", "fabric_llm/check.py",
               "    if free < needed:\n", "    if False:\n", ROWS, "no_room"),
     Mechanism("directory", "one disk for all machines", "run.py",
               "        self.require_shared_directory()\n", "", ROWS, "do_not_share"),
