@@ -106,7 +106,7 @@ def _of_training(flat: Mapping[str, Any], given: Mapping[str, Any], facts: Facts
             f"a step, and most weights are around {LARGEST_LR}.",
         ),
         (
-            lr * flat["weight_decay"] > LARGEST_DECAY,
+            lr <= LARGEST_LR and lr * flat["weight_decay"] > LARGEST_DECAY,
             f"--weight_decay {flat['weight_decay']:g} with --lr {lr:g} takes {lr * flat['weight_decay']:.0%} off every "
             "weight in a step.",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import Any, NoReturn, Optional
 
 from fabric_llm.faults import BAD_INPUT, SAVE_FAILED, STOPPED, UNEXPECTED, UNWRITABLE, Fault, as_fault
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no input's
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -95,8 +97,8 @@ def on_disk(output: Path, folder: Path, needs: str) -> Iterator[None]:
     except Fault:
         raise
     except Exception as error:
-        name = getattr(error, "filename", None)
-        if name is not None and not Path(str(name)).absolute().is_relative_to(folder.absolute()):
+        name, full = getattr(error, "filename", None), getattr(error, "errno", None) in FULL
+        if name is not None and not full and not Path(str(name)).absolute().is_relative_to(folder.absolute()):
             raise  # an input
         if isinstance(error, PermissionError):
             raise Fault(f"output {output} cannot be written: {error.strerror}.", UNWRITABLE) from error

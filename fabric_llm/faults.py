@@ -43,7 +43,7 @@ _PEER_WORDS = (
     *("Timed out waiting", "wait timeout after", "failed to recv, got 0 bytes", "recvValue failed"),
 )
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ESTALE, errno.EROFS)
-_DISK_WORDS = ("No space left on device", "Disk quota exceeded")  # of torch, safetensors and tokenizers, without errno
+_DISK_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")  # of tokenizers, say: without errno
 _MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
 
 

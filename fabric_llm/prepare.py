@@ -30,6 +30,7 @@ from fabric_llm import check
 from fabric_llm.check import DEFAULT_PATTERNS
 from fabric_llm.documents import Document, find_sources, read_documents
 from fabric_llm.ending import on_disk, uninterrupted
+from fabric_llm.failpoints import failpoint
 from fabric_llm.faults import SAVE_FAILED, UNWRITABLE, Fault
 from fabric_llm.manifest import describe, files_in
 from fabric_llm.manifest import encode as encode_manifest
@@ -141,6 +142,7 @@ def prepare(
         splits = {"train": train, "validation": validation}
         rows = sum(split.tokens // context_length for split in splits.values())
         check.room(folder, 4 * rows * context_length, "The dataset", "make room, or take an --output on another disk")
+        failpoint("prepare.rows")
         saved = _save_rows(splits, folder, context_length, progress)
         manifest = {
             "format": MANIFEST_FORMAT,
@@ -244,6 +246,7 @@ def _split_documents(
         for index, ids in enumerate(encoded):
             number = document_hash(seed, index)
             split, file = (validation, validation_file) if number < validation_fraction else (train, train_file)
+            failpoint("prepare.documents")
             file.write(ids.data)
             split.add(ids, abs(number - validation_fraction))
     # Few documents can all fall to one side: then the nearest to the other goes there.
@@ -373,6 +376,7 @@ def _publish(folder: Path, output: Path) -> None:
     old = folder.with_name(folder.name + "-old")
     if output.exists():
         output.rename(old)
+    failpoint("prepare.publish")
     folder.rename(output)
     if old.exists():
         shutil.rmtree(old)

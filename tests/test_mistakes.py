@@ -331,3 +331,21 @@ def test_values_of_tutorials_get_what_to_give_instead(place):
     found = answers([("train", (*GOOD, *words.split())) for words, _ in VALUES], place)
     for (words, instead), (code, said) in zip(VALUES, found, strict=True):
         assert code == 2 and len(said.splitlines()) == 1 and instead in said, (words, said)
+
+
+# ------------------------------------------------------------------------------- torchrun
+
+
+def test_without_torchrun_no_error_file_is_written(place):
+    before = sorted(place.rglob("*"))
+    answers([("train", (*GOOD, "--lr", "-1"))], place)
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_mistake_reaches_torchrun_in_its_own_form(place, tmp_path):
+    """That of torch.distributed.elastic.multiprocessing.errors, whose summary shows py_callstack."""
+    file = tmp_path / "error.json"
+    answers([("train", (*GOOD, "--lr", "-1"))], place, TORCHELASTIC_ERROR_FILE=str(file), LOCAL_RANK="1", RANK="1")
+    message = json.loads(file.read_text())["message"]
+    assert message["message"] == message["extraInfo"]["py_callstack"] == "--lr must be positive, not -1.0."
+    assert message["extraInfo"]["timestamp"].isdigit()
