@@ -13,10 +13,11 @@ VERIFICATION_FAILED = 1  # exit code
 
 def main(argv: Optional[list[str]] = None) -> None:
     with in_one_sentence("export_hf.py") as ending:
-        import mistakes
         from arguments import fail, parse_export
 
         arguments = parse_export(argv)
+        import mistakes
+
         ending.left = f"nothing was written to {arguments.output}"
         mistakes.in_export(arguments)
         from fabric_llm.export import VerificationError, export, find, push, read_proof

@@ -11,10 +11,11 @@ from fabric_llm.ending import in_one_sentence
 
 def main(argv: Optional[list[str]] = None) -> None:
     with in_one_sentence("prepare_data.py") as ending:
-        import mistakes
         from arguments import parse_prepare
 
         arguments = parse_prepare(argv)
+        import mistakes
+
         ending.left = f"nothing was written to {arguments.output}"
         mistakes.in_preparation(arguments)
         from fabric_llm.prepare import DEFAULT_PATTERNS, prepare, summary

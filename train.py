@@ -8,7 +8,6 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Optional
 
-import mistakes
 from arguments import Arguments, fail, is_rank_zero, parse_train
 from fabric_llm.console import outlast_readers
 from fabric_llm.faults import UNEXPECTED, as_fault, code_of, tell_torchrun
@@ -29,9 +28,12 @@ def main(argv: Optional[list[str]] = None) -> None:
     die_with_parent()
     adopt_slurm()
     arguments = parse_train(argv)
+    import mistakes
+
     try:
         mistakes.in_training(arguments)
     except ValueError as error:
+        signals.restore()
         fail("train.py", str(error), code_of(error))
     if arguments.demo and is_rank_zero():
         print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)

@@ -239,7 +239,7 @@ def test_bad_sizes_and_outputs(runs, tmp_path, run_export, capsys):
     assert code == 2 and "many" in error and parts(tmp_path) == []
     with pytest.raises(SystemExit) as exit:
         export_hf.main([str(runs / "full"), "--output", "/dev/null/hf"])
-    assert exit.value.code == 2 and "/dev/null/hf" in capsys.readouterr().err.splitlines()[-1]
+    assert exit.value.code == 73 and "/dev/null/hf" in capsys.readouterr().err.splitlines()[-1]
 
 
 # ------------------------------------------------------------------------------- damage
