@@ -6,7 +6,6 @@ into plain dataclasses. Nothing here imports torch, so that `--help` answers at 
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import sys
@@ -14,36 +13,11 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin, get_type_hints
 
-from fabric_llm.faults import BAD_INPUT
+from fabric_llm.faults import BAD_INPUT, tell_torchrun
+from fabric_llm.spelling import ELSEWHERE, flag_instead, value_instead  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
-ELSEWHERE = {  # what other trainers call a flag -> ours
-    **dict.fromkeys(("learning_rate", "max_lr"), "lr"),
-    **dict.fromkeys(("num_train_epochs", "num_epochs", "epochs", "max_epochs"), "number_epochs"),
-    **dict.fromkeys(("max_steps", "train_iters", "steps"), "max_step"),
-    **dict.fromkeys(("max_time", "max_duration", "time_limit", "max_train_hours"), "max_hours"),
-    **dict.fromkeys(("per_device_train_batch_size", "batch_size", "local_batch_size"), "micro_batch_size"),
-    **dict.fromkeys(("per_device_eval_batch_size",), "eval_batch_size"),
-    **dict.fromkeys(("model", "model_name_or_path", "base_model", "checkpoint_dir"), "model_name"),
-    **dict.fromkeys(("data", "dataset", "dataset_name", "train_file", "data_path"), "train_data_dir"),
-    **dict.fromkeys(("max_seq_length", "seq_length", "seq_len", "sequence_len", "block_size"), "context_length"),
-    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "max_norm", "clip_grad"), "grad_clip"),
-    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "scheduler"), "lr_schedule"),
-    **dict.fromkeys(("save_steps", "save_interval"), "save_step_interval"),
-    **dict.fromkeys(("eval_steps", "eval_interval"), "eval_step_interval"),
-    **dict.fromkeys(("logging_steps", "log_interval"), "log_step_interval"),
-    **dict.fromkeys(("save_total_limit",), "keep_last"),
-    **dict.fromkeys(("gradient_checkpointing",), "activation_checkpointing"),
-    **dict.fromkeys(("attn_implementation",), "attention"),
-    **dict.fromkeys(("resume_from_checkpoint",), "checkpoint"),
-    **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype", "mixed_precision"), "precision"),
-    **dict.fromkeys(("report_to", "logger_name"), "logger"),
-    **dict.fromkeys(("nproc_per_node", "gpus", "num_processes"), "devices"),
-    **dict.fromkeys(("nnodes", "nodes", "num_machines"), "num_nodes"),
-    **dict.fromkeys(("adam_beta1",), "beta1"),
-    **dict.fromkeys(("adam_beta2",), "beta2"),
-}
 WHICH_RUN = ("run_name", "resume", "checkpoint", "resume_override")  # flags that aren't kept in arguments.yaml
 
 
@@ -387,6 +361,7 @@ def is_first_of_machine() -> bool:
 
 def fail(program: str, sentence: str, code: int = BAD_INPUT) -> NoReturn:
     """One sentence on stderr, from the first process of each machine, and an exit code."""
+    tell_torchrun(sentence)
     if is_first_of_machine():
         print(f"{program}: error: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(code)
@@ -456,10 +431,12 @@ def _check_config(program: str, config: str, known: list[str]) -> None:
                 fail(program, f"{key!r} in {config} must hold a value, or a list of values, not {type(item).__name__}.")
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    name = name.replace("-", "_")
-    close = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {close[0]!r}?" if close else " See --help."
+def _nearest(name: str, known: list[str], dashes: str = "") -> str:
+    """What is meant by a flag or key that isn't there, as the end of a sentence."""
+    flags, advice = flag_instead(name, known)
+    if flags:
+        return f" Did you mean {' or '.join(f'{dashes}{flag}' if dashes else repr(flag) for flag in flags)}?"
+    return f" {advice[0].upper()}{advice[1:]}." if advice else " See --help."
 
 
 def _one_sentence(message: str, types: dict[str, Any]) -> str:
@@ -469,10 +446,13 @@ def _one_sentence(message: str, types: dict[str, Any]) -> str:
         name = next((w for w in words if w.startswith("-")), words[0])
         if not name.startswith("-"):
             return f"unexpected {name!r}: every flag is written --name value."
-        nearest = _nearest(name.lstrip("-").split("=")[0], list(types)).replace("'", "--", 1).replace("'", "")
-        return f"unknown flag {name}.{nearest}"
+        return f"unknown flag {name}.{_nearest(name.lstrip('-').split('=')[0], list(types), '--')}"
     if wrong := re.match(r'Parser key "(\w+)":.*(?:Got value|Given value): (.*)', message, re.S):
-        return f"--{wrong[1]} takes {_type_name(types[wrong[1]])}, not {wrong[2].strip()!r}."
+        kinds, value = _type_name(types[wrong[1]]), wrong[2].strip()
+        instead = value_instead(wrong[1], value, _words(types[wrong[1]]), kinds)
+        return f"--{wrong[1]} takes {kinds}, not {value!r}{f': {instead}' if instead else ''}."
+    if bare := re.match(r"argument --(\w+): expected one argument", message):
+        return f"--{bare[1]} takes {_type_name(types[bare[1]])}, and nothing is given." if bare[1] in types else message
     if missing := re.search(r'(?:Key|key) "(\w+)" is required', message):
         return f"--{missing[1]} is required."
     return " ".join(message.split()).removeprefix("argument ").rstrip(".") + "."
@@ -487,6 +467,13 @@ def _inner(hint: Any) -> Any:
     if _optional(hint):
         return Union[tuple(a for a in get_args(hint) if a is not type(None))]
     return hint
+
+
+def _words(hint: Any) -> list[Any]:
+    """The words that a flag takes."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    return [word for a in get_args(hint) for word in _words(a)]
 
 
 def _type_name(hint: Any) -> str:

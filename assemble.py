@@ -13,6 +13,7 @@ from lightning.fabric import Fabric
 
 import resume
 from arguments import Arguments, fail, is_rank_zero
+from doubts import Facts, cores, doubts, positions
 from fabric_llm import run_directory
 from fabric_llm.faults import DONE, PEER_LOST, UNEXPECTED, Fault, as_fault
 from fabric_llm.launch import Children, start_ranks, started_by_other
@@ -46,6 +47,8 @@ def assemble(arguments: Arguments) -> tuple[Fabric, Plan, Children]:
     plan, fault = (None, None) if waits and not is_rank_zero() else _planned(arguments)
     if fault is not None and not (waits and place.world_size > 1):
         _end(fault)
+    if plan is not None and is_rank_zero():
+        _warn(arguments, plan)
     children = Children({})
     if starts:
         if not waits:
@@ -81,6 +84,17 @@ def _planned(arguments: Arguments) -> tuple[Optional[Plan], Optional[Fault]]:
         return plan, None
     except ValueError as error:
         return None, error if isinstance(error, Fault) else Fault(str(error))
+
+
+def _warn(arguments: Arguments, plan: Plan) -> None:
+    facts = Facts(
+        **{name: getattr(plan, name) for name in ("strategy", "kind", "devices", "num_nodes", "max_step")},
+        cores=cores(),
+        context_length=plan.dataset.context_length,
+        positions=positions(plan.config.get_text_config()),
+    )
+    for sentence in doubts(arguments, facts):
+        print(f"Warning: {sentence}", flush=True)
 
 
 def _end(fault: Fault) -> NoReturn:

@@ -6,48 +6,48 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Optional
 
-from arguments import fail, parse_export
-from fabric_llm.faults import BAD_INPUT
+from fabric_llm.ending import in_one_sentence
 
 VERIFICATION_FAILED = 1  # exit code
 
 
 def main(argv: Optional[list[str]] = None) -> None:
-    arguments = parse_export(argv)
-    from huggingface_hub.utils import validate_repo_id
+    with in_one_sentence("export_hf.py") as ending:
+        from arguments import fail, parse_export
 
-    from fabric_llm.export import VerificationError, export, find, push, read_proof
+        arguments = parse_export(argv)
+        import mistakes
 
-    try:
-        if arguments.push_to_hub is not None:
-            validate_repo_id(arguments.push_to_hub)
+        ending.left = f"nothing was written to {arguments.output}"
+        mistakes.in_export(arguments)
+        from fabric_llm.export import VerificationError, export, find, push, read_proof
+
         source = find(arguments.checkpoint)
         print(f"Exporting {source} to {arguments.output}", flush=True)
-        proof = export(
-            source,
-            Path(arguments.output),
-            dtype=arguments.dtype,
-            max_shard_size=arguments.max_shard_size,
-            overwrite=arguments.overwrite,
-        )
-    except ValueError as error:
-        fail("export_hf.py", str(error), getattr(error, "code", BAD_INPUT))
-    except OSError as error:
-        fail("export_hf.py", f"{arguments.output!r} can't be written: {error}.")
-    except VerificationError as error:
-        fail("export_hf.py", f"not exported, verification failed: {error}", VERIFICATION_FAILED)
-    print(read_proof(proof))
-    if arguments.push_to_hub is not None:
         try:
-            address = push(Path(arguments.output), arguments.push_to_hub, arguments.private)
-        except Exception as error:  # huggingface_hub's own and those of its HTTP library, which changes with versions
-            sentence = " ".join(str(error).split())
-            fail(
-                "export_hf.py",
-                f"{arguments.output} is complete, but pushing it failed (repeat with --overwrite true): {sentence}",
+            proof = export(
+                source,
+                Path(arguments.output),
+                dtype=arguments.dtype,
+                max_shard_size=arguments.max_shard_size,
+                overwrite=arguments.overwrite,
             )
-        print(f"Pushed to {address}")
-    print(f"Next: AutoModelForCausalLM.from_pretrained({arguments.output!r})", flush=True)
+        except VerificationError as error:
+            fail("export_hf.py", f"not exported, verification failed: {error}", VERIFICATION_FAILED)
+        print(read_proof(proof))
+        if arguments.push_to_hub is not None:
+            ending.left = f"{arguments.output} is complete, but it isn't pushed (repeat with --overwrite true)"
+            try:
+                address = push(Path(arguments.output), arguments.push_to_hub, arguments.private)
+            except (
+                Exception
+            ) as error:  # huggingface_hub's own and those of its HTTP library, which changes with versions
+                said = " ".join(str(error).split())
+                complete = f"{arguments.output} is complete, but pushing it failed (repeat with --overwrite true)"
+                fail("export_hf.py", f"{complete}: {said}")
+            print(f"Pushed to {address}")
+        ending.left = f"{arguments.output} is complete"
+        print(f"Next: AutoModelForCausalLM.from_pretrained({arguments.output!r})", flush=True)
 
 
 if __name__ == "__main__":

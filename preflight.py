@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional, Union
 
+import mistakes
 import resume
 from arguments import Arguments, is_first_of_machine, is_rank_zero
-from fabric_llm import checkpoint, manifest
+from fabric_llm import check, checkpoint, manifest
+from fabric_llm.check import Sharding
 from fabric_llm.data import TokenDataset, open_dataset
 from fabric_llm.faults import NO_CHECKPOINT, Fault
-from fabric_llm.launch import launched_world
 from fabric_llm.manifest import MANIFEST
 from fabric_llm.model import (
     DTYPES,
@@ -28,7 +29,7 @@ from fabric_llm.model import (
     resolve_attention,
     takes_positions,
 )
-from fabric_llm.strategy import Sharding, modules_to_wrap, resolve_devices, resolve_strategy
+from fabric_llm.strategy import modules_to_wrap, resolve_devices, resolve_strategy
 
 DEMO_VOCABULARY = 2048  # as in configs/demo_llama
 DEMO_EXCLUDED = "site-packages dist-packages test tests idlelib lib2to3 encodings pydoc_data __pycache__".split()
@@ -74,14 +75,9 @@ class Plan(Placement):
 
 
 def placement(arguments: Arguments) -> Placement:
-    """What the arguments and the launcher say of devices, without a look at model or data. Raises ValueError.
-
-    Where a launcher has started the ranks, theirs is the number; a file's, such as arguments.yaml's, yields to it.
-    """
-    fsdp, asked = arguments.fsdp, (arguments.devices.devices, arguments.devices.num_nodes)
-    given = {name: value for name, value in zip(("devices", "num_nodes"), asked) if name in arguments.on_command_line}
-    launched = None if arguments.devices.tpu else launched_world(given)
-    devices, num_nodes, kind = resolve_devices(*(launched or asked), arguments.devices.accelerator)
+    """What the arguments and the launcher say of devices, without a look at model or data. Raises ValueError."""
+    fsdp = arguments.fsdp
+    devices, num_nodes, kind = resolve_devices(*mistakes.asked_world(arguments), arguments.devices.accelerator)
     sharding = Sharding(
         fsdp.auto_wrap_policy,
         fsdp.sharding_strategy,
@@ -98,32 +94,31 @@ def placement(arguments: Arguments) -> Placement:
 def make_plan(arguments: Arguments) -> Plan:
     """Resolve and check everything. Raises ValueError."""
     data, model, training = arguments.data, arguments.model, arguments.training
-    for name, value in (("model_name", model.model_name), ("train_data_dir", data.train_data_dir)):
-        if value is None:
-            raise ValueError(f"--{name} is missing: a run needs --model_name and --train_data_dir.")
-    check_numbers(arguments)
+    mistakes.in_flags(arguments)
     place = placement(arguments)
     given_micro_batch = training.micro_batch_size
     if arguments.demo and given_micro_batch and training.global_batch_size:  # runs on any number of devices
         given_micro_batch = min(given_micro_batch, max(1, training.global_batch_size // place.world_size))
-    micro_batch_size, micro_batches, global_batch_size = batch_sizes(
+    micro_batch_size, micro_batches, global_batch_size = check.batch_sizes(
         given_micro_batch,
         training.gradient_accumulation_steps,
         training.global_batch_size,
         place.devices,
         place.num_nodes,
     )
-    if place.strategy == "fsdp" and place.sharding.cpu_offload and micro_batches > 1:
-        raise ValueError(  # FSDP1 overwrites the offloaded gradient of the micro-batch before, without a word
-            f"--cpu_offload true with --strategy fsdp can't accumulate gradients ({micro_batches} micro-batches a step): "
-            "take --strategy fsdp2, or a larger --micro_batch_size."
-        )
+    check.offload(place.strategy, place.sharding.cpu_offload, micro_batches)
     directory = resume.directory(arguments)
     if arguments.demo:
         prepare_demo(Path(data.train_data_dir), data.context_length)
-    resume.overrides(arguments)
     dataset = open_dataset(data.train_data_dir, data.verify_data if is_first_of_machine() else "size")
-    check_sizes(arguments, dataset, micro_batch_size, global_batch_size)
+    check.sizes(
+        str(dataset.folder),
+        len(dataset.train),
+        dataset.context_length,
+        data.context_length,
+        micro_batch_size,
+        global_batch_size,
+    )
     resume_from = resume.choose(arguments, directory)
     source = model.model_name if resume_from is None else str(resume_from)
     if resume_from is None:
@@ -162,78 +157,6 @@ def make_plan(arguments: Arguments) -> Plan:
 def last_step(progress: checkpoint.Progress, end: int, global_batch_size: int) -> int:
     """The step that comes to the position `end`, the last one with what is left of a batch."""
     return progress.step - (progress.position - end) // global_batch_size
-
-
-def check_numbers(arguments: Arguments) -> None:
-    """Signs and ranges of all numbers."""
-    positive = (
-        "number_epochs max_step micro_batch_size gradient_accumulation_steps global_batch_size lr eval_batch_size "
-        "eval_step_interval save_step_interval keep_last keep_every log_step_interval context_length spike_threshold "
-        "spike_window hang_timeout max_hours"
-    ).split()
-    not_negative = (
-        "grad_clip min_lr warmup_steps weight_decay num_workers eval_iters sample_tokens seed max_skipped_steps "
-        "keep_best".split()
-    )
-    flat = arguments.flat()
-    for names, fits, words in ((positive, lambda v: v > 0, "positive"), (not_negative, lambda v: v >= 0, "0 or more")):
-        for name in names:
-            if flat[name] is not None and not fits(flat[name]):
-                raise ValueError(f"--{name} must be {words}, not {flat[name]}.")
-    for name in ("beta1", "beta2"):
-        if not 0 <= flat[name] < 1:
-            raise ValueError(f"--{name} must be at least 0 and less than 1, not {flat[name]}.")
-    if flat["min_lr"] > flat["lr"]:
-        raise ValueError(f"--min_lr {flat['min_lr']} is larger than --lr {flat['lr']}.")
-
-
-def batch_sizes(
-    micro_batch_size: Optional[int],
-    accumulation: Optional[int],
-    global_batch_size: Optional[int],
-    devices: int,
-    num_nodes: int,
-) -> tuple[int, int, int]:
-    """(sequences per micro-batch, micro-batches per step and device, sequences per step).
-
-    What isn't given follows from the rest. Raises ValueError, with all numbers, if they don't divide or disagree.
-    """
-    world_size = devices * num_nodes
-    if global_batch_size is None:
-        micro_batch_size, accumulation = micro_batch_size or 1, accumulation or 1
-        return micro_batch_size, accumulation, micro_batch_size * accumulation * world_size
-    if micro_batch_size is None:
-        micro_batch_size = max(1, global_batch_size // (accumulation * world_size)) if accumulation else 1
-    per_micro_batch = micro_batch_size * world_size
-    spelled = f"--micro_batch_size {micro_batch_size} x {devices} devices x {num_nodes} nodes = {per_micro_batch}"
-    if global_batch_size % per_micro_batch:
-        raise ValueError(f"--global_batch_size {global_batch_size} doesn't divide by {spelled}.")
-    needed = global_batch_size // per_micro_batch
-    if accumulation not in (None, needed):
-        raise ValueError(
-            f"--global_batch_size {global_batch_size} needs --gradient_accumulation_steps {needed}, "
-            f"not {accumulation}: {spelled}."
-        )
-    return micro_batch_size, needed, global_batch_size
-
-
-def check_sizes(arguments: Arguments, dataset: TokenDataset, micro_batch_size: int, global_batch_size: int) -> None:
-    """Batches against the dataset."""
-    rows, folder = len(dataset.train), str(dataset.folder)
-    asked = arguments.data.context_length
-    if asked not in (None, dataset.context_length):
-        raise ValueError(
-            f"--context_length {asked}: the rows of {folder!r} hold {dataset.context_length} tokens; "
-            f"run prepare_data.py again with --context_length {asked}."
-        )
-    if micro_batch_size > rows:
-        raise ValueError(
-            f"--micro_batch_size {micro_batch_size} is larger than the training split of {folder!r}: {rows} sequences."
-        )
-    if global_batch_size > rows:
-        raise ValueError(
-            f"A step takes {global_batch_size} sequences, but the training split of {folder!r} has {rows}."
-        )
 
 
 def check_start(arguments: Arguments, source: Path) -> None:

@@ -6,15 +6,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Optional
 
-from arguments import fail, parse_prepare
-from fabric_llm.faults import BAD_INPUT
+from fabric_llm.ending import in_one_sentence
 
 
 def main(argv: Optional[list[str]] = None) -> None:
-    arguments = parse_prepare(argv)
-    from fabric_llm.prepare import DEFAULT_PATTERNS, prepare, summary
+    with in_one_sentence("prepare_data.py") as ending:
+        from arguments import parse_prepare
 
-    try:
+        arguments = parse_prepare(argv)
+        import mistakes
+
+        ending.left = f"nothing was written to {arguments.output}"
+        mistakes.in_preparation(arguments)
+        from fabric_llm.prepare import DEFAULT_PATTERNS, prepare, summary
+
         manifest = prepare(
             inputs=arguments.input,
             output=Path(arguments.output),
@@ -28,10 +33,9 @@ def main(argv: Optional[list[str]] = None) -> None:
             seed=arguments.seed,
             overwrite=arguments.overwrite,
         )
-    except ValueError as error:
-        fail("prepare_data.py", str(error), getattr(error, "code", BAD_INPUT))
-    print(summary(manifest))
-    print(f"Next: python train.py --model_name NAME_OR_DIR --train_data_dir {arguments.output}", flush=True)
+        ending.left = f"{arguments.output} is complete"
+        print(summary(manifest))
+        print(f"Next: python train.py --model_name NAME_OR_DIR --train_data_dir {arguments.output}", flush=True)
 
 
 if __name__ == "__main__":

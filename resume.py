@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from arguments import Arguments, is_rank_zero
-from fabric_llm import checkpoint, retention, run_directory
+from fabric_llm import retention, run_directory
 from fabric_llm.faults import DONE, NO_CHECKPOINT, Fault
 from fabric_llm.manifest import MANIFEST
-from fabric_llm.optim import lr_at
 
 if TYPE_CHECKING:
     from preflight import Plan
@@ -44,10 +43,12 @@ def choose(arguments: Arguments, directory: Path) -> Optional[Path]:
     flags, given = arguments.checkpoint, _given(arguments)
     if CHOSEN in os.environ:
         return Path(os.environ[CHOSEN]) if os.environ[CHOSEN] else None
+    from fabric_llm import checkpoint
+
     own = retention.latest(directory)
     goes_on = given is not None and _restarted(arguments) and _goes_on_from(directory, given)
-    if given is not None and not goes_on and not (given / MANIFEST).is_file():
-        raise Fault(f"{str(given)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
+    if given is not None and not goes_on:
+        _require_checkpoint(given)
     run_directory.require_writable(directory)
     if directory.is_dir() and is_rank_zero():
         run_directory.lock(directory)
@@ -72,6 +73,27 @@ def choose(arguments: Arguments, directory: Path) -> Optional[Path]:
     return valid
 
 
+def require_given(arguments: Arguments) -> None:
+    """--checkpoint is there, as far as names of files say, where this command can only begin from it. Raises Fault (66)."""
+    given = _given(arguments)
+    if given is not None and not _restarted(arguments) and CHOSEN not in os.environ:
+        _require_checkpoint(given)
+
+
+def _require_checkpoint(given: Path) -> None:
+    if (given / MANIFEST).is_file():
+        return
+    newest = retention.latest(given)
+    instead = f" It is a run: its newest is --checkpoint {newest}." if newest is not None else nearest_step(given)
+    raise Fault(f"{str(given)!r} isn't a checkpoint: it has no {MANIFEST}.{instead}", NO_CHECKPOINT)
+
+
+def nearest_step(given: Path) -> str:
+    """The checkpoints of the run that `given`, which isn't there, would belong to, as the end of a sentence."""
+    names = [] if given.is_dir() else [path.name for path in retention.checkpoints(given.parent)]
+    return f" {str(given.parent)!r} has {', '.join(names[-5:])}." if names else ""
+
+
 def _given(arguments: Arguments) -> Optional[Path]:
     return None if arguments.checkpoint.checkpoint is None else Path(arguments.checkpoint.checkpoint)
 
@@ -84,6 +106,8 @@ def _restarted(arguments: Arguments) -> bool:
 
 def _goes_on_from(directory: Path, given: Path) -> bool:
     """True if the run in `directory` has gone back to, or branched off, `given` already, and saved since."""
+    from fabric_llm import checkpoint
+
     for path in reversed(retention.checkpoints(directory)):
         with suppress(Fault):  # damaged: the one before it says it
             begun = checkpoint.read_progress(path).get("rolled_back_to") == given.name
@@ -232,6 +256,8 @@ def _curves(plan: Plan, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def schedule_lr(step: int, schedule: dict[str, Any]) -> float:
     """Learning rate of the step after `step` finished ones, from flags of a run; max_step: its last step."""
+    from fabric_llm.optim import lr_at
+
     return lr_at(
         step,
         max_step=schedule["max_step"],

@@ -14,7 +14,7 @@ from lightning.fabric import Fabric
 from arguments import Arguments
 from fabric_llm import metrics, run_directory
 from fabric_llm.failpoints import failpoint
-from fabric_llm.faults import DONE, OUT_OF_MEMORY, PEER_LOST, STOPPED, UNEXPECTED, Fault, as_fault
+from fabric_llm.faults import DONE, OUT_OF_MEMORY, PEER_LOST, STOPPED, UNEXPECTED, Fault, as_fault, tell_torchrun
 from fabric_llm.launch import Children, for_launcher, kill_parent
 from fabric_llm.watch import SECONDS_TO_END, Watch
 from preflight import Plan
@@ -84,11 +84,14 @@ def supervise(
     children.end(60)
     run_directory.unlock(directory)
     if stopped:
+        tell_torchrun("stopped on request")
         raise SystemExit(for_launcher(STOPPED))
 
 
 def _tell(rank: int, first: Fault, own: Fault) -> None:
-    """One sentence: from rank 0, and from a rank whose own error nobody else has seen."""
+    """One sentence: from rank 0, and from a rank whose own error nobody else has seen; to torchrun from each."""
+    stack = traceback.format_exc() if own.code == UNEXPECTED else ""
+    tell_torchrun(stack + str(own if stack else first))
     if rank == 0:
         print(f"train.py: error: {first}", file=sys.stderr, flush=True)
     elif own.code in (UNEXPECTED, OUT_OF_MEMORY) or first.code == PEER_LOST:

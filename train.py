@@ -8,9 +8,9 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Optional
 
-from arguments import Arguments, is_rank_zero, parse_train
+from arguments import Arguments, fail, is_rank_zero, parse_train
 from fabric_llm.console import outlast_readers
-from fabric_llm.faults import UNEXPECTED, as_fault
+from fabric_llm.faults import UNEXPECTED, as_fault, code_of, tell_torchrun
 from fabric_llm.launch import (
     adopt_slurm,
     die_with_parent,
@@ -37,6 +37,13 @@ def main(argv: Optional[list[str]] = None) -> None:
     adopt_slurm()
     forget_other_ranks()
     arguments = parse_train(argv)
+    import mistakes
+
+    try:
+        mistakes.in_training(arguments)
+    except ValueError as error:
+        signals.restore()
+        fail("train.py", str(error), code_of(error))
     if arguments.demo and is_rank_zero():
         print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)
     if (warning := warning_of_torchrun()) and is_rank_zero():
@@ -53,7 +60,9 @@ def main(argv: Optional[list[str]] = None) -> None:
         fault = as_fault(error)
         run_directory.leave(fault)
         if fault.code == UNEXPECTED:
+            tell_torchrun(traceback.format_exc())
             raise
+        tell_torchrun(str(fault))
         print(f"train.py: {fault}", file=sys.stderr)
         raise SystemExit(for_launcher(fault.code)) from None
     finally:

@@ -52,6 +52,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
+from fabric_llm import check as checks
 from fabric_llm import manifest
 from fabric_llm.failpoints import failpoint
 from fabric_llm.faults import (
@@ -72,7 +73,6 @@ from fabric_llm.strategy import reshard
 PREFIX = "causal_lm."  # of parameter names in model.LanguageModel
 MOST_COUNTED = 2**53  # steps, sequences, tokens: far beyond any run
 MANY_ELEMENTS = 2**24  # of all ranks together
-ROOM_BYTES = 16 * 2**20  # for tokenizer, configuration, probe and manifest
 
 
 @dataclass(frozen=True)
@@ -333,14 +333,7 @@ def publish(temporary: Path, target: Path, document: dict[str, Any]) -> None:
 
 def require_room(folder: Path, needed_bytes: int, what: str) -> None:
     """Raises Fault (74) unless the disk that holds `folder` has `needed_bytes` and a little more."""
-    needed, free = int(needed_bytes * 1.01) + ROOM_BYTES, shutil.disk_usage(folder).free
-    if free < needed:
-        raise Fault(
-            f"{what} needs {needed / 2**30:,.2f} GiB, but {str(folder)!r} has {free / 2**30:,.2f} GiB free: "
-            "make room, or keep fewer checkpoints (--keep_last).",
-            SAVE_FAILED,
-            retryable=False,
-        )
+    checks.room(folder, needed_bytes, what, "make room, or keep fewer checkpoints (--keep_last)")
 
 
 def versions() -> dict[str, str]:

@@ -7,8 +7,6 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from tqdm import tqdm
-
 SECONDS_FOR_A_READER = 5.0
 SAFE_CHARACTERS = 1000  # a pipe that takes anything takes 4096 bytes
 
@@ -63,6 +61,8 @@ class Console:
     """A progress bar where there is a terminal, and lines that don't break it."""
 
     def __init__(self, total_steps: int, done_steps: int) -> None:
+        from tqdm import tqdm
+
         off = not sys.stderr.isatty()
         self.bar = tqdm(total=total_steps, initial=done_steps, unit="step", disable=off, leave=False)
 

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
+from fabric_llm import check
 from fabric_llm import manifest as files
 from fabric_llm.failpoints import failpoint
 from fabric_llm.faults import BAD_INPUT, Fault
@@ -68,12 +69,7 @@ def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
     taken at the word of its manifest; any other is read through once.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"No dataset at {str(folder)!r}. Make one with prepare_data.py --input ... --output {folder}.")
-    if (folder / "state.json").is_file():
-        raise ValueError(f"{str(folder)!r} holds one split without a name; it needs 'train' and 'validation'.")
-    if not (folder / "dataset_dict.json").is_file():
-        raise ValueError(f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json (see data/README.md).")
+    check.dataset(folder)
     names = split_names(folder)
     validation_name = next((name for name in VALIDATION_NAMES if name in names), "validation")
     manifest_file = folder / "manifest.json"

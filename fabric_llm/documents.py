@@ -1,6 +1,5 @@
 """Files, folders, dataset folders and hub names -> documents, one after the other."""
 
-import fnmatch
 import gzip
 import json
 import os
@@ -15,10 +14,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fabric_llm import hub
+from fabric_llm.check import files_of, hub_dataset, is_dataset_folder
 from fabric_llm.data import has_rows, split_names
 from fabric_llm.faults import REFUSED, Fault
 
-DEFAULT_PATTERNS = ["*.txt", "*.txt.gz", "*.md", "*.rst", "*.jsonl", "*.jsonl.gz", "*.parquet"]
 PARQUET_ROWS = 1024  # read at once
 
 # A document: where it comes from (for messages), and its text; None if not valid UTF-8.
@@ -56,11 +56,11 @@ def find_sources(
             found = [Source(given, None, _hub_reader(given))]
         elif os.path.isfile(given):
             found = [_file_source(given)]
-        elif _is_dataset_folder(given):
+        elif is_dataset_folder(given):
             size = sum(file.stat().st_size for file in Path(given).rglob("*.arrow"))
             found = [Source(given, size, _read_dataset_folder)]
         else:
-            found = [_file_source(path) for path in _walk(given, pattern, exclude, output)]
+            found = [_file_source(path) for path in files_of(given, pattern, exclude, output)]
             if not found:
                 raise ValueError(f"no file in {given} matches {' '.join(pattern)}: choose others with --pattern")
         for source in found:
@@ -82,30 +82,6 @@ def _file_source(path: str) -> Source:
     else:
         read = _read_parquet if name.endswith(".parquet") else _read_text
     return Source(path, os.path.getsize(path), read)
-
-
-def _walk(folder: str, pattern: Sequence[str], exclude: Sequence[str], output: Path) -> list[str]:
-    found = []
-    for root, directories, names in os.walk(folder, onerror=_refuse):
-        directories[:] = sorted(
-            name
-            for name in directories
-            if name not in exclude and os.path.realpath(os.path.join(root, name)) != str(output)
-        )
-        for name in sorted(names):
-            path = os.path.join(root, name)
-            if any(fnmatch.fnmatchcase(name.lower(), one.lower()) for one in pattern) and os.path.isfile(path):
-                found.append(path)
-    return found
-
-
-def _refuse(error: OSError) -> None:
-    # Without this os.walk passes over what it cannot list.
-    raise ValueError(f"folder {error.filename} cannot be read: {error.strerror}") from error
-
-
-def _is_dataset_folder(folder: str) -> bool:
-    return any(os.path.isfile(os.path.join(folder, name)) for name in ("dataset_dict.json", "state.json"))
 
 
 def read_documents(sources: Iterable[Source], text_field: str) -> Iterator[Document]:
@@ -208,17 +184,12 @@ def _read_dataset_folder(path: str, text_field: str) -> Iterator[Document]:
 
 def _hub_reader(name: str) -> Callable[[str, str], Iterator[Document]]:
     """Open the hub dataset `name` or `name:config`; a reader that streams it."""
-    nowhere = f"input {name} is neither a file or folder here nor a dataset that can be read from the hub"
-    # What cannot be a hub name is a slip in a path, to be told of without asking the network.
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^/:]+)?", name) or name.startswith("."):
-        raise ValueError(nowhere)
-    if any(fnmatch.fnmatchcase(name.lower(), one) for one in DEFAULT_PATTERNS):
-        raise ValueError(nowhere)
+    nowhere = hub_dataset(name)
     repository, _, config = name.partition(":")
     try:
         loaded = datasets.load_dataset(repository, config or None, streaming=True)
     except Exception as error:  # the hub, its client and its formats raise some twenty kinds
-        raise ValueError(f"{nowhere}: {one_line(error)}") from error
+        raise ValueError(f"{nowhere}: {hub.answer(repository, error, 'dataset') or one_line(error)}") from error
     return lambda _, text_field: _read_rows(name, loaded, text_field)
 
 

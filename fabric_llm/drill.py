@@ -26,6 +26,7 @@ import torch
 from safetensors import safe_open
 
 from fabric_llm import failpoints, manifest, retention, run_directory
+from fabric_llm.check import find_launcher
 from fabric_llm.faults import DONE, NO_CHECKPOINT, Fault
 from fabric_llm.inspect_run import say
 from fabric_llm.launch import PARENT
@@ -124,16 +125,6 @@ def workplace(parent: Optional[str], keep: bool) -> Iterator[Path]:
 
 
 # ------------------------------------------------------------------------------- a run
-
-
-def find_launcher(launcher: str) -> list[str]:
-    """Its words; a program without a folder may lie beside Python, where the environment isn't activated."""
-    words = shlex.split(launcher)
-    beside = Path(sys.executable).parent / words[0] if words else Path()
-    found = shutil.which(words[0]) or shutil.which(str(beside)) if words else None
-    if found is None:
-        raise Fault(f"--launcher {launcher!r}: there is no such program.")
-    return [found, *words[1:]]
 
 
 def run_training(command: list[str], environment: dict[str, str], log: Path, patient: bool) -> tuple[int, str]:

@@ -12,7 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fabric_llm import checkpoint, retention
+from fabric_llm import check, checkpoint, retention
+from fabric_llm.check import checkpoint_at as find  # noqa: F401
+from fabric_llm.ending import on_disk, uninterrupted
 from fabric_llm.faults import NO_CHECKPOINT, Fault
 from fabric_llm.model import (
     DTYPES,
@@ -46,19 +48,6 @@ class Proof:
     same_next_token: float  # part of the probe's positions with the same most likely next token
 
 
-def find(path: str | Path) -> Path:
-    """The checkpoint at `path`, or the latest of the run at `path`. Raises ValueError where there is none."""
-    path = Path(path)
-    if not path.is_dir():
-        raise ValueError(f"No checkpoint at {str(path)!r}.")
-    found = path if (path / checkpoint.MANIFEST).is_file() else retention.latest(path)
-    if found is None:
-        raise ValueError(
-            f"{str(path)!r} is neither a checkpoint nor a run with one: no {checkpoint.MANIFEST}, no step-N."
-        )
-    return found
-
-
 def export(
     source: Path, output: Path, *, dtype: str = "auto", max_shard_size: str = "5GB", overwrite: bool = False
 ) -> Proof:
@@ -67,7 +56,7 @@ def export(
     Raises ValueError for a damaged checkpoint or an existing `output`, VerificationError if what was written isn't the
     model that was trained; then nothing is left behind, and a former `output` stays as it was.
     """
-    _check_output(output, overwrite)
+    check.exported_output(output, overwrite)
     try:
         precision = checkpoint.check(source, hashes=True)["fixed"]["precision"]
         trained_dtype = DTYPES[precision]
@@ -78,26 +67,22 @@ def export(
     wanted = trained_dtype if dtype == "auto" else getattr(torch, dtype)  # but for what transformers keeps float32
     model = load_reference(str(source), config, wanted, seed=0, state_dict=weights)
     temporary = output.with_name(f".tmp-{output.name}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    check.room(output.parent, needed, "The export", "make room, or take an --output on another disk")
     if os.path.lexists(temporary):  # of an export that was killed; or a link, which must not be written through
         retention.remove(temporary)
     try:
-        _write(temporary, source, model, max_shard_size)
+        with on_disk(output, temporary, f"the weights need {needed / 2**30:,.2f} GiB"):
+            _write(temporary, source, model, max_shard_size)
         proof = verify(temporary, model, checkpoint.read_probe(source), precision)
-        if output.exists():
-            shutil.rmtree(output)
-        temporary.rename(output)
+        with uninterrupted():
+            if output.exists():
+                shutil.rmtree(output)
+            temporary.rename(output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return proof
-
-
-def _check_output(output: Path, overwrite: bool) -> None:
-    if not output.exists():
-        return
-    if not overwrite:
-        raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
-    if not (output / "config.json").is_file() or (output / checkpoint.MANIFEST).exists():  # such as the run itself
-        raise ValueError(f"{str(output)!r} isn't an exported model, so it is not overwritten; take another --output.")
 
 
 def _write(folder: Path, source: Path, model: PreTrainedModel, max_shard_size: str) -> None:

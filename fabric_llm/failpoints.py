@@ -4,7 +4,7 @@
     FABRIC_LLM_FAILPOINT=forward:rank=1:count=5:do=hang   what rank 1 does the fifth time it gets there
 
 `do`: kill, stop (SIGSTOP: frozen, with its connections open), hang (sleep for ever), enospc (raise OSError, disk full),
-raise (RuntimeError), oom (ask for more memory than there is), term (SIGTERM to itself), exit (os._exit(1)).
+raise (RuntimeError), oom (ask for more memory than there is), term, int (SIGTERM or SIGINT to itself), exit (os._exit(1)).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ NAMES = (
     *("between_steps", "evaluate", "finish"),
     *("save.begin", "save.parts", "save.rest", "save.hash"),
     *("publish.begin", "publish.manifest", "publish.before_rename", "publish.renamed", "publish.done"),
+    *("prepare.documents", "prepare.rows", "prepare.publish"),
     *("prune.begin", "prune.renamed", "prune.done", "resume.moved_aside", "metrics.replace"),
 )
 
@@ -54,6 +55,8 @@ def _do(action: str, name: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif action == "term":
         os.kill(os.getpid(), signal.SIGTERM)
+    elif action == "int":
+        os.kill(os.getpid(), signal.SIGINT)
     elif action == "exit":
         os._exit(1)
     elif action == "hang":

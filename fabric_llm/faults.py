@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
+import sys
+import time
+from contextlib import suppress
 from typing import Optional
 
 DONE = 0
@@ -38,6 +43,7 @@ _PEER_WORDS = (
     *("Timed out waiting", "wait timeout after", "failed to recv, got 0 bytes", "recvValue failed"),
 )
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ESTALE, errno.EROFS)
+_DISK_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")  # of tokenizers, say: without errno
 _MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
 
 
@@ -48,6 +54,11 @@ class Fault(ValueError):
         super().__init__(sentence)
         self.code = code
         self.retryable = code in RETRYABLE if retryable is None else retryable
+
+
+def code_of(error: ValueError) -> int:
+    """The exit code of what is wrong with the input: that of a Fault, 2 of another."""
+    return error.code if isinstance(error, Fault) else BAD_INPUT
 
 
 def as_fault(error: BaseException) -> Fault:
@@ -65,7 +76,22 @@ def as_fault(error: BaseException) -> Fault:
         return Fault(f"{words[:300]}: start the container with more shared memory (docker run --shm-size 8g).")
     if _is_lost_peer(error, words):
         return Fault(words, PEER_LOST)
+    if any(word in words for word in _DISK_WORDS):
+        return Fault(words, SAVE_FAILED)
     return Fault(f"{type(error).__name__}: {words}", UNEXPECTED)
+
+
+def tell_torchrun(sentence: str) -> None:
+    """Write why this rank ends where torchrun looks for it, for its own summary; without torchrun nothing is written.
+
+    The form is that of torch.distributed.elastic.multiprocessing.errors, which shows `py_callstack`.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+    with suppress(OSError), open(path, "w") as file:
+        json.dump({"message": {"message": sentence, "extraInfo": extra}}, file)
 
 
 def _is_out_of_memory(error: BaseException, words: str) -> bool:
@@ -73,8 +99,7 @@ def _is_out_of_memory(error: BaseException, words: str) -> bool:
 
 
 def _is_lost_peer(error: BaseException, words: str) -> bool:
-    import torch
-
-    return isinstance(error, torch.distributed.DistError) or (
+    torch = sys.modules.get("torch")  # where nobody has imported it, nobody has raised its errors
+    return (torch is not None and isinstance(error, torch.distributed.DistError)) or (
         isinstance(error, RuntimeError) and any(word in words for word in _PEER_WORDS)
     )

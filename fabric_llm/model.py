@@ -29,12 +29,13 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar  # noqa: F401
 
+from fabric_llm import check, hub
+from fabric_llm.check import WEIGHT_FILES
 from fabric_llm.data import IGNORED
 from fabric_llm.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault
-from fabric_llm.manifest import MANIFEST, check_name, weight_map
+from fabric_llm.manifest import MANIFEST, check_name
 
 MOST_LAYERS, MOST_PARAMETERS = 4096, 10**14  # more is no model but a trap: building it would take for ever
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 DTYPES = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.float32, "16-mixed": torch.float32, "32-true": torch.float32}
 
 
@@ -43,11 +44,8 @@ def load_config(model_name: str, attention: Optional[str] = None) -> PretrainedC
 
     Raises ValueError where there is none or it isn't a causal LM's.
     """
+    check.model(model_name)
     folder = Path(model_name)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(f"{model_name!r} isn't a model directory: it has no config.json.")
-    if folder.is_dir():
-        _refuse_code(folder)
     try:
         config = AutoConfig.from_pretrained(model_name, trust_remote_code=False, attn_implementation=attention)
         # A config.json can name kernels on the hub, which are code, and these names win over the argument above.
@@ -61,7 +59,7 @@ def load_config(model_name: str, attention: Optional[str] = None) -> PretrainedC
             raise ValueError(f"The configuration of {model_name!r} sets {name!r}, which is a method.")
     vars(config).pop("auto_map", None)  # where code is that isn't used: not to be passed on by what is saved
     if (weights := getattr(config, "transformers_weights", None)) is not None:
-        _check_weights_name(weights, folder / "config.json")
+        check.weights_name(weights, folder / "config.json")
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{model_name!r} is a {config.model_type!r} model, which isn't a causal language model.")
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
@@ -70,32 +68,6 @@ def load_config(model_name: str, attention: Optional[str] = None) -> PretrainedC
             f"The configuration of {model_name!r} declares {layers} layers; at most {MOST_LAYERS} are read."
         )
     return config
-
-
-def _refuse_code(folder: Path) -> None:
-    """Raises Fault for weights that are pickled or an index that names files elsewhere (77), and for an adapter (2)."""
-    if (folder / "adapter_config.json").is_file():  # names a base model, which peft would fetch
-        raise ValueError(f"{str(folder)!r} holds an adapter: merge it into its model first.")
-    pickled = sorted(
-        path.name for path in folder.iterdir() if path.name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))
-    )
-    if pickled and not any((folder / name).is_file() for name in WEIGHT_FILES):
-        raise Fault(
-            f"{str(folder / pickled[0])!r} is a pickle, which can run code when opened, and there are no safetensors "
-            "beside it: refused.",
-            REFUSED,
-        )
-    for index in folder.glob("*.index.json"):
-        for name in sorted(set(weight_map(index).values())):
-            if index.name in WEIGHT_FILES:
-                _check_weights_name(name, index)
-
-
-def _check_weights_name(name: Any, where: Path) -> None:
-    """Raises Fault (77) unless `name`, read from the file `where`, is a safetensors file, or their index, beside it."""
-    check_name(str(name), where)
-    if not str(name).endswith((".safetensors", ".safetensors.index.json")):
-        raise Fault(f"{str(where)!r} names the weights {name!r}, which aren't safetensors: refused.", REFUSED)
 
 
 def _unreadable(what: str, model_name: str, error: Exception) -> Fault:
@@ -112,7 +84,12 @@ def _not_a_model(model_name: str, error: Exception) -> str:
     said = " ".join(str(error).split())
     if Path(model_name).exists():
         return f"The configuration of {model_name!r} can't be read: {said[:300].rstrip('.')}."
-    return f"No model {model_name!r}: neither a directory here nor a name that the Hugging Face hub gives now."
+    if said.startswith("Unrecognized model in"):
+        said = (
+            "on the Hub it has no config.json of a model that transformers knows; it may be an adapter, or GGUF files"
+        )
+    said = hub.answer(model_name, error) or said[:300].rstrip(".")
+    return f"No model {model_name!r}: {said}."
 
 
 def load_tokenizer(model_name: str) -> Optional[Any]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-
 NEIGHBOURS = 8  # weights that are sampled side by side
 
 

@@ -6,9 +6,9 @@ memory is one batch of documents, so a corpus may be larger than the machine's m
 """
 
 import contextlib
+import errno
 import hashlib
 import json
-import os
 import platform
 import secrets
 import shutil
@@ -26,10 +26,15 @@ import transformers
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from fabric_llm.documents import DEFAULT_PATTERNS, Document, find_sources, read_documents
+from fabric_llm import check
+from fabric_llm.check import DEFAULT_PATTERNS
+from fabric_llm.documents import Document, find_sources, read_documents
+from fabric_llm.ending import on_disk, uninterrupted
+from fabric_llm.failpoints import failpoint
+from fabric_llm.faults import SAVE_FAILED, UNWRITABLE, Fault
 from fabric_llm.manifest import describe, files_in
 from fabric_llm.manifest import encode as encode_manifest
-from fabric_llm.tokenizer import END_OF_TEXT, encoder, load_tokenizer, train_byte_level_bpe
+from fabric_llm.tokenizer import encoder, load_tokenizer, train_byte_level_bpe
 
 MANIFEST_FORMAT = 1
 MAX_LISTED_FILES = 10_000
@@ -95,9 +100,9 @@ def prepare(
     Raises:
         ValueError: for everything a user can put right; the sentence says how.
     """
-    _check_arguments(inputs, tokenizer, train_tokenizer, context_length, validation_fraction, pattern)
+    check.preparation(inputs, tokenizer, train_tokenizer, context_length, validation_fraction, pattern)
     target = Path(output).resolve()  # a link to a larger disk stays a link
-    _check_output(target, overwrite)
+    check.prepared_output(target, overwrite)
     sources = find_sources(inputs, pattern=pattern, exclude=exclude, output=target)
     if len(sources) == 1 and sources[0].is_one_document:
         raise ValueError(
@@ -109,7 +114,7 @@ def prepare(
 
     skipped = {"empty": 0, "not_utf8": 0, "not_utf8_files": []}
     folder = _temporary_folder(target)
-    try:
+    with _temporary(folder), on_disk(target, folder, "preparing needs 8 bytes a token, of which 4 stay"):
         if hf_tokenizer is None:
             texts = (text for _, text in read_documents(sources, text_field) if text)
             bar = tqdm(texts, "training the tokenizer", unit=" documents", disable=None if progress else True)
@@ -135,6 +140,9 @@ def prepare(
             )
 
         splits = {"train": train, "validation": validation}
+        rows = sum(split.tokens // context_length for split in splits.values())
+        check.room(folder, 4 * rows * context_length, "The dataset", "make room, or take an --output on another disk")
+        failpoint("prepare.rows")
         saved = _save_rows(splits, folder, context_length, progress)
         manifest = {
             "format": MANIFEST_FORMAT,
@@ -167,9 +175,8 @@ def prepare(
         manifest["written"] = describe(folder, files_in(folder))
         content = encode_manifest(manifest)
         (folder / "manifest.json").write_bytes(content)
-        _publish(folder, target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # gone already where it was published
+        with uninterrupted():
+            _publish(folder, target)
     return json.loads(content)
 
 
@@ -188,44 +195,6 @@ def summary(manifest: dict) -> str:
     lines.append(f"tokenizer  {manifest['tokenizer']}, {manifest['vocab_size']:,} tokens")
     lines.append(f"written to {manifest['output']}")
     return "\n".join(lines)
-
-
-# --- arguments -----------------------------------------------------------------------
-
-
-def _check_arguments(inputs, tokenizer, train_tokenizer, context_length, validation_fraction, pattern) -> None:
-    if not inputs:
-        raise ValueError("no input: name at least one file, folder or hub dataset with --input")
-    if not pattern:
-        raise ValueError("no pattern: with none, no file of a folder would be read")
-    if (tokenizer is None) == (train_tokenizer is None):
-        raise ValueError(
-            f"give exactly one of --tokenizer (got {tokenizer}) and --train_tokenizer (got {train_tokenizer})"
-        )
-    # 256 bytes and the end-of-text token come before anything is learned.
-    if train_tokenizer is not None and train_tokenizer < 257:
-        raise ValueError(f"train_tokenizer must be at least 257 (every byte and {END_OF_TEXT}), got {train_tokenizer}")
-    if context_length < 2:
-        raise ValueError(f"context_length must be at least 2 tokens, got {context_length}")
-    if not 0 < validation_fraction < 1:
-        raise ValueError(f"validation_fraction must lie between 0 and 1, both excluded, got {validation_fraction}")
-
-
-def _check_output(output: Path, overwrite: bool) -> None:
-    if not os.path.exists(output):  # False as well where one may not look, which is told of later
-        return
-    if not output.is_dir():
-        raise ValueError(f"output {output} is a file: name a folder")
-    # Found out now, and not when the finished dataset is renamed to it.
-    if os.path.ismount(output):
-        raise ValueError(f"output {output} is a mount point, which cannot be replaced: name a folder inside it")
-    if not any(output.iterdir()):
-        return
-    if not overwrite:
-        raise ValueError(f"output {output} exists and is not empty: pass --overwrite to replace it, or name another")
-    # A slip such as `--output ~ --overwrite` must not cost anyone their files.
-    if not (output / "manifest.json").is_file() or not (output / "dataset_dict.json").is_file():
-        raise ValueError(f"output {output} holds no prepared dataset, so it is not overwritten: remove it yourself")
 
 
 def _readable(documents: Iterable[Document], skipped: dict) -> Iterator[tuple[str, str]]:
@@ -277,6 +246,7 @@ def _split_documents(
         for index, ids in enumerate(encoded):
             number = document_hash(seed, index)
             split, file = (validation, validation_file) if number < validation_fraction else (train, train_file)
+            failpoint("prepare.documents")
             file.write(ids.data)
             split.add(ids, abs(number - validation_fraction))
     # Few documents can all fall to one side: then the nearest to the other goes there.
@@ -384,11 +354,21 @@ def _temporary_folder(output: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     except OSError as error:
-        raise ValueError(f"output {output} cannot be written: {error}") from error
+        code = SAVE_FAILED if error.errno in (errno.ENOSPC, errno.EDQUOT) else UNWRITABLE
+        raise Fault(f"output {output} cannot be written: {error.strerror}.", code) from error
     for other in folder.parent.iterdir():
         if other.name.startswith(prefix) and other != folder:
             other.unlink() if other.is_symlink() else shutil.rmtree(other)
     return folder
+
+
+@contextlib.contextmanager
+def _temporary(folder: Path) -> Iterator[None]:
+    """The folder is gone at the end, however that comes, unless it was renamed."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _publish(folder: Path, output: Path) -> None:
@@ -396,6 +376,7 @@ def _publish(folder: Path, output: Path) -> None:
     old = folder.with_name(folder.name + "-old")
     if output.exists():
         output.rename(old)
+    failpoint("prepare.publish")
     folder.rename(output)
     if old.exists():
         shutil.rmtree(old)

@@ -15,7 +15,6 @@ import shutil
 from pathlib import Path
 from typing import Optional
 
-from fabric_llm import checkpoint
 from fabric_llm.failpoints import failpoint
 from fabric_llm.faults import NO_CHECKPOINT, Fault
 from fabric_llm.manifest import MANIFEST, fsync
@@ -47,6 +46,8 @@ def newest_valid(run_directory: Path, hashes: bool) -> tuple[Optional[Path], lis
 
     A checkpoint that is refused for security isn't passed over: that is raised.
     """
+    from fabric_llm import checkpoint  # and with it torch: what names alone tell needs none
+
     problems = []
     for path in reversed(step_directories(run_directory)):
         try:
@@ -132,6 +133,8 @@ def prune(
 
 
 def _eval_loss(path: Path) -> float:
+    from fabric_llm import checkpoint
+
     try:
         loss = checkpoint.read_progress(path).get("eval_loss")
     except Fault:  # damaged, so never the best

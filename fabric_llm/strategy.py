@@ -11,13 +11,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import warnings
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Callable, Optional, Union
 
@@ -30,19 +28,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fabric_llm import check
+from fabric_llm.check import Sharding
+
 LAYER_LISTS = (nn.ModuleList, nn.ModuleDict)  # no forward of their own: never wrapped
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How a model is wrapped. Field meanings: docs/fsdp.md."""
-
-    auto_wrap_policy: str = "auto"
-    sharding_strategy: str = "FULL_SHARD"
-    limit_all_gathers: bool = True
-    cpu_offload: bool = False
-    backward_prefetch: str = "BACKWARD_PRE"
-    reduce_dtype: str = "float32"
 
 
 def resolve_devices(devices: Union[int, str], num_nodes: int, accelerator: str) -> tuple[int, int, str]:
@@ -62,25 +51,10 @@ def resolve_devices(devices: Union[int, str], num_nodes: int, accelerator: str) 
 
 
 def resolve_strategy(name: str, world_size: int, tpu: bool, precision: str, kind: str, sharding: Sharding) -> str:
-    """The strategy's name for `auto`, checked against the rest. Raises ValueError where they don't go together."""
-    if tpu:
-        if importlib.util.find_spec("torch_xla") is None:
-            raise ValueError("--tpu true needs the package torch_xla, which isn't installed on this machine.")
-        return "xla"
-    if name == "auto":
-        name = "fsdp" if world_size > 1 else "single"
-    elif name == "ddp" and world_size == 1:
-        name = "single"
-    if precision == "16-mixed" and kind == "cpu":
-        raise ValueError("--precision 16-mixed needs a GPU; on a CPU take bf16-mixed or 32-true.")
+    """`check.strategy`, and whether this GPU can do it. Raises ValueError where they don't go together."""
+    name = check.strategy(name, world_size, tpu, precision, kind, sharding)
     if kind == "cuda" and "bf16" in precision and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(f"--precision {precision}: this GPU has no bfloat16; take 16-mixed or 32-true.")
-    if name == "fsdp2" and precision == "16-mixed":
-        raise ValueError("--precision 16-mixed doesn't go with --strategy fsdp2; take bf16-mixed, or --strategy fsdp.")
-    if name == "fsdp2" and sharding.sharding_strategy == "NO_SHARD":
-        raise ValueError("--sharding_strategy NO_SHARD doesn't go with --strategy fsdp2; --strategy ddp is the same.")
-    if sharding.cpu_offload and name not in ("fsdp", "fsdp2"):
-        raise ValueError(f"--cpu_offload true needs --strategy fsdp or fsdp2; here it is {name}.")
     return name
 
 
@@ -177,8 +151,8 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
     """
     if policy == "none":
         return []
-    if policy.startswith("size:"):
-        return _at_least(model, _parameter_count(policy))
+    if (smallest := check.wrap_size(policy)) is not None:
+        return _at_least(model, smallest)
     names = _layer_class_names(model) if policy == "auto" else {name.strip() for name in policy.split(",")}
     present = {type(module).__name__ for module in model.modules()}
     if missing := sorted(names - present):
@@ -187,16 +161,6 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
             f"it has {', '.join(sorted(_layer_class_names(model)))}."
         )
     return [module for module in _children_first(model) if type(module).__name__ in names]
-
-
-def _parameter_count(policy: str) -> int:
-    try:
-        count = int(float(policy.removeprefix("size:")))
-    except (ValueError, OverflowError):
-        count = 0
-    if count < 1:
-        raise ValueError(f"--auto_wrap_policy {policy}: after 'size:' comes a number of parameters, such as size:1e8.")
-    return count
 
 
 def _layer_class_names(model: nn.Module) -> set[str]:

@@ -1,11 +1,13 @@
 """A tokenizer: found or trained, and documents -> token ids."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from fabric_llm import hub
 from fabric_llm.documents import one_line
 from fabric_llm.faults import REFUSED, Fault
 
@@ -28,8 +30,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # the hub, its client and each tokenizer class raise their own
         if "custom code" in str(error):
             raise Fault(f"tokenizer {name} needs Python code of its own, which is never run.", REFUSED) from error
+        said = None if os.path.exists(name) else hub.answer(name, error, "tokenizer")
         raise ValueError(
-            f"tokenizer {name} is neither a folder here nor one that can be read from the hub: {one_line(error)}"
+            f"tokenizer {name} is neither a folder here nor one that can be read from the hub: {said or one_line(error)}"
         ) from error
     if not tokenizer.is_fast:
         raise ValueError(f"tokenizer {name} has no fast version (tokenizer.json), which preparing data needs")

@@ -24,7 +24,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
-from fabric_llm import manifest
+from fabric_llm import check, manifest
 from fabric_llm.faults import BAD_INPUT, DONE, REFUSED, STOPPED, Fault
 
 if TYPE_CHECKING:  # without torch, which takes seconds to import, --help and bad arguments are answered at once
@@ -114,14 +114,16 @@ def stop(number: int, frame: Any) -> NoReturn:
 
 def drilled(given: argparse.Namespace) -> dict[str, Any]:
     """The certificate of --drill, but for versions and date."""
-    from fabric_llm.drill import drill, workplace
-
     flags = given.train_flags
     if given.run is not None:
         arguments = Path(given.run) / "arguments.yaml"
         if not arguments.is_file():
-            raise Fault(f"No run at {given.run!r}: it has no {arguments.name}.")
+            raise Fault(f"No run at {given.run!r}: it has no {arguments.name}.{check.nearest_of(Path(given.run))}")
         flags = ["--config", str(arguments), *flags]
+    if given.launcher:
+        check.find_launcher(given.launcher)
+    from fabric_llm.drill import drill, workplace
+
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     with workplace(given.output_dir, given.keep) as folder:
         return drill(flags, folder, steps=given.steps, seed=seed, launcher=given.launcher)
@@ -129,6 +131,7 @@ def drilled(given: argparse.Namespace) -> dict[str, Any]:
 
 def verified(given: argparse.Namespace) -> dict[str, Any]:
     """The certificate of a run, but for versions and date."""
+    require_run(Path(given.run))
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -164,14 +167,19 @@ def show(document: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------- checks of a run, in their order
 
 
+def require_run(run: Path) -> None:
+    """Raises Fault (2) where there is no run."""
+    if not run.is_dir():
+        raise Fault(f"No run at {str(run)!r}.{check.nearest_of(run)}")
+    if (run / manifest.MANIFEST).is_file():
+        raise Fault(f"{str(run)!r} is a checkpoint; what is verified is its run, {str(run.parent)!r}.")
+
+
 def verify_run(run: Path, exports: bool) -> Report:
     """Everything there is to check about the run directory `run`. Raises Fault (2) where there is none."""
     from fabric_llm import inspect_run, retention, run_directory
 
-    if not run.is_dir():
-        raise Fault(f"No run at {str(run)!r}.")
-    if (run / manifest.MANIFEST).is_file():
-        raise Fault(f"{str(run)!r} is a checkpoint; what is verified is its run, {str(run.parent)!r}.")
+    require_run(run)
     report = inspect_run.Report(str(run))
     status = run_directory.read_status(run)  # first: a run that is going on saves more
     documents: dict[int, dict[str, Any]] = {}  # step -> what `verify_checkpoint` returns

@@ -1,7 +1,9 @@
 """export_hf.py: what it writes is the trained model, or it says why not and leaves nothing."""
 
 import json
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -237,7 +239,7 @@ def test_bad_sizes_and_outputs(runs, tmp_path, run_export, capsys):
     assert code == 2 and "many" in error and parts(tmp_path) == []
     with pytest.raises(SystemExit) as exit:
         export_hf.main([str(runs / "full"), "--output", "/dev/null/hf"])
-    assert exit.value.code == 2 and "/dev/null/hf" in capsys.readouterr().err.splitlines()[-1]
+    assert exit.value.code == 73 and "/dev/null/hf" in capsys.readouterr().err.splitlines()[-1]
 
 
 # ------------------------------------------------------------------------------- damage
@@ -353,7 +355,7 @@ def test_a_failed_overwrite_leaves_the_former_export(runs, tmp_path, run_export,
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", disk_full)
     code, _, error = run_export(runs / "full", "--overwrite", "true")
-    assert code != 0 and "No space left" in error
+    assert code == 74 and "No space left" in error and "the weights need" in error and "GiB were free" in error
     assert parts(tmp_path) == ["hf"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
 
@@ -395,6 +397,42 @@ def test_every_swap_of_two_tensors_is_caught_twice(runs, tmp_path):
 
 
 # ------------------------------------------------------------------------------- the hub
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_in_the_middle_leaves_the_former_export(runs, tmp_path, run_export, monkeypatch, number):
+    run_export(runs / "full")
+    save_pretrained = PreTrainedModel.save_pretrained
+
+    def stopped(self, folder, **kwargs):
+        save_pretrained(self, folder, **kwargs)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", stopped)
+    code, _, error = run_export(runs / "full", "--overwrite", "true")
+    assert code == 75 and parts(tmp_path) == ["hf"]
+    assert error == f"export_hf.py: error: stopped on request; nothing was written to {tmp_path / 'hf'}."
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+
+def test_a_stop_while_pushing_says_what_is_there(runs, tmp_path, run_export, monkeypatch):
+    monkeypatch.setattr("fabric_llm.export.push", lambda *given: os.kill(os.getpid(), signal.SIGINT))
+    code, _, error = run_export(runs / "full", "--push_to_hub", "org/name")
+    assert code == 75 and "is complete, but it isn't pushed (repeat with --overwrite true)" in error
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+
+def test_no_room_for_an_export(runs, tmp_path, run_export, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 2**20}))
+    code, _, error = run_export(runs / "full")
+    assert code == 74 and "The export needs" in error and "has 0.00 GiB free" in error and parts(tmp_path) == []
+
+
+def test_an_output_that_cannot_be_written(runs, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(SystemExit) as exit:
+        export_hf.main([str(runs / "full"), "--output", str(tmp_path / "file" / "hf")])
+    assert exit.value.code == 73 and "cannot be written: Not a directory" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -1,0 +1,83 @@
+"""What the Hugging Face hub said, and what to do about it, in words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Optional
+
+from huggingface_hub import constants, errors, get_token
+
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+def answer(name: str, error: BaseException, kind: str = "model") -> Optional[str]:
+    """Why the hub's model, tokenizer or dataset `name` can't be had, after a `:`; None where the hub has no part in it.
+
+    error: what huggingface_hub raised, or a library around it.
+    """
+    chain = list(_chain(error))
+    words = " ".join(" ".join(str(link).split()) for link in chain)
+    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name.partition(':')[0]}"
+    if any(isinstance(link, errors.GatedRepoError) for link in chain) or "is a gated dataset on the Hub" in words:
+        return f"it is gated on the Hub: ask for access at {page}, then {_with_that_token()}"
+    if any(isinstance(link, errors.DisabledRepoError) for link in chain):
+        return f"the Hub has disabled it, see {page}"
+    unknown = any(isinstance(link, errors.RepositoryNotFoundError) for link in chain)
+    if unknown or "doesn't exist on the Hub or cannot be accessed" in words:
+        return f"there is no such folder here, and the Hub shows {_nobody()} no {kind} of that name: {_spelling(name)}"
+    status = next((code for link in chain if (code := _status(link)) is not None), None)
+    if status == 401:
+        return f"the Hub doesn't take the token of this machine (HF_TOKEN, or {constants.HF_TOKEN_PATH}): {LOG_IN} anew"
+    if status == 403:
+        return f"the Hub forbids it to the token of this machine: give that token the permission to read {page}"
+    if status == 429:
+        return "the Hub has had too many requests from this address: wait a few minutes, or " + LOG_IN
+    if status is not None and status >= 500:
+        return f"the Hub fails ({status}): try again later"
+    if any(isinstance(link, errors.EntryNotFoundError) and not isinstance(link, OSError) for link in chain):
+        return f"{page} is there, but hasn't the files that a {kind} of transformers needs"
+    if constants.is_offline_mode() or any(isinstance(link, errors.OfflineModeIsEnabled) for link in chain):
+        return f"HF_HUB_OFFLINE is set, so that the Hub isn't asked, and {_not_in_the_cache(name, kind)}"
+    if any(isinstance(link, (errors.LocalEntryNotFoundError, ConnectionError)) for link in chain):
+        return f"the Hub at {constants.ENDPOINT} can't be reached, and {_not_in_the_cache(name, kind)}"
+    return None
+
+
+def _chain(error: Optional[BaseException]) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _status(error: BaseException) -> Optional[int]:
+    code = getattr(getattr(error, "response", None), "status_code", None)
+    return code if isinstance(code, int) else None
+
+
+def _with_that_token() -> str:
+    if get_token() is None:
+        return LOG_IN
+    return "use a token of the account that has it: this machine's is another's, or mayn't read gated repositories"
+
+
+def _nobody() -> str:
+    return "without a token" if get_token() is None else "the account of this machine's token"
+
+
+def _spelling(name: str) -> str:
+    first = name.split("/")[0]
+    here = ""
+    if "/" in name and os.path.isdir(first):
+        here = f" (there is a folder {first!r} here, without {name.split('/', 1)[1]!r})"
+    private = f", or, if it is private, {LOG_IN}" if get_token() is None else ""
+    return f"check the spelling{here}{private}"
+
+
+def _not_in_the_cache(name: str, kind: str) -> str:
+    flag = "--repo-type dataset " if kind == "dataset" else ""
+    return (
+        f"it isn't in the cache, {Path(constants.HF_HUB_CACHE)}: where there is a network, `hf download {flag}{name}`, or "
+        "name a folder"
+    )

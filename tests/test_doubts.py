@@ -1,0 +1,132 @@
+"""Flags that are allowed but hardly meant: one warning each, from rank 0, once a start."""
+
+import json
+
+import pytest
+from ranks import Job, toy_run
+from transformers import AutoConfig, LlamaConfig
+
+from arguments import parse_train
+from doubts import Facts, cores, doubts, positions
+
+FACTS = {
+    **{"strategy": "single", "kind": "cpu", "devices": 1, "num_nodes": 1, "cores": 8},
+    **{"max_step": 100, "context_length": 64, "positions": 64},
+}
+
+
+def said_of(flags, **facts):
+    words = ["--model_name", "m", "--train_data_dir", "d", *flags.split()]
+    return doubts(parse_train(words), Facts(**{**FACTS, **facts}))
+
+
+TABLE = [  # flags, facts, the beginning of the one warning
+    ("--lr 2", {}, "--lr 2 is far above what language models are trained with"),
+    ("--lr 0.02 --weight_decay 2", {}, "--weight_decay 2 with --lr 0.02 takes 4% off every weight in a step."),
+    ("--warmup_steps 100", {}, "--warmup_steps 100 isn't less than the run's 100 steps: the learning rate only rises, to 2e-05."),
+    ("--warmup_steps 400", {}, "--warmup_steps 400 isn't less than the run's 100 steps: the learning rate only rises, to 5e-06."),
+    ("", {"context_length": 65}, "rows hold 65 tokens, but the model was made for 64 positions"),
+    ("", {"devices": 9, "strategy": "fsdp"}, "9 processes share 8 CPU cores and wait for each other: take --devices 8 at most."),
+    ("--limit_all_gathers false", {"strategy": "fsdp2"}, "--limit_all_gathers has no effect with --strategy fsdp2."),
+    (
+        "--limit_all_gathers false --backward_prefetch none",
+        {"strategy": "fsdp2"},
+        "--limit_all_gathers and --backward_prefetch have no effect with --strategy fsdp2.",
+    ),
+    (
+        "--auto_wrap_policy none --sharding_strategy SHARD_GRAD_OP --reduce_dtype bfloat16",
+        {"strategy": "ddp"},
+        "--auto_wrap_policy, --sharding_strategy and --reduce_dtype have no effect with --strategy ddp.",
+    ),
+    ("--auto_wrap_policy none", {}, "--auto_wrap_policy has no effect with one device."),
+    ("--reduce_dtype bfloat16 --precision 32-true", {"strategy": "fsdp"}, "--reduce_dtype has no effect with --precision 32"),
+    ("--cpu_offload true", {"strategy": "fsdp"}, "--cpu_offload has no effect on a CPU"),
+    ("--sharding_strategy HYBRID_SHARD", {"strategy": "fsdp2"}, "--sharding_strategy HYBRID_SHARD on one machine is FULL_SHARD."),
+    ("--bf16_updates kahan --precision bf16-mixed", {}, "--bf16_updates kahan has no effect: --precision bf16-mixed keeps"),
+    ("--min_lr 1e-6 --lr_decay false", {}, "--min_lr has no effect with --lr_decay false."),
+    ("--lr_schedule linear --lr_decay false", {}, "--lr_schedule has no effect with --lr_decay false."),
+    ("--number_epochs 3 --max_step 100", {}, "--number_epochs has no effect beside --max_step 100."),
+    ("--resume_override lr", {}, "--resume_override has no effect without --resume."),
+    ("--spike_action skip", {}, "--spike_action has no effect without --spike_threshold."),
+    ("--eval_step_interval 5 --eval_iters 0", {}, "--eval_step_interval has no effect with --eval_iters 0."),
+    ("--save_step_interval 100", {}, "--save_step_interval 100 isn't less than the run's 100 steps"),
+    ("--keep_every 5", {}, "--keep_every has no effect without --keep_last: every checkpoint is kept."),
+    ("--keep_best 2 --keep_last 1 --eval_iters 0", {}, "--keep_best has no effect with --eval_iters 0"),
+    ("--async_save true", {}, "--async_save has no effect without --save_step_interval"),
+    ("--entity a --project b --log_model true", {}, "--entity, --project and --log_model have no effect without --logger wandb."),
+    ("--sample_tokens 9 --state_dict_type sharded", {}, "--sample_tokens has no effect with --state_dict_type sharded"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "facts", "words"), TABLE, ids=[flags or str(facts) for flags, facts, _ in TABLE])
+def test_doubts(flags, facts, words):
+    [said] = said_of(flags, **facts)
+    assert said.startswith(words) and said.endswith(".") and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts"),
+    [
+        ("", {}),
+        ("--lr 4e-3", {}),
+        (
+            "--limit_all_gathers true --backward_prefetch BACKWARD_PRE",
+            {"strategy": "fsdp2"},
+        ),  # the defaults, as written
+        ("--limit_all_gathers false --backward_prefetch none --reduce_dtype bfloat16", {"strategy": "fsdp"}),
+        ("--sharding_strategy NO_SHARD", {"strategy": "ddp"}),
+        ("--cpu_offload true", {"strategy": "fsdp2", "kind": "cuda"}),
+        ("", {"devices": 9, "kind": "cuda", "strategy": "fsdp"}),
+        ("--warmup_steps 99", {}),
+        ("", {"positions": None, "context_length": 10**6}),
+        ("--keep_every 5 --keep_last 1", {}),
+        ("--project b --logger wandb", {}),
+        ("--state_dict_type sharded --activation_checkpointing true", {}),
+        ("--bf16_updates kahan", {}),
+        ("--sharding_strategy HYBRID_SHARD", {"strategy": "fsdp", "num_nodes": 2}),
+    ],
+)
+def test_nothing_is_said_of_what_is_meant(flags, facts):
+    assert said_of(flags, **facts) == []
+
+
+def test_the_presets_are_meant(tmp_path):
+    from arguments import ROOT
+
+    for config in sorted((ROOT / "configs").glob("*.yaml")):
+        arguments = parse_train(["--config", str(config)])
+        facts = {**FACTS, "strategy": "fsdp", "kind": "cuda", "max_step": arguments.training.max_step or 10_000}
+        assert doubts(arguments, Facts(**facts)) == [], config
+
+
+def test_positions(toys):
+    assert positions(AutoConfig.from_pretrained(toys / "llama")) == 64
+    assert positions(AutoConfig.from_pretrained(toys / "gpt2")) is None, "learned ones are an error, see preflight.py"
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    assert positions(LlamaConfig(max_position_embeddings=64, rope_parameters=yarn)) == 256
+    llama3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+    llama3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    assert positions(LlamaConfig(max_position_embeddings=512, rope_parameters=llama3)) == 512
+    assert cores() >= 1
+
+
+def test_rank_0_says_it_once(toys, tmp_path):
+    """Of a real run of two ranks, in which the context is longer than the model's positions."""
+    config = json.loads((toys / "llama" / "config.json").read_text())
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    flags = (
+        *toy_run(toys, tmp_path / "runs"),
+        "--model_name",
+        tmp_path / "short",
+        "--max_step",
+        1,
+        "--warmup_steps",
+        1,
+    )
+    job = Job(2, *flags, "--strategy", "ddp", "--sharding_strategy", "SHARD_GRAD_OP", "--eval_iters", 0)
+    assert job.wait() == [0, 0], job.output
+    warnings = [line for line in job.output[0].splitlines() if line.startswith("Warning: ")]
+    assert len(warnings) == 3 and warnings[0].startswith("Warning: rows hold 24 tokens, but the model was made for 16")
+    assert warnings[1] == "Warning: --sharding_strategy has no effect with --strategy ddp."
+    assert "Warning: " not in job.output[1]

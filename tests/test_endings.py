@@ -1,0 +1,175 @@
+"""How prepare_data.py ends where it can't go on: one sentence, the code of docs/faults.md, and nothing half-written."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import prepare_data
+from arguments import ROOT
+from fabric_llm.failpoints import VARIABLE
+
+WORDS = "the quick brown fox jumps over the lazy dog and runs away".split()
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(" ".join(WORDS[number % 7 :] * 5))
+    return folder
+
+
+@pytest.fixture
+def run(corpus, tmp_path, capsys, monkeypatch):
+    """Call prepare_data.py, output `out`, stopped or failing at a failpoint; returns (code, lines of stderr)."""
+
+    def call(*flags, failpoint=None, output=tmp_path / "out"):
+        if failpoint is not None:
+            monkeypatch.setattr("fabric_llm.failpoints._reached", {})
+            monkeypatch.setenv(VARIABLE, failpoint)
+        words = ["--input", corpus, "--output", output, "--train_tokenizer", 300, "--context_length", 16]
+        words += ["--validation_fraction", 0.3, *flags]
+        code = 0
+        try:
+            prepare_data.main([str(word) for word in words])
+        except SystemExit as exit:
+            code = exit.code
+        monkeypatch.delenv(VARIABLE, raising=False)
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        return code, [line for line in error.splitlines() if line.startswith("prepare_data.py")]
+
+    return call
+
+
+@pytest.mark.parametrize("action", ["int", "term"])
+@pytest.mark.parametrize("point", ["prepare.documents", "prepare.rows"])
+def test_a_stop_leaves_nothing_and_says_so(run, tmp_path, point, action):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    count = ":count=7" if point == "prepare.documents" else ""
+    code, said = run(failpoint=f"{point}{count}:do={action}")
+    sentence = f"prepare_data.py: error: stopped on request; nothing was written to {tmp_path / 'out'}."
+    assert (code, said) == (75, [sentence])
+    assert os.listdir(tmp_path) == ["corpus"]
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+
+
+def test_a_stop_while_it_is_published_comes_too_late(run, tmp_path):
+    """It would leave neither the old dataset nor the new one where the output should be."""
+    assert run()[0] == 0
+    before = (tmp_path / "out" / "manifest.json").read_bytes()
+    code, said = run("--overwrite", "true", "--seed", 7, failpoint="prepare.publish:do=int")
+    assert (code, said) == (0, [])
+    assert (tmp_path / "out" / "manifest.json").read_bytes() != before
+    assert sorted(os.listdir(tmp_path)) == ["corpus", "out"]
+
+
+def test_a_stop_leaves_a_former_dataset_as_it_was(run, tmp_path):
+    assert run()[0] == 0
+    before = (tmp_path / "out" / "manifest.json").read_bytes()
+    assert run("--overwrite", "true", failpoint="prepare.rows:do=int")[0] == 75
+    assert (tmp_path / "out" / "manifest.json").read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["corpus", "out"]
+
+
+AT_IMPORT = """
+import os, signal, sys
+class Ask:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["STOP_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Ask())
+"""
+
+
+@pytest.mark.parametrize("module", ["arguments", "jsonargparse", "datasets", "fabric_llm.prepare"])
+@pytest.mark.parametrize(
+    "words", [["prepare_data.py", "--input", "in", "--output", "out"], ["export_hf.py", "in", "--output", "out"]]
+)
+def test_a_stop_during_import(tmp_path, module, words):
+    if words[0] == "export_hf.py":
+        module = {"datasets": "torch", "fabric_llm.prepare": "fabric_llm.export"}.get(module, module)
+    (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
+    (tmp_path / "in").mkdir()
+    for name in ("a.txt", "b.txt", "MANIFEST.json"):
+        (tmp_path / "in" / name).write_text("{}")
+    more = ["--train_tokenizer", "300"] if words[0] == "prepare_data.py" else []
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "STOP_AT": module}
+    command = [sys.executable, str(ROOT / words[0]), *words[1:], *more]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 75, done.stderr
+    assert done.stderr.startswith(f"{words[0]}: error: stopped on request; nothing was written")
+    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------- the disk
+
+
+@pytest.mark.parametrize("point", ["prepare.documents:count=7", "prepare.rows", "prepare.publish"])
+def test_a_full_disk_is_one_sentence(run, tmp_path, point):
+    code, [said] = run(failpoint=f"{point}:do=enospc")
+    assert code == 74 and f"output {tmp_path / 'out'} cannot be written ([Errno 28] No space left on device" in said
+    assert "preparing needs 8 bytes a token, of which 4 stay, and " in said and said.endswith(
+        " GiB were free there at the start."
+    )
+    assert os.listdir(tmp_path) == ["corpus"]
+
+
+def test_room_is_asked_for(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 2**20}))
+    code, [said] = run()
+    assert (
+        code == 74 and "The dataset needs 0.02 GiB, but " in said and "has 0.00 GiB free: make room, or take an" in said
+    )
+    assert os.listdir(tmp_path) == ["corpus"]
+
+
+def test_files_that_may_not_grow(run, tmp_path):
+    """As under a quota: a real error of the kernel, in the tokenizer's own code or in ours."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        code, [said] = run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 74 and "File too large" in said and os.listdir(tmp_path) == ["corpus"]
+
+
+def test_a_disk_that_is_really_full(run, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mounting, capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        code, [said] = run(output=disk / "out")
+        left = os.listdir(disk)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    assert code == 74 and ("No space left on device" in said or "The dataset needs" in said), said
+    assert left == []
+
+
+def test_an_output_that_cannot_be_made(run, tmp_path):
+    (tmp_path / "file").write_text("x")
+    code, [said] = run(output=tmp_path / "file" / "out")
+    assert code == 73 and "file/out cannot be written: Not a directory." in said
+
+
+def test_an_input_that_cannot_be_read(run, corpus, monkeypatch):
+    def refused(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("fabric_llm.documents._open", refused)  # root may read everything
+    code, [said] = run()
+    assert (
+        code == 2
+        and said == f"prepare_data.py: error: {str(Path(corpus, '0.txt'))!r} can't be read: Permission denied."
+    )

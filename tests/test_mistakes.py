@@ -1,0 +1,351 @@
+"""What users do wrong is answered before torch is imported, which takes seconds: by one sentence and the table's code."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from arguments import ROOT
+from fabric_llm.spelling import NOT_HERE
+
+HEAVY = ("torch", "lightning", "transformers", "datasets", "numpy", "pyarrow", "tokenizers")
+LIGHT = """
+import contextlib, importlib, io, json, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in %r:
+            raise AssertionError(f"too late: {name} is imported")
+
+sys.meta_path.insert(0, Refuse())
+answers = []
+for program, words in json.load(sys.stdin):
+    error, code = io.StringIO(), 0
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = importlib.import_module(program).main(words)
+        except SystemExit as stop:
+            code = stop.code
+        except AssertionError as late:
+            code = str(late)
+    answers.append((code, error.getvalue()))
+print(json.dumps(answers))
+""" % (HEAVY,)
+
+
+def answers(commands, folder, **variables):
+    """[(code, stderr)] of (program, words) in one process in which nothing heavy can be imported."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    words = json.dumps([(program, [str(word) for word in flags]) for program, flags in commands])
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT],
+        input=words,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def place(toys, tmp_path_factory):
+    """A folder in which users make mistakes: `model`, `data`, `prepared`, a run, and other things by the wrong name."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "model").symlink_to(toys / "llama")
+    (folder / "data").symlink_to(toys / "data")
+    (folder / "prepared").mkdir()
+    (folder / "prepared" / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
+    said = {"packed": True, "context_length": 64, "splits": {"train": {"rows": 9}}}
+    (folder / "prepared" / "manifest.json").write_text(json.dumps(said))
+    for step in (9, 100):
+        checkpoint = folder / "checkpoints" / "run" / f"step-{step:08d}"
+        checkpoint.mkdir(parents=True)
+        for name in ("MANIFEST.json", "config.json"):
+            (checkpoint / name).write_text("{}")
+    for name, file in {
+        **{"tokenizer": "tokenizer.json", "adapter": "adapter_config.json", "gguf": "m.gguf", "meta": "params.json"},
+        **{"cache/snapshots/abc": "config.json", "corpus": "a.txt", "hf": "config.json", "other": "notes"},
+    }.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / file).write_text('{"base_model_name_or_path": "org/base"}')
+    return folder
+
+
+GOOD = ("--model_name", "model", "--train_data_dir", "data")
+TRAIN = [  # flags after the good ones, code, words of the sentence
+    ("--lr -1", 2, "--lr must be positive, not -1.0."),
+    ("--lr .inf", 2, "--lr must be a finite number"),
+    ("--min_lr 1", 2, "--min_lr 1.0 is larger than --lr 2e-05."),
+    ("--devices 0", 2, "--devices must be positive, not 0."),
+    ("--devices -1", 2, "not -1; --devices auto takes all GPUs."),
+    ("--train_data_dir nowhere", 2, "No dataset at 'nowhere'. Make one with prepare_data.py"),
+    ("--train_data_dir corpus", 2, "isn't a dataset folder: it has no dataset_dict.json"),
+    ("--train_data_dir corpus/a.txt", 2, "It is a file. Make one with"),
+    ("--train_data_dir model", 2, "It is a model: that goes to --model_name."),
+    ("--train_data_dir .", 2, "There is one in 'data', 'prepared'."),
+    ("--train_data_dir data/train", 2, "holds one split without a name; it needs 'train' and 'validation': take data."),
+    ("--train_data_dir prepared --context_length 99", 2, "the rows of 'prepared' hold 64 tokens"),
+    ("--train_data_dir prepared --devices 2 --global_batch_size 16", 2, "the training split of 'prepared' has 9."),
+    (
+        "--model_name ./modle",
+        2,
+        "No model './modle': there is no such folder, and it can't be a name on the hub. Did you",
+    ),
+    ("--model_name a/b/c", 2, "No model 'a/b/c': there is no such folder"),
+    ("--model_name checkpoints/run/step-100", 2, "There is 'checkpoints/run', without 'step-100'."),
+    (
+        "--model_name checkpoints/run",
+        2,
+        "It is a run: take its newest checkpoint, --model_name checkpoints/run/step-00000100.",
+    ),
+    (
+        "--model_name checkpoints",
+        2,
+        "It is a folder of runs: take a checkpoint, such as --model_name checkpoints/run/step-0",
+    ),
+    ("--model_name data", 2, "It is a dataset: that goes to --train_data_dir, and a model to --model_name."),
+    ("--model_name tokenizer", 2, "It holds a tokenizer alone."),
+    ("--model_name adapter", 2, "'adapter' holds an adapter for 'org/base': merge it into its model first."),
+    ("--model_name gguf", 2, "It holds GGUF files"),
+    ("--model_name meta", 2, "It holds Meta's own format"),
+    ("--model_name cache", 2, "There is one in 'cache/snapshots/abc'."),
+    ("--model_name corpus/a.txt", 2, "--model_name 'corpus/a.txt' is a file"),
+    ("--model_name https://huggingface.co/org/name/tree/main", 2, "is an address: take --model_name org/name."),
+    ("--model_name hf.co/org/name", 2, "is an address: take --model_name org/name."),
+    ("--model_name models--org--name", 2, "take --model_name org/name."),
+    ("--model_name org/name@main", 2, "a revision can't be given by name"),
+    (
+        "--global_batch_size 6 --micro_batch_size 4 --devices 1",
+        2,
+        "6 doesn't divide by --micro_batch_size 4 x 1 devices",
+    ),
+    (
+        "--global_batch_size 8 --gradient_accumulation_steps 3 --micro_batch_size 2 --accelerator cpu",
+        2,
+        "steps 4, not 3",
+    ),
+    ("--strategy fsdp2 --precision 16-mixed", 2, "--precision 16-mixed doesn't go with --strategy fsdp2"),
+    ("--strategy fsdp2 --sharding_strategy NO_SHARD", 2, "NO_SHARD doesn't go with"),
+    ("--strategy ddp --cpu_offload true", 2, "--cpu_offload true needs"),
+    ("--strategy fsdp --cpu_offload true --devices 1 --gradient_accumulation_steps 2", 2, "2 micro-batches a step"),
+    ("--precision 16-mixed --accelerator cpu", 2, "--precision 16-mixed needs a GPU"),
+    ("--auto_wrap_policy size:many", 2, "such as size:1e8"),
+    ("--tpu true", 2, "torch_xla"),
+    ("--run_name ../x", 2, "--run_name '../x' must be a plain name"),
+    ("--run_name run", 2, "holds checkpoints up to step-00000100: go on with --resume true"),
+    ("--checkpoint checkpoints/run/step-00000100", 2, "goes with --resume true"),
+    ("--resume_override precision", 2, "--resume_override precision: what can change is max_step"),
+    ("--resume true --run_name other", 66, "--resume true: no complete checkpoint (step-N) in 'checkpoints/other'."),
+    (
+        "--resume true --checkpoint checkpoints/run",
+        66,
+        "It is a run: its newest is --checkpoint checkpoints/run/step-00000100.",
+    ),
+    ("--resume true --checkpoint checkpoints/run/step-5", 66, "'checkpoints/run' has step-00000009, step-00000100."),
+    ("--output_dir corpus/a.txt", 73, "can't be written"),
+    ("--config none.yaml", 2, "--config 'none.yaml' can't be read: No such file"),
+]
+OTHERS = [
+    ("prepare_data", "--input corpus --output out", 2, "give exactly one of --tokenizer"),
+    ("prepare_data", "--input corpus --output out --train_tokenizer 9", 2, "at least 257"),
+    (
+        "prepare_data",
+        "--input corpus --output out --train_tokenizer 300 --context_length 1",
+        2,
+        "at least 2 tokens, got 1",
+    ),
+    (
+        "prepare_data",
+        "--input corpse/ --output out --train_tokenizer 300",
+        2,
+        "input corpse/ is neither a file or folder here",
+    ),
+    ("prepare_data", "--input corpus/b.txt --output out --train_tokenizer 300", 2, "input corpus/b.txt is neither"),
+    (
+        "prepare_data",
+        "--input https://huggingface.co/datasets/org/name --output out --train_tokenizer 300",
+        2,
+        "--input org/name",
+    ),
+    ("prepare_data", "--input other --output out --train_tokenizer 300", 2, "no file in other matches *.txt"),
+    ("prepare_data", "--input corpus --output corpus --train_tokenizer 300", 2, "exists and is not empty"),
+    ("prepare_data", "--input corpus --output corpus --train_tokenizer 300 --overwrite true", 2, "no prepared dataset"),
+    (
+        "prepare_data",
+        "--input corpus --output prepared --train_tokenizer 300",
+        2,
+        "exists and is not empty: pass --overwrite",
+    ),
+    ("prepare_data", "--input corpus --output out --tokenizer ./modle", 2, "No tokenizer './modle'"),
+    (
+        "export_hf",
+        "checkpoints/rnu --output x",
+        2,
+        "No checkpoint at 'checkpoints/rnu'. Did you mean 'checkpoints/run'?",
+    ),
+    ("export_hf", "checkpoints --output x", 2, "'checkpoints' is neither a checkpoint nor a run with one"),
+    ("export_hf", "checkpoints/run --output hf", 2, "'hf' exists; take another --output, or --overwrite true."),
+    ("export_hf", "checkpoints/run --output data --overwrite true", 2, "isn't an exported model"),
+    ("fabric_llm.verify", "checkpoints/rnu", 2, "No run at 'checkpoints/rnu'. Did you mean 'checkpoints/run'?"),
+    ("fabric_llm.verify", "checkpoints/run/step-00000100", 2, "is a checkpoint; what is verified is its run"),
+    ("fabric_llm.verify", "checkpoints/rnu --drill", 2, "No run at 'checkpoints/rnu'"),
+    ("fabric_llm.verify", "--drill --launcher nothing_of_the_kind", 2, "there is no such program"),
+]
+
+
+def test_mistakes_are_told_before_torch_is_imported(place):
+    table = [("train", (*GOOD, *flags.split()), code, words) for flags, code, words in TRAIN]
+    table += [(program, flags.split(), code, words) for program, flags, code, words in OTHERS]
+    found = answers([(program, flags) for program, flags, _, _ in table], place)
+    for (program, flags, code, words), (got, said) in zip(table, found, strict=True):
+        assert got == code and words in said, (program, " ".join(flags[4:]) or flags, got, said)
+        assert len(said.splitlines()) == 1 and "error: " in said, said
+
+
+def test_a_rank_looks_at_the_run_that_it_resumes_only_if_it_is_the_first(place):
+    """Another machine may not see it yet, or see what rank 0 is changing; flags are the same everywhere."""
+    rank = {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    commands = [(*GOOD, "--resume", "true", "--run_name", "other"), (*GOOD, "--resume", "true", "--lr", "-1")]
+    (later, _), (now, said) = answers([("train", flags) for flags in commands], place, **rank)
+    assert "too late" in str(later), "it goes on to join the others"
+    assert now == 2 and said == "", "the first process of the machine says it"
+
+
+def test_what_checks_imports_nothing_heavy():
+    code = "import sys, mistakes; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not set(HEAVY) & set(done.stdout.split())
+
+
+# ------------------------------------------------------------------------------- what was meant
+
+SLIPS = {  # what is typed -> what is meant
+    **{"learning_rat": "lr", "learing_rate": "lr", "lrr": "lr", "leraning_rate": "lr", "max_stpes": "max_step"},
+    **{"gradient_acumulation_steps": "gradient_accumulation_steps", "micro_batchsize": "micro_batch_size"},
+    **{"per_device_train_batchsize": "micro_batch_size", "global_batchsize": "global_batch_size"},
+    **{"activaton_checkpointing": "activation_checkpointing", "gradient_checkpoiting": "activation_checkpointing"},
+    **{"warm_up_steps": "warmup_steps", "wight_decay": "weight_decay", "precison": "precision"},
+    **{"train_datadir": "train_data_dir", "model_nam": "model_name", "modelname": "model_name"},
+    **{"outputdir": "output_dir", "outptu_dir": "output_dir", "save_steps_interval": "save_step_interval"},
+    **{
+        "eval_iter": "eval_iters",
+        "keeplast": "keep_last",
+        "context_lenght": "context_length",
+        "seq_lenght": "context_length",
+    },
+    **{"num_epoch": "number_epochs", "number_epoch": "number_epochs", "sharding_stategy": "sharding_strategy"},
+    **{"stategy": "strategy", "loger": "logger", "nproc_per_nod": "devices", "resum": "resume", "LR": "lr"},
+}
+WORDS_OF_OTHERS = {  # Hugging Face's Trainer, litgpt, torchtitan, axolotl, NeMo Automodel and Megatron, LLM templates
+    **{"per_device_train_batch_size": "micro_batch_size", "num_train_epochs": "number_epochs", "max_steps": "max_step"},
+    **{"lr_scheduler_type": "lr_schedule", "save_total_limit": "keep_last", "logging_steps": "log_step_interval"},
+    **{
+        "train_micro_batch_size_per_gpu": "micro_batch_size",
+        "max_norm": "grad_clip",
+        "log_interval": "log_step_interval",
+    },
+    **{"local_batch_size": "micro_batch_size", "seq_len": "context_length", "dump_folder": "output_dir"},
+    **{"base_model": "model_name", "sequence_len": "context_length", "val_set_size": "", "sample_packing": ""},
+    **{
+        "pretrained_model_name_or_path": "model_name",
+        "ckpt_every_steps": "save_step_interval",
+        "train_iters": "max_step",
+    },
+    **{"out_dir": "output_dir", "eval_interval": "eval_step_interval", "block_size": "context_length"},
+    **{"bf16": "", "fp16": "", "deepspeed": "", "warmup_ratio": "", "optim": "", "lora_r": "", "tokenizer": ""},
+    **{"tensor_parallel_degree": "", "torch_compile": "", "do_train": "", "push_to_hub": "", "local_rank": ""},
+}
+NOBODY_KNOWS = "foo tp_comm x n moe_aux_loss router_bias ignore_index label_names dropout z_loss ema_decay lb".split()
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What train.py says of one flag, without its name and "error: "."""
+    names = [*SLIPS, *WORDS_OF_OTHERS, *NOBODY_KNOWS]
+    found = answers([("train", (f"--{name}", "1")) for name in names], tmp_path_factory.mktemp("told"))
+    assert all(code == 2 and len(said.splitlines()) == 1 for code, said in found)
+    return {name: said.strip().removeprefix("train.py: error: ") for name, (_, said) in zip(names, found, strict=True)}
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_slips_lead_to_the_flag_that_is_meant(told, name):
+    assert told[name] == f"unknown flag --{name}. Did you mean --{SLIPS[name]}?"
+
+
+@pytest.mark.parametrize("name", WORDS_OF_OTHERS)
+def test_words_of_other_trainers_lead_to_a_flag_or_to_what_to_do(told, name):
+    if WORDS_OF_OTHERS[name]:
+        assert told[name] == f"unknown flag --{name}. Did you mean --{WORDS_OF_OTHERS[name]}?"
+    else:
+        advice = NOT_HERE[name]
+        assert told[name] == f"unknown flag --{name}. {advice[0].upper()}{advice[1:]}."
+
+
+@pytest.mark.parametrize("name", NOBODY_KNOWS)
+def test_no_suggestion_is_better_than_a_wrong_one(told, name):
+    assert told[name] == f"unknown flag --{name}. See --help."
+
+
+def test_a_flag_of_another_script_isnt_suggested_by_this_one(tmp_path):
+    [(code, said)] = answers([("prepare_data", ("--learning_rate", "1"))], tmp_path)
+    assert code == 2 and "lr" not in said.replace("learning_rate", "") and "See --help" in said
+
+
+VALUES = [
+    ("--precision bf16", "take bf16-true, or bf16-mixed."),
+    ("--precision BF16-mixed", "take bf16-mixed."),
+    ("--strategy deepspeed", "take fsdp or fsdp2, which shards as ZeRO-3 does."),
+    ("--strategy FSDP", "take fsdp."),
+    ("--devices 0,1", "CUDA_VISIBLE_DEVICES=0,1 and --devices 2."),
+    ("--devices cuda:0", "CUDA_VISIBLE_DEVICES=0,1 and --devices 2."),
+    ("--devices all", "auto takes all GPUs."),
+    ("--devices -1", "--devices auto takes all GPUs."),
+    ("--lr 2e-5,", "take 2e-5."),
+    ("--max_step 1e3", "take 1000."),
+    ("--max_step 1,000", "take 1000."),
+    ("--max_step -1", "leave it out for as many as --number_epochs needs."),
+    ("--save_step_interval 0", "leave it out for none between."),
+    ("--keep_last none", "leave it out."),
+    ("--resume latest", "true takes the newest checkpoint of --run_name, auto the same if there is one."),
+    (
+        "--resume checkpoints/a/step-00000001",
+        "goes to --checkpoint checkpoints/a/step-00000001, with --resume true.",
+    ),
+    ("--lr_schedule constant", "take --lr_decay false."),
+    ("--sharding_strategy full_shard", "take FULL_SHARD."),
+    ("--grad_clip none", "0 is no clipping."),
+    ("--activation_checkpointing", "takes true or false, and nothing is given."),
+    ("--no_verify_start", "Take --verify_start false."),
+    ("--tpu 1", "take true."),
+    ("--attention flash_attn", "take flash_attention_2, or sdpa"),
+]
+
+
+def test_values_of_tutorials_get_what_to_give_instead(place):
+    found = answers([("train", (*GOOD, *words.split())) for words, _ in VALUES], place)
+    for (words, instead), (code, said) in zip(VALUES, found, strict=True):
+        assert code == 2 and len(said.splitlines()) == 1 and instead in said, (words, said)
+
+
+# ------------------------------------------------------------------------------- torchrun
+
+
+def test_without_torchrun_no_error_file_is_written(place):
+    before = sorted(place.rglob("*"))
+    answers([("train", (*GOOD, "--lr", "-1"))], place)
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_mistake_reaches_torchrun_in_its_own_form(place, tmp_path):
+    """That of torch.distributed.elastic.multiprocessing.errors, whose summary shows py_callstack."""
+    file = tmp_path / "error.json"
+    answers([("train", (*GOOD, "--lr", "-1"))], place, TORCHELASTIC_ERROR_FILE=str(file), LOCAL_RANK="1", RANK="1")
+    message = json.loads(file.read_text())["message"]
+    assert message["message"] == message["extraInfo"]["py_callstack"] == "--lr must be positive, not -1.0."
+    assert message["extraInfo"]["timestamp"].isdigit()
