@@ -153,7 +153,7 @@ def check_numbers(arguments: Arguments) -> None:
     positive = (
         "number_epochs max_step micro_batch_size gradient_accumulation_steps global_batch_size lr eval_batch_size "
         "eval_step_interval save_step_interval keep_last keep_every log_step_interval context_length spike_threshold "
-        "spike_window hang_timeout"
+        "spike_window hang_timeout join_timeout"
     ).split()
     not_negative = (
         "grad_clip min_lr warmup_steps weight_decay num_workers eval_iters sample_tokens seed max_skipped_steps "
