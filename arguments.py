@@ -41,6 +41,9 @@ class DeviceArguments:
         1800.0,
         "seconds without progress of a rank (set-up, a step, an evaluation's batch, a save) that end the run with 71",
     )
+    join_timeout: float = flag(
+        300.0, "seconds of silence of a rank that the others wait for, before training begins, that end the run with 71"
+    )
     tpu: bool = flag(False, "train on TPU cores with Fabric's XLA FSDP strategy (needs torch_xla)")
 
 

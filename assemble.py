@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 from lightning.fabric import Fabric
@@ -15,11 +17,17 @@ import resume
 from arguments import Arguments, fail, is_rank_zero
 from doubts import Facts, cores, doubts, positions
 from fabric_llm import run_directory
+from fabric_llm.failpoints import failpoint
 from fabric_llm.faults import DONE, PEER_LOST, UNEXPECTED, Fault, as_fault
-from fabric_llm.launch import Children, start_ranks, started_by_other
+from fabric_llm.launch import Children, for_launcher, kill_parent, start_ranks, started_by_other
+from fabric_llm.meeting import SECONDS_TO_HEAR, Meeting
 from fabric_llm.ranks import gather
 from fabric_llm.strategy import make_fabric
 from preflight import Placement, Plan, make_plan, placement
+
+DIRECTORY = "FABRIC_LLM_RUN_DIRECTORY"  # environment variable of a started rank: rank 0's run directory
+SECONDS_FOR_CHILDREN = 2.0  # to end by themselves
+SECONDS_TO_NAME = 1.25  # who is lost, after a connection broke
 
 
 def assemble(arguments: Arguments) -> tuple[Fabric, Plan, Children]:
@@ -42,19 +50,25 @@ def assemble(arguments: Arguments) -> tuple[Fabric, Plan, Children]:
                 "or set MASTER_ADDR, MASTER_PORT and NODE_RANK."
             )
         )
+    meeting = _meeting(arguments, place)
+    if meeting is not None and "MASTER_PORT" in os.environ:
+        meeting.begin()
     waits = bool(arguments.checkpoint.resume) and resume.CHOSEN not in os.environ
     waits = waits and (started_by_other() or starts and place.num_nodes > 1)
     plan, fault = (None, None) if waits and not is_rank_zero() else _planned(arguments)
     if fault is not None and not (waits and place.world_size > 1):
-        _end(fault)
+        _end(fault, meeting)
     if plan is not None and is_rank_zero():
         _warn(arguments, plan)
     children = Children({})
     if starts:
         if not waits:
             os.environ[resume.CHOSEN] = resume.chosen(plan)
+        if plan is not None and is_rank_zero():
+            os.environ[DIRECTORY] = str(plan.run_directory)
         children = start_ranks(place.devices, place.num_nodes)
     os.environ.pop(resume.CHOSEN, None)
+    directory = os.environ.pop(DIRECTORY, str(plan.run_directory) if plan is not None and is_rank_zero() else None)
     fabric = make_fabric(
         place.strategy,
         devices=place.devices,
@@ -63,9 +77,9 @@ def assemble(arguments: Arguments) -> tuple[Fabric, Plan, Children]:
         precision=arguments.model.precision,
         timeout_seconds=arguments.devices.hang_timeout,
     )
-    fault, choice, directory = _join(
-        fabric, arguments, place, children, (fault, resume.chosen(plan), plan and plan.run_directory)
-    )
+    said = (fault, resume.chosen(plan), plan and plan.run_directory)
+    fault, choice, directory = _join(fabric, arguments, meeting, children, directory, said)
+    assert fabric.world_size == place.world_size, (fabric.world_size, place.world_size)
     if fault is None and plan is None:
         os.environ[resume.CHOSEN] = choice
         plan, fault = _planned(arguments)
@@ -73,6 +87,46 @@ def assemble(arguments: Arguments) -> tuple[Fabric, Plan, Children]:
     if fault is not None or plan is None:
         _end(fault or Fault("there is no plan."))
     return fabric, replace(plan, run_directory=directory), children
+
+
+def _meeting(arguments: Arguments, place: Placement) -> Optional[Meeting]:
+    """Of the ranks that are to join, None where there is but one."""
+    devices, node = arguments.devices, int(os.environ.get("NODE_RANK", "0"))
+    if place.world_size == 1 or devices.tpu:
+        return None
+    if started_by_other() and "MASTER_PORT" not in os.environ:
+        _end(Fault("LOCAL_RANK says that others started this rank, but MASTER_PORT, where all meet, isn't set."))
+    rank = node * place.devices + int(os.environ.get("LOCAL_RANK", "0"))
+    rank = int(os.environ.get("RANK", rank)) if started_by_other() else rank
+
+    def lost(fault: Fault) -> NoReturn:
+        """In the meeting's thread, as the main one waits."""
+        try:
+            print(f"train.py: {f'rank {rank}' if rank else 'error'}: {fault}", file=sys.stderr, flush=True)
+            said_by_rank_0 = meeting.has_ended(0)
+            if rank == 0:
+                run_directory.leave(fault)
+            elif not said_by_rank_0:
+                _leave_for_rank_0(fault, meeting.directory(), arguments)
+            meeting.leave(fault)
+            meeting.children.end(SECONDS_FOR_CHILDREN)
+            if rank != 0 and not (said_by_rank_0 and node == 0):
+                kill_parent(0 if node == 0 else SECONDS_TO_HEAR + SECONDS_FOR_CHILDREN)
+        finally:
+            os._exit(for_launcher(fault.code if rank == 0 and meeting.children.processes else PEER_LOST))
+
+    meeting = Meeting(rank, place.world_size, devices.join_timeout, devices.hang_timeout, lost)
+    return meeting
+
+
+def _leave_for_rank_0(fault: Fault, directory: Optional[str], arguments: Arguments) -> None:
+    """STATUS.json in place of rank 0, which is lost or frozen; where it would be, if nobody else is there."""
+    with suppress(ValueError, OSError):
+        if directory is not None:
+            run_directory.write_status(Path(directory), fault.code, str(fault), None, fault.retryable)
+        else:
+            run_directory.lock(resume.directory(arguments))
+            run_directory.leave(fault)
 
 
 def _planned(arguments: Arguments) -> tuple[Optional[Plan], Optional[Fault]]:
@@ -97,8 +151,10 @@ def _warn(arguments: Arguments, plan: Plan) -> None:
         print(f"Warning: {sentence}", flush=True)
 
 
-def _end(fault: Fault) -> NoReturn:
+def _end(fault: Fault, meeting: Optional[Meeting] = None) -> NoReturn:
     run_directory.leave(fault)
+    if meeting is not None:
+        meeting.leave(fault)
     if fault.code == DONE:
         if is_rank_zero():
             print(fault, flush=True)
@@ -115,25 +171,25 @@ def _require_one_command(arguments: list[dict[str, Any]]) -> None:
                 raise Fault(f"rank {rank} was started with {ours}, rank 0 with {others}: start all with one command.")
 
 
-def _join(fabric: Fabric, arguments: Arguments, place: Placement, children: Children, said: tuple) -> tuple:
-    """`fabric.launch()`, and what rank 0 has `said`. If a rank dies before it has joined, so does this one."""
-    joined = threading.Event()
-
-    def look() -> None:
-        while not joined.wait(0.2):
-            if (dead := children.dead()) is not None:
-                fault = Fault(f"rank {dead[0]} {dead[1]} before training began.", children.code_of(dead[0]))
-                run_directory.leave(fault)
-                print(f"train.py: error: {fault}", file=sys.stderr, flush=True)
-                children.end(0)
-                os._exit(fault.code)
-
-    threading.Thread(target=look, name="join", daemon=True).start()
+def _join(
+    fabric: Fabric,
+    arguments: Arguments,
+    meeting: Optional[Meeting],
+    children: Children,
+    directory: Optional[str],
+    said: tuple,
+) -> tuple:
+    """`fabric.launch()`, and what rank 0 has `said`. If a rank is lost before it has joined, so is this one."""
+    if meeting is not None:
+        meeting.begin()
+        meeting.wait(children, directory)
     try:
+        failpoint("joining")
         fabric.launch()
-        assert fabric.world_size == place.world_size, (fabric.world_size, place.world_size)
-        _require_one_command(gather(arguments.flat()))
-        return fabric.broadcast(said)
+        failpoint("joined")
+        said = fabric.broadcast(said)
+        _require_one_command(gather(arguments.flat()))  # the last word is everyone's: none leaves before all are there
+        return said
     except Fault as fault:
         _end(fault)
     except RuntimeError as error:
@@ -147,6 +203,10 @@ def _join(fabric: Fabric, arguments: Arguments, place: Placement, children: Chil
         fault = as_fault(error)
         if fault.code == UNEXPECTED:
             raise
+        if meeting is not None:  # it may know which
+            time.sleep(SECONDS_TO_NAME)
+            meeting.close()
         _end(Fault(f"another rank was lost before training began: {fault}", fault.code))
     finally:
-        joined.set()
+        if meeting is not None:
+            meeting.close()

@@ -332,8 +332,7 @@ class Run:
         """Sweep, and end the run before its model is loaded where not even one checkpoint would fit on the disk."""
 
         def look() -> None:
-            for name in retention.sweep(self.directory):
-                print(f"Removed {name}, left by a save that was cut off.", flush=True)
+            run_directory.sweep(self.directory)
             parameters = build_skeleton(self.plan.config, DTYPES[self.arguments.model.precision]).parameters()
             needed = adamw.checkpoint_bytes(parameters, self.arguments.model.bf16_updates)
             checkpoint.require_room(self.directory, needed, "One checkpoint of this run")

@@ -34,7 +34,7 @@ SMALLEST_VOCABULARY = 257  # every byte, and the end of a text
 POSITIVE = (
     *("number_epochs", "max_step", "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "lr"),
     *("eval_batch_size", "eval_step_interval", "save_step_interval", "keep_last", "keep_every", "log_step_interval"),
-    *("context_length", "spike_threshold", "spike_window", "hang_timeout", "num_nodes", "max_hours"),
+    *("context_length", "spike_threshold", "spike_window", "hang_timeout", "join_timeout", "num_nodes", "max_hours"),
 )
 LEFT_OUT = {
     "max_step": "as many as --number_epochs needs",

@@ -17,7 +17,7 @@ from typing import Optional
 
 VARIABLE = "FABRIC_LLM_FAILPOINT"
 NAMES = (
-    *("assembled", "set_up", "read_data", "forward", "between_micro_batches", "optimizer_step"),
+    *("joining", "joined", "assembled", "set_up", "read_data", "forward", "between_micro_batches", "optimizer_step"),
     *("between_steps", "evaluate", "finish"),
     *("save.begin", "save.parts", "save.rest", "save.hash"),
     *("publish.begin", "publish.manifest", "publish.before_rename", "publish.renamed", "publish.done"),

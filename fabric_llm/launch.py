@@ -179,7 +179,10 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def kill_parent() -> None:
-    """In a started rank: end the process that started it, which is frozen; this one ends with it."""
-    if _parent is not None and os.getppid() == _parent:
+def kill_parent(seconds: float = 0.0) -> None:
+    """In a started rank: end the process that started it, which is frozen; this one ends with it. It has `seconds` to go."""
+    if _parent is None:
+        return
+    time.sleep(seconds)
+    if os.getppid() == _parent:
         os.kill(_parent, signal.SIGKILL)

@@ -9,8 +9,10 @@ layer, host memory holds the weights once, and every strategy starts from the sa
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional
 
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,17 +29,19 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import CONFIG_NAME, cached_file, is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar  # noqa: F401
 
-from fabric_llm import check, hub
+from fabric_llm import bounds, check, hub
 from fabric_llm.check import WEIGHT_FILES
 from fabric_llm.data import IGNORED
 from fabric_llm.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.manifest import MANIFEST, check_name
 
-MOST_LAYERS, MOST_PARAMETERS = 4096, 10**14  # more is no model but a trap: building it would take for ever
+MOST_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever
 DTYPES = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.float32, "16-mixed": torch.float32, "32-true": torch.float32}
+
+_tried_out: set[tuple[str, str]] = set()  # configurations that were built in a child process
 
 
 def load_config(model_name: str, attention: Optional[str] = None) -> PretrainedConfig:
@@ -47,9 +52,12 @@ def load_config(model_name: str, attention: Optional[str] = None) -> PretrainedC
     check.model(model_name)
     folder = Path(model_name)
     try:
+        _check_bounds(model_name, attention)
         config = AutoConfig.from_pretrained(model_name, trust_remote_code=False, attn_implementation=attention)
         # A config.json can name kernels on the hub, which are code, and these names win over the argument above.
         config._attn_implementation, config._experts_implementation = attention, None
+    except Fault:
+        raise
     except Exception as error:  # transformers and huggingface_hub raise their own
         if "custom code" in str(error):
             raise Fault(_needs_code(model_name), REFUSED) from error
@@ -63,11 +71,41 @@ def load_config(model_name: str, attention: Optional[str] = None) -> PretrainedC
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{model_name!r} is a {config.model_type!r} model, which isn't a causal language model.")
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if not isinstance(layers, int) or not 0 <= layers <= MOST_LAYERS:
+    if not isinstance(layers, int) or not 0 <= layers <= bounds.MOST_LAYERS:
         raise ValueError(
-            f"The configuration of {model_name!r} declares {layers} layers; at most {MOST_LAYERS} are read."
+            f"The configuration of {model_name!r} declares {layers} layers; at most {bounds.MOST_LAYERS} are read."
         )
     return config
+
+
+def _check_bounds(model_name: str, attention: Optional[str] = None) -> None:
+    """Raises TooMuch where a configuration declares more than anybody could want to read, before it is read."""
+    document = _bounded(model_name, CONFIG_NAME)
+    for name in document.get("configuration_files", ()):  # others, for other versions of transformers
+        check_name(str(name), Path(model_name, CONFIG_NAME))
+        _bounded(model_name, str(name))
+    identity = model_name, json.dumps(document, sort_keys=True)
+    if identity in _tried_out:
+        return
+    with suppress(Exception):  # what is imported here needn't be in the child
+        AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[document["model_type"]]]
+
+    def build() -> None:
+        config = AutoConfig.from_pretrained(model_name, trust_remote_code=False, attn_implementation=attention)
+        config._attn_implementation, config._experts_implementation = attention, None  # as in load_config
+        build_skeleton(config, torch.float32)
+
+    bounds.try_out(build)
+    _tried_out.add(identity)
+
+
+def _bounded(model_name: str, file: str) -> dict[str, Any]:
+    """The JSON of a model's file. Raises TooMuch if it declares too much, and OSError where there is no such file."""
+    path = Path(cached_file(model_name, file))
+    bounds.check_file(path)
+    document = json.loads(path.read_bytes())
+    bounds.check(document)
+    return document
 
 
 def _unreadable(what: str, model_name: str, error: Exception) -> Fault:
@@ -82,7 +120,7 @@ def _needs_code(model_name: str) -> str:
 
 def _not_a_model(model_name: str, error: Exception) -> str:
     said = " ".join(str(error).split())
-    if Path(model_name).exists():
+    if Path(model_name).exists() or isinstance(error, bounds.TooMuch):
         return f"The configuration of {model_name!r} can't be read: {said[:300].rstrip('.')}."
     if said.startswith("Unrecognized model in"):
         said = (
@@ -98,11 +136,17 @@ def load_tokenizer(model_name: str) -> Optional[Any]:
     if folder.is_dir() and not any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")):
         return None
     try:
+        if (folder / CONFIG_NAME).is_file():  # is read as well
+            _check_bounds(model_name)
+        with suppress(OSError):  # where there is none
+            bounds.check_tokenizer(json.loads(Path(cached_file(model_name, "tokenizer_config.json")).read_bytes()))
         tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
+    except Fault:
+        raise
     except Exception as error:  # of a dozen packages
         if "custom code" in str(error) or "trust_remote_code" in str(error):
             raise Fault(_needs_code(model_name), REFUSED) from error
-        if (folder / "tokenizer.json").is_file():
+        if (folder / "tokenizer.json").is_file() or isinstance(error, bounds.TooMuch):
             raise _unreadable("The tokenizer", model_name, error) from error
         return None
     for name in tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ():
@@ -117,6 +161,7 @@ def load_generation_config(model_name: str) -> Optional[GenerationConfig]:
     Raises Fault for a file that can't be read.
     """
     try:
+        _bounded(model_name, "generation_config.json")
         config = GenerationConfig.from_pretrained(model_name)
     except Exception as error:
         if Path(model_name, "generation_config.json").is_file():

@@ -152,9 +152,17 @@ def write_status(folder: Path, code: Optional[int], reason: str, step: Optional[
             temporary.unlink(missing_ok=True)
 
 
+def sweep(folder: Path) -> None:
+    """Remove what a killed save or prune left in the run directory `folder`, which this process has locked, and say so."""
+    for name in retention.sweep(folder):
+        print(f"Removed {name}, left by a save that was cut off.", flush=True)
+
+
 def leave(fault: Fault) -> None:
     """Write into the run directory that this process has locked, if any, why its run didn't begin; unlock it."""
     for folder in list(_locks):
+        if fault.code == DONE:  # and no other start comes
+            sweep(folder)
         if fault.code != DONE or read_status(folder).get("code") != DONE:  # which says more already
             write_status(folder, fault.code, str(fault), None, fault.retryable)
         unlock(folder)

@@ -287,7 +287,7 @@ class Store:
         self.patience_seconds = patience_seconds  # for an answer
         self.is_lost = self.is_frozen = False
         self.thread = ThreadPoolExecutor(1, "store")
-        self.store = _store_of_group()
+        self.store = store_of_group("watch")
         self.thread.submit(self._connect)
 
     def ask(self, question: Callable[[Any], Any]) -> Any:
@@ -311,9 +311,10 @@ class Store:
         self.store = self.store.clone()  # the group's own is locked while somebody waits for a key
 
 
-def _store_of_group() -> Any:
+def store_of_group(prefix: str) -> Any:
+    """The process group's store, for keys that begin with `prefix`; one of this process where there is no group."""
     if not torch.distributed.is_initialized():
         return torch.distributed.HashStore()
     from torch.distributed.distributed_c10d import _get_default_store  # there is no public way to it
 
-    return torch.distributed.PrefixStore("watch", _get_default_store())
+    return torch.distributed.PrefixStore(prefix, _get_default_store())

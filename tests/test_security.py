@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY
 from transformers import PreTrainedTokenizerFast
 
-from fabric_llm import manifest
+from fabric_llm import bounds, manifest
 
 MEMORY_BYTES = 4 * 2**30  # that an attack may take
 TIMEOUT_SECONDS = 30
@@ -945,6 +945,77 @@ def model_of_negative_size(scene):
     return scene.train()
 
 
+def model_that_declares(scene, model_type="llama", **changes):
+    edit(scene.model / "config.json", model_type=model_type, **changes)
+    return scene.train()
+
+
+@attack(2, "configuration", "1000000000 labels (num_labels); at most 32768")
+def model_of_a_billion_labels(scene):
+    return model_that_declares(scene, num_labels=10**9)
+
+
+@attack(2, "configuration", "100000 entries (id2label); at most 32768")
+def model_that_names_its_labels(scene):
+    return model_that_declares(scene, id2label={str(k): "x" for k in range(100_000)})
+
+
+@attack(2, "configuration", "config.json has", "MiB; at most 4 MiB")
+def model_that_names_a_million_labels(scene):
+    return model_that_declares(scene, id2label={str(k): "x" for k in range(10**6)})
+
+
+@attack(2, "configuration", "1000000000 layers (attention_types); at most 4096")
+def model_of_a_billion_attention_types(scene):
+    return model_that_declares(scene, "gpt_neo", attention_types=[[["global"], 10**9]])
+
+
+@attack(2, "configuration", "1000000000 layers (num_hidden_layers)")
+def model_that_lists_its_billion_layers(scene):
+    return model_that_declares(scene, "jamba", num_hidden_layers=10**9)
+
+
+@attack(2, "configuration", "1000000000 experts (num_local_experts); at most 32768")
+def model_of_a_billion_experts(scene):
+    return model_that_declares(scene, "mixtral", num_local_experts=10**9)
+
+
+@attack(2, "configuration", "67108864 experts (16384 in each of 4096 layers); at most 262144")
+def model_of_a_thousand_experts_in_thousands_of_layers(scene):
+    return model_that_declares(scene, "deepseek_v2", n_routed_experts=2**14, num_hidden_layers=2**12)
+
+
+@attack(2, "configuration", "1000000 entries (eos_token_id); at most 32768")
+def model_of_a_million_ends(scene):
+    return model_that_declares(scene, eos_token_id=[1] * 10**6)
+
+
+@attack(2, "configuration", "100000 entries (text_config.layer_types)")
+def model_of_layers_within(scene):
+    return model_that_declares(scene, "gemma3", text_config={"layer_types": ["full_attention"] * 100_000})
+
+
+@attack(2, "generation_config.json", "1000000 entries (eos_token_id)")
+def generation_of_a_million_ends(scene):
+    (scene.model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1] * 10**6}))
+    return scene.train()
+
+
+@attack(2, "tokenizer", "1000000000 tokens (extra_ids)")
+def tokenizer_of_a_billion_tokens(scene):
+    edit(scene.model / "tokenizer_config.json", tokenizer_class="ByT5Tokenizer", extra_ids=10**9)
+    return scene.train()
+
+
+@attack(2, "tokenizer", "1000000000 labels")
+def tokenizer_beside_a_configuration(scene):
+    """Which says what the tokenizer is, where that doesn't itself."""
+    (scene.data / "tokenizer" / "config.json").write_text(json.dumps({"model_type": "llama", "num_labels": 10**9}))
+    (scene.data / "tokenizer" / "tokenizer_config.json").unlink()
+    seal_data(scene.data)
+    return scene.train()
+
+
 @attack(66, "MANIFEST.json")
 def deep_manifest(scene):
     (step(scene.run) / "MANIFEST.json").write_text(DEEP)
@@ -1196,6 +1267,28 @@ def test_attack(base, tmp_path, name):
         [sentence] = [line for line in said.splitlines() if ": error: " in line]
         assert said.rstrip().endswith(sentence)
         assert all(word in sentence for word in words), sentence
+
+
+def test_a_configuration_that_nobody_thought_of(base, tmp_path, monkeypatch):
+    """No key says that it counts something."""
+    monkeypatch.setattr(bounds, "MOST_CPU_SECONDS", 1)
+    scene = copy_of(base, tmp_path)
+    changes = {"layer_types": None, "mlp_layer_types": None, "first_k_dense_replace": 10**9}
+    command = model_that_declares(scene, "cohere2_moe", **changes)
+    [(code, said, _)] = run_ranks(1, end_of, *command, timeout_seconds=TIMEOUT_SECONDS)
+    sentence = "can't be read: building it takes more than 1 s of processor time."
+    assert code == 2 and f"The configuration of {str(scene.model)!r} {sentence}" in said, said
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [(lambda: bytearray(2**33), "more than 2.0 GiB of memory"), (os.abort, "ends with SIGABRT")],
+    ids=["memory", "crash"],
+)
+def test_what_is_tried_out_harms_nobody(build, sentence):
+    with pytest.raises(bounds.TooMuch, match=sentence):
+        bounds.try_out(build)
+    bounds.try_out(lambda: 1 / 0)  # which whoever builds it sees
 
 
 def copy_of(base, folder):

@@ -560,6 +560,84 @@ def assert_its_end_is_named(toys, tmp_path, how, ended, code):
     assert_all_end(tmp_path)
 
 
+# ------------------------------------------------------------------------------- a rank doesn't come
+
+
+def run_in(tmp_path, words, **more):
+    """(code, what it said) of a command; never waits for an orphan's pipe."""
+    (tmp_path / "log").parent.mkdir(parents=True, exist_ok=True)
+    with (tmp_path / "log").open("w") as log:
+        done = subprocess.run(
+            [sys.executable, *words], env=environment(**more), stdout=log, stderr=log, timeout=300, cwd=tmp_path
+        )
+    return done.returncode, (tmp_path / "log").read_text()
+
+
+def by_hand(rank, port):
+    """The environment of one of two ranks that somebody started, without anyone who looks after them."""
+    given = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return {**given, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def assert_says(run, *words, code=71):
+    said = status(run)
+    assert said["code"] == code and said["retryable"] == (code == 71), said
+    assert all(word in said["reason"] for word in words), said
+
+
+def frozen_before_import(toys, tmp_path):
+    """As one whose machine swaps, or waits for a disk that has gone."""
+    (tmp_path / "site").mkdir(parents=True)
+    stop = "import os, signal\nif os.environ.get('LOCAL_RANK') == '1': os.kill(os.getpid(), signal.SIGSTOP)\n"
+    (tmp_path / "site" / "sitecustomize.py").write_text(stop)
+    path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
+    code, said = run_in(tmp_path, command(toys, tmp_path, "--join_timeout", 15), PYTHONPATH=path)
+    assert code == 71 and "train.py: error: rank 1 hasn't joined: nothing was heard of it" in said, said
+    assert_says(tmp_path / "run", "rank 1 hasn't joined", "for 15 s (--join_timeout)")
+
+
+def frozen_while_it_joins(toys, tmp_path, rank, point):
+    words = command(toys, tmp_path, "--join_timeout", 15)
+    code, said = run_in(tmp_path, words, FABRIC_LLM_FAILPOINT=f"{point}:rank={rank}:do=stop")
+    assert code == (71 if rank == 1 else -9), said
+    assert f"rank {rank} (process" in said and "is lost or frozen: silent for 15 s (--join_timeout)" in said, said
+    assert_says(tmp_path / "run", f"rank {rank} (process", "before training began")
+
+
+def never_started(toys, tmp_path, rank):
+    """By hand or by srun: nobody looks after the others."""
+    port = free_port()
+    words = command(toys, tmp_path, "--join_timeout", 10)
+    code, said = run_in(tmp_path, words, **by_hand(1 - rank, port))
+    heard = f"rank {rank} hasn't joined: n"
+    heard += "othing was heard of it" if rank == 1 else f"obody answers at 127.0.0.1:{port}"
+    assert code == 71 and heard in said, said
+    assert_says(tmp_path / "run", heard, "for 10 s (--join_timeout)")
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [(frozen_before_import,), (frozen_while_it_joins, 1, "joining"), (never_started, 0)],
+        [(frozen_while_it_joins, 0, "joining"), (frozen_while_it_joins, 1, "joined"), (never_started, 1)],
+        [(frozen_while_it_joins, 0, "joined")],
+    ],
+    ids=["1", "2", "3"],
+)
+def test_a_rank_that_does_not_come_is_named(toys, tmp_path, cases):
+    """Several side by side: they wait most of the time."""
+    with ThreadPoolExecutor(3) as pool:
+        ends = [pool.submit(case, toys, tmp_path / str(k), *more) for k, (case, *more) in enumerate(cases)]
+    try:
+        for end in ends:
+            end.result()
+        assert_all_end(tmp_path)
+    finally:
+        for left in processes_of(tmp_path):
+            with suppress(ProcessLookupError):
+                os.kill(int(left), signal.SIGKILL)
+
+
 def test_a_killed_rank_under_torchrun_is_started_again(toys, tmp_path, whole):
     """Each attempt counts steps anew: the second, from step 3, never comes to its fifth before the end at 8... + 1."""
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2"]
@@ -864,6 +942,19 @@ def test_retention(toys, tmp_path):
     job = Job(1, *flags(toys, tmp_path, *more, *from_4))
     assert job.wait() == [0], job.output
     assert 4 in saved(tmp_path / "run"), "the one that it was resumed from"
+
+
+def test_what_a_kill_in_the_last_prune_leaves_is_swept_though_nothing_is_left_to_do(toys, tmp_path):
+    more = ("--keep_last", 1, "--eval_iters", 0)
+    job = Job(2, *flags(toys, tmp_path, *more), failpoint="prune.renamed:rank=0:count=2")
+    assert job.wait() == [-9, 71], job.output
+    [left] = leftovers(tmp_path / "run")
+    assert left.startswith(".trash-step-00000006-") and saved(tmp_path / "run") == [STEPS]
+    (tmp_path / "run" / ".tmp-step-00000003-01234567").mkdir()
+    job = Job(2, *flags(toys, tmp_path, *more, "--resume", "auto"))
+    assert job.wait() == [0, 0] and "nothing is left to do" in job.output[0], job.output
+    assert leftovers(tmp_path / "run") == [] and saved(tmp_path / "run") == [STEPS]
+    assert f"Removed {left}, left by a save that was cut off." in job.output[0]
 
 
 def test_a_finished_run_in_a_restart_loop(toys, tmp_path, whole):
