@@ -14,6 +14,7 @@ from fabric_llm.faults import UNEXPECTED, as_fault, code_of, tell_torchrun
 from fabric_llm.launch import (
     adopt_slurm,
     die_with_parent,
+    find_slurm_host,
     for_launcher,
     forget_other_ranks,
     warning_of_torchrun,
@@ -48,6 +49,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)
     if (warning := warning_of_torchrun()) and is_rank_zero():
         print(f"Warning: {warning}", flush=True)
+    find_slurm_host()
     from assemble import assemble
     from supervise import supervise
 

@@ -93,7 +93,7 @@ MECHANISMS = [
     Mechanism("signals", "torchrun doesn't start again what was stopped", "fabric_llm/launch.py",
               "DONE if code == STOPPED and count < most else code", "code", ROWS, "asked_to_stop_is_not"),
     Mechanism("kill in a save", "leftovers go before the disk is asked", "run.py",
-              "            for name in retention.sweep(self.directory):\n", "            for name in []:\n", CHECKPOINT, "killed_save_left"),
+              "            run_directory.sweep(self.directory)\n", "", CHECKPOINT, "killed_save_left"),
     Mechanism("a save raises", "at the log as well", "run.py",
               "checkpoint.commit(pending, before=self.make_log_durable)", "self.rank_zero and self.make_log_durable(); checkpoint.commit(pending)", ROWS, "made_durable"),
     Mechanism("damage", "a file that can't be read", "fabric_llm/manifest.py",

@@ -52,7 +52,7 @@ class Children:
 
 
 def adopt_slurm() -> None:
-    """In a task that srun started beside others: set what torchrun would have set.
+    """In a task that srun started beside others: set what torchrun would have set, but for MASTER_ADDR.
 
     The variables of the job alone, as in a batch script that doesn't use srun, say nothing of processes.
     """
@@ -63,12 +63,18 @@ def adopt_slurm() -> None:
     node, local_rank, per_node = int(given.get("SLURM_NODEID", "0")), int(given["SLURM_LOCALID"]), -(-tasks // nodes)
     given.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(per_node), WORLD_SIZE=str(tasks))
     given.update(NODE_RANK=str(node), RANK=str(node * per_node + local_rank))
-    from lightning.fabric.plugins.environments import SLURMEnvironment
-
-    hosts = given.get("SLURM_STEP_NODELIST", "127.0.0.1")
-    given.setdefault("MASTER_ADDR", SLURMEnvironment.resolve_root_node_address(hosts))
     job, step = (int(given.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     given.setdefault("MASTER_PORT", str(15_000 + (31 * job + step) % 10_000))  # the same for all tasks of a step
+
+
+def find_slurm_host() -> None:
+    """In a task of srun: set where the ranks meet. (Lightning knows how SLURM writes hosts; importing it takes seconds.)"""
+    if "SLURM_STEP_NODELIST" not in os.environ or not started_by_other() or "MASTER_ADDR" in os.environ:
+        return
+    from lightning.fabric.plugins.environments import SLURMEnvironment
+
+    hosts = os.environ["SLURM_STEP_NODELIST"]
+    os.environ["MASTER_ADDR"] = SLURMEnvironment.resolve_root_node_address(hosts)
 
 
 def started_by_other() -> bool:
