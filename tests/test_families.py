@@ -76,6 +76,20 @@ def test_buffers_have_the_dtypes_that_the_reference_gives_them(tmp_path, packed,
                     assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), (strategy, name)
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_random_weights_start_under_fsdp_and_go_on(tmp_path, packed, family, kind):
+    """Saved, resumed and gone back in, the model has the buffers that the reference has each time."""
+    toy_config(family).save_pretrained(tmp_path / family)
+    flags = ("--model_name", tmp_path / family, "--train_data_dir", packed, "--output_dir", tmp_path)
+    flags += ("--run_name", "run", "--state_dict_type", kind, "--global_batch_size", 4, "--max_step", 2)
+    flags += ("--save_step_interval", 1, "--eval_iters", 1)
+    assert train(2, *flags) is None
+    losses = metrics(tmp_path / "run")
+    assert train(2, *flags, "--resume", "true", "--checkpoint", tmp_path / "run" / "step-00000001") is None
+    assert metrics(tmp_path / "run") == losses
+
+
 @pytest.mark.parametrize("family", ["ernie4_5_moe", "hunyuan_v1_moe"])
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_parameters_that_stay_float32_in_a_bfloat16_model(tmp_path, packed, family, strategy):
