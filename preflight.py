@@ -29,7 +29,7 @@ from fabric_llm.model import (
     resolve_attention,
     takes_positions,
 )
-from fabric_llm.strategy import modules_to_wrap, resolve_devices, resolve_strategy
+from fabric_llm.strategy import modules_to_wrap, of_one_dtype, resolve_devices, resolve_strategy
 
 DEMO_VOCABULARY = 2048  # as in configs/demo_llama
 DEMO_EXCLUDED = "site-packages dist-packages test tests idlelib lib2to3 encodings pydoc_data __pycache__".split()
@@ -127,7 +127,8 @@ def make_plan(arguments: Arguments) -> Plan:
     config._attn_implementation = resolve_attention(causal_lm_class(config), model.attention, place.kind)
     document = None if resume_from is None else checkpoint.check(resume_from)
     begun_with = document.get("model_name") if document is not None else None
-    tokenizer = check_model(arguments, config, dataset, source, resume_from, begun_with)
+    sharded = place.strategy in ("fsdp", "fsdp2")
+    tokenizer = check_model(arguments, config, dataset, source, resume_from, begun_with, sharded)
     end = None if training.max_step is not None else training.number_epochs * len(dataset.train)
     masking = resume.document_masking(arguments, document)
     start = checkpoint.Progress() if document is None else checkpoint.Progress(**document["progress"])
@@ -176,6 +177,7 @@ def check_model(
     source: str,
     resume_from: Optional[Path],
     begun_with: Optional[str],
+    sharded: bool,
 ) -> Optional[Any]:
     """The model against the flags and the dataset. Returns the tokenizer that goes with checkpoints, if any.
 
@@ -195,7 +197,9 @@ def check_model(
             f"but {source!r} has positions for {longest}."
         )
     skeleton = checked_skeleton(source, config, DTYPES[arguments.model.precision])
-    modules_to_wrap(skeleton, arguments.fsdp.auto_wrap_policy)
+    units = modules_to_wrap(skeleton, arguments.fsdp.auto_wrap_policy)
+    if sharded:
+        of_one_dtype(skeleton, units)
     if arguments.fsdp.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
         raise ValueError(f"--activation_checkpointing true: {type(skeleton).__name__} doesn't support it.")
     if resume_from is not None and arguments.model.model_name not in (source, begun_with):

@@ -190,7 +190,8 @@ def of_one_dtype(model: nn.Module, units: list[nn.Module]) -> dict[nn.Module, to
         if len(held) > 1:
             named = " and ".join(sorted(str(dtype) for dtype in held))
             raise ValueError(
-                f"{type(module).__name__} holds parameters of {named} itself: they can't be sharded together."
+                f"{type(module).__name__} holds parameters of {named} itself, which can't be sharded together: take "
+                "--strategy ddp, or another --precision."
             )
         dtype = next(iter(held), main if module in units else outside)
         for child in module.children():

@@ -356,7 +356,7 @@ class Tried:
     documents: str = ""  # "apart", or what a document sees of the one before it
     devices: dict[int, str] = field(default_factory=dict)  # number of devices -> "yes", or what was said
     logits: dict[int, str] = field(default_factory=dict)  # number of devices -> difference of the export's
-    needs: list[str] = field(default_factory=list)
+    kept: str = ""  # tensors of other dtypes than a cast of the whole model would give them
 
 
 def try_family(family: str, folder: Path, data: Path, devices: tuple[int, ...] = (1, 2)) -> Tried:
@@ -421,11 +421,13 @@ def describe(tried: Tried, run: Path) -> None:
     tried.attention = found[1] if (found := re.search(r"(\w+) attention, ", said)) else "sdpa"
     leak = re.search(r"change by up to (\S+) of their standard deviation", said)
     tried.documents = "apart" if leak is None else f"see each other, {leak[1]}"
-    if kept := short_names(skeleton.named_parameters(), torch.float32):
-        tried.needs.append(f"float32 parameters: {kept}")
-    for dtype in (torch.bfloat16, torch.float32):
-        if found := short_names(skeleton.named_buffers(), dtype):
-            tried.needs.append(f"{str(dtype).removeprefix('torch.')} buffers: {found}")
+    buffers = [(name, buffer) for name, buffer in skeleton.named_buffers() if not name.endswith("inv_freq")]
+    kept = {
+        "float32 parameters": short_names(skeleton.named_parameters(), torch.float32),
+        "float32 buffers": short_names(buffers, torch.float32),
+        "bfloat16 buffers": short_names(buffers, torch.bfloat16),
+    }
+    tried.kept = "; ".join(f"{kind}: {names}" for kind, names in kept.items() if names)
 
 
 def short_names(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> str:
@@ -454,7 +456,8 @@ def table(rows: list[Tried], seconds: float) -> str:
         "logit of a document when the one before it is another, as a part of the logits' standard deviation; with random "
         "weights it says that there is a way, not how much a trained model makes of it",
         "- Attention: what `--attention auto` takes; eager where the class has no SDPA",
-        "- Kept as transformers has it: dtypes that a cast of the whole model to bfloat16, or FSDP's own, would change",
+        "- Kept as transformers has it: what a cast of the whole model to bfloat16, or FSDP's casts of buffers, would change, "
+        "besides RoPE's frequencies, which are float32 in all",
         "- Logits: mean difference between the export and the model in training, as a part of their standard deviation",
         "",
         f"{len(good)} of {len(rows)} families train, resume and export on one device and on two.",
@@ -473,7 +476,7 @@ def table(rows: list[Tried], seconds: float) -> str:
             row.documents,
             *devices,
             logits,
-            "; ".join(row.needs) or "-",
+            row.kept or "-",
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
