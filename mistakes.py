@@ -32,7 +32,7 @@ def in_training(arguments: Arguments) -> None:
     directory = resume.directory(arguments)
     if arguments.checkpoint.resume:
         resume.require_given(arguments)
-    elif not directory.is_dir():
+    if arguments.checkpoint.checkpoint is None and not directory.is_dir():  # the run starts
         check.model(arguments.model.model_name)
     run_directory.require_writable(directory)
 

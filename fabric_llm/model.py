@@ -111,7 +111,10 @@ def _bounded(model_name: str, file: str) -> dict[str, Any]:
 def _unreadable(what: str, model_name: str, error: Exception) -> Fault:
     """What is wrong with a part of a model, or of a checkpoint."""
     code = NO_CHECKPOINT if Path(model_name, MANIFEST).is_file() else BAD_INPUT
-    return Fault(f"{what} of {model_name!r} can't be read: {' '.join(str(error).split())[:400].rstrip('.')}.", code)
+    said = None if Path(model_name).exists() else hub.answer(model_name, error)
+    return Fault(
+        f"{what} of {model_name!r} can't be read: {said or ' '.join(str(error).split())[:400].rstrip('.')}.", code
+    )
 
 
 def _needs_code(model_name: str) -> str:

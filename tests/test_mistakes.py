@@ -147,6 +147,7 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         "It is a run: its newest is --checkpoint checkpoints/run/step-00000100.",
     ),
     ("--resume true --checkpoint checkpoints/run/step-5", 66, "'checkpoints/run' has step-00000009, step-00000100."),
+    ("--resume auto --model_name ./modle", 2, "No model './modle'"),
     ("--output_dir corpus/a.txt", 73, "can't be written"),
     ("--config none.yaml", 2, "--config 'none.yaml' can't be read: No such file"),
 ]
