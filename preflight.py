@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 import resume
 from arguments import Arguments, is_first_of_machine, is_rank_zero
-from fabric_llm import checkpoint, manifest
+from fabric_llm import checkpoint, manifest, router
 from fabric_llm.data import TokenDataset, open_dataset
 from fabric_llm.faults import NO_CHECKPOINT, Fault
 from fabric_llm.manifest import MANIFEST
@@ -157,7 +157,7 @@ def check_numbers(arguments: Arguments) -> None:
     ).split()
     not_negative = (
         "grad_clip min_lr warmup_steps weight_decay num_workers eval_iters sample_tokens seed max_skipped_steps "
-        "keep_best".split()
+        "keep_best router_aux_loss_coef".split()
     )
     flat = arguments.flat()
     for names, fits, words in ((positive, lambda v: v > 0, "positive"), (not_negative, lambda v: v >= 0, "0 or more")):
@@ -257,6 +257,7 @@ def check_model(
         )
     skeleton = checked_skeleton(source, config, DTYPES[arguments.model.precision])
     modules_to_wrap(skeleton, arguments.fsdp.auto_wrap_policy)
+    router.coefficient(skeleton, arguments.training.router_aux_loss_coef)
     if arguments.fsdp.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
         raise ValueError(f"--activation_checkpointing true: {type(skeleton).__name__} doesn't support it.")
     if resume_from is not None and arguments.model.model_name not in (source, begun_with):
