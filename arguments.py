@@ -165,6 +165,11 @@ class TrainingArguments:
     weight_decay: float = flag(0.1, "decoupled weight decay, on matrices only")
     beta1: float = flag(0.9, "AdamW, decay of the first moment")
     beta2: float = flag(0.95, "AdamW, decay of the second moment")
+    router_aux_loss_coef: Optional[float] = flag(
+        None,
+        "mixture of experts: what the routers' load-balancing loss is multiplied by; 0: it isn't trained "
+        "(default: as the model's configuration says, 0 unless that sets output_router_logits)",
+    )
     seed: int = flag(1234, "of data order, dropout and random weights")
 
 

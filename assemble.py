@@ -107,7 +107,7 @@ def _meeting(arguments: Arguments, place: Placement) -> Optional[Meeting]:
             if rank == 0:
                 run_directory.leave(fault)
             elif not said_by_rank_0:
-                _leave_for_rank_0(fault, meeting.directory(), arguments)
+                _leave_for_rank_0(fault, meeting, arguments)
             meeting.leave(fault)
             meeting.children.end(SECONDS_FOR_CHILDREN)
             if rank != 0 and not (said_by_rank_0 and node == 0):
@@ -119,14 +119,15 @@ def _meeting(arguments: Arguments, place: Placement) -> Optional[Meeting]:
     return meeting
 
 
-def _leave_for_rank_0(fault: Fault, directory: Optional[str], arguments: Arguments) -> None:
-    """STATUS.json in place of rank 0, which is lost or frozen; where it would be, if nobody else is there."""
+def _leave_for_rank_0(fault: Fault, meeting: Meeting, arguments: Arguments) -> None:
+    """STATUS.json in place of rank 0, which is lost or frozen: where it is, or would be if nobody else is there."""
     with suppress(ValueError, OSError):
-        if directory is not None:
-            run_directory.write_status(Path(directory), fault.code, str(fault), None, fault.retryable)
-        else:
-            run_directory.lock(resume.directory(arguments))
+        directory = Path(meeting.directory() or resume.directory(arguments))
+        if 0 not in meeting.heard and meeting.directory() is None:
+            run_directory.lock(directory)
             run_directory.leave(fault)
+        elif directory.is_dir():  # the lock is rank 0's
+            run_directory.write_status(directory, fault.code, str(fault), None, fault.retryable)
 
 
 def _planned(arguments: Arguments) -> tuple[Optional[Plan], Optional[Fault]]:

@@ -14,7 +14,7 @@ from typing import Any, Optional, Union
 import mistakes
 import resume
 from arguments import Arguments, is_first_of_machine, is_rank_zero
-from fabric_llm import check, checkpoint, manifest
+from fabric_llm import check, checkpoint, manifest, router
 from fabric_llm.check import Sharding
 from fabric_llm.data import TokenDataset, open_dataset
 from fabric_llm.faults import NO_CHECKPOINT, Fault
@@ -200,6 +200,7 @@ def check_model(
     units = modules_to_wrap(skeleton, arguments.fsdp.auto_wrap_policy)
     if sharded:
         of_one_dtype(skeleton, units)
+    router.coefficient(skeleton, arguments.training.router_aux_loss_coef)
     if arguments.fsdp.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
         raise ValueError(f"--activation_checkpointing true: {type(skeleton).__name__} doesn't support it.")
     if resume_from is not None and arguments.model.model_name not in (source, begun_with):

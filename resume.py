@@ -23,6 +23,7 @@ MOST_DIFFERENCES = 10  # named in an error
 OVERRIDABLE = (
     *("max_step", "number_epochs", "lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps"),
     *("weight_decay", "beta1", "beta2", "grad_clip", "global_batch_size", "document_masking"),
+    "router_aux_loss_coef",
 )
 
 

@@ -16,7 +16,19 @@ from lightning.fabric import Fabric
 
 import resume
 from arguments import Arguments, write_yaml
-from fabric_llm import adamw, checkpoint, manifest, metrics, retention, run_directory, step, stop, strategy, trackers
+from fabric_llm import (
+    adamw,
+    checkpoint,
+    manifest,
+    metrics,
+    retention,
+    router,
+    run_directory,
+    step,
+    stop,
+    strategy,
+    trackers,
+)
 from fabric_llm.checkpoint import Progress
 from fabric_llm.console import Console
 from fabric_llm.data import Batches, MicroBatch, Prefetch, RowsRead
@@ -65,6 +77,7 @@ class Run:
         )
         self.plan = plan = replace(plan, document_end=document_end)
         training = arguments.training
+        self.router_aux_loss_coef = router.coefficient(self.template, training.router_aux_loss_coef)
         self.sum_in_float32 = training.accumulation_dtype == "float32"
         self.sync_every_micro_batch = strategy.syncs_every_micro_batch(
             plan.strategy, self.sum_in_float32 and arguments.model.precision == "bf16-true"
@@ -146,6 +159,10 @@ class Run:
             print(
                 "Warning: no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it."
             )
+        if said := router.warning(self.template):
+            print(said, flush=True)
+        if self.router_aux_loss_coef:
+            print(f"Trained as well: the routers' auxiliary loss x {self.router_aux_loss_coef}, logged as aux_loss.")
         self.console = Console(plan.max_step, plan.start.step)
 
     def advance(self, progress: Progress) -> None:
@@ -172,9 +189,12 @@ class Run:
             "peak_memory_gib": metrics.peak_memory_gib(self.fabric.device),
         }
         updated = ""
+        if result.aux_loss is not None:
+            record["aux_loss"] = result.aux_loss
+            updated = f"aux loss {result.aux_loss:.4f}  "
         if result.update is not None:
             record["updated_fraction"], record["update_ratio"] = result.update
-            updated = f"{result.update.fraction:.1%} of weights changed  "
+            updated += f"{result.update.fraction:.1%} of weights changed  "
             self.warn_of_few_updates(result.update.fraction)
         self.write(progress.step, record)
         left = self.throughput.seconds_left(progress.step - self.plan.start.step, self.plan.max_step - progress.step)

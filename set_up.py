@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from arguments import Arguments
-from fabric_llm import checkpoint, model, optim, start, strategy
+from fabric_llm import checkpoint, model, optim, router, start, strategy
 from fabric_llm.adamw import AdamW
 from fabric_llm.faults import UNEXPECTED, Fault, as_fault
 from preflight import Plan
@@ -35,7 +35,10 @@ def set_up(
     dtype = model.DTYPES[arguments.model.precision]
     template = model.build_skeleton(plan.config, dtype)
     template.generation_config = model.load_generation_config(source) or template.generation_config
-    skeleton = model.LanguageModel(model.build_skeleton(plan.config, dtype))
+    skeleton = model.LanguageModel(
+        model.build_skeleton(plan.config, dtype),
+        with_router_loss=router.coefficient(template, arguments.training.router_aux_loss_coef) > 0,
+    )
     if arguments.fsdp.activation_checkpointing:
         model.checkpoint_activations(skeleton.causal_lm)
     decayed = optim.decayed_names(skeleton)

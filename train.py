@@ -118,6 +118,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
             accept=run.guard.accept,
             ask=run.ask,
             measure=logs,
+            router_aux_loss_coef=run.router_aux_loss_coef,
         )
         run.advance(progress)
         run.report_verdict(before, progress, result)

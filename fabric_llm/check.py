@@ -44,7 +44,7 @@ LEFT_OUT = {
 }
 NOT_NEGATIVE = (
     *("grad_clip", "min_lr", "warmup_steps", "weight_decay", "num_workers", "eval_iters", "sample_tokens", "seed"),
-    *("max_skipped_steps", "keep_best"),
+    *("max_skipped_steps", "keep_best", "router_aux_loss_coef"),
 )
 
 

@@ -54,7 +54,8 @@ class Meeting:
         self.complete_since: Optional[float] = None  # all wait for each other
         self.begun = False
         self.answered = False  # by the store, ever
-        self.told = threading.Event()  # the store has our last words
+        self.news = threading.Event()  # there are words that the store hasn't
+        self.told = threading.Event()  # it has them
         self.over = threading.Event()
         self.claimed = threading.Lock()
 
@@ -69,8 +70,9 @@ class Meeting:
 
     def wait(self, children: Children, directory: Optional[str]) -> None:
         """From now on this rank waits for the others. directory: rank 0's, that of the run."""
-        self.children, self.words = children, {**self.words, "waits": True, "directory": directory}
+        self.children = children
         self.since = self.waits_since = time.monotonic()
+        self._say(waits=True, directory=directory)
         threading.Thread(target=self._look, name="join", daemon=True).start()
 
     def close(self) -> None:
@@ -78,15 +80,13 @@ class Meeting:
         if not self.over.is_set() and not self.claimed.acquire(blocking=False):
             threading.Event().wait()  # `on_fault` is ending the process
         self.over.set()
+        self.news.set()
 
     def leave(self, fault: Fault) -> None:
         """Tell the others why this rank goes. Rank 0, which may hold the store, waits until they have heard it."""
         if self.over.is_set() or not self.answered:
             return
-        self.words = {
-            **self.words,
-            "ends": {"sentence": str(fault), "code": fault.code, "retryable": fault.retryable},
-        }
+        self._say(ends={"sentence": str(fault), "code": fault.code, "retryable": fault.retryable})
         deadline = time.monotonic() + SECONDS_TO_HEAR
         self.told.wait(SECONDS_TO_HEAR)
         while self.rank == 0 and self._some_listen() and time.monotonic() < deadline:
@@ -102,6 +102,11 @@ class Meeting:
         """True if `rank` has said that it ends."""
         return rank in self.heard and "ends" in self.heard[rank].beat
 
+    def _say(self, **words: Any) -> None:
+        self.told.clear()
+        self.words = {**self.words, **words}
+        self.news.set()
+
     # ---------------------------------------------------------------- the thread that talks, and may wait for ever
 
     def _talk(self) -> None:
@@ -113,7 +118,8 @@ class Meeting:
                 self.answered = True
             except (RuntimeError, ValueError):  # nobody holds it yet, or any more; joining itself says what is wrong
                 store = None
-            self.over.wait(interval)
+                self.over.wait(interval)
+            self.news.wait(interval)
 
     def _connect(self) -> Any:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # its store may be that of the attempt before
@@ -131,15 +137,16 @@ class Meeting:
         return torch.distributed.PrefixStore(f"meeting-{attempt}", store)
 
     def _exchange(self, store: Any) -> None:
+        self.news.clear()
         words = self.words
         store.set(str(self.rank), json.dumps({**words, "at": time.monotonic()}))
+        if words is self.words:
+            self.told.set()
         for rank in range(self.world_size) if self.rank == 0 else (0,):
             if rank != self.rank and store.check([str(rank)]):
                 beat, before = json.loads(store.get(str(rank))), self.heard.get(rank)
                 if before is None or before.beat != beat:
                     self.heard[rank] = Heard(beat, time.monotonic())
-        if "ends" in words:
-            self.told.set()
 
     # ---------------------------------------------------------------- the thread that judges
 

@@ -37,6 +37,7 @@ from fabric_llm.check import WEIGHT_FILES
 from fabric_llm.data import IGNORED
 from fabric_llm.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.manifest import MANIFEST, check_name
+from fabric_llm.router import load_balancing_loss
 
 MOST_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever
 DTYPES = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.float32, "16-mixed": torch.float32, "32-true": torch.float32}
@@ -295,9 +296,9 @@ def load_reference(
 class LanguageModel(nn.Module):
     """A causal LM that returns its loss, so that no logits leave the wrapped module (Fabric would copy them)."""
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, with_router_loss: bool = False) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
+        self.causal_lm, self.with_router_loss = causal_lm, with_router_loss
 
     def forward(
         self,
@@ -308,18 +309,32 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Sum of the cross-entropies of all targets, float32 scalar, in nats; without `labels` the logits.
 
+        with_router_loss, in training: float32 [2], the second the rows' auxiliary losses, each times the row's targets.
+
         input_ids, labels, attention_mask, position_ids: int64 [rows, context]. Labels are unshifted: position t is predicted from
         the positions before it, -100 is no target. Logits: [rows, context, vocabulary]. position_ids that restart keep
         documents apart: transformers reads the attention mask from them if no other is given and nothing is cached.
         """
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
         given = {name: value for name, value in given.items() if value is not None}
-        logits = self.causal_lm(input_ids=input_ids, use_cache=False, **given).logits
+        balances = self.with_router_loss and self.training and labels is not None
+        if balances:
+            given["output_router_logits"] = True
+        outputs = self.causal_lm(input_ids=input_ids, use_cache=False, **given)
+        logits = outputs.logits
         if labels is None:
             return logits
-        return F.cross_entropy(
+        loss = F.cross_entropy(
             logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
         )
+        if not balances:
+            return loss
+        rows, of_rows = len(input_ids), loss.new_zeros(len(input_ids))
+        if outputs.router_logits:  # not where the configuration leaves no layer with experts
+            of_rows = load_balancing_loss(
+                outputs.router_logits, rows, self.causal_lm.num_experts_per_tok, attention_mask
+            )
+        return torch.stack([loss, (of_rows * (labels[:, 1:] != IGNORED).sum(dim=1)).sum()])
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

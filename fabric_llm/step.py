@@ -24,6 +24,7 @@ class StepResult(NamedTuple):
     taken: bool  # False: no parameter and no optimizer state has changed
     update: Optional[UpdateSize]  # where `measure` asked for it
     asked: list[int]  # for each of the numbers that `ask` gives, the sum over ranks
+    aux_loss: Optional[float] = None  # of a mixture of experts where it is trained, mean over the global batch's targets
 
 
 def finite(loss: float, grad_norm: float) -> bool:
@@ -44,6 +45,7 @@ def train_step(
     accept: Callable[[float, float], bool] = finite,
     ask: Callable[[], Sequence[int]] = tuple,
     measure: bool = False,
+    router_aux_loss_coef: float = 0.0,
 ) -> StepResult:
     """One optimizer step over the micro-batches of this rank, together with all other ranks.
 
@@ -53,6 +55,7 @@ def train_step(
     without it a NaN would be in the weights before anyone looked. What a rank has to `ask` of all, in small numbers, goes
     the same way, so that it costs no wait of its own.
 
+    router_aux_loss_coef: of the second loss that `model` gives, if it does (router.py): trained with it, and judged without.
     sum_in_float32: sum the gradients of low-precision weights over micro-batches in float32, and round once.
     """
     micro_batches = [fabric.to_device(batch) for batch in micro_batches]
@@ -63,10 +66,11 @@ def train_step(
     for index, batch in enumerate(micro_batches):
         waits = index < len(micro_batches) - 1 and not sync_every_micro_batch
         with fabric.no_backward_sync(model, enabled=waits):
-            loss = model(**batch) / targets
+            losses = model(**batch) / targets
+            loss = losses if losses.ndim == 0 else losses[0] + router_aux_loss_coef * losses[1]
             failpoint("forward")
             fabric.backward(loss * fabric.world_size)  # strategies average gradients over ranks; ours is a sum
-        total += loss.detach()
+        total = total + losses.detach()
         if sums is not None:
             sums.add(last=index == len(micro_batches) - 1)
         failpoint("between_micro_batches")
@@ -74,7 +78,8 @@ def train_step(
     group = shard_group(model)
     grad_norm = clip_gradients(model.parameters(), grad_clip, group).item()
     requests = torch.tensor(ask(), dtype=total.dtype, device=total.device)
-    loss, *asked = sum_over_ranks(fabric, torch.cat([total[None], requests])).tolist()
+    loss, *asked = sum_over_ranks(fabric, torch.cat([total.flatten(), requests])).tolist()
+    aux_loss = asked.pop(0) if total.ndim else None
     taken = accept(loss, grad_norm)
     size = None
     scaler = getattr(fabric.strategy.precision, "scaler", None)  # of 16-mixed
@@ -88,7 +93,7 @@ def train_step(
     elif scaler is not None:
         scaler.update()  # smaller after an infinity
     optimizer.zero_grad()
-    return StepResult(loss, grad_norm, taken, size, [int(number) for number in asked])
+    return StepResult(loss, grad_norm, taken, size, [int(number) for number in asked], aux_loss)
 
 
 @torch.no_grad()

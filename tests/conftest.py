@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 from transformers.utils.logging import disable_progress_bar
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
@@ -65,6 +65,22 @@ TOY_CONFIGS = {
         bos_token_id=0,
         eos_token_id=0,
     ),
+    "mixtral": MixtralConfig(  # experts, and an auxiliary loss that is worth something
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        router_aux_loss_coef=0.3,
+        initializer_range=0.2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
 }
 
 
@@ -74,7 +90,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with models llama, gpt2, llama-tied, gpt2-no-dropout and datasets `data`, `ragged` and `many`."""
+    """A folder with models llama, gpt2, mixtral, llama-tied, gpt2-no-dropout and datasets `data`, `ragged` and `many`."""
     folder = tmp_path_factory.mktemp("toys")
     configs = {**TOY_CONFIGS}
     configs["llama-tied"] = LlamaConfig(**{**configs["llama"].to_dict(), "tie_word_embeddings": True})

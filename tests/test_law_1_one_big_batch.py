@@ -1,6 +1,7 @@
 """Law 1: k micro-batches x n ranks give the loss, gradient norm and weights of one big batch.
 
-The reference is not this project's code: plain transformers and torch, one batch, loss as a mean over targets.
+The reference is not this project's code: plain transformers and torch, one batch, loss as a mean over targets. The auxiliary
+loss of a mixture of experts is transformers' own, a row at a time.
 """
 
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import metrics, toy_run, train_ranks
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fabric_llm.data import Batches, open_dataset
 from fabric_llm.optim import lr_at
@@ -17,8 +18,17 @@ from fabric_llm.optim import lr_at
 STEPS, GLOBAL_BATCH, LR, SEED, WEIGHT_DECAY, CLIP = 4, 8, 1e-3, 5, 0.1, 1.0
 
 
-def plain_training(model_name: Path, data: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """(losses, gradient norms, final weights) of a loop written as in a textbook."""
+def auxiliary_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """transformers' own of each row by itself, averaged over the rows by their targets."""
+    targets = (batch["labels"][:, 1:] != -100).sum(dim=1)
+    of_rows = [model(row[None], output_router_logits=True).aux_loss for row in batch["input_ids"]]
+    return (torch.stack(of_rows) * targets).sum() / targets.sum()
+
+
+def plain_training(
+    model_name: Path, data: Path, auxiliary: list[float]
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """(losses, gradient norms, final weights) of a loop written as in a textbook; `auxiliary` gets the auxiliary losses."""
     model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).train()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
@@ -31,7 +41,11 @@ def plain_training(model_name: Path, data: Path) -> tuple[list[float], list[floa
         [batch] = rows.at(step * GLOBAL_BATCH)
         logits = model(batch["input_ids"]).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-        loss.backward()
+        if model.config.model_type == "mixtral":
+            auxiliary.append(auxiliary_loss(model, batch))
+            (loss + model.config.router_aux_loss_coef * auxiliary[-1]).backward()
+        else:
+            loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, max_step=STEPS, lr=LR, min_lr=0.0, warmup_steps=2)
@@ -41,13 +55,14 @@ def plain_training(model_name: Path, data: Path) -> tuple[list[float], list[floa
     return losses, norms, model.state_dict()
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2-no-dropout"])
+@pytest.mark.parametrize("model", ["llama", "gpt2-no-dropout", "mixtral"])
 @pytest.mark.parametrize(
     ("strategy", "ranks", "micro_batch"),
     [("auto", 1, 8), ("auto", 1, 2), ("ddp", 2, 2), ("ddp", 2, 1), ("fsdp", 2, 2), ("fsdp", 2, 1), ("fsdp2", 2, 2)],
 )
 def test_micro_batches_and_ranks_are_one_big_batch(toys, tmp_path, model, strategy, ranks, micro_batch):
-    losses, norms, weights = plain_training(toys / model, toys / "ragged")
+    auxiliary = []
+    losses, norms, weights = plain_training(toys / model, toys / "ragged", auxiliary)
     train_ranks(
         ranks,
         *toy_run(toys, tmp_path, model=model, data="ragged"),
@@ -56,6 +71,7 @@ def test_micro_batches_and_ranks_are_one_big_batch(toys, tmp_path, model, strate
         *("--lr", LR, "--warmup_steps", 2, "--weight_decay", WEIGHT_DECAY, "--grad_clip", CLIP, "--eval_iters", 0),
     )
     assert metrics(tmp_path / "run", "loss") == pytest.approx(losses, rel=1e-6, abs=0)
+    assert metrics(tmp_path / "run", "aux_loss") == pytest.approx([loss.item() for loss in auxiliary], rel=1e-6, abs=0)
     assert metrics(tmp_path / "run", "grad_norm") == pytest.approx(norms, rel=1e-6, abs=0)
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "step-00000004", dtype=torch.float32).state_dict()
     assert trained.keys() == weights.keys()

@@ -591,42 +591,34 @@ def frozen_before_import(toys, tmp_path):
     stop = "import os, signal\nif os.environ.get('LOCAL_RANK') == '1': os.kill(os.getpid(), signal.SIGSTOP)\n"
     (tmp_path / "site" / "sitecustomize.py").write_text(stop)
     path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
-    code, said = run_in(tmp_path, command(toys, tmp_path, "--join_timeout", 15), PYTHONPATH=path)
+    code, said = run_in(tmp_path, command(toys, tmp_path, "--join_timeout", 5), PYTHONPATH=path)
     assert code == 71 and "train.py: error: rank 1 hasn't joined: nothing was heard of it" in said, said
-    assert_says(tmp_path / "run", "rank 1 hasn't joined", "for 15 s (--join_timeout)")
+    assert_says(tmp_path / "run", "rank 1 hasn't joined", "for 5 s (--join_timeout)")
 
 
-def frozen_while_it_joins(toys, tmp_path, rank, point):
-    words = command(toys, tmp_path, "--join_timeout", 15)
-    code, said = run_in(tmp_path, words, FABRIC_LLM_FAILPOINT=f"{point}:rank={rank}:do=stop")
-    assert code == (71 if rank == 1 else -9), said
-    assert f"rank {rank} (process" in said and "is lost or frozen: silent for 15 s (--join_timeout)" in said, said
-    assert_says(tmp_path / "run", f"rank {rank} (process", "before training began")
+def rank_0_frozen_before_the_others_come(toys, tmp_path):
+    """It holds what the others would tell; the rank that it has started ends it, and with it itself."""
+    words = command(toys, tmp_path, "--join_timeout", 5)
+    code, said = run_in(tmp_path, words, FABRIC_LLM_FAILPOINT="joining:rank=0:do=stop")
+    assert code == -9 and "rank 1: rank 0 hasn't joined: nobody answers at 127.0.0.1:" in said, said
+    assert_says(tmp_path / "run", "rank 0 hasn't joined", "for 5 s (--join_timeout)")
 
 
 def never_started(toys, tmp_path, rank):
     """By hand or by srun: nobody looks after the others."""
     port = free_port()
-    words = command(toys, tmp_path, "--join_timeout", 10)
+    words = command(toys, tmp_path, "--join_timeout", 5)
     code, said = run_in(tmp_path, words, **by_hand(1 - rank, port))
     heard = f"rank {rank} hasn't joined: n"
     heard += "othing was heard of it" if rank == 1 else f"obody answers at 127.0.0.1:{port}"
     assert code == 71 and heard in said, said
-    assert_says(tmp_path / "run", heard, "for 10 s (--join_timeout)")
+    assert_says(tmp_path / "run", heard, "for 5 s (--join_timeout)")
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        [(frozen_before_import,), (frozen_while_it_joins, 1, "joining"), (never_started, 0)],
-        [(frozen_while_it_joins, 0, "joining"), (frozen_while_it_joins, 1, "joined"), (never_started, 1)],
-        [(frozen_while_it_joins, 0, "joined")],
-    ],
-    ids=["1", "2", "3"],
-)
-def test_a_rank_that_does_not_come_is_named(toys, tmp_path, cases):
-    """Several side by side: they wait most of the time."""
-    with ThreadPoolExecutor(3) as pool:
+def test_a_rank_that_does_not_come_is_named(toys, tmp_path):
+    """Side by side: they wait most of the time."""
+    cases = (frozen_before_import,), (rank_0_frozen_before_the_others_come,), (never_started, 0), (never_started, 1)
+    with ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(case, toys, tmp_path / str(k), *more) for k, (case, *more) in enumerate(cases)]
     try:
         for end in ends:
@@ -636,6 +628,26 @@ def test_a_rank_that_does_not_come_is_named(toys, tmp_path, cases):
         for left in processes_of(tmp_path):
             with suppress(ProcessLookupError):
                 os.kill(int(left), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("point", ["joining", "joined"])
+def test_a_rank_that_is_frozen_while_it_joins_is_named(toys, tmp_path, point):
+    """Rank 0 of one run and rank 1 of another, side by side: most of the time all wait."""
+    points = [f"{point}:rank={rank}:do=stop" for rank in (0, 1)]
+    jobs = [
+        Job(2, *flags(toys, tmp_path / str(rank), "--join_timeout", 10), failpoint=points[rank]) for rank in (0, 1)
+    ]
+    try:
+        for rank, job in enumerate(jobs):
+            codes = end_after(job, frozen=rank, other=1 - rank)
+            assert codes[1 - rank] == 71 and codes[rank] == -9, job.output
+            sentence = "is lost or frozen: silent for 10 s (--join_timeout), before training began."
+            assert_says(tmp_path / str(rank) / "run", f"rank {rank} (process", sentence)
+            assert f"rank {rank} (process" in job.output[1 - rank] and "Traceback" not in job.output[1 - rank]
+    finally:
+        for job in jobs:
+            with suppress(ChildProcessError):  # they are gone
+                job.kill([0, 1])
 
 
 def test_a_killed_rank_under_torchrun_is_started_again(toys, tmp_path, whole):
