@@ -27,7 +27,8 @@ def train_with_faults(argv, faults, factor):
 
     def faulty(self, *args, **kwargs):
         loss = forward(self, *args, **kwargs)
-        if self.training and torch.is_grad_enabled() and next(calls) in faults.get(rank, ()):
+        trains = self.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
+        if trains and next(calls) in faults.get(rank, ()):
             return loss * factor
         return loss
 
