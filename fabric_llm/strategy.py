@@ -179,6 +179,7 @@ def of_one_dtype(model: nn.Module, units: list[nn.Module]) -> dict[nn.Module, to
     A router that stays float32 in a bfloat16 layer is gathered alone: flattened parameters must have one dtype. Raises
     ValueError for a module that holds parameters of several itself.
     """
+    chosen = set(units)
     sizes: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         sizes[parameter.dtype] += parameter.numel()
@@ -193,10 +194,10 @@ def of_one_dtype(model: nn.Module, units: list[nn.Module]) -> dict[nn.Module, to
                 f"{type(module).__name__} holds parameters of {named} itself, which can't be sharded together: take "
                 "--strategy ddp, or another --precision."
             )
-        dtype = next(iter(held), main if module in units else outside)
+        dtype = next(iter(held), main if module in chosen else outside)
         for child in module.children():
             visit(child, dtype)
-        if module in units or dtype != outside or module is model:
+        if module in chosen or dtype != outside or module is model:
             found[module] = dtype
 
     visit(model, main)
@@ -259,7 +260,7 @@ def _wrap_fsdp(
 
     units = of_one_dtype(model, modules_to_wrap(model, how.auto_wrap_policy))
     kept = {"mixed_precision": None}  # what a unit of another dtype than the model's gets: it computes in its own
-    policy = {module: kept if dtype != units[model] else True for module, dtype in units.items()}
+    policy = {m: kept if dtype != units[model] else True for m, dtype in units.items() if m is not model}
     sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")  # the user, or a single rank, asked for it

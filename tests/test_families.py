@@ -54,20 +54,21 @@ def test_families_that_once_were_refused_start_with_defaults(tmp_path, packed, f
     assert (tried.documents == "apart") == (family in ("gemma2", "deepseek_v3"))
 
 
-BUFFERS = [  # family, buffer, its dtype in a bfloat16 model
-    ("gemma3_text", "model.embed_tokens.embed_scale", torch.bfloat16),
-    ("gemma3_text", "model.rotary_emb.full_attention_inv_freq", torch.float32),
-    ("deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias", torch.float32),
-    ("apertus", "model.layers.0.mlp.act_fn.beta", torch.bfloat16),
-]
+BUFFERS = {  # family -> buffers, with their dtypes in a bfloat16 model
+    "gemma3_text": {
+        "model.embed_tokens.embed_scale": torch.bfloat16,
+        "model.rotary_emb.full_attention_inv_freq": torch.float32,
+    },
+    "deepseek_v3": {"model.layers.1.mlp.gate.e_score_correction_bias": torch.float32},
+}
 
 
-@pytest.mark.parametrize(("family", "buffer", "dtype"), BUFFERS)
-def test_buffers_have_the_dtypes_that_the_reference_gives_them(tmp_path, packed, family, buffer, dtype):
+@pytest.mark.parametrize("family", BUFFERS)
+def test_buffers_have_the_dtypes_that_the_reference_gives_them(tmp_path, packed, family):
     """Under each strategy, before and after FSDP's first forward pass, which casts what it is told to."""
     model = write_model(family, tmp_path / family)
     expected = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).named_buffers())
-    assert expected[buffer].dtype == dtype
+    assert BUFFERS[family].items() <= {name: buffer.dtype for name, buffer in expected.items()}.items()
     for strategy, ranks in (("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)):
         argv = ["--model_name", model, "--train_data_dir", packed, "--output_dir", tmp_path]
         argv = [str(word) for word in (*argv, "--strategy", strategy, "--devices", ranks)]
