@@ -191,7 +191,7 @@ MECHANISMS = [
     Mechanism("not finite", "the step is left out", "fabric_llm/guard.py",
               "        if not (math.isfinite(loss) and math.isfinite(grad_norm)):\n", "        if False:\n", "tests/faults/test_non_finite.py", "none_of_them and fsdp2"),
     Mechanism("not finite", "loss and NaN of one rank are everybody's", "fabric_llm/step.py",
-              "    loss, *asked = sum_over_ranks(fabric, torch.cat([total[None], requests])).tolist()\n", "    loss, *asked = torch.cat([total[None], requests]).tolist()\n", "tests/test_law_1_one_big_batch.py", "fsdp2-2"),
+              "    loss, *asked = sum_over_ranks(fabric, torch.cat([total.flatten(), requests])).tolist()\n", "    loss, *asked = torch.cat([total.flatten(), requests]).tolist()\n", "tests/test_law_1_one_big_batch.py", "fsdp2-2"),
     Mechanism("not finite", "no checkpoint holds one", "fabric_llm/checkpoint.py",
               "    if found := [name for name in gather(bad) if name is not None]:\n", "    if found := []:\n", "tests/faults/test_non_finite.py", "checkpoint_of_a_model"),
     Mechanism("not finite", "the limit", "fabric_llm/guard.py",

@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import signal
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import train
 from fabric_llm import checkpoint, manifest, run_directory
 from fabric_llm.checkpoint import Progress, check, publish
+from fabric_llm.data import claimed_rows
 from fabric_llm.export import export
 from fabric_llm.retention import checkpoints, latest, move_aside, prune, step_of, sweep
 from set_up import set_up
@@ -143,6 +145,7 @@ def test_progress_json_says_where_the_run_is(runs):
     schedule = document.pop("schedule")
     assert (schedule["lr"], schedule["max_step"], schedule["global_batch_size"]) == (1e-2, 3, 4)
     assert len(document["fixed"].pop("train_fingerprint")) == 64
+    assert document.pop("rows_read") == {"from_position": 0, **asdict(claimed_rows(44, 1234, 0, 8))}
     assert document == {
         "progress": {"step": 2, "position": 8, "tokens": 8 * 24},
         "state_dict_type": "full",
@@ -156,6 +159,7 @@ def test_progress_json_says_where_the_run_is(runs):
         "end_step": 3,
         "eval_loss": None,
         "logged": {"every": 1, "after": 0},
+        "owes_evaluation": False,
         "rolled_back_to": None,
         "scaler": {},
     }
