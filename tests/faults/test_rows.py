@@ -634,9 +634,7 @@ def test_a_rank_that_does_not_come_is_named(toys, tmp_path):
 def test_a_rank_that_is_frozen_while_it_joins_is_named(toys, tmp_path, point):
     """Rank 0 of one run and rank 1 of another, side by side: most of the time all wait."""
     points = [f"{point}:rank={rank}:do=stop" for rank in (0, 1)]
-    jobs = [
-        Job(2, *flags(toys, tmp_path / str(rank), "--join_timeout", 10), failpoint=points[rank]) for rank in (0, 1)
-    ]
+    jobs = [Job(2, *flags(toys, tmp_path / str(rank), "--join_timeout", 10), failpoint=points[rank]) for rank in (0, 1)]
     try:
         for rank, job in enumerate(jobs):
             codes = end_after(job, frozen=rank, other=1 - rank)
