@@ -24,9 +24,7 @@ class StepResult(NamedTuple):
     taken: bool  # False: no parameter and no optimizer state has changed
     update: Optional[UpdateSize]  # where `measure` asked for it
     asked: list[int]  # for each of the numbers that `ask` gives, the sum over ranks
-    aux_loss: Optional[float] = (
-        None  # of a mixture of experts where it is trained, mean over the global batch's targets
-    )
+    aux_loss: Optional[float] = None  # of a mixture of experts, where it is trained: mean over targets
 
 
 def finite(loss: float, grad_norm: float) -> bool:
