@@ -37,6 +37,8 @@ def main(argv: Optional[list[str]] = None) -> None:
     die_with_parent()
     adopt_slurm()
     forget_other_ranks()
+    if (warning := warning_of_torchrun()) and is_rank_zero():
+        print(f"Warning: {warning}", flush=True)
     arguments = parse_train(argv)
     import mistakes
 
@@ -47,8 +49,6 @@ def main(argv: Optional[list[str]] = None) -> None:
         fail("train.py", str(error), code_of(error))
     if arguments.demo and is_rank_zero():
         print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)
-    if (warning := warning_of_torchrun()) and is_rank_zero():
-        print(f"Warning: {warning}", flush=True)
     find_slurm_host()
     from assemble import assemble
     from supervise import supervise

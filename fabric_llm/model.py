@@ -82,6 +82,8 @@ def load_config(model_name: str, attention: Optional[str] = None) -> PretrainedC
 def _check_bounds(model_name: str, attention: Optional[str] = None) -> None:
     """Raises TooMuch where a configuration declares more than anybody could want to read, before it is read."""
     document = _bounded(model_name, CONFIG_NAME)
+    if document is None:  # AutoConfig says so
+        return
     for name in document.get("configuration_files", ()):  # others, for other versions of transformers
         check_name(str(name), Path(model_name, CONFIG_NAME))
         _bounded(model_name, str(name))
@@ -100,9 +102,12 @@ def _check_bounds(model_name: str, attention: Optional[str] = None) -> None:
     _tried_out.add(identity)
 
 
-def _bounded(model_name: str, file: str) -> dict[str, Any]:
-    """The JSON of a model's file. Raises TooMuch if it declares too much, and OSError where there is no such file."""
-    path = Path(cached_file(model_name, file))
+def _bounded(model_name: str, file: str) -> Optional[dict[str, Any]]:
+    """The JSON of a model's file, None where there is none. Raises TooMuch if it declares too much."""
+    found = cached_file(model_name, file)
+    if found is None:
+        return None
+    path = Path(found)
     bounds.check_file(path)
     document = json.loads(path.read_bytes())
     bounds.check(document)
