@@ -70,10 +70,16 @@ def test_micro_batches_and_ranks_are_one_big_batch(toys, tmp_path, model, strate
         *("--micro_batch_size", micro_batch, "--global_batch_size", GLOBAL_BATCH, "--max_step", STEPS),
         *("--lr", LR, "--warmup_steps", 2, "--weight_decay", WEIGHT_DECAY, "--grad_clip", CLIP, "--eval_iters", 0),
     )
-    assert metrics(tmp_path / "run", "loss") == pytest.approx(losses, rel=1e-6, abs=0)
-    assert metrics(tmp_path / "run", "aux_loss") == pytest.approx([loss.item() for loss in auxiliary], rel=1e-6, abs=0)
-    assert metrics(tmp_path / "run", "grad_norm") == pytest.approx(norms, rel=1e-6, abs=0)
+    relative, absolute = (1e-5, 5e-5) if model == "mixtral" else (1e-6, 1e-6)  # experts sum tokens in other orders
+    assert metrics(tmp_path / "run", "loss") == pytest.approx(losses, rel=relative, abs=0)
+    assert metrics(tmp_path / "run", "aux_loss") == pytest.approx([x.item() for x in auxiliary], rel=relative, abs=0)
+    assert metrics(tmp_path / "run", "grad_norm") == pytest.approx(norms, rel=relative, abs=0)
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "step-00000004", dtype=torch.float32).state_dict()
     assert trained.keys() == weights.keys()
     for name, value in weights.items():
-        torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+        if name.endswith("attn.c_attn.bias"):  # GPT-2's queries, keys and values
+            # Softmax doesn't see a bias of the keys: its gradient is rounding and nothing else, which AdamW enlarges.
+            without_keys = torch.ones_like(value, dtype=torch.bool)
+            without_keys[len(value) // 3 : 2 * len(value) // 3] = False
+            trained[name], value = trained[name][without_keys], value[without_keys]
+        torch.testing.assert_close(trained[name], value, rtol=0, atol=absolute, msg=lambda text, n=name: f"{n}: {text}")
