@@ -96,9 +96,9 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     configs["llama-tied"] = LlamaConfig(**{**configs["llama"].to_dict(), "tie_word_embeddings": True})
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     configs["gpt2-no-dropout"] = GPT2Config(**{**configs["gpt2"].to_dict(), **no_dropout})
-    configs["mixtral"] = configs.pop("mixtral")  # the last one, so that the seeds of the others stay
-    for seed, (name, config) in enumerate(configs.items()):
-        torch.manual_seed(seed)
+    seeds = {"llama": 0, "gpt2": 1, "mixtral": 2, "llama-tied": 2, "gpt2-no-dropout": 3}
+    for name, config in configs.items():
+        torch.manual_seed(seeds[name])
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
     generator = np.random.default_rng(0)
     make_dataset(folder / "data", generator)
