@@ -109,7 +109,10 @@ def _bounded(model_name: str, file: str) -> Optional[dict[str, Any]]:
         return None
     path = Path(found)
     bounds.check_file(path)
-    document = json.loads(path.read_bytes())
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} isn't JSON: {error}") from error
     bounds.check(document)
     return document
 

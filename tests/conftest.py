@@ -65,27 +65,24 @@ TOY_CONFIGS = {
         bos_token_id=0,
         eos_token_id=0,
     ),
-    "mixtral": MixtralConfig(  # experts, and an auxiliary loss that is worth something
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-        router_aux_loss_coef=0.3,
-        initializer_range=0.2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=64,
-        bos_token_id=0,
-        eos_token_id=0,
-    ),
 }
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--families_table", type=Path, help="with -m families: the file to write what they gave to")
+MIXTRAL_CONFIG = MixtralConfig(  # experts, and an auxiliary loss that is worth something
+    hidden_size=32,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    output_router_logits=True,
+    router_aux_loss_coef=0.3,
+    initializer_range=0.2,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=64,
+    bos_token_id=0,
+    eos_token_id=0,
+)
 
 
 @pytest.fixture(scope="session")
@@ -96,9 +93,9 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     configs["llama-tied"] = LlamaConfig(**{**configs["llama"].to_dict(), "tie_word_embeddings": True})
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     configs["gpt2-no-dropout"] = GPT2Config(**{**configs["gpt2"].to_dict(), **no_dropout})
-    seeds = {"llama": 0, "gpt2": 1, "mixtral": 2, "llama-tied": 2, "gpt2-no-dropout": 3}
-    for name, config in configs.items():
-        torch.manual_seed(seeds[name])
+    configs["mixtral"] = MIXTRAL_CONFIG  # the last: each has the seed of its place
+    for seed, (name, config) in enumerate(configs.items()):
+        torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
     generator = np.random.default_rng(0)
     make_dataset(folder / "data", generator)

@@ -26,9 +26,12 @@ def auxiliary_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> to
 
 
 def plain_training(
-    model_name: Path, data: Path, auxiliary: list[float]
+    model_name: Path, data: Path, auxiliary: list[torch.Tensor]
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """(losses, gradient norms, final weights) of a loop written as in a textbook; `auxiliary` gets the auxiliary losses."""
+    """(losses, gradient norms, final weights) of a loop written as in a textbook.
+
+    auxiliary: gets the auxiliary losses.
+    """
     model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).train()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
@@ -70,16 +73,25 @@ def test_micro_batches_and_ranks_are_one_big_batch(toys, tmp_path, model, strate
         *("--micro_batch_size", micro_batch, "--global_batch_size", GLOBAL_BATCH, "--max_step", STEPS),
         *("--lr", LR, "--warmup_steps", 2, "--weight_decay", WEIGHT_DECAY, "--grad_clip", CLIP, "--eval_iters", 0),
     )
-    relative, absolute = (1e-5, 5e-5) if model == "mixtral" else (1e-6, 1e-6)  # experts sum tokens in other orders
-    assert metrics(tmp_path / "run", "loss") == pytest.approx(losses, rel=relative, abs=0)
-    assert metrics(tmp_path / "run", "aux_loss") == pytest.approx([x.item() for x in auxiliary], rel=relative, abs=0)
-    assert metrics(tmp_path / "run", "grad_norm") == pytest.approx(norms, rel=relative, abs=0)
+    # AdamW's first update is lr x gradient / |gradient|, up to lr for a gradient that is rounding. The toy Mixtral has one:
+    # 8e-10 in float64, 6e-9 in float32. What follows is the same to 1e-6 but for what that one weight does to it.
+    near = 1e-5 if model == "mixtral" else 1e-6
+    assert metrics(tmp_path / "run", "loss") == pytest.approx(losses, rel=near, abs=0)
+    assert metrics(tmp_path / "run", "aux_loss") == pytest.approx([loss.item() for loss in auxiliary], rel=near, abs=0)
+    assert metrics(tmp_path / "run", "grad_norm") == pytest.approx(norms, rel=near, abs=0)
+    if auxiliary:  # before there was an update
+        assert metrics(tmp_path / "run", "aux_loss")[0] == pytest.approx(auxiliary[0].item(), rel=1e-6, abs=0)
+        assert metrics(tmp_path / "run", "grad_norm")[0] == pytest.approx(norms[0], rel=1e-6, abs=0)
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "step-00000004", dtype=torch.float32).state_dict()
     assert trained.keys() == weights.keys()
+    if model == "mixtral":
+        differences = torch.cat([(trained[name] - value).abs().flatten() for name, value in weights.items()])
+        assert differences.mean() < 1e-7 and differences.max() < LR
+        return
     for name, value in weights.items():
         if name.endswith("attn.c_attn.bias"):  # GPT-2's queries, keys and values
             # Softmax doesn't see a bias of the keys: its gradient is rounding and nothing else, which AdamW enlarges.
             without_keys = torch.ones_like(value, dtype=torch.bool)
             without_keys[len(value) // 3 : 2 * len(value) // 3] = False
             trained[name], value = trained[name][without_keys], value[without_keys]
-        torch.testing.assert_close(trained[name], value, rtol=0, atol=absolute, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
