@@ -313,9 +313,9 @@ class Run:
         return True
 
     def until_stopped(self, batches: Iterator[MicroBatch], progress: Progress) -> Iterator[MicroBatch]:
-        """`batches`, each of which is progress to the watch, up to a request to stop to any rank."""
-        for batch in batches:
-            if step.any_rank(self.fabric, stop.is_to_stop(self.signals, *self.files_and_clock())):
+        """`batches`, each of which is progress to the watch; after the first, up to a request to stop to any rank."""
+        for number, batch in enumerate(batches):
+            if number > 0 and step.any_rank(self.fabric, stop.is_to_stop(self.signals, *self.files_and_clock())):
                 self.evaluation_cut_off = True
                 return
             self.watch.mark(progress.step, "evaluating")
