@@ -85,6 +85,10 @@ MIXTRAL_CONFIG = MixtralConfig(  # experts, and an auxiliary loss that is worth 
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--families_table", type=Path, help="with -m families: the file to write what they gave to")
+
+
 @pytest.fixture(scope="session")
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with models llama, gpt2, mixtral, llama-tied, gpt2-no-dropout and datasets `data`, `ragged` and `many`."""

@@ -37,13 +37,13 @@ def watch(folder):
 
         micro_batch, load = fabric_llm.data.Batches._micro_batch, checkpoint.load_optimizer
 
-        def logged(self, positions):
+        def logged(self, positions, rows):
             if self.shuffle:
                 with (folder / f"rows-{self.rank}").open("a") as file:
-                    for position, row in zip(positions.flatten().tolist(), self.indices(positions).flatten().tolist()):
+                    for position, row in zip(positions.flatten().tolist(), rows.flatten().tolist()):
                         if self.end is None or position < self.end:
                             file.write(f"{position} {row}\n")
-            return micro_batch(self, positions)
+            return micro_batch(self, positions, rows)
 
         def loaded(path, model, optimizer):
             load(path, model, optimizer)
