@@ -24,6 +24,7 @@ from fabric_llm.watch import MOST_SECONDS_BETWEEN_BEATS, Heard, store_of_group
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_OF_SLEEP = 5.0  # between two looks: this process was suspended, and the others may have been as well
+SECONDS_TO_FIRST_WORDS = 0.1  # between two questions for a rank that hasn't been heard of: it may be frozen at any time
 SECONDS_TO_HEAR = 5.0  # for the others, why this rank goes
 MOST_RANKS_NAMED = 8
 
@@ -102,6 +103,10 @@ class Meeting:
         """True if `rank` has said that it ends."""
         return rank in self.heard and "ends" in self.heard[rank].beat
 
+    def _knows_all(self) -> bool:
+        """True once this rank has heard of those that it listens to."""
+        return len(self.heard) >= (self.world_size - 1 if self.rank == 0 else 1)
+
     def _say(self, **words: Any) -> None:
         self.told.clear()
         self.words = {**self.words, **words}
@@ -119,7 +124,7 @@ class Meeting:
             except (RuntimeError, ValueError):  # nobody holds it yet, or any more; joining itself says what is wrong
                 store = None
                 self.over.wait(interval)
-            self.news.wait(interval)
+            self.news.wait(interval if self._knows_all() else SECONDS_TO_FIRST_WORDS)
 
     def _connect(self) -> Any:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # its store may be that of the attempt before
