@@ -206,8 +206,3 @@ def _depends(model: LanguageModel, rows: Tensor, given: dict[str, Tensor], here:
     finally:
         handle.remove()
     return any(gradient is not None and bool((gradient[there] != 0).any()) for gradient in gradients)
-
-
-def keeps_documents_apart(model: PreTrainedModel) -> bool:
-    """True if restarting positions alone make a packed document blind to the one before it."""
-    return not find_leak(model).found
