@@ -62,6 +62,8 @@ def supervise(
         fault = _with_advice(as_fault(error), fabric, arguments, plan, watch)
         if fault.code == UNEXPECTED:
             traceback.print_exc()
+        if fault.code != PEER_LOST:  # before the others hear of it: torchrun names whoever failed first
+            tell_torchrun(_with_stack(fault))
         first_rank, first = watch.report(fault)
         own = first_rank == rank or str(first) == str(fault)
         if not own and first.code != PEER_LOST:
@@ -90,12 +92,16 @@ def supervise(
 
 def _tell(rank: int, first: Fault, own: Fault) -> None:
     """One sentence: from rank 0, and from a rank whose own error nobody else has seen; to torchrun from each."""
-    stack = traceback.format_exc() if own.code == UNEXPECTED else ""
-    tell_torchrun(stack + str(own if stack else first))
+    if own is first or own.code == PEER_LOST:
+        tell_torchrun(str(first), is_consequence=True)
     if rank == 0:
         print(f"train.py: error: {first}", file=sys.stderr, flush=True)
     elif own.code in (UNEXPECTED, OUT_OF_MEMORY) or first.code == PEER_LOST:
         print(f"train.py: rank {rank}: {first if own.code == PEER_LOST else own}", file=sys.stderr, flush=True)
+
+
+def _with_stack(fault: Fault) -> str:
+    return f"{traceback.format_exc()}{fault}" if fault.code == UNEXPECTED else str(fault)
 
 
 def _code_of_others(first: Fault, children: Children) -> int:

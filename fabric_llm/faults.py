@@ -81,15 +81,16 @@ def as_fault(error: BaseException) -> Fault:
     return Fault(f"{type(error).__name__}: {words}", UNEXPECTED)
 
 
-def tell_torchrun(sentence: str) -> None:
+def tell_torchrun(sentence: str, is_consequence: bool = False) -> None:
     """Write why this rank ends where torchrun looks for it, for its own summary; without torchrun nothing is written.
 
-    The form is that of torch.distributed.elastic.multiprocessing.errors, which shows `py_callstack`.
+    The form is that of torch.distributed.elastic.multiprocessing.errors, which shows `py_callstack`, and takes the rank with
+    the earliest timestamp for the root cause. is_consequence: another rank failed first, perhaps in the same second.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    extra = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+    extra = {"py_callstack": sentence, "timestamp": str(int(time.time()) + is_consequence)}
     with suppress(OSError), open(path, "w") as file:
         json.dump({"message": {"message": sentence, "extraInfo": extra}}, file)
 
