@@ -27,13 +27,13 @@ def in_training(arguments: Arguments) -> None:
         return
     folder = arguments.data.train_data_dir
     if not arguments.demo:
-        check.dataset(folder)
+        check.check_dataset_folder(folder)
         in_dataset(arguments)
     directory = resume.directory(arguments)
     if arguments.checkpoint.resume:
         resume.require_given(arguments)
     if arguments.checkpoint.checkpoint is None and not directory.is_dir():  # the run starts
-        check.model(arguments.model.model_name)
+        check.check_model_folder(arguments.model.model_name)
     run_directory.require_writable(directory)
 
 
@@ -57,14 +57,14 @@ def in_flags(arguments: Arguments) -> None:
         "cpu" if arguments.devices.accelerator == "cpu" else None,
         check.Sharding(fsdp.auto_wrap_policy, fsdp.sharding_strategy, cpu_offload=fsdp.cpu_offload),
     )
-    if (batches := batch_sizes(arguments)) is not None:
+    if (batches := known_batch_sizes(arguments)) is not None:
         check.offload(strategy, fsdp.cpu_offload, batches[1])
     resume.overrides(arguments)
 
 
 def in_dataset(arguments: Arguments) -> None:
     """Batches against what a dataset's manifest says of it, where both are known. Raises ValueError."""
-    folder, batches = Path(arguments.data.train_data_dir), batch_sizes(arguments)
+    folder, batches = Path(arguments.data.train_data_dir), known_batch_sizes(arguments)
     said = check.said_of_rows(folder)
     if said is not None:
         micro_batch_size, _, global_batch_size = batches or (1, 1, 1)
@@ -90,7 +90,7 @@ def known_devices(arguments: Arguments) -> tuple[Optional[int], int]:
     return None if arguments.devices.tpu else devices, num_nodes
 
 
-def batch_sizes(arguments: Arguments) -> Optional[tuple[int, int, int]]:
+def known_batch_sizes(arguments: Arguments) -> Optional[tuple[int, int, int]]:
     """`check.batch_sizes` of the flags, None where the devices aren't known, and in the demo, which takes what it can."""
     training, (devices, num_nodes) = arguments.training, known_devices(arguments)
     if devices is None or arguments.demo:

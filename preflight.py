@@ -125,7 +125,7 @@ def make_plan(arguments: Arguments) -> Plan:
         check_start(arguments, Path(source))
     config = load_config(source)
     config._attn_implementation = resolve_attention(causal_lm_class(config), model.attention, place.kind)
-    document = None if resume_from is None else checkpoint.check(resume_from)
+    document = None if resume_from is None else checkpoint.verified(resume_from)
     begun_with = document.get("model_name") if document is not None else None
     sharded = place.strategy in ("fsdp", "fsdp2")
     tokenizer = check_model(arguments, config, dataset, source, resume_from, begun_with, sharded)
@@ -151,7 +151,7 @@ def make_plan(arguments: Arguments) -> Plan:
         document_masking=masking,
     )
     if document is not None:
-        resume.check(plan, arguments, document)
+        resume.require_same_run(plan, arguments, document)
     return plan
 
 

@@ -63,7 +63,7 @@ def choose(arguments: Arguments, directory: Path) -> Optional[Path]:
                 f"--checkpoint {flags.checkpoint} would begin a branch in {str(directory)!r}, which holds checkpoints up "
                 f"to {own.name}: go on there without --checkpoint, or take another --run_name."
             )
-        checkpoint.check(given, hashes)
+        checkpoint.verified(given, hashes)
         return given
     valid, problems = retention.newest_valid(directory, hashes)
     if valid is None and problems:
@@ -158,7 +158,7 @@ def facts(plan: Plan, arguments: Arguments) -> dict[str, Any]:
     }
 
 
-def check(plan: Plan, arguments: Arguments, document: dict[str, Any]) -> None:
+def require_same_run(plan: Plan, arguments: Arguments, document: dict[str, Any]) -> None:
     """The run as it would go on, against what its checkpoint says. Raises ValueError with the first differences."""
     allowed = overrides(arguments)
     if not _is_whole(document):

@@ -109,7 +109,7 @@ class Run:
         self.owes_evaluation = False  # that of the step it resumes at
         self.rows_read_before = {"from_position": plan.start.position, "count": 0, "hash_sum": 0}
         if plan.resume_from is not None:
-            document = checkpoint.check(plan.resume_from)
+            document = checkpoint.verified(plan.resume_from)
             self.restore(document)
             self.owes_evaluation = document.get("owes_evaluation", False)
             self.rows_read_before = document.get("rows_read", self.rows_read_before)  # older checkpoints don't say
@@ -126,7 +126,7 @@ class Run:
         arguments, plan = self.arguments, self.plan
         self.directory.mkdir(parents=True, exist_ok=True)
         if plan.resume_from is not None:
-            for line in resume.announcement(plan, arguments, checkpoint.check(plan.resume_from)):
+            for line in resume.announcement(plan, arguments, checkpoint.verified(plan.resume_from)):
                 print(line)
         for name in retention.move_aside(self.directory, plan.start.step):
             print(f"Kept as {name}: this run writes that step anew.")
@@ -281,11 +281,11 @@ class Run:
                 self.console.line(f"Warning: {problem}")
             if last is None and self.plan.resume_from is not None:  # a branch that hasn't saved yet
                 last = self.plan.resume_from
-                checkpoint.check(last, hashes)
+                checkpoint.verified(last, hashes)
             if last is None:
                 sentence = f"{self.guard.reason} at step {progress.step}, and no checkpoint to go back to."
                 raise Fault(sentence, NON_FINITE)
-            return last, checkpoint.check(last)
+            return last, checkpoint.verified(last)
 
         return self.from_rank_zero(look)
 

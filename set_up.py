@@ -145,7 +145,7 @@ def verify_start(
 ) -> None:
     """Stop on all ranks if the wrapped model isn't the one that transformers loads."""
     began = time.monotonic()
-    ours = start.check(fabric, wrapped, expected, probe_input(plan)[:, : start.PROBE_TOKENS], arguments.model.precision)
+    ours = start.verify_start(fabric, wrapped, expected, probe_input(plan)[:, : start.PROBE_TOKENS], arguments.model.precision)
     if expected is not None:
         print(
             f"Start verified: loss {ours.loss:.4f} on {start.PROBE_TOKENS} tokens, {expected.loss:.4f} in plain "

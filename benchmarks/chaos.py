@@ -152,7 +152,7 @@ def attempt(
     result.leftovers += any(path.name.startswith((".tmp-", ".trash-")) for path in run.glob(".t*"))
     for path in retention.step_directories(run):
         try:
-            checkpoint.check(path, hashes=True)
+            checkpoint.verified(path, hashes=True)
         except Fault as fault:
             print(f"UNREADABLE: {fault}", flush=True)
             result.unreadable += 1

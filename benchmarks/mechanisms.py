@@ -165,7 +165,7 @@ MECHANISMS = [
     Mechanism("damage", "falls back to the newest whole one", "fabric_llm/retention.py",
               "            problems.append(str(fault))\n", "            raise\n", "tests/test_fallback.py", "falls_back"),
     Mechanism("damage", "a named one is never replaced", "resume.py",
-              "        checkpoint.check(given, hashes)\n        return given\n", "        pass\n", "tests/test_fallback.py", "never_replaced"),
+              "        checkpoint.verified(given, hashes)\n        return given\n", "        pass\n", "tests/test_fallback.py", "never_replaced"),
     Mechanism("another model", "shapes are compared", "preflight.py",
               "        if differing:\n            words = (", "        if False:\n            words = (", "tests/test_bad_input.py", "another_model"),
     Mechanism("another model", "precision, data and seed stay", "resume.py",

@@ -43,7 +43,7 @@ def check_file(path: Path) -> None:
         raise TooMuch(f"{path.name} has {size / 2**20:.1f} MiB; at most {MOST_BYTES // 2**20} MiB are read")
 
 
-def check(document: Any) -> None:
+def check_document(document: Any) -> None:
     """Raises TooMuch for what a configuration's JSON declares too many of, before anyone expands it; with the bound."""
     for path, value in _values(document, ()):
         where = ".".join(filter(None, path))

@@ -226,7 +226,7 @@ def _near(name: str) -> str:
 # ------------------------------------------------------------------------------- folders that are read
 
 
-def model(name: str, flag: str = "--model_name") -> None:
+def check_model_folder(name: str, flag: str = "--model_name") -> None:
     """A model's folder, or what may be a name on the hub. Raises ValueError, Fault (77) for code."""
     folder = Path(name)
     if not folder.is_dir():
@@ -288,7 +288,7 @@ def _instead(folder: Path, flag: str) -> str:
     return ""
 
 
-def dataset(name: str | Path) -> None:
+def check_dataset_folder(name: str | Path) -> None:
     """A dataset's folder, as far as the names of its files say. Raises ValueError."""
     folder = Path(name)
     if not folder.is_dir():

@@ -438,7 +438,7 @@ def record_probe(model: nn.Module, input_ids: Tensor, device: torch.device) -> d
 # ------------------------------------------------------------------------------- check
 
 
-def check(path: Path, hashes: bool = False) -> dict[str, Any]:
+def verified(path: Path, hashes: bool = False) -> dict[str, Any]:
     """A checkpoint's progress.json, once exactly its files are there with the right sizes (and hashes).
 
     Raises Fault that names the first file that isn't (66), or that is refused for security (77).
@@ -447,7 +447,7 @@ def check(path: Path, hashes: bool = False) -> dict[str, Any]:
         raise Fault(f"{str(path)!r} is a link, which may lead out of the run directory: refused.", REFUSED)
     if not (path / MANIFEST).is_file():
         raise Fault(f"{str(path)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
-    listed = manifest.check(path, hashes)["files"]
+    listed = manifest.check_folder(path, hashes)["files"]
     for index in path.glob("*.index.json"):
         _check_index(index, listed)
     return read_progress(path)

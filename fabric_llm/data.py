@@ -69,7 +69,7 @@ def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
     taken at the word of its manifest; any other is read through once.
     """
     folder = Path(folder)
-    check.dataset(folder)
+    check.check_dataset_folder(folder)
     names = split_names(folder)
     validation_name = next((name for name in VALIDATION_NAMES if name in names), "validation")
     manifest_file = folder / "manifest.json"

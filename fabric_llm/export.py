@@ -58,7 +58,7 @@ def export(
     """
     check.exported_output(output, overwrite)
     try:
-        precision = checkpoint.check(source, hashes=True)["fixed"]["precision"]
+        precision = checkpoint.verified(source, hashes=True)["fixed"]["precision"]
         trained_dtype = DTYPES[precision]
     except (KeyError, TypeError) as error:
         raise Fault(f"{str(source)!r} is damaged: trainer/progress.json has no precision.", NO_CHECKPOINT) from error

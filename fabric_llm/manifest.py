@@ -168,7 +168,7 @@ def weight_map(index: Path) -> dict[str, str]:
     return files
 
 
-def check(folder: Path, hashes: bool) -> dict[str, Any]:
+def check_folder(folder: Path, hashes: bool) -> dict[str, Any]:
     """The manifest of `folder`, once exactly the files it lists are there with their sizes (and hashes).
 
     Raises Fault that names the first file that isn't as it was written (66), or that could run code (77).

@@ -50,7 +50,7 @@ def load_config(model_name: str, attention: Optional[str] = None) -> PretrainedC
 
     Raises ValueError where there is none or it isn't a causal LM's.
     """
-    check.model(model_name)
+    check.check_model_folder(model_name)
     folder = Path(model_name)
     try:
         _check_bounds(model_name, attention)
@@ -113,7 +113,7 @@ def _bounded(model_name: str, file: str) -> Optional[dict[str, Any]]:
         document = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file} isn't JSON: {error}") from error
-    bounds.check(document)
+    bounds.check_document(document)
     return document
 
 

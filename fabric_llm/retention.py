@@ -51,7 +51,7 @@ def newest_valid(run_directory: Path, hashes: bool) -> tuple[Optional[Path], lis
     problems = []
     for path in reversed(step_directories(run_directory)):
         try:
-            checkpoint.check(path, hashes)
+            checkpoint.verified(path, hashes)
             return path, problems
         except Fault as fault:
             if fault.code != NO_CHECKPOINT:

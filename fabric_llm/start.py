@@ -118,7 +118,7 @@ def module_difference(name: str, ours: Outputs, reference: Outputs) -> float:
     return ((found - expected).square().mean() / expected.square().mean().clamp(min=1e-12)).sqrt().item()
 
 
-def check(
+def verify_start(
     fabric: Fabric, wrapped: nn.Module, reference: Optional[Outputs], input_ids: Tensor, precision: str
 ) -> Outputs:
     """Compare the wrapped model with the reference's outputs (rank 0). All ranks call it.

@@ -221,7 +221,7 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
     say(f"{path}: hashing")
     before = len(report.findings)
     try:
-        progress = checkpoint.check(path, hashes=True)
+        progress = checkpoint.verified(path, hashes=True)
         document = manifest.read(path)
     except (Fault, OSError) as first:
         for fault in all_faults(path, first):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import train
 from fabric_llm import checkpoint, manifest, run_directory
-from fabric_llm.checkpoint import Progress, check, publish
+from fabric_llm.checkpoint import Progress, publish, verified
 from fabric_llm.data import claimed_rows
 from fabric_llm.export import export
 from fabric_llm.retention import checkpoints, latest, move_aside, prune, step_of, sweep
@@ -138,7 +138,7 @@ def test_the_manifest_holds_bytes_and_hash_of_every_other_file(runs, kind):
 
 
 def test_progress_json_says_where_the_run_is(runs):
-    document = check(runs / "full" / "step-00000002", hashes=True)
+    document = verified(runs / "full" / "step-00000002", hashes=True)
     assert document.pop("model_name").endswith("llama-tied")
     guard = document.pop("guard")
     assert len(guard.pop("losses")) == 2 and guard == {"skipped": 0, "rewinds": 0}
@@ -259,7 +259,7 @@ def test_nothing_is_overwritten(toys, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as exit:
         one_rank(toys, tmp_path, "--run_name", "run", "--resume", "true", "--resume_override", "max_step")
     assert exit.value.code == 74 and "step-00000001 exists already" in capsys.readouterr().err
-    check(tmp_path / "run" / "step-00000001", hashes=True)
+    verified(tmp_path / "run" / "step-00000001", hashes=True)
 
 
 def test_leftovers_of_saves_and_prunes_are_swept_and_nothing_else(run):
@@ -380,7 +380,7 @@ def test_a_prune_that_is_cut_off_leaves_no_half_checkpoint(run, monkeypatch):
             prune(run, 1, None, 0, None)
     assert [path.name for path in checkpoints(run)] == ["step-00000002", "step-00000003"]
     for path in checkpoints(run):
-        check(path, hashes=True)
+        verified(path, hashes=True)
     assert len(sweep(run)) == 1
 
 
@@ -411,19 +411,19 @@ def test_check_names_the_first_file_that_is_damaged(run):
     flipped = bytearray(content)
     flipped[-5] ^= 16
     weights.write_bytes(flipped)
-    check(folder)  # by size alone nothing is wrong
+    verified(folder)  # by size alone nothing is wrong
     with pytest.raises(ValueError, match="step-00000003.*damaged: the content of model.safetensors has changed"):
-        check(folder, hashes=True)
+        verified(folder, hashes=True)
     weights.write_bytes(content[:-1])
     with pytest.raises(ValueError, match=f"model.safetensors has {len(content) - 1} bytes, not {len(content)}"):
-        check(folder)
+        verified(folder)
     weights.write_bytes(content)
-    check(folder, hashes=True)
+    verified(folder, hashes=True)
     (folder / "trainer" / "progress.json").unlink()
     with pytest.raises(ValueError, match="trainer/progress.json is missing"):
-        check(folder)
+        verified(folder)
     with pytest.raises(ValueError, match="isn't a checkpoint: it has no MANIFEST.json"):
-        check(run)
+        verified(run)
 
 
 # ------------------------------------------------------------------------------- no code in it

@@ -222,7 +222,7 @@ def test_only_an_export_is_ever_overwritten(runs, tmp_path, capsys):
             export_hf.main([str(run), "--output", str(output), "--overwrite", "true"])
         assert exit.value.code == 2 and str(output) in capsys.readouterr().err
     assert retention.latest(run).name == "step-00000004" and (tmp_path / "home" / "thesis.txt").exists()
-    checkpoint.check(run / "step-00000004", hashes=True)
+    checkpoint.verified(run / "step-00000004", hashes=True)
 
 
 def test_nothing_to_export(tmp_path, run_export):

@@ -221,8 +221,8 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_no_failure(run, capsys, monkey
             shutil.rmtree(path)
         return check(path, hashes)
 
-    check = checkpoint.check
-    monkeypatch.setattr(checkpoint, "check", prune)
+    check = checkpoint.verified
+    monkeypatch.setattr(checkpoint, "verified", prune)
     code, out, error = verified(capsys, run, "--no_export")
     assert (code, error) == (0, "") and "step-00000002 was pruned meanwhile" in out
 

@@ -52,7 +52,7 @@ def assert_same_run(run, reference):
 def assert_intact(run, lost=INTERVAL):
     """Whatever bears a checkpoint's name is one, and no more than `lost` steps are gone."""
     for path in retention.step_directories(run):
-        checkpoint.check(path, hashes=True)
+        checkpoint.verified(path, hashes=True)
     last = retention.latest(run)
     durable = 0 if last is None else retention.step_of(last)
     logged = logged_steps(run)

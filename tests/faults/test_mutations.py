@@ -79,13 +79,13 @@ def drop_from_progress(item):
     def drop():
         from fabric_llm import checkpoint
 
-        check = checkpoint.check
+        check = checkpoint.verified
 
         def without(path, hashes=False):
             document = check(path, hashes)
             return {**document, "progress": {**document["progress"], item: 0}}
 
-        checkpoint.check = without
+        checkpoint.verified = without
 
     return drop
 
