@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin, get_type_hints
 
-from fabric_llm.faults import BAD_INPUT, tell_torchrun
-from fabric_llm.spelling import ELSEWHERE, flag_instead, value_instead  # noqa: F401
+from fabric_llm.base.faults import BAD_INPUT, tell_torchrun
+from fabric_llm.base.spelling import ELSEWHERE, flag_instead, value_instead  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"

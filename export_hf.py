@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Optional
 
-from fabric_llm.ending import in_one_sentence
+from fabric_llm.base.ending import in_one_sentence
 
 VERIFICATION_FAILED = 1  # exit code
 
@@ -16,11 +16,12 @@ def main(argv: Optional[list[str]] = None) -> None:
         from arguments import fail, parse_export
 
         arguments = parse_export(argv)
-        import mistakes
+        from fabric_llm.run import mistakes
 
         ending.left = f"nothing was written to {arguments.output}"
         mistakes.in_export(arguments)
-        from fabric_llm.export import VerificationError, export, find, push, read_proof
+        from fabric_llm.checkpoint.keep import checkpoint_at as find
+        from fabric_llm.verify.export import VerificationError, export, push, read_proof
 
         source = find(arguments.checkpoint)
         print(f"Exporting {source} to {arguments.output}", flush=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Optional
 
-from fabric_llm.ending import in_one_sentence
+from fabric_llm.base.ending import in_one_sentence
 
 
 def main(argv: Optional[list[str]] = None) -> None:
@@ -14,11 +14,12 @@ def main(argv: Optional[list[str]] = None) -> None:
         from arguments import parse_prepare
 
         arguments = parse_prepare(argv)
-        import mistakes
+        from fabric_llm.run import mistakes
 
         ending.left = f"nothing was written to {arguments.output}"
         mistakes.in_preparation(arguments)
-        from fabric_llm.prepare import DEFAULT_PATTERNS, prepare, summary
+        from fabric_llm.data.inputs import DEFAULT_PATTERNS
+        from fabric_llm.data.prepare import prepare, summary
 
         manifest = prepare(
             inputs=arguments.input,

@@ -9,9 +9,9 @@ import traceback
 from typing import TYPE_CHECKING, Optional
 
 from arguments import Arguments, fail, is_rank_zero, parse_train
-from fabric_llm.console import outlast_readers
-from fabric_llm.faults import UNEXPECTED, as_fault, code_of, tell_torchrun
-from fabric_llm.launch import (
+from fabric_llm.base.console import outlast_readers
+from fabric_llm.base.faults import UNEXPECTED, as_fault, code_of, tell_torchrun
+from fabric_llm.processes.launch import (
     adopt_slurm,
     die_with_parent,
     find_slurm_host,
@@ -19,13 +19,13 @@ from fabric_llm.launch import (
     forget_other_ranks,
     warning_of_torchrun,
 )
-from fabric_llm.stop import StopSignal
+from fabric_llm.processes.stop import StopSignal
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-    from fabric_llm.watch import Watch
-    from preflight import Plan
+    from fabric_llm.processes.watch import Watch
+    from fabric_llm.run.plan import Plan
 
 
 def main(argv: Optional[list[str]] = None) -> None:
@@ -40,7 +40,7 @@ def main(argv: Optional[list[str]] = None) -> None:
     if (warning := warning_of_torchrun()) and is_rank_zero():
         print(f"Warning: {warning}", flush=True)
     arguments = parse_train(argv)
-    import mistakes
+    from fabric_llm.run import mistakes
 
     try:
         mistakes.in_training(arguments)
@@ -50,14 +50,14 @@ def main(argv: Optional[list[str]] = None) -> None:
     if arguments.demo and is_rank_zero():
         print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)
     find_slurm_host()
-    from assemble import assemble
-    from supervise import supervise
+    from fabric_llm.run.assemble import assemble
+    from fabric_llm.run.supervise import supervise
 
     try:
         fabric, plan, children = assemble(arguments)
         supervise(fabric, arguments, plan, children, lambda watch: train(fabric, arguments, plan, signals, watch))
     except (Exception, KeyboardInterrupt) as error:  # before there were ranks to tell
-        from fabric_llm import run_directory
+        from fabric_llm.run import run_directory
 
         fault = as_fault(error)
         run_directory.leave(fault)
@@ -76,9 +76,9 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
 
     Every rank calls it.
     """
-    from fabric_llm.optim import lr_at
-    from fabric_llm.step import seed_step, train_step
-    from run import Run
+    from fabric_llm.run.run import Run
+    from fabric_llm.training.schedule import lr_at
+    from fabric_llm.training.step import seed_step, train_step
 
     run = Run(fabric, arguments, plan, signals, watch)
     training, evaluation, save = arguments.training, arguments.evaluation, arguments.save

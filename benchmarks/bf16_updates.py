@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from fabric_llm.data import MicroBatch
-    from preflight import Plan
+    from fabric_llm.data.batches import MicroBatch
+    from fabric_llm.run.plan import Plan
 
 ROWS = {  # row -> flags of train.py
     "fp32": "--precision 32-true",
@@ -195,7 +195,7 @@ class Base(NamedTuple):
 
 def demo_model(folder: Path, options: argparse.Namespace) -> Base:
     """The repository's demo, trained in float32."""
-    from preflight import prepare_demo
+    from fabric_llm.data.demo import prepare_demo
 
     prepare_demo(ROOT / "data" / "demo", 256)
     return base_model(folder, "base", ROOT / "configs" / "demo_llama", options.base_steps, 4e-3, options)
@@ -273,9 +273,9 @@ def train_and_measure(argv: list[str], torch_optimizer: bool, numbers: Path) -> 
     output = os.open(numbers.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    import run
-    import set_up
     import train
+    from fabric_llm.run import run
+    from fabric_llm.training import adamw
 
     class MeasuredRun(run.Run):
         def finish(self, *given: Any, **named: Any) -> None:
@@ -291,7 +291,7 @@ def train_and_measure(argv: list[str], torch_optimizer: bool, numbers: Path) -> 
 
     run.Run = MeasuredRun
     if torch_optimizer:
-        set_up.AdamW = torch_adamw
+        adamw.AdamW = torch_adamw
     train.main(argv)
 
 
@@ -406,9 +406,9 @@ class Trainer(NamedTuple):
 def make_trainer(options: argparse.Namespace, model_name: Any, data: Any, *more_flags: Any) -> Trainer:
     """The same calls as in train.py's main and Run."""
     from arguments import parse_train
-    from fabric_llm.strategy import make_fabric
-    from preflight import make_plan
-    from set_up import set_up
+    from fabric_llm.model.strategy import make_fabric
+    from fabric_llm.run.build import set_up
+    from fabric_llm.run.plan import make_plan
 
     argv = ["--model_name", model_name, "--train_data_dir", data, "--lr", options.lr, "--max_step", 1000]
     argv += ["--devices", 1, "--accelerator", options.accelerator, "--verify_start", "false", "--seed", options.seed]
@@ -429,7 +429,7 @@ def write_config(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def batches_of(trainer: Trainer, micro_batches: int, keep_apart: bool = True) -> Any:
-    from fabric_llm.data import Batches
+    from fabric_llm.data.batches import Batches
 
     plan = trainer.plan
     end = plan.document_end if keep_apart else None
@@ -448,7 +448,7 @@ def in_turns(steps: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, l
 
 def timed_step(trainer: Trainer, optimizer: Optimizer, micro_batches: list[MicroBatch], lr: float) -> float:
     """Seconds of one train_step."""
-    from fabric_llm.step import train_step
+    from fabric_llm.training.step import train_step
 
     synchronize(trainer.fabric.device)
     began = time.perf_counter()
@@ -510,7 +510,7 @@ def accumulation_errors(options: argparse.Namespace, model_name: Any, data: Any)
     """ "same" and "float32" -> relative errors, as in `accumulation`'s table."""
     import torch
 
-    from fabric_llm.optim import GradientSums
+    from fabric_llm.training.gradients import GradientSums
 
     one = ("--global_batch_size", 1, "--micro_batch_size", 1)
     trainer = make_trainer(options, model_name, data, *one, "--precision", "bf16-true")
@@ -548,7 +548,7 @@ def accumulation_errors(options: argparse.Namespace, model_name: Any, data: Any)
 
 def micro_gradients(trainer: Trainer) -> Iterator[list[Tensor]]:
     """The gradients of each micro-batch's part of the loss; they are in .grad of the parameters as well."""
-    from fabric_llm.data import target_count
+    from fabric_llm.data.batches import target_count
 
     micro_batches = [trainer.fabric.to_device(b) for b in batches_of(trainer, MICRO_BATCHES).at(0)]
     targets = sum(target_count(batch) for batch in micro_batches)
@@ -566,8 +566,8 @@ def optimizer_time(folder: Path, options: argparse.Namespace) -> Result:
     """Time of a training step with our AdamW in each mode against torch.optim.AdamW, fused and foreach."""
     import torch
 
-    from fabric_llm import optim
-    from fabric_llm.adamw import AdamW
+    from fabric_llm.training import optim
+    from fabric_llm.training.adamw import AdamW
 
     model_name, data = options.model_name, options.train_data_dir
     if model_name is None:
@@ -667,7 +667,7 @@ def masking(folder: Path, options: argparse.Namespace) -> Result:
     if options.model_name:
         cases = [(options.model_name, options.model_name, options.train_data_dir)]
     else:
-        from preflight import prepare_demo
+        from fabric_llm.data.demo import prepare_demo
 
         prepare_demo(ROOT / "data" / "demo", 256)
         write_config(folder / "llama-30M", LARGER)

@@ -31,8 +31,9 @@ from ranks import Job, metrics  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from fabric_llm import checkpoint, retention  # noqa: E402
-from fabric_llm.faults import PEER_LOST, Fault  # noqa: E402
+from fabric_llm.base import step_names
+from fabric_llm.base.faults import PEER_LOST, Fault  # noqa: E402
+from fabric_llm.checkpoint import reading  # noqa: E402
 
 STEPS, INTERVAL = 15, 3
 KINDS = [  # strategy, --state_dict_type, --async_save
@@ -150,14 +151,14 @@ def attempt(
     result.kills += 1
     codes.update(str(code) for code in ended if code != -9)
     result.leftovers += any(path.name.startswith((".tmp-", ".trash-")) for path in run.glob(".t*"))
-    for path in retention.step_directories(run):
+    for path in step_names.step_directories(run):
         try:
-            checkpoint.verified(path, hashes=True)
+            reading.verified(path, hashes=True)
         except Fault as fault:
             print(f"UNREADABLE: {fault}", flush=True)
             result.unreadable += 1
-    last = retention.latest(run)
-    durable = 0 if last is None else retention.step_of(last)
+    last = step_names.latest(run)
+    durable = 0 if last is None else step_names.step_of(last)
     result.most_lost_steps = max(result.most_lost_steps, logged(run) - durable)
     return False
 

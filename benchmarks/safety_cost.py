@@ -70,25 +70,25 @@ def flags(folder: Path, model: str, *more: Any) -> list[str]:
 
 def time_saves(folder: Path, rounds: int, ranks: int, what: str) -> dict[str, Any]:
     """Seconds of a whole save on this rank, with and without hashing."""
-    import run
     import train
-    from fabric_llm import manifest
+    from fabric_llm.base import files
+    from fabric_llm.run import run
 
     times: dict[str, list[float]] = {"with": [], "without": []}
     processor: dict[str, list[float]] = {"with": [], "without": []}
-    save, hashed = run.Run.save, manifest.sha256
+    save, hashed = run.Run.save, files.sha256
 
     def timed(self: Any, *given: Any) -> None:
         count = len(times["with"]) + len(times["without"])
         kind = "with" if count % 4 in (0, 3) else "without"  # ABBA: whatever comes every second time falls on both
-        manifest.sha256 = hashed if kind == "with" else lambda path: "0" * 64
+        files.sha256 = hashed if kind == "with" else lambda path: "0" * 64
         self.fabric.barrier()
         began, worked = time.perf_counter(), time.process_time()
         save(self, *given)
         processor[kind].append(time.process_time() - worked)
         self.fabric.barrier()
         times[kind].append(time.perf_counter() - began)
-        manifest.sha256 = hashed
+        files.sha256 = hashed
 
     run.Run.save = timed
     more = ("--max_step", 2 * rounds + 2, "--save_step_interval", 1, "--keep_last", 1, "--run_name", f"{ranks}-{what}")
@@ -114,11 +114,11 @@ def time_steps(folder: Path, steps: int) -> dict[str, Any]:
     The scatter of whole steps is larger than 1 % on a shared machine, so what the step calls is timed by itself as well,
     and the processor time of the watching thread.
     """
-    import fabric_llm.step
-    import run
+    import fabric_llm.training.step
     import train
-    from fabric_llm.guard import Guard
-    from fabric_llm.watch import Watch
+    from fabric_llm.processes.watch import Watch
+    from fabric_llm.run import run
+    from fabric_llm.training.guard import Guard
 
     inside, watching, began = [0.0], [0.0], time.perf_counter()
     ours = {
@@ -134,7 +134,7 @@ def time_steps(folder: Path, steps: int) -> dict[str, Any]:
     for name in ("_beat", "_listen", "_hangs"):
         setattr(Watch, name, clocked(getattr(Watch, name), watching, time.thread_time))
     times: dict[str, list[float]] = {"with": [], "without": [], "inside": []}
-    seed_step, state = fabric_llm.step.seed_step, {"kind": "", "began": 0.0}
+    seed_step, state = fabric_llm.training.step.seed_step, {"kind": "", "began": 0.0}
 
     def next_step(seed: int, step: int, rank: int) -> None:
         now = time.perf_counter()
@@ -148,7 +148,7 @@ def time_steps(folder: Path, steps: int) -> dict[str, Any]:
         state.update(kind=kind, began=time.perf_counter())
         seed_step(seed, step, rank)
 
-    fabric_llm.step.seed_step = next_step
+    fabric_llm.training.step.seed_step = next_step
     more = (
         "--max_step",
         steps,

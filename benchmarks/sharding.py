@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from fabric_llm.data import Batches
+    from fabric_llm.data.batches import Batches
 
 VOCABULARY, CONTEXT_TOKENS, MICRO_BATCH = 8192, 256, 1
 LOSS_TOLERANCE = 1e-4  # nats, between any two rows at any step
@@ -280,7 +280,7 @@ def join(rank: int, devices: int, accelerator: str, store: Path) -> str:
     """Form the process group as torchrun would, but meet in a file. Returns "cpu" or "cuda"."""
     import torch
 
-    from fabric_llm.strategy import resolve_devices
+    from fabric_llm.model.strategy import resolve_devices
 
     os.environ.update(
         RANK=str(rank),
@@ -303,11 +303,11 @@ def join(rank: int, devices: int, accelerator: str, store: Path) -> str:
 
 def set_up(devices: int, kind: str, row_flags: str, folder: Path, model_name: str) -> Trainer:
     """The same calls as in train.py's main and Run."""
-    import set_up as setting_up
     from arguments import parse_train
-    from fabric_llm.data import Batches
-    from fabric_llm.strategy import make_fabric, syncs_every_micro_batch
-    from preflight import make_plan
+    from fabric_llm.data.batches import Batches
+    from fabric_llm.model.strategy import make_fabric, syncs_every_micro_batch
+    from fabric_llm.run import build
+    from fabric_llm.run.plan import make_plan
 
     argv = f"--devices {devices} --accelerator {kind} --precision 32-true --lr 1e-3 --max_step 1000 {row_flags}".split()
     argv += ["--verify_start", "false"]
@@ -318,7 +318,7 @@ def set_up(devices: int, kind: str, row_flags: str, folder: Path, model_name: st
     precision = arguments.model.precision
     fabric = make_fabric(plan.strategy, devices=plan.devices, num_nodes=1, kind=plan.kind, precision=precision)
     fabric.launch()
-    model, optimizer, *_ = setting_up.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
+    model, optimizer, *_ = build.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
     rows, seed = plan.dataset.train, arguments.training.seed
     batches = Batches(
         rows, seed, MICRO_BATCH, plan.micro_batches, rank=fabric.global_rank, world_size=fabric.world_size
@@ -329,7 +329,7 @@ def set_up(devices: int, kind: str, row_flags: str, folder: Path, model_name: st
 
 def train(trainer: Trainer, first_step: int, count: int) -> list[tuple[float, float]]:
     """(seconds on this rank, loss of the global batch) of the `count` steps from `first_step` on."""
-    from fabric_llm.step import train_step
+    from fabric_llm.training.step import train_step
 
     results = []
     for step in range(first_step, first_step + count):

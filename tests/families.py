@@ -403,7 +403,8 @@ def warn_only() -> None:
 
 
 def export_difference(run: Path, output: Path) -> float:
-    from fabric_llm.export import export, find
+    from fabric_llm.checkpoint.keep import checkpoint_at as find
+    from fabric_llm.verify.export import export
 
     warn_only()
     return export(find(run), output).logits_difference
@@ -411,8 +412,8 @@ def export_difference(run: Path, output: Path) -> float:
 
 def describe(tried: Tried, run: Path) -> None:
     """Fill in what a run that trained says of its model."""
-    from fabric_llm.export import find
-    from fabric_llm.model import build_skeleton, causal_lm_class, load_config
+    from fabric_llm.checkpoint.keep import checkpoint_at as find
+    from fabric_llm.model.loading import build_skeleton, causal_lm_class, load_config
 
     config = load_config(str(find(run)))
     skeleton = build_skeleton(config, torch.bfloat16)

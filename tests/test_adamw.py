@@ -10,8 +10,11 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from fabric_llm import adamw, checkpoint, model, optim, strategy
-from fabric_llm.adamw import UPDATES, AdamW, bfloat16_bits
+from fabric_llm.checkpoint import reading, writing
+from fabric_llm.checkpoint.progress import Progress
+from fabric_llm.model import language_model, loading, materialize, strategy, strategy_rules
+from fabric_llm.training import adamw, optim
+from fabric_llm.training.adamw import UPDATES, AdamW, bfloat16_bits
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 HALF_STEP = 2.0**-8  # half the distance from 1 to the next bfloat16
@@ -328,11 +331,11 @@ def build(name, updates, source, lr=1e-3):
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     fabric = strategy.make_fabric(name, devices=world_size, num_nodes=1, kind="cpu", precision="bf16-true")
     fabric.launch()
-    reference = model.load_reference(str(source), config, dtype, 0) if fabric.global_rank == 0 else None
-    skeleton = model.LanguageModel(model.build_skeleton(config, dtype))
+    reference = loading.load_reference(str(source), config, dtype, 0) if fabric.global_rank == 0 else None
+    skeleton = language_model.LanguageModel(loading.build_skeleton(config, dtype))
     decayed = optim.decayed_names(skeleton)
-    materializer = model.Materializer(skeleton, reference, fabric.device)
-    wrapped = strategy.wrap(fabric, name, skeleton, materializer, "bf16-true", strategy.Sharding())
+    materializer = materialize.Materializer(skeleton, reference, fabric.device)
+    wrapped = strategy.wrap(fabric, name, skeleton, materializer, "bf16-true", strategy_rules.Sharding())
     named = ((strategy.original_name(n), p) for n, p in wrapped.module.named_parameters())
     group = strategy.shard_group(wrapped)
     shard_rank = 0 if group is None else torch.distributed.get_rank(group)
@@ -351,10 +354,10 @@ def take_steps(fabric, wrapped, optimizer, first, last):
 
 
 def save(target, fabric, wrapped, optimizer):
-    template = model.build_skeleton(TOY_CONFIGS["llama"], torch.bfloat16)
-    settings = {"template": template, "tokenizer": None, "progress": checkpoint.Progress(), "facts": {}, "origin": {}}
+    template = loading.build_skeleton(TOY_CONFIGS["llama"], torch.bfloat16)
+    settings = {"template": template, "tokenizer": None, "progress": Progress(), "facts": {}, "origin": {}}
     settings |= {"probe": {"logits": torch.zeros(1)}, "state_dict_type": "full"}
-    checkpoint.save(target, fabric, wrapped.module, optimizer, **settings)
+    writing.save(target, fabric, wrapped.module, optimizer, **settings)
 
 
 def state_on_disk(path):
@@ -362,7 +365,7 @@ def state_on_disk(path):
     reader = HuggingFaceStorageReader(path=str(path / "trainer" / "optimizer"))
     entries = reader.read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    checkpoint._load_parts(tensors, path / "trainer" / "optimizer")
+    reading._load_parts(tensors, path / "trainer" / "optimizer")
     return tensors
 
 
@@ -378,7 +381,7 @@ def train_and_save(name, updates, source, folder):
 def load_and_save(name, updates, source, target, steps):
     """From a checkpoint, with `steps` more steps, into another. Returns dtypes and devices of the state in memory."""
     fabric, wrapped, optimizer = build(name, updates, source)
-    checkpoint.load_optimizer(source, wrapped.module, optimizer)
+    reading.load_optimizer(source, wrapped.module, optimizer)
     states = optimizer.optimizer.state.values()
     kinds = {(key, value.dtype, value.device.type) for state in states for key, value in state.items()}
     take_steps(fabric, wrapped, optimizer, 2, 2 + steps)

@@ -14,10 +14,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from arguments import DEMO_CONFIG, ELSEWHERE, ROOT, parse_export, parse_prepare, parse_train, write_yaml
-from fabric_llm.adamw import AdamW
-from fabric_llm.optim import clip_gradients, decayed_names, lr_at, parameter_groups
-from preflight import make_plan
-from run import resolved
+from fabric_llm.run.plan import make_plan
+from fabric_llm.run.run import resolved
+from fabric_llm.training.adamw import AdamW
+from fabric_llm.training.gradients import clip_gradients
+from fabric_llm.training.optim import decayed_names, parameter_groups
+from fabric_llm.training.schedule import lr_at
 
 FLAGS = {  # the contract: design, section 4
     "Devices": "devices num_nodes accelerator tpu",

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 import train
 from arguments import parse_train
-from fabric_llm.data import open_dataset
-from fabric_llm.faults import as_fault
-from preflight import make_plan
+from fabric_llm.base.faults import as_fault
+from fabric_llm.data.dataset import open_dataset
+from fabric_llm.run.plan import make_plan
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import bf16_updates
-from fabric_llm.prepare import prepare
+from fabric_llm.data.prepare import prepare
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def test_stochastic_and_kahan_are_closer_to_fp32_than_nearest(result):
 def test_nearest_is_the_recipe_of_torch(result):
     _, rows = result
     assert rows["torch"]["optimizer"].startswith("torch.optim")
-    assert rows["nearest"]["optimizer"] == "fabric_llm.adamw"
+    assert rows["nearest"]["optimizer"] == "fabric_llm.training.adamw"
     assert rows["torch"]["eval_losses"] == pytest.approx(rows["nearest"]["eval_losses"], abs=1e-3)
     assert rows["torch"]["updated_fraction"] == pytest.approx(rows["nearest"]["updated_fraction"], abs=0.01)
 

@@ -17,12 +17,17 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import AutoModelForCausalLM
 
 import train
-from fabric_llm import checkpoint, manifest, run_directory
-from fabric_llm.checkpoint import Progress, publish, verified
-from fabric_llm.data import claimed_rows
-from fabric_llm.export import export
-from fabric_llm.retention import checkpoints, latest, move_aside, prune, step_of, sweep
-from set_up import set_up
+from fabric_llm.base import files
+from fabric_llm.base.step_names import checkpoints, latest, step_of
+from fabric_llm.checkpoint import reading, writing
+from fabric_llm.checkpoint.keep import move_aside, prune, sweep
+from fabric_llm.checkpoint.progress import Progress
+from fabric_llm.checkpoint.reading import verified
+from fabric_llm.checkpoint.writing import publish
+from fabric_llm.data.order import claimed_rows
+from fabric_llm.run import run_directory
+from fabric_llm.run.build import set_up
+from fabric_llm.verify.export import export
 
 FLAGS = ("--micro_batch_size", 4, "--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true", "--max_step", 3)
 EXTEND = ("--resume_override", "max_step")
@@ -47,7 +52,7 @@ def run(runs, tmp_path):
     return tmp_path / "run"
 
 
-def files(folder):
+def files_of(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
@@ -83,7 +88,7 @@ def test_layout_of_a_full_checkpoint(runs):
         "step-00000002",
         "step-00000003",
     ]
-    assert files(runs / "full" / "step-00000003") == [
+    assert files_of(runs / "full" / "step-00000003") == [
         "MANIFEST.json",
         "config.json",
         "generation_config.json",
@@ -95,7 +100,7 @@ def test_layout_of_a_full_checkpoint(runs):
 
 
 def test_layout_of_a_sharded_checkpoint(runs):
-    assert files(runs / "sharded" / "step-00000003") == [
+    assert files_of(runs / "sharded" / "step-00000003") == [
         "MANIFEST.json",
         "config.json",
         "generation_config.json",
@@ -120,7 +125,7 @@ def test_a_full_checkpoint_opens_with_transformers(runs, toys):
 
 def test_each_rank_writes_its_part(runs):
     """Together the parts are the model once: nothing is stored twice, no rank holds it all."""
-    whole = checkpoint.whole_tensors(runs / "sharded" / "step-00000003" / "weights")
+    whole = reading.whole_tensors(runs / "sharded" / "step-00000003" / "weights")
     shards = [load_file(f) for f in sorted((runs / "sharded" / "step-00000003" / "weights").iterdir())]
     numbers = [sum(tensor.numel() for tensor in shard.values()) for shard in shards]
     assert sum(numbers) == sum(tensor.numel() for tensor in whole.values())
@@ -132,7 +137,7 @@ def test_the_manifest_holds_bytes_and_hash_of_every_other_file(runs, kind):
     folder = runs / kind / "step-00000003"
     manifest = json.loads((folder / "MANIFEST.json").read_text())["files"]
     assert sorted(manifest) == [name for name in files(folder) if name != "MANIFEST.json"]
-    for name, entry in manifest.items():
+    for name, entry in files.items():
         content = (folder / name).read_bytes()
         assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}, name
 
@@ -220,7 +225,7 @@ def test_everything_is_on_disk_before_the_name(tmp_path, monkeypatch):
     (temporary / "trainer").mkdir(parents=True)
     (temporary / "weights").write_text("weights")
     (temporary / "trainer" / "progress.json").write_text("{}")
-    entries = manifest.describe(temporary, manifest.files_in(temporary))
+    entries = files.describe(temporary, files.files_in(temporary))
     publish(temporary, tmp_path / "step-00000001", {"step": 1, "files": entries})
     before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
     expected = ["", "weights", "trainer", "trainer/progress.json", "MANIFEST.json"]
@@ -230,7 +235,7 @@ def test_everything_is_on_disk_before_the_name(tmp_path, monkeypatch):
 
 def test_much_is_written_in_several_files_and_each_is_hashed_before_the_next_begins(runs, toys, tmp_path, monkeypatch):
     events = []
-    start, create_stream = manifest.Describing.start, FileSystem.create_stream
+    start, create_stream = files.Describing.start, FileSystem.create_stream
 
     def started(self, names):
         names = list(names)
@@ -241,11 +246,11 @@ def test_much_is_written_in_several_files_and_each_is_hashed_before_the_next_beg
         events.append("open")
         return create_stream(self, path, mode)
 
-    monkeypatch.setattr(checkpoint, "MANY_ELEMENTS", 1)
-    monkeypatch.setattr(manifest.Describing, "start", started)
+    monkeypatch.setattr(writing, "MANY_ELEMENTS", 1)
+    monkeypatch.setattr(files.Describing, "start", started)
     monkeypatch.setattr(FileSystem, "create_stream", opened)
     one_rank(toys, tmp_path, "--run_name", "run", "--max_step", 1)
-    parts = [name for name in files(tmp_path / "run" / "step-00000001") if "/shard-" in name]
+    parts = [name for name in files_of(tmp_path / "run" / "step-00000001") if "/shard-" in name]
     assert len(parts) == 4 and events[::2] == ["open"] * 4 and sorted(events[1::2]) == parts
     one_rank(toys, tmp_path, "--run_name", "run", "--resume", "true", *EXTEND)  # and together they are the state
     assert_same_weights(tmp_path / "run", runs / "full")
@@ -293,21 +298,21 @@ def test_what_a_killed_save_left_goes_before_the_disk_is_asked_for_room(run, toy
 
 
 def test_a_manifest_says_what_the_checkpoint_was_made_from(run):
-    document = manifest.read(run / "step-00000003")
+    document = files.read(run / "step-00000003")
     assert (document["step"], document["world_size"]) == (3, 1)
-    assert document["arguments_sha256"] == manifest.sha256(run / "arguments.yaml")
+    assert document["arguments_sha256"] == files.sha256(run / "arguments.yaml")
     assert document["data_fingerprint"] and set(document["versions"]) >= {"torch", "lightning", "transformers"}
 
 
 def test_logits_that_overflow_are_no_checkpoint(toys, tmp_path, monkeypatch, capsys):
-    record = checkpoint.record_probe
+    record = writing.record_probe
 
     def overflowing(*given):
         probe = record(*given)
         probe["logits"][0, 0] = float("inf")
         return probe
 
-    monkeypatch.setattr(checkpoint, "record_probe", overflowing)
+    monkeypatch.setattr(writing, "record_probe", overflowing)
     with pytest.raises(SystemExit) as end:
         one_rank(toys, tmp_path, "--run_name", "run")
     assert end.value.code == 76 and "logits holds NaN or infinity" in capsys.readouterr().err
@@ -461,8 +466,8 @@ def test_nothing_is_pickled_or_unpickled(toys, tmp_path, monkeypatch, kind):
 def optimizer_after_loading(flags):
     """{parameter name: AdamW state} of a one-device run that has loaded its checkpoint and not stepped yet."""
     from arguments import parse_train
-    from fabric_llm.strategy import make_fabric, original_name
-    from preflight import make_plan
+    from fabric_llm.model.strategy import make_fabric, original_name
+    from fabric_llm.run.plan import make_plan
 
     arguments = parse_train([str(flag) for flag in flags])
     plan = make_plan(arguments)

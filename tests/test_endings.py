@@ -12,7 +12,7 @@ import pytest
 
 import prepare_data
 from arguments import ROOT
-from fabric_llm.failpoints import VARIABLE
+from fabric_llm.base.failpoints import VARIABLE
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away".split()
 
@@ -32,7 +32,7 @@ def run(corpus, tmp_path, capsys, monkeypatch):
 
     def call(*flags, failpoint=None, output=tmp_path / "out"):
         if failpoint is not None:
-            monkeypatch.setattr("fabric_llm.failpoints._reached", {})
+            monkeypatch.setattr("fabric_llm.base.failpoints._reached", {})
             monkeypatch.setenv(VARIABLE, failpoint)
         words = ["--input", corpus, "--output", output, "--train_tokenizer", 300, "--context_length", 16]
         words += ["--validation_fraction", 0.3, *flags]
@@ -89,13 +89,13 @@ sys.meta_path.insert(0, Ask())
 """
 
 
-@pytest.mark.parametrize("module", ["arguments", "jsonargparse", "datasets", "fabric_llm.prepare"])
+@pytest.mark.parametrize("module", ["arguments", "jsonargparse", "datasets", "fabric_llm.data.prepare"])
 @pytest.mark.parametrize(
     "words", [["prepare_data.py", "--input", "in", "--output", "out"], ["export_hf.py", "in", "--output", "out"]]
 )
 def test_a_stop_during_import(tmp_path, module, words):
     if words[0] == "export_hf.py":
-        module = {"datasets": "torch", "fabric_llm.prepare": "fabric_llm.export"}.get(module, module)
+        module = {"datasets": "torch", "fabric_llm.data.prepare": "fabric_llm.verify.export"}.get(module, module)
     (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
     (tmp_path / "in").mkdir()
     for name in ("a.txt", "b.txt", "MANIFEST.json"):
@@ -167,7 +167,7 @@ def test_an_input_that_cannot_be_read(run, corpus, monkeypatch):
     def refused(path):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("fabric_llm.documents._open", refused)  # root may read everything
+    monkeypatch.setattr("fabric_llm.data.documents._open", refused)  # root may read everything
     code, [said] = run()
     assert (
         code == 2

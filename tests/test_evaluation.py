@@ -38,9 +38,9 @@ def counted(folder):
     def change():
         import os
 
-        from fabric_llm import step
+        from fabric_llm.base import failpoints
 
-        point, file = step.failpoint, folder / f"batches-{os.environ.get('RANK', 0)}"
+        point, file = failpoints.failpoint, folder / f"batches-{os.environ.get('RANK', 0)}"
 
         def count(name):
             if name == "evaluate":
@@ -48,7 +48,7 @@ def counted(folder):
                     lines.write("x\n")
             point(name)
 
-        step.failpoint = count
+        failpoints.failpoint = count
 
     return change
 
@@ -82,7 +82,7 @@ def test_a_request_to_save_inside_an_evaluation_is_kept_for_the_next_step(toys, 
     def touch():
         import os
 
-        from fabric_llm import step
+        from fabric_llm.training import step
 
         any_rank = step.any_rank
 

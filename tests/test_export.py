@@ -22,9 +22,11 @@ from transformers import (
 )
 
 import export_hf
-import fabric_llm.verify
-from fabric_llm import checkpoint, manifest, retention
-from fabric_llm.export import VerificationError, export, find, verify
+import fabric_llm.verify.__main__
+from fabric_llm.base import files, step_names
+from fabric_llm.checkpoint import reading
+from fabric_llm.checkpoint.keep import checkpoint_at as find
+from fabric_llm.verify.export import VerificationError, export, verify
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +176,7 @@ def test_a_model_that_knows_only_eager_attention(tmp_path):
     train_ranks(1, *flags, "--max_step", 1)
     train_ranks(1, *flags, "--max_step", 2, "--resume", "true", "--resume_override", "max_step")
     export(find(tmp_path / "run"), tmp_path / "hf")
-    assert fabric_llm.verify.main([str(tmp_path / "run")]) == 0
+    assert fabric_llm.verify.__main__.main([str(tmp_path / "run")]) == 0
 
 
 def test_generation_config_is_that_of_the_model_it_started_from(runs, toys, tmp_path):
@@ -221,8 +223,8 @@ def test_only_an_export_is_ever_overwritten(runs, tmp_path, capsys):
         with pytest.raises(SystemExit) as exit:
             export_hf.main([str(run), "--output", str(output), "--overwrite", "true"])
         assert exit.value.code == 2 and str(output) in capsys.readouterr().err
-    assert retention.latest(run).name == "step-00000004" and (tmp_path / "home" / "thesis.txt").exists()
-    checkpoint.verified(run / "step-00000004", hashes=True)
+    assert step_names.latest(run).name == "step-00000004" and (tmp_path / "home" / "thesis.txt").exists()
+    reading.verified(run / "step-00000004", hashes=True)
 
 
 def test_nothing_to_export(tmp_path, run_export):
@@ -365,12 +367,12 @@ def test_logits_of_another_model_are_noticed(runs, tmp_path, run_export, run):
     """Weights and hashes are in order, only what the model said in training isn't what these weights say."""
     copy = tmp_path / "copy"
     shutil.copytree(find(runs / run), copy)
-    probe = checkpoint.read_probe(copy)
+    probe = reading.read_probe(copy)
     file = copy / "trainer" / "probe.safetensors"
     save_file({**probe, "logits": probe["logits"].flip(0).contiguous()}, file)
-    document = manifest.read(copy)
-    document["files"] = manifest.describe(copy, document["files"])
-    (copy / manifest.MANIFEST).write_bytes(manifest.encode(document))
+    document = files.read(copy)
+    document["files"] = files.describe(copy, document["files"])
+    (copy / files.MANIFEST).write_bytes(files.encode(document))
     code, _, error = run_export(copy)
     assert code == 1 and "logits differ from those in training" in error and parts(tmp_path) == ["copy"]
 
@@ -378,7 +380,7 @@ def test_logits_of_another_model_are_noticed(runs, tmp_path, run_export, run):
 def test_every_swap_of_two_tensors_is_caught_twice(runs, tmp_path):
     """By the comparison with the checkpoint; and, where the checkpoint itself has them swapped, by the logits."""
     source = find(runs / "full")
-    probe = checkpoint.read_probe(source)
+    probe = reading.read_probe(source)
     trained = AutoModelForCausalLM.from_pretrained(source)
     weights = stored(source)
     assert verify(source, trained, probe, "32-true").logits_difference < 1e-5
@@ -416,7 +418,7 @@ def test_a_stop_in_the_middle_leaves_the_former_export(runs, tmp_path, run_expor
 
 
 def test_a_stop_while_pushing_says_what_is_there(runs, tmp_path, run_export, monkeypatch):
-    monkeypatch.setattr("fabric_llm.export.push", lambda *given: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("fabric_llm.verify.export.push", lambda *given: os.kill(os.getpid(), signal.SIGINT))
     code, _, error = run_export(runs / "full", "--push_to_hub", "org/name")
     assert code == 75 and "is complete, but it isn't pushed (repeat with --overwrite true)" in error
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -473,7 +475,7 @@ def test_nothing_is_pushed_unverified(runs, run_export, hub, monkeypatch):
     def fails(*args):
         raise VerificationError("it isn't.")
 
-    monkeypatch.setattr("fabric_llm.export.verify", fails)
+    monkeypatch.setattr("fabric_llm.verify.export.verify", fails)
     assert run_export(runs / "full", "--push_to_hub", "org/name")[0] == 1
     assert hub.calls == []
 

@@ -93,16 +93,16 @@ def test_a_named_checkpoint_is_never_replaced_by_another(run):
 def with_a_bad_sector(argv, file):
     import errno
 
-    from fabric_llm import manifest
+    from fabric_llm.base import files
 
-    sha256 = manifest.sha256
+    sha256 = files.sha256
 
     def read(path):
         if path == file:
             raise OSError(errno.EIO, "Input/output error")
         return sha256(path)
 
-    manifest.sha256 = read
+    files.sha256 = read
     return said_and_code(argv)
 
 

@@ -9,8 +9,8 @@ from ranks import Job, metrics, run_ranks
 from test_law_7_loaded_equals_reference import loaded
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fabric_llm.model import build_skeleton, causal_lm_class, load_reference, resolve_attention
-from fabric_llm.start import find_leak
+from fabric_llm.model.causality import find_leak
+from fabric_llm.model.loading import build_skeleton, causal_lm_class, load_reference, resolve_attention
 
 QUICK = ("gemma2", "gpt_oss", "mamba", "deepseek_v3")  # in each run of the tests
 REFUSED = {  # (family, devices) that can't be, and what is said then

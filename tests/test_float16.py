@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 def half(argv, scale_loss_of_step=None):
     """train.py on a CPU in 16-mixed; the loss of one step is 10,000 times too large."""
-    import fabric_llm.step
-    import preflight
+    import fabric_llm.training.step
     import train
-    from fabric_llm.model import LanguageModel
+    from fabric_llm.model import strategy
+    from fabric_llm.model.language_model import LanguageModel
 
-    preflight.resolve_strategy = lambda *_: "single"
-    forward, seed_step, now = LanguageModel.forward, fabric_llm.step.seed_step, [0]
+    strategy.resolve_strategy = lambda *_: "single"
+    forward, seed_step, now = LanguageModel.forward, fabric_llm.training.step.seed_step, [0]
 
     def seeded(seed, step, rank):
         now[0] = step + 1
@@ -29,7 +29,7 @@ def half(argv, scale_loss_of_step=None):
         loss = forward(self, *args, **kwargs)
         return loss * 1e4 if now[0] == scale_loss_of_step and torch.is_grad_enabled() else loss
 
-    fabric_llm.step.seed_step, LanguageModel.forward = seeded, scaled
+    fabric_llm.training.step.seed_step, LanguageModel.forward = seeded, scaled
     try:
         train.main([str(word) for word in argv])
     except SystemExit as stop:
@@ -93,7 +93,7 @@ def test_a_finite_spike_is_left_out_as_well(toys, tmp_path):
 
 def half_with_small_spike(argv):
     """The loss of step 3 is twice as large: finite in float16, scale and all."""
-    from fabric_llm.model import LanguageModel
+    from fabric_llm.model.language_model import LanguageModel
 
     forward, calls = LanguageModel.forward, [0]
 

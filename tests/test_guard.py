@@ -9,9 +9,9 @@ from conftest import ROWS
 from ranks import metrics, run_ranks, toy_run
 from safetensors.torch import load_file
 
-from fabric_llm import checkpoint
-from fabric_llm.data import RowsRead, claimed_rows
-from fabric_llm.guard import Guard
+from fabric_llm.checkpoint import reading, writing
+from fabric_llm.data.order import RowsRead, claimed_rows
+from fabric_llm.training.guard import Guard
 
 
 def train_with_faults(argv, faults, factor):
@@ -20,7 +20,7 @@ def train_with_faults(argv, faults, factor):
     faults: {rank: numbers of its forward passes in training, from 0}.
     """
     import train
-    from fabric_llm.model import LanguageModel
+    from fabric_llm.model.language_model import LanguageModel
 
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     forward, calls = LanguageModel.forward, iter(range(10**9))
@@ -139,9 +139,9 @@ def test_a_rewind_that_was_cut_off_is_made_again_and_told_once(toys, tmp_path, b
 
 
 def killed_after_the_rewind(argv, faults):
-    import run as its_run
+    from fabric_llm.run import run
 
-    advance, seen = its_run.Run.advance, []
+    advance, seen = run.Run.advance, []
 
     def until_the_rewind_is_over(self, progress):
         advance(self, progress)
@@ -149,7 +149,7 @@ def killed_after_the_rewind(argv, faults):
         if seen.count(13) == 2:
             raise KeyboardInterrupt("killed")
 
-    its_run.Run.advance = until_the_rewind_is_over
+    run.Run.advance = until_the_rewind_is_over
     return "killed" if train_with_faults(argv, faults, 100.0) == 75 else "not killed"
 
 
@@ -178,7 +178,7 @@ def test_a_run_of_epochs_that_went_back_resumes_on_the_same_schedule(toys, tmp_p
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2)])
 def test_a_rewind_passes_over_a_damaged_checkpoint(toys, tmp_path, strategy, ranks, monkeypatch):
     """The one of step 12 is damaged as soon as it is there: back to step 8, and 12 is written anew."""
-    publish = checkpoint.publish
+    publish = writing.publish
 
     def damaging(temporary, target, document):
         publish(temporary, target, document)
@@ -188,7 +188,7 @@ def test_a_rewind_passes_over_a_damaged_checkpoint(toys, tmp_path, strategy, ran
             content[-5] ^= 16
             weights_file.write_bytes(content)
 
-    monkeypatch.setattr(checkpoint, "publish", damaging)
+    monkeypatch.setattr(writing, "publish", damaging)
     faults = {0: range(4 // ranks * 13, 4 // ranks * 14)}  # step 14
     flags = (*SPIKE, "--spike_action", "rewind")
     assert run(toys, tmp_path, ranks, faults, *flags, factor=100.0, strategy=strategy) == 0
@@ -196,7 +196,7 @@ def test_a_rewind_passes_over_a_damaged_checkpoint(toys, tmp_path, strategy, ran
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17)), "each step once"
     assert [line["step"] for line in lines if "verdict" in line] == [8]
     assert len(list((tmp_path / "run").glob("aside-step-00000012-*"))) == 1
-    checkpoint.verified(tmp_path / "run" / "step-00000016", hashes=True)
+    reading.verified(tmp_path / "run" / "step-00000016", hashes=True)
 
 
 def test_a_save_before_any_step_was_taken_changes_nothing(toys, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ranks import metrics, toy_run
 
-from fabric_llm import launch
+from fabric_llm.processes.launch import adopt_slurm
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 JOB = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost"}
@@ -74,7 +74,7 @@ def test_two_steps_of_a_job_meet_in_two_places(monkeypatch):
             "SLURM_LOCALID": "0",
         }
         monkeypatch.setattr(os, "environ", {**given})
-        launch.adopt_slurm()
+        adopt_slurm()
         ports.add(os.environ["MASTER_PORT"])
     assert len(ports) == 3 and all(15_000 <= int(port) < 25_000 for port in ports)
 

@@ -10,8 +10,11 @@ import pytest
 from conftest import ROWS
 from ranks import Job, metrics, toy_run, train_ranks
 
-from fabric_llm import data, launch, verify
-from fabric_llm.data import Batches, Prefetch, RowsRead, claimed_rows
+from fabric_llm.data import dataset
+from fabric_llm.data.batches import Batches, Prefetch
+from fabric_llm.data.order import RowsRead, claimed_rows
+from fabric_llm.processes.launch import _free_port, launched_world
+from fabric_llm.verify import __main__ as verify_main
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 TORCHRUN = Path(sys.executable).parent / "torchrun"
@@ -33,7 +36,7 @@ def torchrun(ranks, words, tmp_path):
 
 def verified(run, capsys):
     """(exit code, what was said) of `python -m fabric_llm.verify RUN`."""
-    code = verify.main([str(run), "--no_export"])
+    code = verify_main.main([str(run), "--no_export"])
     said = capsys.readouterr()
     return code, said.out + said.err
 
@@ -51,7 +54,7 @@ def test_torchrun_and_a_devices_flag_that_disagree(toys, tmp_path, ranks, device
 @pytest.mark.faults
 def test_two_agents_of_torchrun_without_num_nodes(toys, tmp_path, capsys):
     """757 of 772 rows were read twice."""
-    port = str(launch._free_port())
+    port = str(_free_port())
     command = [str(TORCHRUN), "--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
     command += ["--rdzv_endpoint", f"localhost:{port}", str(TRAIN), *flags(toys, tmp_path, "--devices", 2)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -106,7 +109,7 @@ def launched(monkeypatch):
 
     def call(asked, **variables):
         monkeypatch.setattr(os, "environ", {key: str(value) for key, value in variables.items()})
-        return launch.launched_world(asked)
+        return launched_world(asked)
 
     return call
 
@@ -185,7 +188,7 @@ def test_rows_of_a_run_that_was_killed_resumed_branched_and_stopped_are_as_claim
 
 
 def test_the_record_knows_no_order_and_counts_only_what_was_handed_out(toys):
-    rows = data.open_dataset(toys / "data").train
+    rows = dataset.open_dataset(toys / "data").train
     reader = [Prefetch(Batches(rows, 1, 3, 2, rank, 2, end=40), ahead) for rank, ahead in ((0, 3), (1, 0))]
     for position in (0, 12, 24, 36):  # the last one holds 4 sequences
         for one in reader:

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from ranks import metrics, toy_run, train_ranks
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fabric_llm.data import Batches, open_dataset
-from fabric_llm.optim import lr_at
+from fabric_llm.data.batches import Batches
+from fabric_llm.data.dataset import open_dataset
+from fabric_llm.training.schedule import lr_at
 
 STEPS, GLOBAL_BATCH, LR, SEED, WEIGHT_DECAY, CLIP = 4, 8, 1e-3, 5, 0.1, 1.0
 

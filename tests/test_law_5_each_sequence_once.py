@@ -4,7 +4,9 @@ import datasets
 import numpy as np
 import pytest
 
-from fabric_llm.data import IGNORED, Batches, Prefetch, shuffled
+from fabric_llm.data.batches import Batches, Prefetch
+from fabric_llm.data.dataset import IGNORED
+from fabric_llm.data.order import shuffled
 
 ROWS, EPOCHS = 53, 3
 

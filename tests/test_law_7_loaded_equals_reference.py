@@ -10,12 +10,12 @@ def loaded(argv, world_size):
     """What a rank holds after set-up, gathered whole, and its buffers again after a forward pass."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    import set_up
     from arguments import parse_train
-    from fabric_llm.checkpoint import PREFIX
-    from fabric_llm.data import Batches
-    from fabric_llm.strategy import make_fabric
-    from preflight import make_plan
+    from fabric_llm.checkpoint.state_dicts import PREFIX
+    from fabric_llm.data.batches import Batches
+    from fabric_llm.model.strategy import make_fabric
+    from fabric_llm.run import build
+    from fabric_llm.run.plan import make_plan
 
     arguments = parse_train(argv)
     plan = make_plan(arguments)
@@ -23,7 +23,7 @@ def loaded(argv, world_size):
         plan.strategy, devices=world_size, num_nodes=1, kind="cpu", precision=arguments.model.precision
     )
     fabric.launch()
-    model, *_ = set_up.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
+    model, *_ = build.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
     state = get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True))
     state = {name.removeprefix(PREFIX): value.clone() for name, value in state.items()}
 

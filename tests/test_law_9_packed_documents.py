@@ -9,9 +9,10 @@ from conftest import CONTEXT, VOCABULARY
 from ranks import metrics, train_ranks
 from transformers import AutoModelForCausalLM
 
-from fabric_llm.data import IGNORED, Batches, document_begins, restarting_positions
-from fabric_llm.model import LanguageModel
-from fabric_llm.start import find_leak
+from fabric_llm.data.batches import Batches, document_begins, restarting_positions
+from fabric_llm.data.dataset import IGNORED
+from fabric_llm.model.causality import find_leak
+from fabric_llm.model.language_model import LanguageModel
 
 END = 0
 

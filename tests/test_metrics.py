@@ -17,10 +17,10 @@ from conftest import CONTEXT
 from ranks import toy_run, train_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fabric_llm import trackers
-from fabric_llm.console import Console
-from fabric_llm.metrics import MetricsFile, Throughput, duration, peak_memory_gib
-from fabric_llm.trackers import MANY_LINES, Tracker, open_tracker
+from fabric_llm.base.console import Console
+from fabric_llm.run import trackers
+from fabric_llm.run.metrics import MetricsFile, Throughput, duration, peak_memory_gib
+from fabric_llm.run.trackers import MANY_LINES, Tracker, open_tracker
 
 TRAINING = {
     "step": int,

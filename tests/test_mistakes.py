@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from arguments import ROOT
-from fabric_llm.spelling import NOT_HERE
+from fabric_llm.base.spelling import NOT_HERE
 
 HEAVY = ("torch", "lightning", "transformers", "datasets", "numpy", "pyarrow", "tokenizers")
 LIGHT = """
@@ -192,10 +192,15 @@ OTHERS = [
     ("export_hf", "checkpoints --output x", 2, "'checkpoints' is neither a checkpoint nor a run with one"),
     ("export_hf", "checkpoints/run --output hf", 2, "'hf' exists; take another --output, or --overwrite true."),
     ("export_hf", "checkpoints/run --output data --overwrite true", 2, "isn't an exported model"),
-    ("fabric_llm.verify", "checkpoints/rnu", 2, "No run at 'checkpoints/rnu'. Did you mean 'checkpoints/run'?"),
-    ("fabric_llm.verify", "checkpoints/run/step-00000100", 2, "is a checkpoint; what is verified is its run"),
-    ("fabric_llm.verify", "checkpoints/rnu --drill", 2, "No run at 'checkpoints/rnu'"),
-    ("fabric_llm.verify", "--drill --launcher nothing_of_the_kind", 2, "there is no such program"),
+    (
+        "fabric_llm.verify.__main__",
+        "checkpoints/rnu",
+        2,
+        "No run at 'checkpoints/rnu'. Did you mean 'checkpoints/run'?",
+    ),
+    ("fabric_llm.verify.__main__", "checkpoints/run/step-00000100", 2, "is a checkpoint; what is verified is its run"),
+    ("fabric_llm.verify.__main__", "checkpoints/rnu --drill", 2, "No run at 'checkpoints/rnu'"),
+    ("fabric_llm.verify.__main__", "--drill --launcher nothing_of_the_kind", 2, "there is no such program"),
 ]
 
 
@@ -218,7 +223,7 @@ def test_a_rank_looks_at_the_run_that_it_resumes_only_if_it_is_the_first(place):
 
 
 def test_what_checks_imports_nothing_heavy():
-    code = "import sys, mistakes; print(*sys.modules)"
+    code = "import sys; from fabric_llm.run import mistakes; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert not set(HEAVY) & set(done.stdout.split())

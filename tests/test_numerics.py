@@ -9,8 +9,11 @@ from ranks import metrics, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fabric_llm.data import Batches, open_dataset
-from fabric_llm.optim import GradientSums, lr_at, sample_weights, update_size
+from fabric_llm.data.batches import Batches
+from fabric_llm.data.dataset import open_dataset
+from fabric_llm.training.gradients import GradientSums
+from fabric_llm.training.schedule import lr_at
+from fabric_llm.training.updates import sample_weights, update_size
 
 
 def plain_losses(model_name, data, steps, accumulation, micro_batch, lr, seed):

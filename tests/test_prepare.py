@@ -21,9 +21,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fabric_llm.documents import _read_rows
-from fabric_llm.prepare import document_hash, prepare, summary
-from fabric_llm.tokenizer import END_OF_TEXT, train_byte_level_bpe
+from fabric_llm.data.documents import _read_rows
+from fabric_llm.data.prepare import document_hash, prepare, summary
+from fabric_llm.data.tokenizer import END_OF_TEXT, train_byte_level_bpe
 
 STANDARD_LIBRARY = Path(os.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
@@ -260,9 +260,9 @@ def test_same_arguments_give_the_same_bytes(make, tmp_path, texts):
 def test_split_does_not_depend_on_the_batches(make, tmp_path, texts, monkeypatch):
     folder = write_texts(tmp_path / "in", texts)
     whole = make(folder, output=tmp_path / "a")
-    monkeypatch.setattr("fabric_llm.tokenizer.BATCH_DOCUMENTS", 3)
-    monkeypatch.setattr("fabric_llm.tokenizer.BATCH_CHARACTERS", 500)
-    monkeypatch.setattr("fabric_llm.prepare.COPY_TOKENS", 7)
+    monkeypatch.setattr("fabric_llm.data.tokenizer.BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr("fabric_llm.data.tokenizer.BATCH_CHARACTERS", 500)
+    monkeypatch.setattr("fabric_llm.data.prepare.COPY_TOKENS", 7)
     assert make(folder, output=tmp_path / "b")["splits"] == whole["splits"]
 
 
@@ -281,7 +281,7 @@ def test_validation_fraction_is_kept_on_the_average():
 
 @pytest.mark.parametrize("fraction, moved_to", [(1e-9, "validation"), (1 - 1e-9, "train")])
 def test_each_split_gets_a_document_whatever_the_fraction(make, tmp_path, texts, fraction, moved_to, monkeypatch):
-    monkeypatch.setattr("fabric_llm.prepare.COPY_TOKENS", 7)  # the move goes by many small copies
+    monkeypatch.setattr("fabric_llm.data.prepare.COPY_TOKENS", 7)  # the move goes by many small copies
     long = [text for text in texts if len(text) > 100]
     manifest = make(write_texts(tmp_path / "in", long), validation_fraction=fraction)
     hashes = [document_hash(1234, index) for index in range(len(long))]
@@ -499,7 +499,7 @@ def test_manifest_says_what_was_done(make, tmp_path, texts, bpe):
 
 
 def test_list_of_files_is_capped_but_their_number_is_not(make, tmp_path, texts, monkeypatch):
-    monkeypatch.setattr("fabric_llm.prepare.MAX_LISTED_FILES", 3)
+    monkeypatch.setattr("fabric_llm.data.prepare.MAX_LISTED_FILES", 3)
     manifest = make(write_texts(tmp_path / "in", texts))
     assert len(manifest["files"]) == 3 and manifest["files_total"] == len(texts)
 

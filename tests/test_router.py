@@ -8,8 +8,8 @@ import transformers
 from ranks import metrics, toy_run, train_ranks
 
 import train
-from fabric_llm import router
-from fabric_llm.model import LanguageModel, checkpoint_activations
+from fabric_llm.model import router
+from fabric_llm.model.language_model import LanguageModel, checkpoint_activations
 
 SMALL = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 SMALL |= {"num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 64, "initializer_range": 0.3}

@@ -32,7 +32,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY
 from transformers import PreTrainedTokenizerFast
 
-from fabric_llm import bounds, manifest
+from fabric_llm.base import files
+from fabric_llm.model import bounds
 
 MEMORY_BYTES = 4 * 2**30  # that an attack may take
 TIMEOUT_SECONDS = 30
@@ -94,17 +95,17 @@ def seal(folder, **changes):
     """Write the manifest anew, as an attacker can: the hashes are right."""
     document = json.loads((folder / "MANIFEST.json").read_text())
     document.pop("sha256")
-    names = [name for name in manifest.files_in(folder) if name != "MANIFEST.json"]
-    document = {**document, "files": manifest.describe(folder, names), **changes}
-    (folder / "MANIFEST.json").write_bytes(manifest.encode(document))
+    names = [name for name in files.files_in(folder) if name != "MANIFEST.json"]
+    document = {**document, "files": files.describe(folder, names), **changes}
+    (folder / "MANIFEST.json").write_bytes(files.encode(document))
 
 
 def seal_data(folder, **changes):
     """The same for a dataset, as one of prepare_data.py."""
     (folder / "manifest.json").unlink(missing_ok=True)
     document = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1, "eos_token_id": 0}
-    document = {**document, "written": manifest.describe(folder, manifest.files_in(folder)), **changes}
-    (folder / "manifest.json").write_bytes(manifest.encode(document))
+    document = {**document, "written": files.describe(folder, files.files_in(folder)), **changes}
+    (folder / "manifest.json").write_bytes(files.encode(document))
 
 
 def safetensors(header, data=b""):

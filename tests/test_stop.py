@@ -14,7 +14,7 @@ import torch
 from ranks import Job, metrics, run_ranks, toy_run, train_ranks
 from safetensors.torch import load_file
 
-from fabric_llm import stop
+from fabric_llm.processes import stop
 
 STEPS = 8
 TRAIN = Path(__file__).parent.parent / "train.py"
@@ -22,18 +22,18 @@ TRAIN = Path(__file__).parent.parent / "train.py"
 
 def train_and_do(argv, rank, step, action):
     """train.py; before `step` begins, rank `rank` does `action()`. Returns the exit code."""
-    import run
     import train
-    from fabric_llm.step import seed_step
+    from fabric_llm.run import run
+    from fabric_llm.training.step import seed_step
 
     def acting(seed, done, own_rank):
         if done == step - 1 and own_rank == rank:
             action()
         seed_step(seed, done, own_rank)
 
-    import fabric_llm.step
+    import fabric_llm.training.step
 
-    fabric_llm.step.seed_step = acting
+    fabric_llm.training.step.seed_step = acting
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as without `nohup`, whoever started the tests
     assert run.kept_alive == []
     try:
@@ -95,9 +95,9 @@ def test_a_save_file_saves_and_the_run_goes_on(toys, tmp_path):
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2)])
 def test_a_second_signal_ends_at_once_without_a_save(toys, tmp_path, strategy, ranks):
     def signal_the_last_rank_twice():
-        import fabric_llm.step
+        import fabric_llm.training.step
 
-        seed_step = fabric_llm.step.seed_step
+        seed_step = fabric_llm.training.step.seed_step
 
         def acting(seed, done, rank):
             if done == 2 and rank == ranks - 1:
@@ -106,7 +106,7 @@ def test_a_second_signal_ends_at_once_without_a_save(toys, tmp_path, strategy, r
                 os.kill(os.getpid(), signal.SIGTERM)
             seed_step(seed, done, rank)
 
-        fabric_llm.step.seed_step = acting
+        fabric_llm.training.step.seed_step = acting
 
     job = Job(ranks, *flags(toys, tmp_path, strategy, "--run_name", "run"), before=signal_the_last_rank_twice)
     assert job.wait() == [75] * ranks, job.output
@@ -119,9 +119,9 @@ def test_a_signal_that_is_delivered_twice_is_one(toys, tmp_path):
     """By the scheduler, to all processes, and by the launcher that hands it on."""
 
     def twice():
-        import fabric_llm.stop
+        import fabric_llm.processes.stop
 
-        fabric_llm.stop.SECONDS_OF_ONE_REQUEST = 4.0  # on a busy machine 0.3 seconds may be two
+        fabric_llm.processes.stop.SECONDS_OF_ONE_REQUEST = 4.0  # on a busy machine 0.3 seconds may be two
         send = f"kill -TERM {os.getpid()}; sleep 0.3; kill -TERM {os.getpid()}"
         other = subprocess.Popen(["sh", "-c", send])
         while other.poll() is None:
@@ -151,7 +151,7 @@ def test_a_terminal_that_is_gone_asks_once_and_never_under_nohup(monkeypatch):
 
 
 def save_comes_first(argv, run_directory):
-    import run
+    from fabric_llm.run import run
 
     evaluate = run.Run.evaluate
 

@@ -7,8 +7,8 @@ from ranks import metrics, run_ranks, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fabric_llm.model import build_skeleton
-from fabric_llm.strategy import modules_to_wrap, original_name
+from fabric_llm.model.loading import build_skeleton
+from fabric_llm.model.strategy import modules_to_wrap, original_name
 
 FLAGS = [
     ("fsdp", 2, "--sharding_strategy SHARD_GRAD_OP"),
@@ -116,16 +116,16 @@ def test_names_are_those_of_the_model():
 
 def held(argv, ranks):
     """(parameter bytes, gradient norm group size) that this rank holds after set-up."""
-    import set_up
     from arguments import parse_train
-    from fabric_llm.strategy import make_fabric, shard_group
-    from preflight import make_plan
+    from fabric_llm.model.strategy import make_fabric, shard_group
+    from fabric_llm.run import build
+    from fabric_llm.run.plan import make_plan
 
     arguments = parse_train(argv)
     plan = make_plan(arguments)
     fabric = make_fabric(plan.strategy, devices=ranks, num_nodes=1, kind="cpu", precision=arguments.model.precision)
     fabric.launch()
-    model, *_ = set_up.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
+    model, *_ = build.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
     local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     group = shard_group(model)
     return sum(p.numel() * p.element_size() for p in local), 1 if group is None else group.size()

@@ -14,8 +14,11 @@ from ranks import toy_run, train_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fabric_llm import checkpoint, drill, manifest, verify
-from fabric_llm.manifest import MANIFEST
+from fabric_llm.base import files
+from fabric_llm.base.files import MANIFEST
+from fabric_llm.checkpoint import reading
+from fabric_llm.verify import __main__ as verify_main
+from fabric_llm.verify import drill
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("full", "sharded")
@@ -43,7 +46,7 @@ def run(runs, tmp_path, monkeypatch):
 
 def verified(capsys, *argv):
     """(exit code, stdout, stderr) of the verifier."""
-    code = verify.main([str(word) for word in argv])
+    code = verify_main.main([str(word) for word in argv])
     return code, *capsys.readouterr()
 
 
@@ -51,8 +54,8 @@ def reseal(folder):
     """Make the manifest of a checkpoint that was tampered with agree with its files."""
     document = json.loads((folder / MANIFEST).read_text())
     del document["sha256"]
-    document["files"] = manifest.describe(folder, set(manifest.files_in(folder)) - {MANIFEST})
-    (folder / MANIFEST).write_bytes(manifest.encode(document))
+    document["files"] = files.describe(folder, set(files.files_in(folder)) - {MANIFEST})
+    (folder / MANIFEST).write_bytes(files.encode(document))
 
 
 def flip(file):
@@ -73,7 +76,7 @@ def edit_lines(file, change):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_healthy_run_passes_and_gets_a_certificate(runs, tmp_path, monkeypatch, capsys, kind):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    run, before = runs / kind, manifest.describe(runs / kind, manifest.files_in(runs / kind))
+    run, before = runs / kind, files.describe(runs / kind, files.files_in(runs / kind))
     code, out, error = verified(capsys, run, "--output", tmp_path / "certificate.json")
     assert (code, error) == (0, "")
     for words in ("step-00000002", "step-00000006", "code 0, done", "Verified with plain transformers", "Certificate"):
@@ -84,15 +87,15 @@ def test_a_healthy_run_passes_and_gets_a_certificate(runs, tmp_path, monkeypatch
     assert document["newest"] == {
         "name": "step-00000006",
         "step": 6,
-        "manifest_sha256": manifest.sha256(newest / MANIFEST),
+        "manifest_sha256": files.sha256(newest / MANIFEST),
     }
-    counts, files = document["counts"], [p for p in run.glob("step-*/**/*") if p.is_file()]
-    assert counts["checkpoints"] == 3 and counts["files"] == len(files)
-    assert counts["bytes"] == sum(p.stat().st_size for p in files)
-    assert counts["tensors"] == sum(len(load_file(p)) for p in files if p.suffix == ".safetensors")
+    counts, paths = document["counts"], [p for p in run.glob("step-*/**/*") if p.is_file()]
+    assert counts["checkpoints"] == 3 and counts["files"] == len(paths)
+    assert counts["bytes"] == sum(p.stat().st_size for p in paths)
+    assert counts["tensors"] == sum(len(load_file(p)) for p in paths if p.suffix == ".safetensors")
     assert counts["parameters"] == document["export"]["parameters"] and counts["training_lines"] == 6
     assert os.listdir(tmp_path) == ["certificate.json"], "nothing is left"
-    assert manifest.describe(run, manifest.files_in(run)) == before, "nothing is changed"
+    assert files.describe(run, files.files_in(run)) == before, "nothing is changed"
 
 
 def test_no_export_leaves_it_out(runs, capsys):
@@ -221,8 +224,8 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_no_failure(run, capsys, monkey
             shutil.rmtree(path)
         return check(path, hashes)
 
-    check = checkpoint.verified
-    monkeypatch.setattr(checkpoint, "verified", prune)
+    check = reading.verified
+    monkeypatch.setattr(reading, "verified", prune)
     code, out, error = verified(capsys, run, "--no_export")
     assert (code, error) == (0, "") and "step-00000002 was pruned meanwhile" in out
 

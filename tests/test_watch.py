@@ -3,8 +3,8 @@
 import threading
 import time
 
-from fabric_llm import step
-from fabric_llm.watch import Watch
+from fabric_llm.processes.watch import Watch
+from fabric_llm.training import step
 
 
 def test_a_rank_that_reads_numbers_from_a_gpu_waits_for_the_others():

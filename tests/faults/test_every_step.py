@@ -29,9 +29,9 @@ def log_samples(folder):
     """Each rank writes the sequences of each step that it trains on."""
 
     def install():
-        import fabric_llm.step
+        import fabric_llm.training.step
 
-        train_step = fabric_llm.step.train_step
+        train_step = fabric_llm.training.step.train_step
 
         def with_ids(fabric, model, optimizer, micro_batches, **rest):
             ids = [batch["input_ids"].tolist() for batch in micro_batches]
@@ -40,7 +40,7 @@ def log_samples(folder):
                 file.write(json.dumps(ids) + "\n")
             return train_step(fabric, model, optimizer, micro_batches, **rest)
 
-        fabric_llm.step.train_step = with_ids
+        fabric_llm.training.step.train_step = with_ids
 
     return install
 

@@ -25,10 +25,10 @@ def inject(factors):
     """The loss of the forward passes of a step (by number, from 1) is multiplied; a resumed run counts on."""
 
     def install():
-        import fabric_llm.step
-        from fabric_llm.model import LanguageModel
+        import fabric_llm.training.step
+        from fabric_llm.model.language_model import LanguageModel
 
-        forward, seed_step = LanguageModel.forward, fabric_llm.step.seed_step
+        forward, seed_step = LanguageModel.forward, fabric_llm.training.step.seed_step
         now = [0]
 
         def seeded(seed, step, rank):
@@ -39,84 +39,84 @@ def inject(factors):
             loss = forward(self, *args, **kwargs)
             return loss * factors.get(now[0], 1.0) if self.training and torch.is_grad_enabled() else loss
 
-        fabric_llm.step.seed_step, LanguageModel.forward = seeded, faulty
+        fabric_llm.training.step.seed_step, LanguageModel.forward = seeded, faulty
 
     return install
 
 
 def drop_parameters():
-    import set_up
+    from fabric_llm.run import build
 
-    load = set_up.load_reference
-    set_up.load_reference = lambda fabric, arguments, source, plan: load(
+    load = build.load_reference
+    build.load_reference = lambda fabric, arguments, source, plan: load(
         fabric, arguments, arguments.model.model_name, plan
     )
 
 
 def drop_optimizer():
-    from fabric_llm import checkpoint
+    from fabric_llm.checkpoint import reading
 
-    checkpoint.load_optimizer = lambda *args: None
+    reading.load_optimizer = lambda *args: None
 
 
 def drop_optimizer_item(item):
     def drop():
-        from fabric_llm import checkpoint
+        from fabric_llm.checkpoint import reading
 
-        load = checkpoint.load_optimizer
+        load = reading.load_optimizer
 
         def without(path, model, optimizer):
             load(path, model, optimizer)
             for state in getattr(optimizer, "optimizer", optimizer).state.values():
                 state[item].zero_()
 
-        checkpoint.load_optimizer = without
+        reading.load_optimizer = without
 
     return drop
 
 
 def drop_from_progress(item):
     def drop():
-        from fabric_llm import checkpoint
+        from fabric_llm.checkpoint import reading
 
-        check = checkpoint.verified
+        check = reading.verified
 
         def without(path, hashes=False):
             document = check(path, hashes)
             return {**document, "progress": {**document["progress"], item: 0}}
 
-        checkpoint.verified = without
+        reading.verified = without
 
     return drop
 
 
 def drop_randomness():
-    import fabric_llm.step
+    import fabric_llm.training.step
 
-    seed_step, first = fabric_llm.step.seed_step, []
+    seed_step, first = fabric_llm.training.step.seed_step, []
 
     def from_the_start(seed, step, rank):
         first.append(step)
         seed_step(seed, step - first[0], rank)
 
-    fabric_llm.step.seed_step = from_the_start
+    fabric_llm.training.step.seed_step = from_the_start
 
 
 def drop_schedule():
-    import fabric_llm.optim
+    import fabric_llm.training.schedule
 
-    lr_at, first = fabric_llm.optim.lr_at, []
+    lr_at, first = fabric_llm.training.schedule.lr_at, []
 
     def from_the_start(step, **schedule):
         first.append(step)
         return lr_at(step - first[0], **schedule)
 
-    fabric_llm.optim.lr_at = from_the_start
+    fabric_llm.training.schedule.lr_at = from_the_start
 
 
 def drop_guard_item(item, empty):
     def drop():
-        from fabric_llm.guard import Guard
+        from fabric_llm.training.guard import Guard
 
         restore = Guard.restore
         Guard.restore = lambda self, state: restore(self, {**state, item: empty})

@@ -18,10 +18,14 @@ def inject(plan):
     """plan: {(step from 0, rank, micro-batch): (where, value)}. Parameters are looked at after every step."""
 
     def install():
-        import fabric_llm.step
-        from fabric_llm.model import LanguageModel
+        import fabric_llm.training.step
+        from fabric_llm.model.language_model import LanguageModel
 
-        forward, seed_step, train_step = LanguageModel.forward, fabric_llm.step.seed_step, fabric_llm.step.train_step
+        forward, seed_step, train_step = (
+            LanguageModel.forward,
+            fabric_llm.training.step.seed_step,
+            fabric_llm.training.step.train_step,
+        )
         now = {"step": -1, "rank": 0, "micro_batch": 0}
 
         def seeded(seed, step, rank):
@@ -50,7 +54,11 @@ def inject(plan):
             assert not bad or all(torch.equal(a, b) for a, b in zip(before, after))
             return result
 
-        LanguageModel.forward, fabric_llm.step.seed_step, fabric_llm.step.train_step = faulty, seeded, watched
+        LanguageModel.forward, fabric_llm.training.step.seed_step, fabric_llm.training.step.train_step = (
+            faulty,
+            seeded,
+            watched,
+        )
 
     return install
 
@@ -83,9 +91,9 @@ def test_a_checkpoint_of_a_model_with_a_nan_is_refused(toys, tmp_path):
     """However it came there: the last good checkpoints stay the latest."""
 
     def spoil():
-        import fabric_llm.step
+        import fabric_llm.training.step
 
-        train_step, calls = fabric_llm.step.train_step, []
+        train_step, calls = fabric_llm.training.step.train_step, []
 
         def spoiled(fabric, model, *args, **kwargs):
             result = train_step(fabric, model, *args, **kwargs)
@@ -95,7 +103,7 @@ def test_a_checkpoint_of_a_model_with_a_nan_is_refused(toys, tmp_path):
                 parameter.data.view(-1)[0] = math.nan
             return result
 
-        fabric_llm.step.train_step = spoiled
+        fabric_llm.training.step.train_step = spoiled
 
     flags = toy_run(toys, tmp_path, model="gpt2")
     flags += ("--strategy", "fsdp", "--state_dict_type", "sharded", "--save_step_interval", 1, "--max_step", 6)

@@ -23,8 +23,9 @@ from ranks import Job, metrics, toy_run
 from safetensors.torch import load_file
 
 import train
-from fabric_llm import retention, run_directory
-from fabric_llm.faults import as_fault
+from fabric_llm.base import step_names
+from fabric_llm.base.faults import as_fault
+from fabric_llm.run import run_directory
 
 pytestmark = pytest.mark.faults
 
@@ -76,7 +77,7 @@ def end_after(job, frozen, other):
 
 
 def saved(run):
-    return [retention.step_of(path) for path in retention.step_directories(run)]
+    return [step_names.step_of(path) for path in step_names.step_directories(run)]
 
 
 def leftovers(run):
@@ -174,10 +175,10 @@ def test_a_save_in_the_background_writes_what_was_there_when_it_began(toys, tmp_
     whole = tmp_path / "whole" / "run"
 
     def slow():
-        from fabric_llm import checkpoint
+        from fabric_llm.checkpoint import writing
 
-        write = checkpoint.write
-        checkpoint.write = lambda *given: (time.sleep(0.5), write(*given))
+        write = writing.write
+        writing.write = lambda *given: (time.sleep(0.5), write(*given))
 
     job = Job(2, *flags(toys, tmp_path, *more, "--async_save", "true"), before=slow)
     assert job.wait() == [0, 0], job.output
@@ -378,7 +379,7 @@ def test_rank_0_is_lost_just_before_another_connects_to_the_store_that_it_holds(
     """The harness's store would try to connect for five minutes, and for ever to a frozen one."""
 
     def late():
-        from fabric_llm.watch import Store
+        from fabric_llm.processes.watch import Store
 
         connect = Store._connect
         Store._connect = lambda self: (time.sleep(int(os.environ["RANK"])), connect(self))
@@ -394,7 +395,7 @@ def test_why_a_run_ended_is_told_by_rank_0_if_it_could(toys, tmp_path):
     """A rank that was too slow to hear it sees a store that has gone."""
 
     def deaf():
-        from fabric_llm.watch import Watch
+        from fabric_llm.processes.watch import Watch
 
         if os.environ["RANK"] == "0":
             Watch.wait_for_others = lambda self, seconds: None
@@ -424,7 +425,7 @@ def test_a_rank_that_fails_while_rank_0_is_frozen_still_ends_and_says_why(toys, 
     """Its watching thread waits for the store by then."""
 
     def fail_later():
-        from fabric_llm import failpoints
+        from fabric_llm.base import failpoints
 
         if os.environ["RANK"] == "1":
             os.environ[failpoints.VARIABLE] = "read_data:count=9:do=raise"
@@ -729,7 +730,7 @@ def metrics_are_there(run):
 
 def test_a_log_that_cannot_be_made_durable_ends_all_ranks_and_leaves_nothing_behind(toys, tmp_path):
     def full_disk():
-        from fabric_llm.metrics import MetricsFile
+        from fabric_llm.run.metrics import MetricsFile
 
         def refused(self):
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -806,7 +807,7 @@ def test_machines_without_torchrun_take_the_checkpoint_that_rank_0_takes(toys, t
 
 def test_a_full_disk_at_the_log(toys, tmp_path):
     def full():
-        from fabric_llm.metrics import MetricsFile
+        from fabric_llm.run.metrics import MetricsFile
 
         write = MetricsFile.write
 
@@ -983,7 +984,7 @@ def test_clocks_that_jump_change_nothing(toys, tmp_path, whole):
 
     job = Job(2, *flags(toys, tmp_path), failpoint="between_steps:count=7", before=jumping)
     assert job.wait() == [-9, -9], job.output
-    for age, path in enumerate(retention.step_directories(tmp_path / "run")):
+    for age, path in enumerate(step_names.step_directories(tmp_path / "run")):
         os.utime(path, (10**9 - age, 10**9 - age))  # the newest looks oldest
     job = Job(2, *flags(toys, tmp_path, "--resume", "auto"), before=jumping)
     assert job.wait() == [0, 0], job.output

@@ -9,7 +9,7 @@ from conftest import ROWS
 from ranks import Job, toy_run
 from safetensors.torch import load_file
 
-from fabric_llm import checkpoint
+from fabric_llm.checkpoint import reading, state_dicts, writing
 
 pytestmark = pytest.mark.faults
 
@@ -31,11 +31,10 @@ def watch(folder):
     """Writes the rows that each step sees, and the whole state right after it was loaded, as a checkpoint's tensors."""
 
     def install():
-        import fabric_llm.data
-        import fabric_llm.step
-        import set_up
+        import fabric_llm.data.batches
+        import fabric_llm.training.step
 
-        micro_batch, load = fabric_llm.data.Batches._micro_batch, checkpoint.load_optimizer
+        micro_batch, load = fabric_llm.data.batches.Batches._micro_batch, reading.load_optimizer
 
         def logged(self, positions, rows):
             if self.shuffle:
@@ -47,30 +46,29 @@ def watch(folder):
 
         def loaded(path, model, optimizer):
             load(path, model, optimizer)
-            weights = checkpoint.get_model_state_dict(model)
-            weights.pop(checkpoint.PREFIX + "lm_head.weight")  # the embedding again
+            weights = writing.get_model_state_dict(model)
+            weights.pop(state_dicts.PREFIX + "lm_head.weight")  # the embedding again
             for name, tensors in (
-                ("optimizer", checkpoint._optimizer_tensors(model, optimizer)[1]),
+                ("optimizer", state_dicts._optimizer_tensors(model, optimizer)[1]),
                 ("weights", weights),
             ):
                 target = folder / f"loaded-{path.name}" / name
                 target.mkdir(parents=True, exist_ok=True)
-                writer = checkpoint.HuggingFaceStorageWriter(path=str(target), save_distributed=True)
-                with checkpoint._quiet():
-                    checkpoint.dcp.save(tensors, storage_writer=writer)
+                writer = writing.HuggingFaceStorageWriter(path=str(target), save_distributed=True)
+                with state_dicts._quiet():
+                    writing.dcp.save(tensors, storage_writer=writer)
 
-        fabric_llm.data.Batches._micro_batch, checkpoint.load_optimizer = logged, loaded
-        assert set_up.checkpoint is checkpoint
+        fabric_llm.data.batches.Batches._micro_batch, reading.load_optimizer = logged, loaded
 
     return install
 
 
 def whole_state(path):
     """Every tensor of a checkpoint, put together from its parts."""
-    optimizer = checkpoint.whole_tensors(path / "trainer" / "optimizer")
+    optimizer = reading.whole_tensors(path / "trainer" / "optimizer")
     if (path / "weights").is_dir():
-        return optimizer, checkpoint.whole_tensors(path / "weights")
-    return optimizer, {checkpoint.PREFIX + name: t for name, t in load_file(path / "model.safetensors").items()}
+        return optimizer, reading.whole_tensors(path / "weights")
+    return optimizer, {state_dicts.PREFIX + name: t for name, t in load_file(path / "model.safetensors").items()}
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("sharded", "fsdp"), ("full", "fsdp2")])
@@ -92,7 +90,7 @@ def test_the_state_survives_every_number_of_ranks(toys, tmp_path, kind, strategy
             before = tmp_path / "run" / f"step-{index * STEPS_EACH:08d}"
             saved_optimizer, saved_weights = whole_state(before)
             loaded = tmp_path / f"loaded-{before.name}"
-            optimizer, weights = (checkpoint.whole_tensors(loaded / name) for name in ("optimizer", "weights"))
+            optimizer, weights = (reading.whole_tensors(loaded / name) for name in ("optimizer", "weights"))
             assert saved_optimizer.keys() == optimizer.keys()
             assert all(torch.equal(saved_optimizer[name], optimizer[name]) for name in optimizer)
             assert len(weights) > 20 and all(torch.equal(saved_weights[name], weights[name]) for name in weights)
@@ -109,7 +107,8 @@ def test_the_state_survives_every_number_of_ranks(toys, tmp_path, kind, strategy
 
 def expected_rows(toys):
     """What an undisturbed run on one rank sees."""
-    from fabric_llm.data import Batches, open_dataset
+    from fabric_llm.data.batches import Batches
+    from fabric_llm.data.dataset import open_dataset
 
     batches = Batches(open_dataset(toys / "data").train, 1234, 1, GLOBAL_BATCH)
     return batches.indices(np.arange(EPOCHS * ROWS)).tolist()

@@ -1,0 +1,73 @@
+"""Named places where tests make a run fail: the environment variable FABRIC_LLM_FAILPOINT says where and how.
+
+    FABRIC_LLM_FAILPOINT=publish.before_rename            kill the first rank to get there with SIGKILL
+    FABRIC_LLM_FAILPOINT=forward:rank=1:count=5:do=hang   what rank 1 does the fifth time it gets there
+
+`do`: kill, stop (SIGSTOP: frozen, with its connections open), hang (sleep for ever), enospc (raise OSError, disk full),
+raise (RuntimeError), oom (ask for more memory than there is), term, int (SIGTERM or SIGINT to itself), exit (os._exit(1)).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from typing import Optional
+
+VARIABLE = "FABRIC_LLM_FAILPOINT"
+NAMES = (
+    *("joining", "joined", "assembled", "set_up", "read_data", "forward", "between_micro_batches", "optimizer_step"),
+    *("between_steps", "evaluate", "finish"),
+    *("save.begin", "save.parts", "save.rest", "save.hash"),
+    *("publish.begin", "publish.manifest", "publish.before_rename", "publish.renamed", "publish.done"),
+    *("prepare.documents", "prepare.rows", "prepare.publish"),
+    *("prune.begin", "prune.renamed", "prune.done", "resume.moved_aside", "metrics.replace"),
+)
+_reached: dict[str, int] = {}
+
+
+def failpoint(name: str) -> None:
+    """Nothing, unless the environment names this point for this rank and this time."""
+    if VARIABLE in os.environ:
+        assert name in NAMES, name
+        _fail_if_due(name, os.environ[VARIABLE])
+
+
+def _fail_if_due(name: str, wanted: str) -> None:
+    point, *options = wanted.split(":")
+    if point != name:
+        return
+    given = dict(option.split("=", 1) for option in options)
+    rank: Optional[str] = given.get("rank")
+    if rank is not None and rank != os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")):
+        return
+    _reached[name] = _reached.get(name, 0) + 1
+    if _reached[name] == int(given.get("count", 1)):
+        _do(given.get("do", "kill"), name)
+
+
+def _do(action: str, name: str) -> None:
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif action == "int":
+        os.kill(os.getpid(), signal.SIGINT)
+    elif action == "exit":
+        os._exit(1)
+    elif action == "hang":
+        while True:
+            time.sleep(1)
+    elif action == "enospc":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+    elif action == "raise":
+        raise RuntimeError(f"failpoint {name}")
+    elif action == "oom":
+        import torch
+
+        torch.empty(2**60, dtype=torch.uint8)
+    else:
+        raise AssertionError(f"{VARIABLE}: unknown do={action}")

@@ -1,0 +1,104 @@
+"""How a run can end: exit codes, and the exception that carries one with its sentence."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import Optional
+
+DONE = 0
+UNEXPECTED = 1  # an error that nobody foresaw: its traceback is on stderr
+BAD_INPUT = 2  # arguments, config, data or a mismatch: the user can mend it
+NO_CHECKPOINT = 66  # none that is whole
+PEER_LOST = 71  # another rank is gone or hangs
+UNWRITABLE = 73  # the output directory can't be written, or another run is using it
+SAVE_FAILED = 74
+STOPPED = 75  # on request, after saving; after a second signal, without
+NON_FINITE = 76  # NaN or infinity, or too many spikes
+REFUSED = 77  # for security
+OUT_OF_MEMORY = 79  # of the device
+CODES = (
+    UNEXPECTED,
+    BAD_INPUT,
+    NO_CHECKPOINT,
+    PEER_LOST,
+    UNWRITABLE,
+    SAVE_FAILED,
+    STOPPED,
+    NON_FINITE,
+    REFUSED,
+    OUT_OF_MEMORY,
+)
+RETRYABLE = (PEER_LOST, SAVE_FAILED, STOPPED)  # the same command with --resume auto may well do better
+# What gloo, NCCL and torch.distributed say when the other end is gone; most of it arrives as a bare RuntimeError.
+_PEER_WORDS = (
+    *("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed"),
+    *("NCCL error", "ncclRemoteError", "ncclSystemError", "Watchdog caught collective operation timeout"),
+    *("Timed out waiting", "wait timeout after", "failed to recv, got 0 bytes", "recvValue failed"),
+)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ESTALE, errno.EROFS)
+_DISK_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")  # of tokenizers, say: without errno
+_MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
+
+
+class Fault(ValueError):
+    """What ends a run: one sentence for the user, an exit code, and whether the same command may do better."""
+
+    def __init__(self, sentence: str, code: int = BAD_INPUT, retryable: Optional[bool] = None) -> None:
+        super().__init__(sentence)
+        self.code = code
+        self.retryable = code in RETRYABLE if retryable is None else retryable
+
+
+def code_of(error: ValueError) -> int:
+    """The exit code of what is wrong with the input: that of a Fault, 2 of another."""
+    return error.code if isinstance(error, Fault) else BAD_INPUT
+
+
+def as_fault(error: BaseException) -> Fault:
+    """`error` as a Fault: what it says itself, or what its type and words say."""
+    if isinstance(error, Fault):
+        return error
+    words = " ".join(str(error).split())
+    if isinstance(error, KeyboardInterrupt):
+        return Fault(words or "interrupted.", STOPPED)
+    if isinstance(error, MemoryError) or _is_out_of_memory(error, words):
+        return Fault(words, OUT_OF_MEMORY)
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        return Fault(words, SAVE_FAILED)
+    if "creating shared memory segment" in words:  # NCCL, in a container with docker's 64 MiB
+        return Fault(f"{words[:300]}: start the container with more shared memory (docker run --shm-size 8g).")
+    if _is_lost_peer(error, words):
+        return Fault(words, PEER_LOST)
+    if any(word in words for word in _DISK_WORDS):
+        return Fault(words, SAVE_FAILED)
+    return Fault(f"{type(error).__name__}: {words}", UNEXPECTED)
+
+
+def tell_torchrun(sentence: str, is_consequence: bool = False) -> None:
+    """Write why this rank ends where torchrun looks for it, for its own summary; without torchrun nothing is written.
+
+    The form is that of torch.distributed.elastic.multiprocessing.errors, which shows `py_callstack`, and takes the rank with
+    the earliest timestamp for the root cause. is_consequence: another rank failed first, perhaps in the same second.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": sentence, "timestamp": str(int(time.time()) + is_consequence)}
+    with suppress(OSError), open(path, "w") as file:
+        json.dump({"message": {"message": sentence, "extraInfo": extra}}, file)
+
+
+def _is_out_of_memory(error: BaseException, words: str) -> bool:
+    return isinstance(error, RuntimeError) and any(word in words for word in _MEMORY_WORDS)
+
+
+def _is_lost_peer(error: BaseException, words: str) -> bool:
+    torch = sys.modules.get("torch")  # where nobody has imported it, nobody has raised its errors
+    return (torch is not None and isinstance(error, torch.distributed.DistError)) or (
+        isinstance(error, RuntimeError) and any(word in words for word in _PEER_WORDS)
+    )

@@ -1,0 +1,248 @@
+"""What a user meant by a flag, a value or a name that isn't known: slips of the fingers, and words of other trainers.
+
+A wrong suggestion is worse than none. So a name may be one slip away for every five letters it has, a slip being a letter
+too many, too few, another, or two in the wrong order; names of two letters have to be right (`--tp` isn't `--tpu`).
+`difflib`'s ratio, which counts letters in common, finds `sharding_strategy` near `learning_rat`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+LETTERS_OF_A_SLIP = 5
+# What other trainers call a flag of train.py: transformers' Trainer and TRL, Lightning and litgpt, torchtitan, axolotl,
+# NeMo Automodel and Megatron, LLaMA-Factory, nanoGPT.
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "max_lr", "peak_lr", "base_lr", "lr_rate"), "lr"),
+    **dict.fromkeys(("lr_min", "minimum_lr", "min_learning_rate", "eta_min"), "min_lr"),
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "epochs", "max_epochs", "n_epochs", "epoch"), "number_epochs"),
+    **dict.fromkeys(("max_time", "max_duration", "time_limit", "max_train_hours"), "max_hours"),
+    **dict.fromkeys(("max_steps", "train_iters", "steps", "max_iters", "training_steps", "total_steps"), "max_step"),
+    **dict.fromkeys(("num_train_steps", "num_training_steps", "max_train_steps", "train_steps"), "max_step"),
+    **dict.fromkeys(("per_device_train_batch_size", "batch_size", "local_batch_size"), "micro_batch_size"),
+    **dict.fromkeys(
+        ("train_micro_batch_size_per_gpu", "device_batch_size", "train_batch_size", "mbs"), "micro_batch_size"
+    ),
+    **dict.fromkeys(("gradient_accumulation", "grad_accumulation_steps", "grad_accum"), "gradient_accumulation_steps"),
+    **dict.fromkeys(("accumulate_grad_batches", "grad_acc_steps", "accumulation_steps"), "gradient_accumulation_steps"),
+    **dict.fromkeys(("grad_accum_steps", "gradient_accumulation_iters"), "gradient_accumulation_steps"),
+    **dict.fromkeys(("total_batch_size", "effective_batch_size", "gbs"), "global_batch_size"),
+    **dict.fromkeys(("per_device_eval_batch_size", "val_batch_size", "validation_batch_size"), "eval_batch_size"),
+    **dict.fromkeys(("model", "model_name_or_path", "base_model", "checkpoint_dir", "pretrained_model"), "model_name"),
+    **dict.fromkeys(("model_id", "model_path", "pretrained_model_name_or_path", "init_from", "hf_model"), "model_name"),
+    **dict.fromkeys(("data", "dataset", "dataset_name", "train_file", "data_path", "data_dir"), "train_data_dir"),
+    **dict.fromkeys(("dataset_path", "train_data", "dataset_dir", "train_dataset", "datasets"), "train_data_dir"),
+    **dict.fromkeys(("max_seq_length", "seq_length", "seq_len", "sequence_len", "block_size"), "context_length"),
+    **dict.fromkeys(
+        ("max_length", "cutoff_len", "max_seq_len", "sequence_length", "model_max_length"), "context_length"
+    ),
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "max_norm", "clip_grad", "gradient_clipping"), "grad_clip"),
+    **dict.fromkeys(("grad_clip_norm", "clip_grad_norm", "max_norm_clip"), "grad_clip"),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "scheduler", "decay_type", "lr_decay_style"), "lr_schedule"),
+    **dict.fromkeys(("decay_lr",), "lr_decay"),
+    **dict.fromkeys(
+        ("warmup", "warmup_iters", "num_warmup_steps", "lr_warmup_steps", "lr_warmup_iters"), "warmup_steps"
+    ),
+    **dict.fromkeys(("wd", "adam_weight_decay"), "weight_decay"),
+    **dict.fromkeys(
+        ("save_steps", "save_interval", "save_every", "ckpt_every_steps", "checkpoint_interval"), "save_step_interval"
+    ),
+    **dict.fromkeys(("checkpointing_steps", "save_every_steps", "every_n_train_steps"), "save_step_interval"),
+    **dict.fromkeys(
+        ("eval_steps", "eval_interval", "eval_every", "val_interval", "val_check_interval"), "eval_step_interval"
+    ),
+    **dict.fromkeys(("val_every_steps", "validation_interval", "eval_freq"), "eval_step_interval"),
+    **dict.fromkeys(("max_eval_samples", "limit_val_batches", "max_eval_steps", "val_iters"), "eval_iters"),
+    **dict.fromkeys(
+        ("logging_steps", "log_interval", "log_every_n_steps", "log_freq", "log_every"), "log_step_interval"
+    ),
+    **dict.fromkeys(("save_total_limit", "save_top_k", "keep_latest_k", "keep_checkpoints"), "keep_last"),
+    **dict.fromkeys(("gradient_checkpointing", "recompute_activations"), "activation_checkpointing"),
+    **dict.fromkeys(("use_gradient_checkpointing", "grad_checkpointing"), "activation_checkpointing"),
+    **dict.fromkeys(("attn_implementation", "attn", "attn_impl", "flash_attn", "flash_attention"), "attention"),
+    **dict.fromkeys(("use_flash_attention_2", "use_flash_attn", "sdp_attention"), "attention"),
+    **dict.fromkeys(("resume_from_checkpoint", "ckpt_path", "resume_from", "load_checkpoint"), "checkpoint"),
+    **dict.fromkeys(("auto_resume", "auto_resume_from_checkpoints"), "resume"),
+    **dict.fromkeys(("dtype", "torch_dtype", "mixed_precision", "compute_dtype", "param_dtype"), "precision"),
+    **dict.fromkeys(("mixed_precision_param", "training_dtype"), "precision"),
+    **dict.fromkeys(("mixed_precision_reduce",), "reduce_dtype"),
+    **dict.fromkeys(("report_to", "logger_name", "tracker", "log_with"), "logger"),
+    **dict.fromkeys(("use_wandb", "wandb", "wandb_mode", "enable_wandb"), "logger"),
+    **dict.fromkeys(("wandb_project", "wandb_project_name"), "project"),
+    **dict.fromkeys(("wandb_entity",), "entity"),
+    **dict.fromkeys(("wandb_log_model",), "log_model"),
+    **dict.fromkeys(("wandb_run_name", "wandb_name", "name", "exp_name", "experiment_name", "run_id"), "run_name"),
+    **dict.fromkeys(("out_dir", "save_dir", "save_folder", "output", "dump_folder", "default_root_dir"), "output_dir"),
+    **dict.fromkeys(
+        ("nproc_per_node", "gpus", "num_processes", "num_gpus", "n_gpus", "ngpus", "num_devices"), "devices"
+    ),
+    **dict.fromkeys(("nproc", "world_size", "gpus_per_node"), "devices"),
+    **dict.fromkeys(("nnodes", "nodes", "num_machines"), "num_nodes"),
+    **dict.fromkeys(("device", "device_type"), "accelerator"),
+    **dict.fromkeys(("adam_beta1",), "beta1"),
+    **dict.fromkeys(("adam_beta2",), "beta2"),
+    **dict.fromkeys(("random_seed", "manual_seed", "data_seed"), "seed"),
+    **dict.fromkeys(("dataloader_num_workers", "workers", "dataset_num_proc"), "num_workers"),
+    **dict.fromkeys(("fsdp_sharding_strategy", "sharding", "shard_strategy"), "sharding_strategy"),
+    **dict.fromkeys(("fsdp_auto_wrap_policy", "wrap_policy", "fsdp_transformer_layer_cls_to_wrap"), "auto_wrap_policy"),
+    **dict.fromkeys(("transformer_layer_cls_to_wrap", "auto_wrap"), "auto_wrap_policy"),
+    **dict.fromkeys(("fsdp_offload_params", "offload_params", "offload", "enable_cpu_offload"), "cpu_offload"),
+    **dict.fromkeys(("fsdp_state_dict_type", "checkpoint_type"), "state_dict_type"),
+    **dict.fromkeys(("fsdp_backward_prefetch",), "backward_prefetch"),
+    **dict.fromkeys(("distributed_backend", "dist_strategy", "parallelism", "fsdp_version"), "strategy"),
+    **dict.fromkeys(("async_checkpointing", "async_mode", "async_checkpoint"), "async_save"),
+    **dict.fromkeys(("timeout", "ddp_timeout", "nccl_timeout"), "hang_timeout"),
+}
+# What isn't a flag here, and what to do instead.
+NOT_HERE = {
+    **dict.fromkeys(("bf16", "use_bf16", "bfloat16"), "take --precision bf16-true, or bf16-mixed"),
+    **dict.fromkeys(("fp16", "use_fp16", "half", "amp"), "take --precision 16-mixed (on a GPU), or bf16-mixed"),
+    **dict.fromkeys(("fp32", "float32"), "take --precision 32-true"),
+    **dict.fromkeys(("tf32",), "matrix products are left as PyTorch has them"),
+    **dict.fromkeys(("fsdp", "fsdp_config", "use_fsdp"), "take --strategy fsdp or fsdp2; the flags of FSDP are in --help"),
+    **dict.fromkeys(("ddp", "use_ddp"), "take --strategy ddp"),
+    **dict.fromkeys(("deepspeed", "deepspeed_config", "zero_stage", "zero"), "take --strategy fsdp or fsdp2, which shards as ZeRO-3 does"),
+    **dict.fromkeys(("warmup_ratio", "warmup_proportion"), "take --warmup_steps, a number of steps"),
+    **dict.fromkeys(("optim", "optimizer", "optimizer_name"), "the optimizer is AdamW; see --bf16_updates and --beta1"),
+    **dict.fromkeys(("trust_remote_code",), "code that comes with a model is never run"),
+    **dict.fromkeys(("token", "hf_token", "use_auth_token", "access_token"), "set HF_TOKEN, or log in with `hf auth login`"),
+    **dict.fromkeys(("tokenizer", "tokenizer_name", "tokenizer_path"), "the tokenizer goes to prepare_data.py --tokenizer"),
+    **dict.fromkeys(("packing", "sample_packing", "text_column", "dataset_text_field"), "text is packed by prepare_data.py"),
+    **dict.fromkeys(("validation_file", "validation_split_percentage", "val_set_size", "eval_file"), "validation is split off by prepare_data.py --validation_fraction"),
+    **dict.fromkeys(("streaming",), "rows are read from the disk as they are needed"),
+    **dict.fromkeys(("max_train_samples", "max_samples", "max_tokens"), "take --max_step: a step is --global_batch_size sequences"),
+    **dict.fromkeys(("overwrite_output_dir", "overwrite"), "a run never overwrites another: take another --run_name"),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "training and evaluation are what train.py does"),
+    **dict.fromkeys(("push_to_hub", "hub_model_id"), "a finished run is uploaded by export_hf.py --push_to_hub"),
+    **dict.fromkeys(("use_peft", "use_lora", "lora_r", "lora_alpha", "lora_rank", "lora", "adapter"), "all weights are trained, there are no adapters"),
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "quantize", "quantization"), "weights are trained in 16 or 32 bit, see --precision"),
+    **dict.fromkeys(("torch_compile", "compile", "use_compile"), "models aren't compiled"),
+    **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size", "tensor_parallel_degree", "pp", "pp_size"), "the model is sharded by --strategy fsdp or fsdp2 alone"),
+    **dict.fromkeys(("pipeline_parallel_degree", "cp", "cp_size", "context_parallel_degree", "ep"), "the model is sharded by --strategy fsdp or fsdp2 alone"),
+    **dict.fromkeys(("local_rank", "rank", "node_rank", "master_addr", "master_port", "main_process_port"), "ranks and addresses come from torchrun, or from RANK, MASTER_ADDR and the like"),
+    **dict.fromkeys(("gpu", "gpu_ids", "cuda", "device_ids"), "take --devices N, and CUDA_VISIBLE_DEVICES to choose which"),
+    **dict.fromkeys(("no_cuda", "use_cpu", "cpu"), "take --accelerator cpu"),
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "take --eval_step_interval, a number of steps"),
+    **dict.fromkeys(("save_strategy",), "take --save_step_interval, a number of steps"),
+    **dict.fromkeys(("logging_dir",), "logs go into the run directory, see --output_dir"),
+    **dict.fromkeys(("debug", "verbose"), "take --log_step_interval 1 for a line a step"),
+}  # fmt: skip
+# (flag, a value in small letters) -> what to do instead; other flags of the same kind are in `advice`.
+VALUES = {
+    ("precision", "bf16"): "take bf16-true, or bf16-mixed",
+    ("precision", "bfloat16"): "take bf16-true, or bf16-mixed",
+    ("precision", "16"): "take 16-mixed",
+    ("precision", "fp16"): "take 16-mixed",
+    ("precision", "float16"): "take 16-mixed",
+    ("precision", "16-true"): "weights in float16 don't train: take 16-mixed, or bf16-true",
+    ("precision", "32"): "take 32-true",
+    ("precision", "fp32"): "take 32-true",
+    ("precision", "float32"): "take 32-true",
+    ("precision", "no"): "take 32-true",
+    ("strategy", "deepspeed"): "take fsdp or fsdp2, which shards as ZeRO-3 does",
+    ("strategy", "zero3"): "take fsdp or fsdp2, which shards as ZeRO-3 does",
+    ("strategy", "single"): "take --devices 1",
+    ("strategy", "dp"): "take ddp",
+    ("accelerator", "mps"): "PyTorch's FSDP has no MPS: take cpu",
+    ("accelerator", "tpu"): "take --tpu true",
+    ("lr_schedule", "constant"): "take --lr_decay false",
+    ("lr_schedule", "constant_with_warmup"): "take --lr_decay false with --warmup_steps",
+    ("lr_schedule", "none"): "take --lr_decay false",
+    ("lr_decay", "cosine"): "take --lr_schedule cosine",
+    ("lr_decay", "linear"): "take --lr_schedule linear",
+    ("attention", "flash"): "take flash_attention_2, or sdpa, which has a flash kernel too",
+    ("attention", "flash_attn"): "take flash_attention_2, or sdpa, which has a flash kernel too",
+    ("attention", "flash_attention"): "take flash_attention_2, or sdpa, which has a flash kernel too",
+    ("resume", "latest"): "true takes the newest checkpoint of --run_name, auto the same if there is one",
+    ("resume", "last"): "true takes the newest checkpoint of --run_name, auto the same if there is one",
+    ("resume", "must"): "take true",
+    ("resume", "allow"): "take auto",
+    ("grad_clip", "none"): "0 is no clipping",
+    ("devices", "all"): "auto takes all GPUs",
+    ("backward_prefetch", "null"): "take none",
+    ("activation_checkpointing", "full"): "take true",
+    ("logger", "wandb,tensorboard"): "take one of them",
+}
+
+
+def slips(one: str, other: str) -> int:
+    """Letters to insert, remove, change, or swap with their neighbour, to make one word of the other."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        before, last, row = row, before, [i]
+        for j, there in enumerate(other, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != there))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == there:
+                cost = min(cost, last[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """The names that `name` may be a misspelling of, all equally near; [] if none is near."""
+    if len(name) < 3:
+        return []
+    distances = {other: slips(name, other) for other in known}
+    least = min(distances.values(), default=len(name))
+    return [other for other in distances if distances[other] == least <= max(1, len(name) // LETTERS_OF_A_SLIP)]
+
+
+def flag_instead(name: str, known: Iterable[str]) -> tuple[list[str], str]:
+    """(flags that `name`, which isn't one, may mean; or else what to do instead, in words)."""
+    known, name = list(known), name.replace("-", "_").lower()
+    elsewhere = {other: ours for other, ours in ELSEWHERE.items() if ours in known}
+    advice = NOT_HERE if "max_step" in known else {}  # which are train.py's
+    if name in known:
+        return [name], ""
+    if name in elsewhere:
+        return [elsewhere[name]], ""
+    if name in advice:
+        return [], advice[name]
+    if name.startswith("no_") and name.removeprefix("no_") in known:
+        return [], f"take --{name.removeprefix('no_')} false"
+    close = nearest(name, [*known, *elsewhere, *advice])
+    ours = list(dict.fromkeys(elsewhere.get(word, word) for word in close if word not in advice))
+    words = [advice[word] for word in close if word in advice]
+    return (ours, "") if 0 < len(ours) <= 2 else ([], words[0] if words and not ours else "")
+
+
+def value_instead(flag: str, value: str, options: Iterable[Any], kinds: str) -> str:
+    """What to give instead of a value that `flag` doesn't take, in words; "" if nobody knows.
+
+    options: the words that it takes; kinds: "an integer", "a number" and so on.
+    """
+    low, words = value.lower().strip(), [str(option) for option in options]
+    if (flag, low) in VALUES:
+        return VALUES[flag, low]
+    if flag == "devices" and any(mark in value for mark in ",[:"):
+        return "it is how many: choose which with CUDA_VISIBLE_DEVICES=0,1 and --devices 2"
+    if flag == "resume" and ("/" in value or low.startswith("step")):
+        return f"a checkpoint goes to --checkpoint {value}, with --resume true"
+    if flag == "logger" and "," in value:
+        return "take one of them"
+    if low in ("none", "no", "off", "false") and "an integer" in kinds:
+        return "leave it out"
+    if low == "1" and kinds == "true or false":
+        return "take true"
+    if low == "0" and kinds == "true or false":
+        return "take false"
+    same = [word for word in words if word.lower().replace("-", "_") == low.replace("-", "_")]
+    close = same or nearest(low, words)
+    if len(close) == 1:
+        return f"take {close[0]}"
+    if "an integer" in kinds or "a number" in kinds:
+        return _as_number(low, "an integer" in kinds)
+    return ""
+
+
+def _as_number(value: str, whole: bool) -> str:
+    plain = value.rstrip(",;").replace(",", "").replace("−", "-").replace("–", "-").strip("'\" ")
+    try:
+        number = float(plain)
+    except ValueError:
+        return ""
+    if not whole:
+        return f"take {plain}"
+    return f"take {int(number)}" if number.is_integer() else ""

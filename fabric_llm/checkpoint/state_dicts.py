@@ -1,0 +1,88 @@
+"""TODO checkpoint.state_dicts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
+
+PREFIX = "causal_lm."  # of parameter names in model.LanguageModel
+
+
+def _is_finite(tensor: Any) -> bool:
+    """False if this rank's part of a tensor holds NaN or infinity: no checkpoint may."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return not isinstance(local, Tensor) or bool(torch.isfinite(local).all())
+
+
+def _own_bytes(tensor: Any, rank: int) -> int:
+    """Bytes of a tensor that this rank will write: its part of a DTensor, on rank 0 anything else."""
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()
+        replica = any(isinstance(p, Replicate) and c for p, c in zip(tensor.placements, coordinate))
+        local = tensor.to_local()
+        return 0 if replica else local.numel() * local.element_size()
+    return tensor.numel() * tensor.element_size() if rank == 0 and isinstance(tensor, Tensor) else 0
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Second names of parameters that have two, such as lm_head.weight where it is the embedding."""
+    once = {name for name, _ in model.named_parameters()}
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
+
+
+def _full_weights(model: nn.Module, template: PreTrainedModel, offload: bool) -> dict[str, Tensor]:
+    """HF name -> whole tensor, each tied one once, on rank 0 (on a CPU on all ranks: offload_to_cpu crashes there)."""
+    with _quiet():
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
+    again = tied_names(template)
+    return {hf: tensor for name, tensor in state.items() if (hf := name.removeprefix(PREFIX)) not in again}
+
+
+def _sharded_weights(model: nn.Module, template: PreTrainedModel) -> dict[str, Any]:
+    """Parameter name -> this rank's part, as DTensor; each tied parameter once."""
+    again = tied_names(template)
+    with _quiet():
+        tensors = get_model_state_dict(model)
+    return {name: tensor for name, tensor in tensors.items() if name.removeprefix(PREFIX) not in again}
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optimizer's flat state dict, and its tensors: `state.NAME.exp_avg` and the like.
+
+    What isn't a tensor (learning rate, betas) comes from the arguments of the run, not from a checkpoint.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # without Fabric's wrapper
+    flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    return flat, {key: value for key, value in flat.items() if key.startswith("state.")}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warnings of what is meant: one device has no process group, NO_SHARD holds everything."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings("ignore", message="When using ``NO_SHARD``")
+        yield
+
+
+def shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every parameter."""
+    return ((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every buffer that is saved with the parameters, such as an expert router's correction."""
+    saved = model.state_dict()
+    return ((name, tuple(buffer.shape)) for name, buffer in model.named_buffers() if name in saved)

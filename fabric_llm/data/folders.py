@@ -1,0 +1,39 @@
+"""TODO data.folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Optional
+
+
+def check_dataset_folder(name: str | Path) -> None:
+    """A dataset's folder, as far as the names of its files say. Raises ValueError."""
+    folder = Path(name)
+    if not folder.is_dir():
+        is_file = " It is a file." if folder.exists() else ""
+        raise ValueError(
+            f"No dataset at {str(folder)!r}.{is_file} Make one with prepare_data.py --input ... --output "
+            f"{'data/mine' if is_file else folder}."
+        )
+    if (folder / "state.json").is_file():
+        whole = f": take {folder.parent}" if (folder.parent / "dataset_dict.json").is_file() else ""
+        raise ValueError(f"{str(folder)!r} holds one split without a name; it needs 'train' and 'validation'{whole}.")
+    if not (folder / "dataset_dict.json").is_file():
+        inside = sorted(path.parent for path in folder.glob("*/dataset_dict.json"))[:3]
+        there = f" There is one in {', '.join(repr(str(path)) for path in inside)}." if inside else ""
+        if (folder / "config.json").is_file():
+            there = " It is a model: that goes to --model_name."
+        raise ValueError(
+            f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json (see data/README.md).{there}"
+        )
+
+
+def said_of_rows(folder: Path) -> Optional[tuple[int, int]]:
+    """(training rows, tokens in each) of a dataset of prepare_data.py as its manifest says, unproven; None without one."""
+    try:
+        said = json.loads((folder / "manifest.json").read_bytes())
+        numbers = said["splits"]["train"]["rows"], said["context_length"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return numbers if said.get("packed") and all(type(number) is int for number in numbers) else None

@@ -1,0 +1,360 @@
+"""Arguments -> Fabric, and a model -> its wrapped form. Nothing else knows about sharding.
+
+| name   | what it is                                          | a rank holds                    |
+|--------|-----------------------------------------------------|---------------------------------|
+| fsdp   | FullyShardedDataParallel, Fabric's FSDPStrategy     | a part (see sharding_strategy)  |
+| fsdp2  | fully_shard, Fabric's ModelParallelStrategy         | a part                          |
+| ddp    | DistributedDataParallel                             | everything                      |
+| single | one device, no wrapper                              | everything                      |
+| xla    | Fabric's XLAFSDPStrategy, for TPUs                  | a part                          |
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, Callable, Optional, Union
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
+from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fabric_llm.model import strategy_rules
+from fabric_llm.model.strategy_rules import Sharding
+
+LAYER_LISTS = (nn.ModuleList, nn.ModuleDict)  # no forward of their own: never wrapped
+
+
+def resolve_devices(devices: Union[int, str], num_nodes: int, accelerator: str) -> tuple[int, int, str]:
+    """(devices per node, nodes, "cpu" or "cuda"). Raises ValueError where the machine hasn't that many."""
+    gpus = torch.cuda.device_count()
+    if accelerator in ("cuda", "gpu") and gpus == 0:
+        raise ValueError(f"--accelerator {accelerator}: this machine shows no GPU to PyTorch {torch.__version__}.")
+    kind = "cuda" if accelerator in ("cuda", "gpu") or (accelerator == "auto" and gpus) else "cpu"
+    count = (gpus if kind == "cuda" else 1) if devices == "auto" else int(devices)
+    if count < 1 or num_nodes < 1:
+        raise ValueError(f"--devices {devices} and --num_nodes {num_nodes} must be at least 1.")
+    if kind == "cuda" and count > gpus:
+        of_srun = {"SLURM_LOCALID", "LOCAL_WORLD_SIZE"} <= os.environ.keys()  # the first alone: a batch script
+        advice = "; a task of srun must see all GPUs of its machine (--gpu-bind=none)" * of_srun
+        raise ValueError(f"--devices {count}: this machine has {gpus} GPU{'s' * (gpus != 1)}{advice}.")
+    return count, num_nodes, kind
+
+
+def resolve_strategy(name: str, world_size: int, tpu: bool, precision: str, kind: str, sharding: Sharding) -> str:
+    """`check.strategy`, and whether this GPU can do it. Raises ValueError where they don't go together."""
+    name = strategy_rules.strategy(name, world_size, tpu, precision, kind, sharding)
+    if kind == "cuda" and "bf16" in precision and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ValueError(f"--precision {precision}: this GPU has no bfloat16; take 16-mixed or 32-true.")
+    return name
+
+
+def make_fabric(
+    name: str, *, devices: int, num_nodes: int, kind: str, precision: str, timeout_seconds: float = 1800.0
+) -> Fabric:
+    """Fabric for a strategy name of this module's table. Starts nothing: that is `fabric.launch()`.
+
+    timeout_seconds: of the process group's own patience; a little more than that of watch.py, which can say more.
+    """
+    timeout = timedelta(seconds=2 * timeout_seconds + 60)
+    if name == "xla":
+        from lightning.fabric.strategies import XLAFSDPStrategy
+
+        return Fabric(accelerator="tpu", devices=devices, num_nodes=num_nodes, strategy=XLAFSDPStrategy())
+    strategies: dict[str, Callable[[], Any]] = {
+        "fsdp": lambda: AnyDeviceFSDPStrategy(timeout=timeout),
+        "fsdp2": lambda: ModelParallelStrategy(
+            _already_parallel, data_parallel_size=devices * num_nodes, tensor_parallel_size=1, timeout=timeout
+        ),
+        "ddp": lambda: DDPStrategy(gradient_as_bucket_view=True, timeout=timeout, **_no_buffer_sync()),
+        "single": lambda: "auto",
+    }
+    return Fabric(
+        accelerator=kind,
+        devices=devices,
+        num_nodes=num_nodes,
+        strategy=strategies[name](),
+        plugins=[_precision(name, precision, kind), _environment()],
+    )
+
+
+def _environment() -> ClusterEnvironment:
+    """Where ranks come from: torchrun, or launch.py, which knows srun. Fabric would take any SLURM job for srun's."""
+    return TorchElasticEnvironment() if TorchElasticEnvironment.detect() else LightningEnvironment()
+
+
+def sum_over_ranks(fabric: Fabric, tensor: Tensor) -> Tensor:
+    """The sum of all ranks' tensors, of one shape and dtype, on each of them; may be `tensor` itself, overwritten.
+
+    Fabric's own all_reduce has a barrier before it, for which the host waits, on GPUs as well.
+    """
+    if not torch.distributed.is_initialized():  # one process, or a TPU's
+        return fabric.all_reduce(tensor, reduce_op="sum")
+    torch.distributed.all_reduce(tensor)
+    return tensor
+
+
+class AnyDeviceFSDPStrategy(FSDPStrategy):
+    """FSDPStrategy, also on CPU (Fabric refuses the class itself there). `wrap` makes the FSDP modules."""
+
+
+def _no_buffer_sync() -> dict[str, bool]:
+    """Buffers are constants here; DDP would send them in each forward. torch 2.13 renamed the option."""
+    known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+
+
+def _already_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    return model
+
+
+def _precision(name: str, precision: str, kind: str) -> Precision:
+    if name == "fsdp":
+        return _FSDPPrecision(precision, kind)
+    if precision.endswith("-mixed"):
+        return MixedPrecision(precision, device=kind)
+    return Precision()  # the weights are in their dtype already, see model.py
+
+
+class _FSDPPrecision(FSDPPrecision):
+    """Leaves the module as it is (`module.to(bfloat16)` would round RoPE's frequencies) and knows the CPU."""
+
+    def __init__(self, precision: str, kind: str) -> None:
+        super().__init__(precision)
+        self.kind = kind
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def forward_context(self) -> AbstractContextManager:
+        if not self.precision.endswith("-mixed"):
+            return nullcontext()
+        return torch.autocast(self.kind, dtype=torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16)
+
+
+def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
+    """The modules that are gathered as one, children before parents, for an --auto_wrap_policy.
+
+    Raises ValueError for a class name that the model doesn't have.
+    """
+    if policy == "none":
+        return []
+    if (smallest := strategy_rules.wrap_size(policy)) is not None:
+        return _at_least(model, smallest)
+    names = _layer_class_names(model) if policy == "auto" else {name.strip() for name in policy.split(",")}
+    present = {type(module).__name__ for module in model.modules()}
+    if missing := sorted(names - present):
+        raise ValueError(
+            f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; "
+            f"it has {', '.join(sorted(_layer_class_names(model)))}."
+        )
+    return [module for module in _children_first(model) if type(module).__name__ in names]
+
+
+def _layer_class_names(model: nn.Module) -> set[str]:
+    """Class names of the model's repeated layers: what it says itself, else the elements of its longest list."""
+    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    present = {type(module).__name__ for module in model.modules()}
+    if named & present:
+        return named & present
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    return {type(layer).__name__ for layer in max(lists, key=len, default=[])}
+
+
+def of_one_dtype(model: nn.Module, units: list[nn.Module]) -> dict[nn.Module, torch.dtype]:
+    """`units`, `model` itself and as many more modules that each is of one dtype -> that dtype; children before parents.
+
+    A router that stays float32 in a bfloat16 layer is gathered alone: flattened parameters must have one dtype. Raises
+    ValueError for a module that holds parameters of several itself.
+    """
+    chosen = set(units)
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    main = sizes.most_common(1)[0][0]
+    found: dict[nn.Module, torch.dtype] = {}
+
+    def visit(module: nn.Module, outside: torch.dtype) -> None:
+        held = {parameter.dtype for parameter in module.parameters(recurse=False)}
+        if len(held) > 1:
+            named = " and ".join(sorted(str(dtype) for dtype in held))
+            raise ValueError(
+                f"{type(module).__name__} holds parameters of {named} itself, which can't be sharded together: take "
+                "--strategy ddp, or another --precision."
+            )
+        dtype = next(iter(held), main if module in chosen else outside)
+        for child in module.children():
+            visit(child, dtype)
+        if module in chosen or dtype != outside or module is model:
+            found[module] = dtype
+
+    visit(model, main)
+    return found
+
+
+def _children_first(module: nn.Module) -> list[nn.Module]:
+    return [m for child in module.children() for m in _children_first(child)] + [module]
+
+
+def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
+    """Modules with `minimum` parameters that no wrapped child holds; a tied parameter stays with all its holders."""
+    holders: dict[int, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), set()).add(module)
+    tied = [modules for modules in holders.values() if len(modules) > 1]
+    chosen: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        count = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
+        inside = set(module.modules())
+        splits_a_tie = any(modules & inside and not modules <= inside for modules in tied)
+        if count < minimum or module is model or isinstance(module, LAYER_LISTS) or splits_a_tie:
+            return count
+        chosen.append(module)
+        return 0
+
+    visit(model)
+    return chosen
+
+
+def wrap(
+    fabric: Fabric, name: str, model: nn.Module, materialize: Callable[[nn.Module], None], precision: str, how: Sharding
+) -> nn.Module:
+    """The model on the meta device -> the model on the devices, filled, wrapped and set up by Fabric.
+
+    `materialize(module)` fills the tensors that a module itself holds (model.Materializer). It is called for the
+    modules of a unit just before that unit is sharded.
+    """
+    if name == "fsdp":
+        model = _wrap_fsdp(fabric, model, materialize, precision, how)
+    elif name == "fsdp2":
+        _wrap_fsdp2(fabric, model, materialize, precision, how)
+    else:
+        for module in model.modules():
+            materialize(module)
+    return fabric.setup_module(model, move_to_device=False)
+
+
+def _wrap_fsdp(
+    fabric: Fabric, model: nn.Module, materialize: Callable[[nn.Module], None], precision: str, how: Sharding
+) -> nn.Module:
+    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    units = of_one_dtype(model, modules_to_wrap(model, how.auto_wrap_policy))
+    kept = {"mixed_precision": None}  # what a unit of another dtype than the model's gets: it computes in its own
+    policy = {m: kept if dtype != units[model] else True for m, dtype in units.items() if m is not model}
+    sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")  # the user, or a single rank, asked for it
+        warnings.filterwarnings("ignore", message=".*requires_grad=True and False")  # such as a router's bias
+        return FSDP(
+            model,
+            auto_wrap_policy=CustomPolicy(lambda module: policy.get(module, False)),
+            param_init_fn=materialize,
+            sharding_strategy=ShardingStrategy[how.sharding_strategy if sharded else "NO_SHARD"],
+            device_mesh=_mesh(fabric, how) if sharded else None,
+            mixed_precision=_fsdp_mixed_precision(precision, how.reduce_dtype),
+            cpu_offload=CPUOffload(how.cpu_offload and fabric.device.type != "cpu"),  # on a CPU all is there already
+            backward_prefetch=None if how.backward_prefetch == "none" else BackwardPrefetch[how.backward_prefetch],
+            limit_all_gathers=how.limit_all_gathers,
+            device_id=fabric.device,
+            use_orig_params=True,
+        )
+
+
+def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Any:
+    """Buffers keep their dtypes: RoPE's frequencies are float32, a scale of embeddings may be bfloat16."""
+    from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+
+    if precision == "32-true":
+        return None
+    dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
+    return FSDPMixedPrecision(param_dtype=dtype, reduce_dtype=getattr(torch, reduce_dtype), buffer_dtype=None)
+
+
+def _wrap_fsdp2(
+    fabric: Fabric, model: nn.Module, materialize: Callable[[nn.Module], None], precision: str, how: Sharding
+) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    settings: dict[str, Any] = {
+        "mesh": _mesh(fabric, how),
+        # None: all but the outermost unit, which the backward pass needs first
+        "reshard_after_forward": False if how.sharding_strategy == "SHARD_GRAD_OP" else None,
+        "offload_policy": CPUOffloadPolicy(pin_memory=fabric.device.type == "cuda")
+        if how.cpu_offload
+        else OffloadPolicy(),
+    }
+    mixed = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, how.reduce_dtype), cast_forward_inputs=False
+    )
+    own = MixedPrecisionPolicy(cast_forward_inputs=False)
+    units = of_one_dtype(model, modules_to_wrap(model, how.auto_wrap_policy))
+    for unit, dtype in units.items():
+        for module in unit.modules():
+            materialize(module)
+        fully_shard(unit, mp_policy=own if precision == "32-true" or dtype != units[model] else mixed, **settings)
+
+
+def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:
+    if how.sharding_strategy == "HYBRID_SHARD":  # shard inside a node, replicate over nodes
+        nodes = fabric.world_size // fabric.strategy.num_processes
+        shape, names = (nodes, fabric.strategy.num_processes), ("replicate", "shard")
+    else:
+        shape, names = (fabric.world_size,), ("shard",)
+    return init_device_mesh(fabric.device.type, shape, mesh_dim_names=names)
+
+
+def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
+    """The process group that the parameters of a wrapped model are split over, None where ranks hold them whole."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import ShardingStrategy
+    from torch.distributed.tensor import DTensor
+
+    root = next((m for m in model.modules() if isinstance(m, FSDP)), None)
+    if root is not None:
+        return None if root.sharding_strategy == ShardingStrategy.NO_SHARD else root.process_group
+    parameter = next(model.parameters())
+    return parameter.device_mesh.get_group("shard") if isinstance(parameter, DTensor) else None
+
+
+def reshard(model: nn.Module) -> None:
+    """After a forward pass without a backward fsdp2 leaves the outermost unit whole: split it again.
+
+    Whoever makes such a pass calls this: `model.parameters()` are others while a unit is whole.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def original_name(name: str) -> str:
+    """A parameter's name in the unwrapped model."""
+    for wrapper in ("_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.", "module."):
+        name = name.replace(wrapper, "")
+    return name
+
+
+def shard_rank(model: nn.Module) -> int:
+    """This rank's place among those that the parameters are split over; 0 on all ranks that hold them whole."""
+    group = shard_group(model)
+    return 0 if group is None else torch.distributed.get_rank(group)
+
+
+def syncs_every_micro_batch(name: str, sums_in_float32: bool) -> bool:
+    """False where gradients of earlier micro-batches can wait unreduced: they cost no memory, and stay where they are."""
+    return name not in ("ddp", "single") or sums_in_float32

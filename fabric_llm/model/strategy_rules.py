@@ -1,0 +1,68 @@
+"""TODO model.strategy_rules."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Optional
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is wrapped. Field meanings: docs/fsdp.md."""
+
+    auto_wrap_policy: str = "auto"
+    sharding_strategy: str = "FULL_SHARD"
+    limit_all_gathers: bool = True
+    cpu_offload: bool = False
+    backward_prefetch: str = "BACKWARD_PRE"
+    reduce_dtype: str = "float32"
+
+
+def strategy(
+    name: str, world_size: Optional[int], tpu: bool, precision: str, kind: Optional[str], sharding: Sharding
+) -> str:
+    """The strategy's name for `auto`, checked against the rest. Raises ValueError where they don't go together.
+
+    world_size, kind ("cpu" or "cuda"): None where they aren't known yet; what depends on them isn't checked then.
+    """
+    if tpu:
+        if importlib.util.find_spec("torch_xla") is None:
+            raise ValueError("--tpu true needs the package torch_xla, which isn't installed on this machine.")
+        return "xla"
+    if name == "auto" and world_size is not None:
+        name = "fsdp" if world_size > 1 else "single"
+    elif name == "ddp" and world_size == 1:
+        name = "single"
+    if precision == "16-mixed" and kind == "cpu":
+        raise ValueError("--precision 16-mixed needs a GPU; on a CPU take bf16-mixed or 32-true.")
+    if name == "fsdp2" and precision == "16-mixed":
+        raise ValueError("--precision 16-mixed doesn't go with --strategy fsdp2; take bf16-mixed, or --strategy fsdp.")
+    if name == "fsdp2" and sharding.sharding_strategy == "NO_SHARD":
+        raise ValueError("--sharding_strategy NO_SHARD doesn't go with --strategy fsdp2; --strategy ddp is the same.")
+    if sharding.cpu_offload and name in ("ddp", "single"):
+        raise ValueError(f"--cpu_offload true needs --strategy fsdp or fsdp2; here it is {name}.")
+    wrap_size(sharding.auto_wrap_policy)
+    return name
+
+
+def wrap_size(policy: str) -> Optional[int]:
+    """The parameters of an --auto_wrap_policy size:N, None for another. Raises ValueError."""
+    if not policy.startswith("size:"):
+        return None
+    try:
+        count = int(float(policy.removeprefix("size:")))
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 1:
+        raise ValueError(f"--auto_wrap_policy {policy}: after 'size:' comes a number of parameters, such as size:1e8.")
+    return count
+
+
+def offload(strategy: str, cpu_offload: bool, micro_batches: int) -> None:
+    """FSDP1 overwrites the offloaded gradient of the micro-batch before, without a word."""
+    if strategy == "fsdp" and cpu_offload and micro_batches > 1:
+        raise ValueError(
+            f"--cpu_offload true with --strategy fsdp can't accumulate gradients ({micro_batches} micro-batches a step): "
+            "take --strategy fsdp2, or a larger --micro_batch_size."
+        )

@@ -1,0 +1,207 @@
+"""Start the other ranks of this machine, and don't outlive each other.
+
+Fabric can start them as well, but it ends a failed run by killing all ranks, itself included, before anyone could say
+why. It takes ranks that are already there, as under torchrun, by the same environment variables that are set here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Optional
+
+from fabric_llm.base.faults import CODES, DONE, PEER_LOST, STOPPED, Fault
+
+PARENT = "FABRIC_LLM_PARENT"  # environment variable of a started rank: the process that it must not outlive
+PR_SET_PDEATHSIG = 1  # prctl(2)
+_parent: Optional[int] = None
+
+
+class Children:
+    """The ranks 1, 2, ... of this machine, started by this process; none under torchrun and the like."""
+
+    def __init__(self, processes: dict[int, subprocess.Popen[bytes]]) -> None:
+        self.processes = processes
+
+    def dead(self) -> Optional[tuple[int, str]]:
+        """(rank, how) of one that has ended otherwise than well."""
+        for rank, process in self.processes.items():
+            if code := process.poll():
+                return rank, f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return None
+
+    def code_of(self, rank: int) -> int:
+        """With which code the run ends because this rank has: its own where it is one of ours."""
+        code = self.processes[rank].returncode
+        return STOPPED if code == -signal.SIGINT else code if code in CODES else PEER_LOST
+
+    def end(self, seconds: float) -> None:
+        """Wait for them, then kill those that are left."""
+        deadline = time.monotonic() + seconds
+        while any(p.poll() is None for p in self.processes.values()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def adopt_slurm() -> None:
+    """In a task that srun started beside others: set what torchrun would have set, but for MASTER_ADDR.
+
+    The variables of the job alone, as in a batch script that doesn't use srun, say nothing of processes.
+    """
+    given = os.environ
+    if "LOCAL_RANK" in given or int(given.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return
+    tasks, nodes = int(given["SLURM_STEP_NUM_TASKS"]), int(given.get("SLURM_STEP_NUM_NODES", "1"))
+    node, local_rank, per_node = int(given.get("SLURM_NODEID", "0")), int(given["SLURM_LOCALID"]), -(-tasks // nodes)
+    given.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(per_node), WORLD_SIZE=str(tasks))
+    given.update(NODE_RANK=str(node), RANK=str(node * per_node + local_rank))
+    job, step = (int(given.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    given.setdefault("MASTER_PORT", str(15_000 + (31 * job + step) % 10_000))  # the same for all tasks of a step
+
+
+def find_slurm_host() -> None:
+    """In a task of srun: set where the ranks meet. (Lightning knows how SLURM writes hosts; importing it takes seconds.)"""
+    if "SLURM_STEP_NODELIST" not in os.environ or not started_by_other() or "MASTER_ADDR" in os.environ:
+        return
+    from lightning.fabric.plugins.environments import SLURMEnvironment
+
+    hosts = os.environ["SLURM_STEP_NODELIST"]
+    os.environ["MASTER_ADDR"] = SLURMEnvironment.resolve_root_node_address(hosts)
+
+
+def started_by_other() -> bool:
+    """True in a process that torchrun, srun, a started rank's parent or a user gave its rank."""
+    return "LOCAL_RANK" in os.environ
+
+
+def launched_world(asked: dict[str, Any]) -> Optional[tuple[int, int]]:
+    """(processes per node, nodes) that a launcher has started; None where this process starts its ranks itself.
+
+    asked: `devices` and `num_nodes`, as far as the command line gives them. Raises ValueError where they aren't the
+    launcher's: the ranks that are there are the only ones that can read data.
+    """
+    if not started_by_other():
+        _refuse_mpi()
+        return None
+    if missing := [name for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name not in os.environ]:
+        raise ValueError(
+            f"LOCAL_RANK is set in the environment, but {' and '.join(missing)} isn't: start the ranks with torchrun or "
+            "srun, or unset LOCAL_RANK."
+        )
+    world_size, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = world_size // per_node
+    if nodes * per_node != world_size:
+        raise ValueError(
+            f"The launcher has started {world_size} processes, {per_node} of them on this machine: each machine must "
+            "have the same number."
+        )
+    for name, there in (("devices", per_node), ("num_nodes", nodes)):
+        if asked.get(name, "auto") not in ("auto", there):
+            raise ValueError(
+                f"--{name} {asked[name]}, but the launcher has started {per_node} "
+                f"{'processes' if per_node > 1 else 'process'} on each of {nodes} node{'s' * (nodes > 1)}: leave --{name} "
+                "out, or start as many."
+            )
+    return per_node, nodes
+
+
+def _refuse_mpi() -> None:
+    """Raises ValueError in one of several processes of mpirun, which would each train a run of its own."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if (count := os.environ.get(name, "")).isdigit() and int(count) > 1:
+            raise ValueError(
+                f"mpirun has started {count} processes, but LOCAL_RANK, RANK and WORLD_SIZE aren't set: start them "
+                "with torchrun or srun, or one process a machine with --devices."
+            )
+
+
+def forget_other_ranks() -> None:
+    """Remove what says that this process is a rank where no launcher has made it one, such as a pod's RANK."""
+    if not started_by_other():
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+            os.environ.pop(name, None)
+
+
+def for_launcher(code: int) -> int:
+    """A torchrun with restarts left takes any code but 0 for a failure, and would start again what was asked to stop."""
+    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return DONE if code == STOPPED and count < most else code
+
+
+def warning_of_torchrun() -> Optional[str]:
+    """What to change where ranks that torchrun starts again would find the keys of the start before, and end with it."""
+    shares = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not shares or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return None
+    return (
+        "torchrun can't start lost ranks again reliably: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it, on "
+        "every machine (docs/clusters.md)."
+    )
+
+
+def start_ranks(devices: int, num_nodes: int) -> Children:
+    """Make this process rank 0 of its machine and start the others with the same command line."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(_free_port())
+    node = int(os.environ.setdefault("NODE_RANK", "0"))
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(devices))
+    os.environ.update(RANK=str(node * devices), WORLD_SIZE=str(devices * num_nodes))
+    processes = {}
+    for local_rank in range(1, devices):
+        rank = node * devices + local_rank
+        own = {"LOCAL_RANK": str(local_rank), "RANK": str(rank), PARENT: str(os.getpid())}
+        processes[rank] = subprocess.Popen([sys.executable, *_own_command()], env={**os.environ, **own})
+    return Children(processes)
+
+
+def _own_command() -> list[str]:
+    return [os.path.abspath(sys.argv[0]), *sys.argv[1:]]
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return int(sock.getsockname()[1])
+
+
+def die_with_parent() -> None:
+    """In a started rank: the kernel kills this process when its parent ends, however that ends (Linux)."""
+    global _parent
+    parent = os.environ.pop(PARENT, None)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    _parent = int(parent)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != _parent:  # it ended before the kernel knew
+        os._exit(1)
+
+
+def kill_parent(seconds: float = 0.0) -> None:
+    """In a started rank: end the process that started it, which is frozen; this one ends with it. It has `seconds` to go."""
+    if _parent is None:
+        return
+    time.sleep(seconds)
+    if os.getppid() == _parent:
+        os.kill(_parent, signal.SIGKILL)
+
+
+def find_launcher(launcher: str) -> list[str]:
+    """Its words; a program without a folder may lie beside Python, where the environment isn't activated."""
+    words = shlex.split(launcher)
+    beside = Path(sys.executable).parent / words[0] if words else Path()
+    found = shutil.which(words[0]) or shutil.which(str(beside)) if words else None
+    if found is None:
+        raise Fault(f"--launcher {launcher!r}: there is no such program.")
+    return [found, *words[1:]]

@@ -1,0 +1,110 @@
+"""Mistakes that the arguments and the names of files show: what is answered before torch is imported.
+
+Nothing here imports torch, lightning, transformers or datasets, which takes seconds. Each check raises ValueError in one
+sentence with the offending value; those of a model's folder that could run code raise Fault (77).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Optional
+
+from fabric_llm.base.files import MANIFEST
+
+POSITIVE = (
+    *("number_epochs", "max_step", "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "lr"),
+    *("eval_batch_size", "eval_step_interval", "save_step_interval", "keep_last", "keep_every", "log_step_interval"),
+    *("context_length", "spike_threshold", "spike_window", "hang_timeout", "join_timeout", "num_nodes", "max_hours"),
+)
+LEFT_OUT = {
+    "max_step": "as many as --number_epochs needs",
+    "eval_step_interval": "none between",
+    "save_step_interval": "none between",
+    "keep_last": "all",
+}
+NOT_NEGATIVE = (
+    *("grad_clip", "min_lr", "warmup_steps", "weight_decay", "num_workers", "eval_iters", "sample_tokens", "seed"),
+    *("max_skipped_steps", "keep_best", "router_aux_loss_coef"),
+)
+
+
+def numbers(flat: dict[str, Any]) -> None:
+    """Signs and ranges of all numbers among the flags of train.py."""
+    if flat["devices"] != "auto" and flat["devices"] < 1:
+        every = "; --devices auto takes all GPUs" if flat["devices"] == -1 else ""
+        raise ValueError(f"--devices must be positive, not {flat['devices']}{every}.")
+    for names, fits, words in (
+        (POSITIVE, lambda value: value > 0, "positive"),
+        (NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
+    ):
+        for name in names:
+            if flat[name] is not None and not fits(flat[name]):
+                instead = f"; leave it out for {LEFT_OUT[name]}" if name in LEFT_OUT else ""
+                raise ValueError(f"--{name} must be {words}, not {flat[name]}{instead}.")
+    for name in ("lr", "min_lr", "weight_decay", "grad_clip", "hang_timeout", "spike_threshold"):
+        if flat[name] is not None and flat[name] == float("inf"):
+            raise ValueError(f"--{name} must be a finite number, not {flat[name]}.")
+    for name in ("beta1", "beta2"):
+        if not 0 <= flat[name] < 1:
+            raise ValueError(f"--{name} must be at least 0 and less than 1, not {flat[name]}.")
+    if flat["min_lr"] > flat["lr"]:
+        raise ValueError(f"--min_lr {flat['min_lr']} is larger than --lr {flat['lr']}.")
+
+
+def batch_sizes(
+    micro_batch_size: Optional[int],
+    accumulation: Optional[int],
+    global_batch_size: Optional[int],
+    devices: int,
+    num_nodes: int,
+) -> tuple[int, int, int]:
+    """(sequences per micro-batch, micro-batches per step and device, sequences per step).
+
+    What isn't given follows from the rest. Raises ValueError, with all numbers, if they don't divide or disagree.
+    """
+    world_size = devices * num_nodes
+    if global_batch_size is None:
+        micro_batch_size, accumulation = micro_batch_size or 1, accumulation or 1
+        return micro_batch_size, accumulation, micro_batch_size * accumulation * world_size
+    if micro_batch_size is None:
+        micro_batch_size = max(1, global_batch_size // (accumulation * world_size)) if accumulation else 1
+    per_micro_batch = micro_batch_size * world_size
+    spelled = f"--micro_batch_size {micro_batch_size} x {devices} devices x {num_nodes} nodes = {per_micro_batch}"
+    if global_batch_size % per_micro_batch:
+        raise ValueError(f"--global_batch_size {global_batch_size} doesn't divide by {spelled}.")
+    needed = global_batch_size // per_micro_batch
+    if accumulation not in (None, needed):
+        raise ValueError(
+            f"--global_batch_size {global_batch_size} needs --gradient_accumulation_steps {needed}, "
+            f"not {accumulation}: {spelled}."
+        )
+    return micro_batch_size, needed, global_batch_size
+
+
+def sizes(
+    folder: str, rows: int, context_length: int, asked: Optional[int], micro_batch_size: int, global_batch_size: int
+) -> None:
+    """Batches against the training split: `rows` sequences of `context_length` tokens. asked: --context_length."""
+    if asked not in (None, context_length):
+        raise ValueError(
+            f"--context_length {asked}: the rows of {folder!r} hold {context_length} tokens; "
+            f"run prepare_data.py again with --context_length {asked}."
+        )
+    if micro_batch_size > rows:
+        raise ValueError(
+            f"--micro_batch_size {micro_batch_size} is larger than the training split of {folder!r}: {rows} sequences."
+        )
+    if global_batch_size > rows:
+        raise ValueError(
+            f"A step takes {global_batch_size} sequences, but the training split of {folder!r} has {rows}."
+        )
+
+
+def exported_output(output: Path, overwrite: bool) -> None:
+    """The folder that an exported model is to be. Raises ValueError where it mustn't be replaced."""
+    if not output.exists():
+        return
+    if not overwrite:
+        raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
+    if not (output / "config.json").is_file() or (output / MANIFEST).exists():  # such as the run itself
+        raise ValueError(f"{str(output)!r} isn't an exported model, so it is not overwritten; take another --output.")

@@ -1,0 +1,115 @@
+"""Throughput, memory and metrics.jsonl. Used on rank 0."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import time
+from pathlib import Path
+from typing import Optional
+
+import torch
+
+from fabric_llm.base.failpoints import failpoint
+from fabric_llm.base.files import fsync
+
+Record = dict[str, float]
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, each with `step`. Open only while a line is written."""
+
+    def __init__(
+        self, path: Path, resumed_step: int = 0, rewinds: Optional[int] = None, evaluates_again: bool = False
+    ) -> None:
+        """Lines of steps after `resumed_step` belong to work that is being redone: they go.
+
+        At 0 all go: they are those of a run that was killed before its first checkpoint. rewinds: how often the run had
+        gone back when its checkpoint was written; later times, whose lines bear the step gone back to, are undone as well.
+        evaluates_again: the evaluation of `resumed_step` is to be made, so a line that a killed run wrote of it goes.
+        """
+        if path.exists():
+            lines = path.read_text(errors="replace").splitlines(keepends=True) if resumed_step else []
+            kept = [line for line in lines if _step_of(line) <= resumed_step]
+            if evaluates_again:
+                kept = [line for line in kept if _step_of(line) < resumed_step or "eval_loss" not in json.loads(line)]
+            if rewinds is not None:
+                undone = [number for number, line in enumerate(kept) if _is_rewind(line)][rewinds:]
+                kept = [line for number, line in enumerate(kept) if number not in undone]
+            temporary = path.with_name(f".{path.name}.tmp")
+            temporary.write_text("".join(kept))
+            fsync(temporary)
+            failpoint("metrics.replace")
+            temporary.replace(path)
+        self.path = path
+
+    def write(self, step: int, record: Record) -> None:
+        """Append one line."""
+        finite = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
+        }  # JSON has no NaN
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, **finite}) + "\n")
+
+    def make_durable(self) -> None:
+        """On the disk, before a checkpoint says that these steps are done."""
+        if self.path.exists():
+            fsync(self.path)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):  # a line that a kill cut off, or nobody of ours wrote
+        return float("inf")
+
+
+def _is_rewind(line: str) -> bool:
+    return json.loads(line).get("verdict") == "rewind"
+
+
+class Throughput:
+    """Tokens per second of training proper: time between `pause` and `resume` (evaluation, saving) doesn't count."""
+
+    def __init__(self, tokens: int = 0) -> None:
+        """tokens: those of a resumed run so far."""
+        self.seconds, self.tokens = 0.0, tokens
+        self.last_seconds, self.last_tokens = 0.0, tokens
+        self.started: Optional[float] = time.monotonic()
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        if self.started is not None:
+            self.seconds += time.monotonic() - self.started
+            self.started = None
+
+    def resume(self) -> None:
+        """Start the clock."""
+        self.started = time.monotonic()
+
+    def lap(self) -> float:
+        """Tokens per second since the last lap."""
+        self.pause()
+        rate = (self.tokens - self.last_tokens) / max(self.seconds - self.last_seconds, 1e-9)
+        self.last_seconds, self.last_tokens = self.seconds, self.tokens
+        self.resume()
+        return rate
+
+    def seconds_left(self, steps_done: int, steps_left: int) -> float:
+        """Time that `steps_left` steps will take at the speed so far."""
+        return self.seconds / max(steps_done, 1) * steps_left
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Largest memory so far, GiB: allocated on a GPU, resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+
+
+def duration(seconds: float) -> str:
+    """3725 -> '1:02:05'"""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

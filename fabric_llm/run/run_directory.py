@@ -1,0 +1,187 @@
+"""checkpoints/RUN: its name, whether it can be written, who is using it, and STATUS.json."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Optional, Union
+
+from fabric_llm.base import step_names
+from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, UNWRITABLE, Fault
+from fabric_llm.checkpoint import keep
+
+LOCK, STATUS = ".lock", "STATUS.json"
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network file systems
+SECONDS_OF_NFS = 70.0  # it keeps what it knows of a directory for a minute
+MOST_CHARACTERS = 200  # of a run's name; file systems take 255 bytes
+_locks: dict[Path, int] = {}  # descriptors, held until this process ends, however that is
+
+
+def default_name(model_name: str, data_folder: str) -> str:
+    """MODEL-DATA from the last parts of both names; a run that starts from a checkpoint of RUN: RUN-DATA, or RUN."""
+    model, data = Path(model_name), Path(data_folder).name
+    name = model.parent.name if model.name.startswith("step-") else model.name
+    return re.sub(rf"-{re.escape(data)}(-\d+)?$", "", name) + f"-{data}"
+
+
+def choose(
+    output_dir: str, run_name: Optional[str], default: str, resume: Union[bool, str], given: Optional[Path]
+) -> Path:
+    """The run directory; nothing is created.
+
+    run_name: as given by the user; without one a new run takes the first free of DEFAULT, DEFAULT-2, ... and a resumed
+    run the newest of those that is there. resume: True, False, or "auto" for either. given: the checkpoint to resume
+    from: its run goes on, or with a run_name of another one a branch begins there.
+    Raises Fault for a name that leaves output_dir (2) or is a link (77), a new run in a directory that holds
+    checkpoints (2), and a resume without a run (66).
+    """
+    parent = Path(output_dir)
+    if run_name is not None and not _is_plain(run_name):
+        raise ValueError(
+            f"--run_name {run_name[:MOST_CHARACTERS]!r} must be a plain name of at most {MOST_CHARACTERS} characters, "
+            "without '/' or '..'."
+        )
+    if given is not None and run_name is None:
+        return no_link(given.parent)
+    if run_name is None:
+        names = [default] + [f"{default}-{k}" for k in range(2, 10_000)]
+        there = {path.name for path in parent.iterdir()} if parent.is_dir() else set()
+        taken = [name for name in names if name in there]
+        run_name = (taken[-1] if taken else default) if resume else next(n for n in names if n not in taken)
+    folder = no_link(parent / run_name)
+    if resume is True and given is None and not step_names.step_directories(folder):
+        raise Fault(f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}.", NO_CHECKPOINT)
+    if not resume and step_names.latest(folder) is not None:
+        raise ValueError(
+            f"{str(folder)!r} holds checkpoints up to {step_names.latest(folder).name}: "
+            "go on with --resume true, or take another --run_name."
+        )
+    return folder
+
+
+def _is_plain(name: str) -> bool:
+    return 0 < len(name) <= MOST_CHARACTERS and name.isprintable() and name == Path(name).name and name != ".."
+
+
+def no_link(path: Path) -> Path:
+    """`path`. Raises Fault (77) where it is a link."""
+    if path.is_symlink():
+        raise Fault(f"{str(path)!r} is a link, which may lead anywhere: refused.", REFUSED)
+    return path
+
+
+def require_writable(folder: Path) -> None:
+    """Raises Fault (73) if files can't be made in `folder`. Leaves nothing behind but the parents of `folder`."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder if folder.exists() else folder.parent):
+            pass
+    except OSError as error:
+        raise Fault(f"The output directory {str(folder)!r} can't be written: {error.strerror}.", UNWRITABLE) from error
+
+
+def lock(folder: Path) -> None:
+    """Make `folder` and keep other runs out of it until this process ends; the kernel lets go even after a SIGKILL.
+
+    Raises Fault (73) where another run is in it.
+    """
+    if folder in _locks:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if not no_link(path).is_dir() and not path.is_file():  # a pipe blocks whoever opens it
+            raise Fault(f"{str(path)!r} is neither a file nor a folder: remove it.", UNWRITABLE)
+    descriptor = -1
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        said = read_status(folder)
+        who = f" (process {said['pid']} on {said['host']})" if {"pid", "host"} <= said.keys() else ""
+        raise Fault(
+            f"Another run{who} is using {str(folder)!r}: wait for it, or take another --run_name.", UNWRITABLE
+        ) from None
+    except OSError as error:
+        if descriptor < 0 or error.errno not in NO_LOCKS:
+            raise Fault(f"{str(folder / LOCK)!r} can't be written: {error.strerror}.", UNWRITABLE) from error
+        print(f"Warning: the file system of {str(folder)!r} has no locks; nothing keeps a second run out of it.")
+    _locks[folder] = descriptor
+
+
+def unlock(folder: Path) -> None:
+    """Let other runs in: at the end of a run in a process that goes on."""
+    if folder in _locks:
+        os.close(_locks.pop(folder))
+
+
+def write_status(folder: Path, code: Optional[int], reason: str, step: Optional[int], retryable: bool) -> None:
+    """STATUS.json, replaced as a whole: how the run ended, or that it is running (code null).
+
+    step: finished steps, None before there is a model. retryable: the same command with --resume auto may do better.
+    """
+    temporary = folder / f".{STATUS}-{secrets.token_hex(4)}"
+    try:
+        last = step_names.latest(folder)
+        status = {
+            "code": code,
+            "reason": reason,
+            "step": step,
+            "last_durable_step": None if last is None else step_names.step_of(last),
+            "retryable": retryable,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+        }
+        with temporary.open("w") as file:
+            file.write(json.dumps(status, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(folder / STATUS)
+    except OSError as error:  # a disk that is full or gone must not hide why the run ended
+        print(f"Warning: {STATUS} couldn't be written: {error}.", flush=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed save or prune left in the run directory `folder`, which this process has locked, and say so."""
+    for name in keep.sweep(folder):
+        print(f"Removed {name}, left by a save that was cut off.", flush=True)
+
+
+def leave(fault: Fault) -> None:
+    """Write into the run directory that this process has locked, if any, why its run didn't begin; unlock it."""
+    for folder in list(_locks):
+        if fault.code == DONE:  # and no other start comes
+            sweep(folder)
+        if fault.code != DONE or read_status(folder).get("code") != DONE:  # which says more already
+            write_status(folder, fault.code, str(fault), None, fault.retryable)
+        unlock(folder)
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """STATUS.json, {} where there is none."""
+    try:
+        said = json.loads((folder / STATUS).read_text())
+        return said if isinstance(said, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def wait_for_status(folder: Path, written: dict[str, Any], seconds: float) -> bool:
+    """Whether STATUS.json comes to say what another machine has `written` there: NFS may show what was, for a minute."""
+    deadline = time.monotonic() + min(seconds, SECONDS_OF_NFS)
+    while read_status(folder) != written:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True

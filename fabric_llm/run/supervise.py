@@ -1,0 +1,130 @@
+"""How a run ends: whatever happens becomes one sentence for the user, an exit code, and STATUS.json."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Callable, NoReturn
+
+import torch
+from lightning.fabric import Fabric
+
+from arguments import Arguments
+from fabric_llm.base.failpoints import failpoint
+from fabric_llm.base.faults import DONE, OUT_OF_MEMORY, PEER_LOST, STOPPED, UNEXPECTED, Fault, as_fault, tell_torchrun
+from fabric_llm.processes.launch import Children, for_launcher, kill_parent
+from fabric_llm.processes.watch import SECONDS_TO_END, Watch
+from fabric_llm.run import metrics, run_directory
+from fabric_llm.run.plan import Plan
+
+SECONDS_FOR_OTHERS = 5.0  # to read why rank 0, which holds the store, goes
+
+
+def supervise(
+    fabric: Fabric, arguments: Arguments, plan: Plan, children: Children, body: Callable[[Watch], bool]
+) -> None:
+    """Run `body(watch)`, which returns whether the run was asked to stop. All ranks call it.
+
+    Raises SystemExit with the code of the table in docs/faults.md, unless the run is done, or has stopped under a
+    torchrun that would start it again. The rank that failed first ends with its own code, and so does the process that
+    started it, the others with 71; rank 0 prints the first fault and writes it to STATUS.json.
+    """
+    rank, directory = fabric.global_rank, plan.run_directory
+
+    def stuck(first: Fault) -> NoReturn:
+        """In the watching thread: the main thread won't come back."""
+        try:
+            _tell(rank, first, first)
+            if rank == 0:
+                _write(directory, watch, first)
+                watch.wait_for_others(SECONDS_FOR_OTHERS)
+            elif not watch.wait_for(0, SECONDS_TO_END + SECONDS_FOR_OTHERS):  # its main thread may need all of them
+                tell_for_rank_0(first)
+                kill_parent()
+            children.end(SECONDS_FOR_OTHERS)
+        finally:
+            os._exit(for_launcher(_code_of_others(first, children)))
+
+    def tell_for_rank_0(first: Fault) -> None:
+        """It is lost or frozen, and hasn't said why the run ends."""
+        if run_directory.read_status(directory).get("code") is None:
+            _write(directory, watch, first)
+
+    if rank == 0:
+        run_directory.write_status(directory, None, "running", plan.start.step, True)
+    failpoint("assembled")
+    watch = Watch(rank, fabric.world_size, arguments.devices.hang_timeout, stuck, children.dead)
+    try:
+        stopped = body(watch)
+    except BaseException as error:
+        fault = _with_advice(as_fault(error), fabric, arguments, plan, watch)
+        if fault.code == UNEXPECTED:
+            traceback.print_exc()
+        if fault.code != PEER_LOST:  # before the others hear of it: torchrun names whoever failed first
+            tell_torchrun(_with_stack(fault))
+        first_rank, first = watch.report(fault)
+        own = first_rank == rank or str(first) == str(fault)
+        if not own and first.code != PEER_LOST:
+            first = Fault(f"rank {first_rank}: {first}", first.code, first.retryable)
+        _tell(rank, first, fault)
+        if rank == 0:
+            _write(directory, watch, first)
+            watch.wait_for_others(SECONDS_FOR_OTHERS)
+        elif watch.store.is_frozen:  # and rank 0 with it
+            tell_for_rank_0(first)
+            kill_parent()
+        elif first.code == PEER_LOST and not watch.wait_for(0, SECONDS_FOR_OTHERS):
+            tell_for_rank_0(first)
+        children.end(SECONDS_FOR_OTHERS)
+        run_directory.unlock(directory)
+        raise SystemExit(for_launcher(fault.code if own else _code_of_others(first, children))) from None
+    if rank == 0:
+        code, reason = (STOPPED, "stopped on request") if stopped else (DONE, "done")
+        run_directory.write_status(directory, code, reason, watch.step, stopped)
+    children.end(60)
+    run_directory.unlock(directory)
+    if stopped:
+        tell_torchrun("stopped on request")
+        raise SystemExit(for_launcher(STOPPED))
+
+
+def _tell(rank: int, first: Fault, own: Fault) -> None:
+    """One sentence: from rank 0, and from a rank whose own error nobody else has seen; to torchrun from each."""
+    if own is first or own.code == PEER_LOST:
+        tell_torchrun(str(first), is_consequence=True)
+    if rank == 0:
+        print(f"train.py: error: {first}", file=sys.stderr, flush=True)
+    elif own.code in (UNEXPECTED, OUT_OF_MEMORY) or first.code == PEER_LOST:
+        print(f"train.py: rank {rank}: {first if own.code == PEER_LOST else own}", file=sys.stderr, flush=True)
+
+
+def _with_stack(fault: Fault) -> str:
+    return f"{traceback.format_exc()}{fault}" if fault.code == UNEXPECTED else str(fault)
+
+
+def _code_of_others(first: Fault, children: Children) -> int:
+    """With which the ranks end that haven't failed first. Whoever started the others speaks for them."""
+    return first.code if first.code == STOPPED or children.processes else PEER_LOST
+
+
+def _write(directory: Path, watch: Watch, fault: Fault) -> None:
+    run_directory.write_status(directory, fault.code, str(fault), watch.step, fault.retryable)
+
+
+def _with_advice(fault: Fault, fabric: Fabric, arguments: Arguments, plan: Plan, watch: Watch) -> Fault:
+    """Out of memory: the peak, what the run holds, and what to change."""
+    if fault.code != OUT_OF_MEMORY:
+        return fault
+    where = f"rank {watch.rank}, step {watch.step + 1}, {watch.doing}"
+    total = ""
+    if fabric.device.type == "cuda":
+        total = f" of {torch.cuda.get_device_properties(fabric.device).total_memory / 2**30:.1f} GiB"
+    return Fault(
+        f"out of memory ({where}): peak {metrics.peak_memory_gib(fabric.device):.1f} GiB{total}; a micro-batch is "
+        f"{plan.micro_batch_size} x {plan.dataset.context_length} tokens, the model {plan.strategy} over "
+        f"{plan.world_size} devices. Smaller: --micro_batch_size (with the same --global_batch_size), "
+        f"--activation_checkpointing true, more --devices, --cpu_offload true. {str(fault)[:200].rstrip('.')}.",
+        OUT_OF_MEMORY,
+    )

@@ -1,0 +1,186 @@
+"""The trackers that --logger names: they have what metrics.jsonl has, and are never in the way of a run. Used on rank 0."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import inspect
+import json
+import os
+import warnings
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Callable, Optional
+
+from fabric_llm.run.metrics import Record
+
+MANY_LINES = 100  # that wait for a tracker
+Log, Close = Callable[[int, Record], None], Callable[[], None]
+NOWHERE: tuple[Log, Close] = (lambda step, record: None), (lambda: None)
+
+
+class Tracker:
+    """Where --logger sends the numbers: in a thread of its own, so that one that fails or is slow never delays a run.
+
+    A failure is one warning, and its end; falling behind is one warning.
+    """
+
+    def __init__(self, name: str, log: Log, close: Close) -> None:
+        self.name, self._log, self._close = name, log, close
+        self.waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.failure: Optional[Exception] = None
+        self.warned: set[str] = set()
+        self.thread = Thread(target=self._work, name="tracker", daemon=True)
+        self.thread.start()
+
+    def log(self, step: int, record: Record) -> None:
+        """Returns at once."""
+        if self.failure is None:
+            self.waiting.put(partial(self._log, step, dict(record)))
+        self._warn()
+
+    def close(self, patience_seconds: float) -> None:
+        """Give it so long for what is waiting."""
+        self.waiting.put(self._close)
+        self.thread.join(patience_seconds)
+        self._warn()
+        if self.thread.is_alive():
+            self._warn_once("hadn't taken everything when the run ended; metrics.jsonl has every line")
+
+    def _work(self) -> None:
+        action = None
+        while action is not self._close and self.failure is None:
+            action = self.waiting.get()
+            try:
+                action()
+            except Exception as error:
+                self.failure = error
+
+    def _warn(self) -> None:
+        """In the main thread."""
+        if self.failure is not None:
+            self._warn_once(f"failed and is off, metrics.jsonl goes on: {self.failure!r}")
+        elif self.waiting.qsize() > MANY_LINES:
+            self._warn_once("falls behind; the run goes on, and metrics.jsonl has every line")
+
+    def _warn_once(self, what: str) -> None:
+        if what not in self.warned:
+            self.warned.add(what)
+            warnings.warn(f"--logger {self.name} {what}.", stacklevel=4)
+
+
+def open_tracker(
+    name: str, folder: Path, config: dict[str, Any], entity: Optional[str], project: Optional[str]
+) -> Tracker:
+    """For --logger none, csv, tensorboard or wandb. `folder` holds metrics.jsonl, up to date.
+
+    One that fails at once is a warning, and none.
+    """
+    openers: dict[str, Callable[[], tuple[Log, Close]]] = {
+        "none": lambda: NOWHERE,
+        "csv": lambda: _csv(folder),
+        "tensorboard": lambda: _tensorboard(folder),
+        "wandb": lambda: _wandb(folder, config, entity, project),
+    }
+    try:
+        return Tracker(name, *openers[name]())
+    except Exception as error:
+        warnings.warn(f"--logger {name} failed and is off, metrics.jsonl goes on: {error!r}.", stacklevel=2)
+        return Tracker(name, *NOWHERE)
+
+
+def _lines_so_far(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that a resumed run keeps."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+CSV_COLUMNS = (
+    *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory_gib"),
+    *("updated_fraction", "update_ratio", "eval_loss"),
+)
+
+
+def _csv(folder: Path) -> tuple[Log, Close]:
+    """metrics.csv: the lines of metrics.jsonl as a table, empty where a line doesn't have a number."""
+    so_far = _lines_so_far(folder)
+    file = (folder / "metrics.csv").open("w", newline="")
+    table = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore")
+    table.writeheader()
+    table.writerows(so_far)
+
+    def log(step: int, record: Record) -> None:
+        table.writerow({"step": step, **record})
+        file.flush()
+
+    return log, file.close
+
+
+def _tensorboard(folder: Path) -> tuple[Log, Close]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    steps = [line["step"] for line in _lines_so_far(folder)]
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=max(steps) + 1 if steps else None)
+
+    def log(step: int, record: Record) -> None:
+        for key, value in record.items():
+            writer.add_scalar(key, value, step)
+
+    return log, writer.close
+
+
+def _wandb(folder: Path, config: dict[str, Any], entity: Optional[str], project: Optional[str]) -> tuple[Log, Close]:
+    """A Weights & Biases run; offline, with one warning, where there is no key or no network. Never asks."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    os.environ.setdefault("WANDB_INIT_TIMEOUT", "20")  # seconds; 90 by default, and in vain where there is no network
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "600")  # seconds; after them the rest is for `wandb sync`
+    import wandb
+
+    settings = {
+        "project": project or "fabric_llm",
+        "entity": entity,
+        "name": folder.name,
+        "id": hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],
+        "resume": "allow",
+        "dir": str(folder),
+        "config": config,
+    }
+    run = None
+    if os.environ.get("WANDB_MODE", "online") == "online":
+        try:
+            if _logged_in_to_wandb():
+                run = wandb.init(**settings)
+            else:
+                reason = "there is no API key (set WANDB_API_KEY, or run `wandb login`)"
+        except wandb.errors.Error as error:
+            reason = f"there is no connection ({str(error).splitlines()[0]})"
+            wandb.teardown()  # or the id stays in use by the run that failed
+        if run is None:
+            warnings.warn(f"Weights & Biases logs offline into {folder / 'wandb'}: {reason}.", stacklevel=2)
+            settings["mode"] = "offline"
+    run = run or wandb.init(**settings)
+    run.define_metric("*", step_metric="step")  # its own count can't go back, as a run does that rolls back or rewinds
+    return (lambda step, record: run.log({"step": step, **record})), run.finish
+
+
+def _logged_in_to_wandb() -> bool:
+    """Whether there is an API key. Never asks for one."""
+    import wandb
+
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return wandb.login(prompt=False, verify=False)
+    return wandb.api.api_key is not None  # before there was `prompt`
+
+
+def upload_to_wandb(checkpoint: Path) -> None:
+    """--log_model: the checkpoint as an artifact of the current Weights & Biases run. A failure is a warning."""
+    import wandb
+
+    try:
+        artifact = wandb.Artifact(f"{checkpoint.parent.name}", type="model", metadata={"checkpoint": checkpoint.name})
+        artifact.add_dir(str(checkpoint))
+        wandb.log_artifact(artifact)
+    except Exception as error:
+        warnings.warn(f"--log_model: {checkpoint} wasn't uploaded: {error!r}.", stacklevel=2)

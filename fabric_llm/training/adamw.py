@@ -1,0 +1,288 @@
+"""AdamW that keeps small updates in bfloat16 parameters.
+
+A bfloat16 number has 8 significant bits, so an update smaller than 1/512 of its weight is rounded away, and at the
+learning rates of continued pretraining most are. `updates` says what is done about it:
+
+| updates    | a new bfloat16 parameter is                     | state, bytes a parameter             |
+|------------|-------------------------------------------------|--------------------------------------|
+| stochastic | rounded up or down at random, right on average  | moments bfloat16: 4                  |
+| kahan      | rounded to nearest, what was lost is kept       | moments, compensation bfloat16: 6    |
+| master     | a float32 master, rounded to nearest            | master and moments float32: 12       |
+| nearest    | rounded to nearest: torch.optim.AdamW           | moments bfloat16: 4                  |
+
+The arithmetic is float32 everywhere (torch's fused kernel), in blocks: besides its state, a step takes at most
+8 MiB on a CPU and 256 MiB on a GPU, however large the model.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Callable, Optional
+
+import torch
+from torch import Tensor
+
+from fabric_llm.base.failpoints import failpoint
+from fabric_llm.data.order import random_key
+
+UPDATES = ("stochastic", "kahan", "nearest", "master")
+BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}  # a CPU's block stays in its cache, a GPU's hides the launches
+
+
+class AdamW(torch.optim.Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), in the arithmetic of torch.optim.AdamW.
+
+    Parameters that aren't bfloat16 are treated as torch.optim.AdamW(fused=True) would, whatever `updates` is.
+    State of a parameter: `step` (float32 scalar, always on the CPU), `exp_avg`, `exp_avg_sq`, and under kahan
+    `compensation`, under master `master`: shape, device and placement (DTensor) of the parameter, dtypes as above.
+    The moments are rounded like the parameter under stochastic, and stochastically under kahan as well: to nearest,
+    exp_avg_sq could never fall where beta2 is above 0.998.
+
+    Rounding is a function of (seed, shard_rank, step of the parameter, place among the parameters), nothing is saved
+    for it and torch's generators stay as they are. Replicas pass the same `shard_rank`, ranks that hold different
+    parts different ones. On GPUs the random numbers also depend on the GPU's model. The host never waits for a GPU.
+
+    Parameters and state are contiguous; gradients may have any layout and dtype.
+    Raises ValueError if `updates` is none of UPDATES.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        updates: str = "stochastic",
+        seed: int = 0,
+        shard_rank: int = 0,
+    ) -> None:
+        if updates not in UPDATES:
+            raise ValueError(f"updates {updates!r} is none of {', '.join(UPDATES)}.")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.updates, self.seed, self.shard_rank = updates, seed, shard_rank
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """State of every parameter, as it is before a first step: saving needs no step to make it."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if not self.state[param]:
+                    self._initialise(param, self.state[param])
+
+    @torch.no_grad()
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+        """One step for every parameter that has a gradient. With lr 0 parameters keep every bit."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for index, group in enumerate(self.param_groups):
+            failpoint("optimizer_step")
+            for (device, dtype, step), tensors in self._alike(group).items():
+                if dtype != torch.bfloat16 or self.updates == "nearest":
+                    plain_step(tensors, group, _scalar(step, device))
+                elif self.updates == "master":
+                    master_step(tensors, group, _scalar(step, device))
+                else:
+                    key = int(random_key(self.seed, self.shard_rank, int(step), index) >> 1)
+                    rounded_step(tensors, group, _scalar(step, device), key)
+        return loss
+
+    def _alike(self, group: dict[str, Any]) -> dict[tuple[torch.device, torch.dtype, float], list[dict[str, Tensor]]]:
+        """(device, dtype, step) -> for each parameter its flat local tensors: param, grad, state. Counts the step."""
+        alike: dict[Any, list[dict[str, Tensor]]] = {}
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            state = self.state[param]
+            if not state:
+                self._initialise(param, state)
+            state["step"] += 1
+            tensors = {"param": param, "grad": param.grad.contiguous(), **state}
+            del tensors["step"]
+            flat = {name: _flat(tensor) for name, tensor in tensors.items()}
+            if flat["param"].numel():  # a rank may hold nothing of a sharded parameter
+                key = flat["param"].device, param.dtype, state["step"].item()
+                alike.setdefault(key, []).append(flat)
+        return alike
+
+    def _initialise(self, param: Tensor, state: dict[str, Tensor]) -> None:
+        rounded = param.dtype == torch.bfloat16
+        moments = torch.float32 if rounded and self.updates == "master" else param.dtype
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(param, dtype=moments, memory_format=torch.contiguous_format)
+        if rounded and self.updates == "master":
+            state["master"] = param.detach().to(torch.float32, memory_format=torch.contiguous_format)
+        if rounded and self.updates == "kahan":
+            state["compensation"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's, which rounds all state to the parameter's dtype, and then master's float32 state as it was saved."""
+        super().load_state_dict(state_dict)
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        params = (param for group in self.param_groups for param in group["params"])
+        for number, param in zip(numbers, params, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if name == "step":
+                    self.state[param][name] = torch.as_tensor(value, dtype=torch.float32, device="cpu").clone()
+                elif self.updates == "master" and param.dtype == torch.bfloat16:
+                    self.state[param][name] = value.to(device=param.device, dtype=torch.float32)
+
+
+def checkpoint_bytes(parameters: Iterable[Tensor], updates: str) -> int:
+    """Bytes of parameters and their state after a step, whatever holds them."""
+    total = 0
+    for parameter in parameters:
+        rounded = parameter.dtype == torch.bfloat16
+        each = 3 * parameter.element_size()
+        if rounded and updates in ("kahan", "master"):
+            each = 4 * 2 if updates == "kahan" else 2 + 3 * 4
+        total += parameter.numel() * each
+    return total
+
+
+def plain_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: Tensor) -> None:
+    """torch.optim.AdamW(fused=True) for parameters and moments of one dtype."""
+    columns = {name: [t[name] for t in tensors] for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
+    columns["grad"] = [grad.to(param.dtype) for grad, param in zip(columns["grad"], columns["param"])]
+    _adamw(*columns.values(), group, step)
+
+
+def master_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: Tensor) -> None:
+    """float32 master and moments; the parameter becomes the master, rounded to nearest."""
+    scratch = _scratch(tensors, rows=1)
+    for block in blocks(tensors):
+        grads = _rows(scratch, block, ["grad"])[1]["grad"]
+        torch._foreach_copy_(grads, block["grad"])
+        _adamw(block["master"], grads, block["exp_avg"], block["exp_avg_sq"], group, step)
+        if group["lr"] != 0:
+            torch._foreach_copy_(block["param"], block["master"])
+
+
+def rounded_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: Tensor, key: int) -> None:
+    """bfloat16 state, rounded stochastically; the parameter likewise unless it has a compensation, Kahan's.
+
+    Kahan (1965), Further remarks on reducing truncation errors: the next sum starts from param + compensation, the
+    error of this one. Both ways for AdamW: Zamirai et al. (2020), Revisiting BFloat16 Training, arXiv:2010.06192.
+    """
+    kahan = "compensation" in tensors[0]
+    exact = ("grad", "compensation", "param") if kahan else ("grad",)
+    rounded = ("exp_avg", "exp_avg_sq") if kahan else ("param", "exp_avg", "exp_avg_sq")
+    names = exact + rounded
+    scratch = _scratch(tensors, rows=len(names))
+    noise = Noise(key, scratch.device, scratch.numel() // len(names) * len(rounded))
+    moves = group["lr"] != 0  # else not even a -0.0 may change
+    for block in blocks(tensors):
+        rows, pieces = _rows(scratch, block, names)
+        for name in names:
+            torch._foreach_copy_(pieces[name], block[name])
+        if kahan:
+            rows["param"] += rows["compensation"]
+        _adamw(*([rows[name]] for name in ("param", "grad", "exp_avg", "exp_avg_sq")), group, step)
+        if kahan and moves:
+            torch._foreach_copy_(block["param"], pieces["param"])
+            torch._foreach_copy_(pieces["compensation"], block["param"])
+            rows["param"] -= rows["compensation"]
+            torch._foreach_copy_(block["compensation"], pieces["param"])
+        size = rows["param"].numel()
+        values = scratch[len(exact) * size : len(names) * size]  # the rows to round, which are adjacent
+        bits = bfloat16_bits(values, noise(values.numel()))
+        pieces = _rows(bits, block, rounded)[1]
+        for name in rounded if moves else rounded[-2:]:
+            torch._foreach_copy_([piece.view(torch.int16) for piece in block[name]], pieces[name])
+
+
+def bfloat16_bits(values: Tensor, noise: Tensor) -> Tensor:
+    """float32 -> the bits of bfloat16s as int32 in -2**15..2**15-1, rounded stochastically, in the memory of `values`.
+
+    `noise`: int32, each one uniform in 0..2**16-1. bfloat16 is the upper half of float32's bits; the noise carries into
+    it with the probability of the lower half / 2**16. So the mean is exact, and what fits in bfloat16 stays.
+    A carry out of the largest number gives infinity; NaNs are made canonical so that none carries into the sign.
+    """
+    infinity = float("inf")
+    torch.nan_to_num_(values, nan=float("nan"), posinf=infinity, neginf=-infinity)
+    return values.view(torch.int32).add_(noise).bitwise_right_shift_(16)
+
+
+class Noise:
+    """Uniform int32 in 0..2**16-1, up to `size` at a time: a function of (key, device, sizes asked for).
+
+    On a CPU, where random numbers would cost more than the rest of the step, one table is drawn and each block XORs it
+    with a number of its own: any two elements of a step stay independent, which is all that the mean and the variance
+    of any weighted sum of the rounding errors depend on.
+    """
+
+    def __init__(self, key: int, device: torch.device, size: int) -> None:
+        self.generator = torch.Generator(device).manual_seed(key)
+        self.table = torch.empty(size, dtype=torch.int32, device=device)
+        if device.type == "cpu":
+            self.table.random_(0, 2**16, generator=self.generator)
+            self.keys = random.Random(key)
+
+    def __call__(self, size: int) -> Tensor:
+        """int32 [size], valid until the next call."""
+        if self.table.device.type == "cpu":
+            return self.table[:size].bitwise_xor_(self.keys.getrandbits(16))
+        return self.table[:size].random_(0, 2**16, generator=self.generator)
+
+
+def blocks(tensors: list[dict[str, Tensor]]) -> Iterator[dict[str, list[Tensor]]]:
+    """Cut flat tensors into blocks of at most BLOCK_ELEMENTS: name -> pieces, cut alike for every name."""
+    limit = _limit(tensors)
+    pieces = (piece for t in tensors for piece in zip(*(tensor.split(limit) for tensor in t.values())))
+    block: list[tuple[Tensor, ...]] = []
+    size = 0
+    for piece in pieces:
+        if size + piece[0].numel() > limit:
+            yield dict(zip(tensors[0], map(list, zip(*block))))
+            block, size = [], 0
+        block.append(piece)
+        size += piece[0].numel()
+    yield dict(zip(tensors[0], map(list, zip(*block))))
+
+
+def _scratch(tensors: list[dict[str, Tensor]], rows: int) -> Tensor:
+    """float32, room for `rows` rows of any block."""
+    elements = min(_limit(tensors), sum(t["param"].numel() for t in tensors))
+    return torch.empty(rows * elements, dtype=torch.float32, device=tensors[0]["param"].device)
+
+
+def _limit(tensors: list[dict[str, Tensor]]) -> int:
+    return BLOCK_ELEMENTS["cpu" if tensors[0]["param"].device.type == "cpu" else "cuda"]
+
+
+def _rows(
+    scratch: Tensor, block: dict[str, list[Tensor]], names: Sequence[str]
+) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
+    """A row of the start of `scratch` for each name, whole and cut like the block's tensors."""
+    sizes = [piece.numel() for piece in block["param"]]
+    rows = dict(zip(names, scratch[: len(names) * sum(sizes)].view(len(names), -1)))
+    return rows, {name: list(row.split(sizes)) for name, row in rows.items()}
+
+
+def _adamw(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    group: dict[str, Any],
+    step: Tensor,
+) -> None:
+    beta1, beta2 = group["betas"]
+    options = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
+    options |= {"eps": group["eps"], "amsgrad": False, "maximize": False, "grad_scale": None, "found_inf": None}
+    torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], [step] * len(params), **options)
+
+
+def _scalar(step: float, device: torch.device) -> Tensor:
+    return torch.full((), step, dtype=torch.float32, device=device)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The memory of this rank's part of a contiguous tensor, one-dimensional."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach().view(-1)

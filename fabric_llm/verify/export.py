@@ -1,0 +1,182 @@
+"""Checkpoint -> a Hugging Face directory that proves itself. One process, no GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fabric_llm.base import files
+from fabric_llm.base.ending import on_disk, uninterrupted
+from fabric_llm.base.faults import NO_CHECKPOINT, Fault
+from fabric_llm.checkpoint import keep, reading, state_dicts
+from fabric_llm.checkpoint.keep import checkpoint_at as find  # noqa: F401
+from fabric_llm.model.loading import (
+    DTYPES,
+    build_skeleton,
+    checked_skeleton,
+    load_config,
+    load_generation_config,
+    load_reference,
+    load_tokenizer,
+)
+from fabric_llm.run import flags
+
+# Largest mean difference of logits that rounding explains, as a part of their standard deviation, by the coarsest
+# dtype that the two sides compute in. On a CPU the same float32 weights give 0 and their bfloat16 export 4e-3
+# (toy Llama); GPU kernels sum in another order, hence the room. Another model's logits differ by about 1.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class VerificationError(RuntimeError):
+    """The exported model isn't the model that was trained."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What `verify` measured."""
+
+    tensors: int
+    parameters: int
+    tied: int  # parameters with a second name
+    logits_difference: float  # mean absolute difference as a part of the logits' standard deviation
+    tolerance: float
+    same_next_token: float  # part of the probe's positions with the same most likely next token
+
+
+def export(
+    source: Path, output: Path, *, dtype: str = "auto", max_shard_size: str = "5GB", overwrite: bool = False
+) -> Proof:
+    """Write `output` from the checkpoint `source` and verify it.
+
+    Raises ValueError for a damaged checkpoint or an existing `output`, VerificationError if what was written isn't the
+    model that was trained; then nothing is left behind, and a former `output` stays as it was.
+    """
+    flags.exported_output(output, overwrite)
+    try:
+        precision = reading.verified(source, hashes=True)["fixed"]["precision"]
+        trained_dtype = DTYPES[precision]
+    except (KeyError, TypeError) as error:
+        raise Fault(f"{str(source)!r} is damaged: trainer/progress.json has no precision.", NO_CHECKPOINT) from error
+    config = load_config(str(source))
+    weights = reading.sharded_weights(source, checked_skeleton(str(source), config, trained_dtype))
+    wanted = trained_dtype if dtype == "auto" else getattr(torch, dtype)  # but for what transformers keeps float32
+    model = load_reference(str(source), config, wanted, seed=0, state_dict=weights)
+    temporary = output.with_name(f".tmp-{output.name}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    files.room(output.parent, needed, "The export", "make room, or take an --output on another disk")
+    if os.path.lexists(temporary):  # of an export that was killed; or a link, which must not be written through
+        keep.remove(temporary)
+    try:
+        with on_disk(output, temporary, f"the weights need {needed / 2**30:,.2f} GiB"):
+            _write(temporary, source, model, max_shard_size)
+        proof = verify(temporary, model, reading.read_probe(source), precision)
+        with uninterrupted():
+            if output.exists():
+                shutil.rmtree(output)
+            temporary.rename(output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return proof
+
+
+def _write(folder: Path, source: Path, model: PreTrainedModel, max_shard_size: str) -> None:
+    # By way of a fresh skeleton, as in checkpoint.save: a model that was given a state dict would keep the names that
+    # its tensors have in memory, where experts are fused, and not take those of the hub.
+    template = build_skeleton(model.config, model.dtype)
+    template.generation_config = load_generation_config(str(source)) or template.generation_config
+    template.save_pretrained(folder, state_dict=model.state_dict(), max_shard_size=max_shard_size)
+    tokenizer = load_tokenizer(str(source))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def verify(folder: Path, trained: PreTrainedModel, probe: dict[str, Tensor], precision: str) -> Proof:
+    """Open `folder` with plain transformers and compare it with the trained weights and the recorded logits.
+
+    trained: the model with the checkpoint's weights, in the dtype of the export. Raises VerificationError.
+    """
+    try:
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=trained.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
+            trust_remote_code=False,
+        )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise VerificationError(f"transformers can't open the export: {' '.join(str(error).split())[:400]}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            raise VerificationError(f"{kind.replace('_', ' ')} in the export: {sorted(map(str, info[kind]))[:10]}.")
+    skeleton = build_skeleton(load_config(str(folder)), trained.dtype)
+    expected = dict(state_dicts.shapes(skeleton))
+    there = dict(loaded.named_parameters())
+    if set(expected) != set(there):
+        raise VerificationError(f"parameters differ from the model's: {sorted(set(expected) ^ set(there))[:10]}.")
+    ties = state_dicts.tied_names(skeleton)
+    if ties != state_dicts.tied_names(loaded):
+        raise VerificationError(f"tied weights {sorted(ties)} came out as {sorted(state_dicts.tied_names(loaded))}.")
+    for name, parameter in trained.named_parameters():
+        if tuple(there[name].shape) != expected[name]:
+            raise VerificationError(f"{name} has shape {list(there[name].shape)}, not {list(expected[name])}.")
+        if not torch.equal(there[name], parameter):
+            raise VerificationError(f"{name} isn't what the checkpoint holds.")
+    try:
+        with torch.no_grad():
+            logits = loaded.eval()(probe["input_ids"]).logits[0, probe["positions"]].float()
+    except (IndexError, RuntimeError) as error:
+        raise VerificationError(f"it can't compute the probe: {' '.join(str(error).split())[:400]}.") from error
+    recorded = probe["logits"]
+    if logits.shape != recorded.shape:
+        raise VerificationError(f"logits have shape {list(logits.shape)}, in training {list(recorded.shape)}.")
+    difference = ((logits - recorded).abs().mean() / recorded.std()).item()
+    computed_in = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32
+    tolerance = max(TOLERANCE[computed_in], TOLERANCE[trained.dtype])
+    if not difference <= tolerance:  # also where it is NaN
+        raise VerificationError(
+            f"logits differ from those in training by {difference:.2g} of their standard deviation, "
+            f"more than rounding explains ({tolerance:g})."
+        )
+    return Proof(
+        tensors=len(stored_names(folder)),
+        parameters=sum(p.numel() for p in loaded.parameters()),
+        tied=len(ties),
+        logits_difference=difference,
+        tolerance=tolerance,
+        same_next_token=(logits.argmax(-1) == recorded.argmax(-1)).float().mean().item(),
+    )
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Names of the tensors in the safetensors files of a Hugging Face directory."""
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            names.update(opened.keys())
+    return names
+
+
+def push(folder: Path, repository: str, private: bool = True) -> str:
+    """Upload a verified directory to the Hugging Face hub; returns the address. Can be repeated."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    api.create_repo(repository, private=private, exist_ok=True)
+    return str(api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Upload by fabric_llm"))
+
+
+def read_proof(proof: Proof) -> str:
+    """One line for the user."""
+    return (
+        f"Verified with plain transformers: {proof.tensors} tensors, {proof.parameters:,} parameters, {proof.tied} tied; "
+        f"logits differ from those in training by {proof.logits_difference:.1e} of their standard deviation "
+        f"(limit {proof.tolerance:g}), {proof.same_next_token:.0%} of next tokens the same."
+    )
