@@ -8,40 +8,30 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Optional
 
-from arguments import Arguments, fail, is_rank_zero, parse_train
+from arguments import Arguments, parse_train
+from fabric_llm.base.command_line import fail, is_rank_zero
 from fabric_llm.base.console import outlast_readers
-from fabric_llm.base.faults import UNEXPECTED, as_fault, code_of, tell_torchrun
-from fabric_llm.processes.launch import (
-    adopt_slurm,
-    die_with_parent,
-    find_slurm_host,
-    for_launcher,
-    forget_other_ranks,
-    warning_of_torchrun,
-)
-from fabric_llm.processes.stop import StopSignal
+from fabric_llm.base.faults import code_of
+from fabric_llm.processes import launch
+from fabric_llm.processes.stop import Requests, StopSignal
+from fabric_llm.run import due, mistakes
+from fabric_llm.training.schedule import lr_at
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mistakes are answered at once
     from lightning.fabric import Fabric
+    from torch import nn
 
+    from fabric_llm.checkpoint.progress import Progress
     from fabric_llm.processes.watch import Watch
+    from fabric_llm.run.log import Log
     from fabric_llm.run.plan import Plan
+    from fabric_llm.training.evaluation import Evaluation
 
 
 def main(argv: Optional[list[str]] = None) -> None:
-    # Broken connections are told in one sentence, not in C++ stacks.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # transformers fetches kernels, which are code, from the hub where the package kernels is installed.
-    os.environ.setdefault("USE_HUB_KERNELS", "NO")
     signals = StopSignal()
-    die_with_parent()
-    adopt_slurm()
-    forget_other_ranks()
-    if (warning := warning_of_torchrun()) and is_rank_zero():
-        print(f"Warning: {warning}", flush=True)
+    launch.adopt_launcher()
     arguments = parse_train(argv)
-    from fabric_llm.run import mistakes
-
     try:
         mistakes.in_training(arguments)
     except ValueError as error:
@@ -49,98 +39,93 @@ def main(argv: Optional[list[str]] = None) -> None:
         fail("train.py", str(error), code_of(error))
     if arguments.demo and is_rank_zero():
         print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)
-    find_slurm_host()
-    from fabric_llm.run.assemble import assemble
-    from fabric_llm.run.supervise import supervise
+    launch.find_slurm_host()
+    from fabric_llm.run.ending import supervise, told_in_one_sentence
+    from fabric_llm.run.joining import join, plan_together
 
     try:
-        fabric, plan, children = assemble(arguments)
-        supervise(fabric, arguments, plan, children, lambda watch: train(fabric, arguments, plan, signals, watch))
-    except (Exception, KeyboardInterrupt) as error:  # before there were ranks to tell
-        from fabric_llm.run import run_directory
-
-        fault = as_fault(error)
-        run_directory.leave(fault)
-        if fault.code == UNEXPECTED:
-            tell_torchrun(traceback.format_exc())
-            raise
-        tell_torchrun(str(fault))
-        print(f"train.py: {fault}", file=sys.stderr)
-        raise SystemExit(for_launcher(fault.code)) from None
+        with told_in_one_sentence():
+            joined = join(arguments)
+            supervise(
+                joined,
+                arguments.devices.hang_timeout,
+                lambda watch: train(joined.fabric, arguments, plan_together(joined, arguments), signals, watch),
+            )
     finally:
         signals.restore()
 
 
 def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal, watch: Watch) -> bool:
-    """The run, from its first step or the one it resumes at to the last. True if it was asked to stop before that.
+    """The run, from its first step or the one that it resumes at to the last. True if it was asked to stop before that.
 
     Every rank calls it.
     """
-    from fabric_llm.run.run import Run
-    from fabric_llm.training.schedule import lr_at
-    from fabric_llm.training.step import seed_step, train_step
+    from fabric_llm.model.language_model import trained_loss
+    from fabric_llm.run import build, ending, verdicts
+    from fabric_llm.training import step, updates
 
-    run = Run(fabric, arguments, plan, signals, watch)
-    training, evaluation, save = arguments.training, arguments.evaluation, arguments.save
-    half_epoch = len(plan.dataset.train) / 2
-    progress, last = plan.start, False
-    if progress.step == 0 or run.owes_evaluation:
-        stopped = not run.evaluate(progress)
-        last = stopped and progress.step > 0  # before the first step there is nothing to go on from
+    training, rank = arguments.training, fabric.global_rank
+    requests = Requests(signals, plan.run_directory if rank == 0 else None, training.max_hours if rank == 0 else None)
+    parts = build.build(fabric, arguments, plan, requests, watch)
+    plan, model, optimizer, guard, batches, log, evaluation, saver = parts
+    progress, stops = plan.start, False
+    if progress.step == 0 or plan.resumed.get("owes_evaluation"):
+        evaluated = evaluate(evaluation, model, progress, log, watch)
+        stops = not evaluated and progress.step > 0  # before the first step there is nothing to resume
 
-    while not last:
-        lr = lr_at(
-            progress.step,
-            max_step=run.plan.max_step,
-            lr=training.lr,
-            min_lr=training.min_lr,
-            warmup_steps=training.warmup_steps,
-            decay=training.lr_decay,
-            shape=training.lr_schedule,
-        )
-        before, progress = progress, progress.advance(plan.sequences_at(progress.position), plan.dataset.context_length)
-        last = progress.step >= run.plan.max_step or progress.position == plan.end
-        half_done = progress.position // half_epoch > before.position // half_epoch
-        evaluates = last or half_done or due(progress.step, evaluation.eval_step_interval)
-        saves = last or due(progress.step, save.save_step_interval)
-        logs = saves or evaluates or before == plan.start or due(progress.step, arguments.logging.log_step_interval)
+    while not (stops or plan.is_over(progress)):
+        before, progress = progress, plan.after(progress)
+        now = due.at(before, progress, plan, arguments)
+        lr = lr_at(before.step, max_step=plan.max_step, **due.schedule(training))
+        step.set_lr(optimizer, lr)
+        step.seed_step(training.seed, before.step, rank)
+        micro_batches = [fabric.to_device(batch) for batch in batches.at(before.position)]
+        targets, total = step.count_targets(fabric, micro_batches), 0.0
+        for batch in step.accumulate(fabric, model, micro_batches, plan.syncs_every_micro_batch, plan.sums_in_float32):
+            losses = model(**batch) / targets
+            step.backward(fabric, trained_loss(losses, plan.router_aux_loss_coef))
+            total = total + losses.detach()
+        grad_norm = step.clip(fabric, model, optimizer, training.grad_clip)
+        asked = [requests.is_to_stop(), requests.is_to_save(), saver.has_written()]
+        (loss, *aux_loss), (stop, save, written) = step.share(fabric, total, asked)
+        update = None
+        if guard.accept(loss, grad_norm):  # before the update: a NaN must not come into the weights
+            weights = updates.sample_weights(model.parameters()) if now.logs else None
+            optimizer.step()
+            update = updates.size(weights, model) if now.logs else None
+        else:
+            step.leave_out(fabric)
+        optimizer.zero_grad()
 
-        seed_step(training.seed, before.step, fabric.global_rank)
-        result = train_step(
-            fabric,
-            run.model,
-            run.optimizer,
-            run.batches.at(before.position),
-            lr=lr,
-            grad_clip=training.grad_clip,
-            sync_every_micro_batch=run.sync_every_micro_batch,
-            sum_in_float32=run.sum_in_float32,
-            accept=run.guard.accept,
-            ask=run.ask,
-            measure=logs,
-            router_aux_loss_coef=run.router_aux_loss_coef,
-        )
-        run.advance(progress)
-        run.report_verdict(before, progress, result)
-        stop_requested, save_requested = run.agreed(result)
-        if run.guard.verdict == "rewind":
-            progress, last = run.rewind(progress), stop_requested or progress.position == plan.end
+        watch.mark(progress.step, "in the next step")
+        log.advance(progress)
+        verdicts.report(plan, guard, log, saver, before, progress)
+        if written == fabric.world_size:
+            saver.publish()
+        if guard.verdict == "rewind":
+            model = optimizer = None  # their memory first
+            plan, model, optimizer, progress = verdicts.rewind(fabric, arguments, plan, guard, log, saver, progress)
+            stops = stop > 0
             continue
-        if logs or stop_requested or save_requested:
-            run.log(progress, lr, result)
-        if evaluates and not stop_requested:  # whoever asked may not wait for it
-            stop_requested = not run.evaluate(progress)
-        last = last or stop_requested
-        if saves or last or save_requested:
-            run.save(progress, last, evaluates)
+        if now.logs or stop or save:
+            log.step(progress, loss=loss, lr=lr, grad_norm=grad_norm, aux_loss=aux_loss, update=update)
+        evaluated = now.evaluates and not stop and evaluate(evaluation, model, progress, log, watch)
+        stops = stop > 0 or now.evaluates and not evaluated
+        if now.saves or stops or save:
+            saver.save(model, optimizer, progress, batches, guard, evaluated=evaluated, due=now, stops=stops)
 
-    stopped = progress.step < run.plan.max_step and progress.position != plan.end
-    run.finish(progress, stopped)
+    stopped = not plan.is_over(progress)
+    ending.close(fabric, arguments, plan, progress, stopped, requests, batches, saver, log, watch, (model, optimizer))
     return stopped
 
 
-def due(step: int, interval: Optional[int]) -> bool:
-    return interval is not None and step % interval == 0
+def evaluate(evaluation: Evaluation, model: nn.Module, progress: Progress, log: Log, watch: Watch) -> bool:
+    """Log the validation loss. False where a request to stop came first. All ranks call it."""
+    loss = log.untimed(lambda: evaluation.loss(model))
+    watch.mark(progress.step, "in the next step")
+    if loss is not None and evaluation.is_on:
+        log.evaluation(progress, loss)
+    return loss is not None
 
 
 if __name__ == "__main__":
@@ -155,4 +140,4 @@ if __name__ == "__main__":
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # everything is closed; destructors of process groups have been seen to hang, see run.kept_alive
+    os._exit(code)  # everything is closed; destructors of process groups have been seen to hang, see run/ending.py

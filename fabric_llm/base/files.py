@@ -10,10 +10,12 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -42,6 +44,20 @@ def fsync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def write_atomically(path: Path, content: str, durable: bool = False) -> None:
+    """Replace the file `path` as a whole: it is written aside and renamed. durable: on the disk before it has its name."""
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        temporary.write_text(content)
+        if durable:
+            fsync(temporary)
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):  # a disk that is full or gone
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, Entry]:

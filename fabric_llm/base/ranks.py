@@ -1,10 +1,40 @@
-"""What all ranks tell each other, small things of any kind. Without a process group there is one rank."""
+"""What all ranks tell each other. Without a process group there is one rank."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Optional, TypeVar
 
 import torch
+from torch import Tensor
+
+from fabric_llm.base.faults import Fault
+
+T = TypeVar("T")
+
+
+@dataclass
+class Waiting:
+    """Where the main thread of this rank waits for the others. The heartbeats publish it."""
+
+    collectives: int = 0  # entered so far, the same on all ranks once they have caught up with each other
+    inside: Optional[str] = None  # the one that it is in now
+
+
+waiting = Waiting()
+
+
+@contextmanager
+def waits_for_others(what: str) -> Iterator[None]:
+    """Declare a collective: a rank that hangs has entered fewer of them than those that wait for it."""
+    waiting.collectives += 1
+    waiting.inside = what
+    try:
+        yield
+    finally:
+        waiting.inside = None
 
 
 def alone() -> bool:
@@ -13,17 +43,58 @@ def alone() -> bool:
 
 
 def gather(value: Any) -> list[Any]:
-    """`value` of every rank, by rank, on all ranks. All call it."""
+    """`value` of every rank, by rank, on all ranks. All ranks call it."""
     if alone():
         return [value]
     values = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
+    with waits_for_others("gather"):
+        torch.distributed.all_gather_object(values, value)
     return values
 
 
 def from_first(value: Any) -> Any:
-    """Rank 0's `value`, on all ranks. All call it."""
+    """Rank 0's `value`, on all ranks. All ranks call it."""
+    if alone():
+        return value
     values = [value]
-    if not alone():
+    with waits_for_others("from_first"):
         torch.distributed.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def raise_first(problem: Optional[Fault]) -> None:
+    """Raise the problem of the first rank that has one, on all ranks. All ranks call it."""
+    for found in gather(problem):
+        if found is not None:
+            raise found
+
+
+def from_rank_zero(action: Callable[[], T]) -> T:
+    """What `action()` returns on rank 0, on all ranks; or the ValueError that it raises there, as a Fault on all ranks."""
+    value, problem = None, None
+    if alone() or torch.distributed.get_rank() == 0:
+        try:
+            value = action()
+        except ValueError as error:
+            problem = error if isinstance(error, Fault) else Fault(str(error))
+    value, problem = from_first((value, problem))
+    if problem is not None:
+        raise problem
+    return value
+
+
+def sum_over_ranks(fabric: Any, tensor: Tensor) -> Tensor:
+    """The sum of all ranks' tensors, of one shape and dtype, on each of them; may be `tensor` itself, overwritten.
+
+    Fabric's own all_reduce has a barrier before it, for which the host waits, on GPUs as well.
+    """
+    with waits_for_others("sum_over_ranks"):
+        if alone():  # one process, or a TPU's
+            return fabric.all_reduce(tensor, reduce_op="sum")
+        torch.distributed.all_reduce(tensor)
+        return tensor
+
+
+def any_rank(fabric: Any, flag: bool) -> bool:
+    """True on all ranks if `flag` is true on one. All ranks call it, and wait for each other."""
+    return sum_over_ranks(fabric, torch.tensor(int(flag), device=fabric.device)).item() > 0

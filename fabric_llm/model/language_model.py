@@ -1,19 +1,26 @@
-"""TODO model.language_model."""
+"""A causal language model that returns its loss. Another loss goes into `token_loss`."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-)
-from transformers.utils.logging import disable_progress_bar  # noqa: F401
+from transformers import PreTrainedModel
 
 from fabric_llm.data.dataset import IGNORED
 from fabric_llm.model.router import load_balancing_loss
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the cross-entropies of all targets, float32 scalar, in nats.
+
+    logits: [rows, context, vocabulary]. labels: int64 [rows, context], unshifted, -100 where there is no target.
+    """
+    predictions, targets = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+    return F.cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
 
 
 class LanguageModel(nn.Module):
@@ -22,6 +29,9 @@ class LanguageModel(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel, with_router_loss: bool = False) -> None:
         super().__init__()
         self.causal_lm, self.with_router_loss = causal_lm, with_router_loss
+        known = inspect.signature(causal_lm.forward).parameters.values()
+        takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)
+        self.without_cache = {"use_cache": False} if takes_use_cache else {}
 
     def forward(
         self,
@@ -30,7 +40,7 @@ class LanguageModel(nn.Module):
         attention_mask: Optional[Tensor] = None,
         position_ids: Optional[Tensor] = None,
     ) -> Tensor:
-        """Sum of the cross-entropies of all targets, float32 scalar, in nats; without `labels` the logits.
+        """`token_loss`; without `labels` the logits.
 
         with_router_loss, in training: float32 [2], the second the rows' auxiliary losses, each times the row's targets.
 
@@ -43,13 +53,10 @@ class LanguageModel(nn.Module):
         balances = self.with_router_loss and self.training and labels is not None
         if balances:
             given["output_router_logits"] = True
-        outputs = self.causal_lm(input_ids=input_ids, use_cache=False, **given)
-        logits = outputs.logits
+        outputs = self.causal_lm(input_ids=input_ids, **self.without_cache, **given)
         if labels is None:
-            return logits
-        loss = F.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+            return outputs.logits
+        loss = token_loss(outputs.logits, labels)
         if not balances:
             return loss
         rows, of_rows = len(input_ids), loss.new_zeros(len(input_ids))
@@ -64,3 +71,8 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     """Recompute each layer in the backward pass. transformers does it inside the layer, so names stay as they are."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
+
+
+def trained_loss(losses: Tensor, router_aux_loss_coef: float) -> Tensor:
+    """What is trained, scalar: of the two losses of a model with `with_router_loss` the weighted sum."""
+    return losses if losses.ndim == 0 else losses[0] + router_aux_loss_coef * losses[1]

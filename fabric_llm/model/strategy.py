@@ -24,7 +24,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -90,17 +90,6 @@ def make_fabric(
 def _environment() -> ClusterEnvironment:
     """Where ranks come from: torchrun, or launch.py, which knows srun. Fabric would take any SLURM job for srun's."""
     return TorchElasticEnvironment() if TorchElasticEnvironment.detect() else LightningEnvironment()
-
-
-def sum_over_ranks(fabric: Fabric, tensor: Tensor) -> Tensor:
-    """The sum of all ranks' tensors, of one shape and dtype, on each of them; may be `tensor` itself, overwritten.
-
-    Fabric's own all_reduce has a barrier before it, for which the host waits, on GPUs as well.
-    """
-    if not torch.distributed.is_initialized():  # one process, or a TPU's
-        return fabric.all_reduce(tensor, reduce_op="sum")
-    torch.distributed.all_reduce(tensor)
-    return tensor
 
 
 class AnyDeviceFSDPStrategy(FSDPStrategy):

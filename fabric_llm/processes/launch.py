@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, Optional
 
+from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.faults import CODES, DONE, PEER_LOST, STOPPED, Fault
 
 PARENT = "FABRIC_LLM_PARENT"  # environment variable of a started rank: the process that it must not outlive
@@ -52,6 +53,19 @@ class Children:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def adopt_launcher() -> None:
+    """At the start of a process: what its launcher says in the environment, as torchrun would say it."""
+    # Broken connections are told in one sentence, not in C++ stacks.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # transformers fetches kernels, which are code, from the hub where the package kernels is installed.
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")
+    die_with_parent()
+    adopt_slurm()
+    forget_other_ranks()
+    if (warning := warning_of_torchrun()) and is_rank_zero():
+        print(f"Warning: {warning}", flush=True)
 
 
 def adopt_slurm() -> None:
@@ -186,6 +200,11 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != _parent:  # it ended before the kernel knew
         os._exit(1)
+
+
+def has_parent() -> bool:
+    """True in a rank that rank 0 of its machine has started."""
+    return _parent is not None
 
 
 def kill_parent(seconds: float = 0.0) -> None:

@@ -1,9 +1,9 @@
-"""Who has come? From the start of a rank until all have joined; watch.py looks after them from then on.
+"""Rendezvous: heartbeats between ranks until all have joined the process group. watch.py has those after it.
 
 The process group can't say who is missing: it forms when all are there, or fails after its time-out. So each rank tells a
-store that it lives, before it plans and until it has joined: the group's where there is one, else one at the same address,
-which rank 0 or torchrun's agent holds. Rank 0 listens to all, the others to rank 0. A rank that hasn't been heard of for
-`timeout_seconds` while another waits for it ends the run.
+store that it lives until it has joined: the group's where there is one, else one at the same address, which rank 0 or
+torchrun's agent holds. Rank 0 listens to all, the others to rank 0. A rank that isn't heard for `timeout_seconds` ends the
+run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Callable, Optional
 
 import torch
@@ -33,8 +34,8 @@ class Meeting:
     """This rank among all that are to join.
 
     timeout_seconds: silence of a rank that is waited for, and time for all to connect once they are there.
-    hang_seconds: time that a rank which lives may prepare itself while others wait for it.
     on_fault(fault): called in a thread, as the main thread waits; ends the process.
+    children: the ranks that this process has started.
     """
 
     def __init__(
@@ -42,18 +43,15 @@ class Meeting:
         rank: int,
         world_size: int,
         timeout_seconds: float,
-        hang_seconds: float,
         on_fault: Callable[[Fault], None],
+        children: Children,
     ) -> None:
-        self.rank, self.world_size, self.on_fault = rank, world_size, on_fault
-        self.timeout_seconds, self.hang_seconds = max(timeout_seconds, 1.0), hang_seconds
-        self.children = Children({})
-        self.words: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "waits": False}
+        self.rank, self.world_size, self.on_fault, self.children = rank, world_size, on_fault, children
+        self.timeout_seconds = max(timeout_seconds, 1.0)
+        self.words: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}
         self.heard: dict[int, Heard] = {}
         self.since = time.monotonic()  # silence counts from here on
-        self.waits_since: Optional[float] = None  # for the others
         self.complete_since: Optional[float] = None  # all wait for each other
-        self.begun = False
         self.answered = False  # by the store, ever
         self.news = threading.Event()  # there are words that the store hasn't
         self.told = threading.Event()  # it has them
@@ -62,18 +60,11 @@ class Meeting:
 
     # ---------------------------------------------------------------- called by the main thread
 
-    def begin(self) -> None:
-        """Say from now on that this rank lives. MASTER_ADDR and MASTER_PORT are in the environment."""
-        if self.begun:
-            return
-        self.begun = True
+    def begin(self, directory: Optional[Path]) -> None:
+        """This rank waits for the others. directory: rank 0's, that of the run. MASTER_PORT is in the environment."""
+        self.since = time.monotonic()
+        self._say(directory=None if directory is None else str(directory))
         threading.Thread(target=self._talk, name="meeting", daemon=True).start()
-
-    def wait(self, children: Children, directory: Optional[str]) -> None:
-        """From now on this rank waits for the others. directory: rank 0's, that of the run."""
-        self.children = children
-        self.since = self.waits_since = time.monotonic()
-        self._say(waits=True, directory=directory)
         threading.Thread(target=self._look, name="join", daemon=True).start()
 
     def close(self) -> None:
@@ -199,15 +190,6 @@ class Meeting:
     def _stuck(self, now: float) -> Optional[Fault]:
         """Nobody is silent, and still there is no end."""
         if self.rank == 0 and len(self.heard) < self.world_size - 1:
-            return None
-        preparing = [rank for rank, heard in sorted(list(self.heard.items())) if not heard.beat["waits"]]
-        if preparing and now - max(self.since, self.waits_since or now) > self.hang_seconds:
-            sentence = (
-                f"rank {preparing[0]} hangs: it has been preparing for {self.hang_seconds:.0f} s, and others wait"
-            )
-            return Fault(f"{sentence} (--hang_timeout).", PEER_LOST)
-        if preparing:
-            self.complete_since = None
             return None
         self.complete_since = self.complete_since or now
         if self.rank != 0 or now - self.complete_since <= self.timeout_seconds:

@@ -63,29 +63,33 @@ def _cut_short(number: int, frame: Optional[FrameType]) -> None:
     raise KeyboardInterrupt("interrupted after the last save.")
 
 
-def asked_for(
-    signals: StopSignal, run_directory: Optional[Path], max_hours: Optional[float] = None
-) -> tuple[bool, bool]:
-    """(stop, save), as a signal to this rank asks, the time, or a file in `run_directory`, which is then removed.
+class Requests:
+    """What asks this rank to stop or to save: signals, on rank 0 files in the run directory, and --max_hours."""
 
-    A request to stop stays; whoever asks for the other takes it.
-    """
-    stop = is_to_stop(signals, run_directory, max_hours)
-    save, signals.save_file = signals.save_file, False
-    return stop, save
+    def __init__(self, signals: StopSignal, run_directory: Optional[Path], max_hours: Optional[float]) -> None:
+        """run_directory, max_hours: None on other ranks than 0, which looks for all."""
+        self.signals, self.run_directory, self.max_hours = signals, run_directory, max_hours
 
+    def is_to_stop(self) -> bool:
+        """A request to stop stays."""
+        if self.run_directory is not None:
+            self.signals.stop_file |= _take(self.run_directory / STOP_FILE)
+            self.signals.save_file |= _take(self.run_directory / SAVE_FILE)
+        return self.signals.stop_file or self.signals.received is not None or self.is_over()
 
-def is_to_stop(signals: StopSignal, run_directory: Optional[Path], max_hours: Optional[float] = None) -> bool:
-    """The first of `asked_for`'s answers, without taking the second."""
-    if run_directory is not None:
-        signals.stop_file |= _take(run_directory / STOP_FILE)
-        signals.save_file |= _take(run_directory / SAVE_FILE)
-    return signals.stop_file or signals.received is not None or is_over(signals, max_hours)
+    def is_to_save(self) -> bool:
+        """A request to save is taken by whoever asks."""
+        save, self.signals.save_file = self.signals.save_file, False
+        return save
 
+    def is_over(self) -> bool:
+        """True once this process has run for --max_hours."""
+        return self.max_hours is not None and self.signals.hours() >= self.max_hours
 
-def is_over(signals: StopSignal, max_hours: Optional[float]) -> bool:
-    """True if this process has run for so long."""
-    return max_hours is not None and signals.hours() >= max_hours
+    def finish(self) -> None:
+        """The run is over and saved: later requests are not for the next one, and signals cut nothing short."""
+        self.signals.everything_is_saved()
+        self.is_to_stop()
 
 
 def _take(file: Path) -> bool:

@@ -1,8 +1,9 @@
-"""Is everyone still there? A thread on each rank tells the others that it lives and what it does.
+"""Heartbeats between ranks. A thread on each rank tells the others that it lives, and what it does.
 
-A rank that dies closes its connections, which gloo notices and NCCL may not; a rank that hangs closes nothing. So each
-rank puts a heartbeat into the process group's store, and looks at the others' there. The first fault of any rank is put
-there as well: what the others then see, a broken connection, is a consequence, and they say whose fault came first.
+A rank that dies closes its connections, which gloo notices and NCCL may not. A rank that hangs closes nothing. So each rank
+puts a heartbeat into the process group's store and reads the others' there. A heartbeat says how many collectives the rank
+has entered (base/ranks.py): the rank with the fewest is the one that the others wait for. The first fault of any rank is put
+into the store as well. What the others then see, a broken connection, is a consequence, and they say whose fault came first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Callable, Optional, Union
 import torch
 
 from fabric_llm.base.faults import PEER_LOST, Fault
-from fabric_llm.training import step
+from fabric_llm.base.ranks import waiting
 
 MOST_SECONDS_BETWEEN_BEATS = 0.5
 MOST_SECONDS_OF_SILENCE = 10.0  # of a rank that is alive but short of processor time
@@ -127,7 +128,7 @@ class Watch:
     def _beat(self) -> None:
         self.beats += 1
         beat = {"beats": self.beats, "step": self.step, "doing": self.doing, "host": socket.gethostname()}
-        beat |= {"pid": os.getpid(), "waits": self._waits(), "still": time.monotonic() - self.marked}
+        beat |= {"pid": os.getpid(), "collectives": waiting.collectives, "still": time.monotonic() - self.marked}
         self._set(f"beat/{self.rank}", json.dumps(beat))
 
     def _listen(self) -> None:
@@ -164,12 +165,12 @@ class Watch:
         if silent:
             return self._silent_fault(silent[0])
         beats = {rank: heard.beat for rank, heard in self.heard.items()}
-        beats[self.rank] = {"step": self.step, "doing": self.doing, "waits": self._waits()}
-        behind = sorted(beats, key=lambda rank: (beats[rank]["step"], beats[rank]["waits"] is not None, rank))[0]
+        beats[self.rank] = {"step": self.step, "doing": self.doing, "collectives": waiting.collectives}
+        behind, *ahead = sorted(beats, key=lambda rank: (beats[rank]["collectives"], rank))
         beat = beats[behind]
         what = f"rank {behind} hangs: no progress for {self.timeout_seconds:.0f} s after step {beat['step']}"
-        alone = self.world_size > 1 and all(b["waits"] is not None for r, b in beats.items() if r != behind)
-        wait = "; the others wait for it" if alone and beat["waits"] is None else ""
+        is_waited_for = bool(ahead) and beats[ahead[0]]["collectives"] > beat["collectives"]
+        wait = "; the others wait for it" if is_waited_for else ""
         return Fault(f"{what}, {beat['doing']}{wait} (--hang_timeout).", PEER_LOST)
 
     def _silent_fault(self, rank: int) -> Fault:
@@ -219,22 +220,6 @@ class Watch:
         frame = sys._current_frames().get(self.main_thread)
         return "".join(traceback.format_stack(frame)[-8:]) if frame is not None else "(no stack)"
 
-    def _waits(self) -> Optional[str]:
-        """The function that the main thread is in, where it is in one that waits for other ranks.
-
-        torch's own, or on a GPU the step's, which reads what collectives will have given.
-        """
-        frame = sys._current_frames().get(self.main_thread)
-        if frame is not None and frame.f_code.co_filename == step.__file__:
-            return frame.f_code.co_name
-        for _ in range(4):
-            if frame is None:
-                return None
-            if "/torch/distributed/" in frame.f_code.co_filename or "/torch/autograd/graph" in frame.f_code.co_filename:
-                return frame.f_code.co_name
-            frame = frame.f_back
-        return None
-
     # ---------------------------------------------------------------- the store
 
     def _first_after_a_while(self) -> Optional[Fault]:
@@ -274,6 +259,19 @@ class Watch:
     def _get(self, key: str) -> Optional[str]:
         said = self.store.ask(lambda store: store.get(key) if store.check([key]) else None)
         return None if said is None else said.decode()
+
+
+class NoWatch:
+    """In place of a Watch where nobody looks after a run, such as a notebook or a test."""
+
+    step = 0
+
+    def mark(self, step: int, doing: str) -> None:
+        """Nobody listens."""
+        self.step = step
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 class Store:

@@ -1,100 +1,191 @@
-"""Plan -> model and optimizer on the devices, with the weights and state to start from, verified."""
+"""Plan -> the objects of a run: model and optimizer on the devices, data, log, and what saves and evaluates."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 import transformers
 from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from arguments import Arguments
-from fabric_llm.base.faults import UNEXPECTED, Fault, as_fault
-from fabric_llm.checkpoint import reading
-from fabric_llm.model import causality, equality, language_model, loading, materialize, router, strategy
+from fabric_llm.base import ranks
+from fabric_llm.base.command_line import Flags
+from fabric_llm.base.failpoints import failpoint
+from fabric_llm.base.faults import UNEXPECTED, UNWRITABLE, Fault, as_fault
+from fabric_llm.checkpoint import reading, writing
+from fabric_llm.data.batches import Batches, Prefetch
+from fabric_llm.model import causality, equality, language_model, loading, strategy
+from fabric_llm.model.materialize import Materializer
+from fabric_llm.processes.stop import Requests
+from fabric_llm.processes.watch import Watch
+from fabric_llm.run import run_directory
+from fabric_llm.run.log import Log, open_log
 from fabric_llm.run.plan import Plan
-from fabric_llm.training import optim
-from fabric_llm.training.adamw import AdamW
+from fabric_llm.run.saver import Saver
+from fabric_llm.training import adamw, optim
+from fabric_llm.training.evaluation import Evaluation
+from fabric_llm.training.guard import Guard
 
 
-def probe_input(plan: Plan) -> Tensor:
-    """The first tokens of the validation split, int64 [1, up to 128]."""
-    return torch.tensor(plan.dataset.validation[0]["input_ids"])[None, :128]
+class Parts(NamedTuple):
+    """The objects of a run, in the order in which they are made."""
+
+    plan: Plan  # with document_end None where the model turns out not to keep documents apart
+    model: nn.Module  # wrapped
+    optimizer: torch.optim.Optimizer
+    guard: Guard
+    batches: Prefetch
+    log: Log
+    evaluation: Evaluation
+    saver: Saver
 
 
-def set_up(
-    fabric: Fabric, arguments: Arguments, plan: Plan, source: str, resume_from: Optional[Path]
-) -> tuple[nn.Module, torch.optim.Optimizer, PreTrainedModel, Optional[int]]:
-    """(wrapped model, optimizer, unwrapped model without memory, document_end), with the weights of `source`.
+def build(fabric: Fabric, flags: Flags, plan: Plan, requests: Requests, watch: Watch) -> Parts:
+    """All parts of a run. All ranks call it. Raises Fault on all of them where the disk isn't shared or has no room."""
+    require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
+    require_room(plan)
+    failpoint("set_up")
+    plan, model, optimizer, template = build_model(fabric, flags, plan, plan.source, plan.resume_from)
+    guard = Guard(
+        *(getattr(flags.guard, n) for n in ("max_skipped_steps", "spike_threshold", "spike_window", "spike_action"))
+    )
+    if plan.resumed:
+        restore(fabric, guard, plan.resumed)
+    common = {"rank": fabric.global_rank, "world_size": fabric.world_size, "document_end": plan.document_end}
+    training = Batches(
+        plan.dataset.train, flags.training.seed, plan.micro_batch_size, plan.micro_batches, end=plan.end, **common
+    )
+    batches = Prefetch(training, flags.data.num_workers)
+    log = open_log(fabric, flags, plan, template)
+    evaluation = Evaluation(
+        fabric,
+        evaluation_batches(plan, flags, **common),
+        requests.is_to_stop,
+        lambda: watch.mark(watch.step, "evaluating"),
+    )
+    return Parts(
+        plan, model, optimizer, guard, batches, log, evaluation, Saver(fabric, flags, plan, log, template, watch.mark)
+    )
 
-    resume_from: checkpoint whose optimizer state to load. document_end: that of the plan, None where the model turns out
-    not to keep documents apart and needn't.
+
+def evaluation_batches(plan: Plan, flags: Flags, *, rank: int, world_size: int, document_end: Optional[int]) -> Batches:
+    """The first --eval_iters batches of the validation split, not past its end; as many on each rank."""
+    validation, size = plan.dataset.validation, flags.evaluation.eval_batch_size
+    count = min(flags.evaluation.eval_iters, -(-len(validation) // size))
+    return Batches(
+        validation,
+        flags.training.seed,
+        size,
+        -(-count // world_size),
+        rank=rank,
+        world_size=world_size,
+        shuffle=False,
+        end=min(count * size, len(validation)),
+        document_end=document_end,
+    )
+
+
+def restore(fabric: Fabric, guard: Guard, document: dict[str, Any]) -> None:
+    """What a checkpoint's progress.json holds of the run, except for its place."""
+    guard.restore(document["guard"])
+    if document.get("scaler"):
+        fabric.strategy.precision.load_state_dict(document["scaler"])
+
+
+def require_shared_directory(directory: Path, seconds: float) -> None:
+    """End the run before its model is loaded where a rank would write to another disk than rank 0 reads from."""
+    written = ranks.from_rank_zero(lambda: run_directory.read_status(directory))
+    sees = run_directory.wait_for_status(directory, written, seconds / 2)
+    if blind := [rank for rank, there in enumerate(ranks.gather(sees)) if not there]:
+        raise Fault(
+            f"rank {blind[0]} doesn't see what rank 0 writes into {str(directory)!r}: "
+            "it must be on a disk that all machines share.",
+            UNWRITABLE,
+        )
+
+
+def require_room(plan: Plan) -> None:
+    """Sweep, and end the run before its model is loaded where not even one checkpoint would fit on the disk."""
+
+    def look() -> None:
+        run_directory.sweep(plan.run_directory)
+        parameters = loading.build_skeleton(plan.config, loading.DTYPES[plan.precision]).parameters()
+        needed = adamw.checkpoint_bytes(parameters, plan.bf16_updates)
+        writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
+
+    ranks.from_rank_zero(look)
+
+
+def build_model(
+    fabric: Fabric, flags: Flags, plan: Plan, source: str, resume_from: Optional[Path]
+) -> tuple[Plan, nn.Module, torch.optim.Optimizer, PreTrainedModel]:
+    """(plan, wrapped model, optimizer, unwrapped model without memory), with the weights of `source`.
+
+    resume_from: checkpoint whose optimizer state to load. The plan's document_end is None afterwards where the model turns
+    out not to keep documents apart and needn't.
     """
-    dtype = loading.DTYPES[arguments.model.precision]
+    dtype, training = loading.DTYPES[plan.precision], flags.training
     template = loading.build_skeleton(plan.config, dtype)
     template.generation_config = loading.load_generation_config(source) or template.generation_config
     skeleton = language_model.LanguageModel(
         loading.build_skeleton(plan.config, dtype),
-        with_router_loss=router.coefficient(template, arguments.training.router_aux_loss_coef) > 0,
+        with_router_loss=plan.router_aux_loss_coef > 0,
     )
-    if arguments.fsdp.activation_checkpointing:
+    if flags.fsdp.activation_checkpointing:
         language_model.checkpoint_activations(skeleton.causal_lm)
     decayed = optim.decayed_names(skeleton)
-    reference, expected, document_end = load_reference(fabric, arguments, source, plan)
-    materializer = materialize.Materializer(skeleton, reference, fabric.device)
-    wrapped = strategy.wrap(fabric, plan.strategy, skeleton, materializer, arguments.model.precision, plan.sharding)
-    named = ((strategy.original_name(name), parameter) for name, parameter in wrapped.module.named_parameters())
-    training = arguments.training
-    optimizer = AdamW(
-        optim.parameter_groups(named, decayed, training.weight_decay),
+    verifies = flags.model.verify_start
+    reference, expected, document_end = load_reference(plan, source, training.seed, verifies)
+    materializer = Materializer(skeleton, reference, fabric.device)
+    wrapped = strategy.wrap(fabric, plan.strategy, skeleton, materializer, plan.precision, plan.sharding)
+    optimizer = optim.make_optimizer(
+        wrapped,
+        decayed,
         lr=training.lr,
         betas=(training.beta1, training.beta2),
-        updates=arguments.model.bf16_updates,
+        weight_decay=training.weight_decay,
+        updates=plan.bf16_updates,
         seed=training.seed,
-        shard_rank=strategy.shard_rank(wrapped),
     )
-    optimizer.initialise()
     optimizer = fabric.setup_optimizers(optimizer)
     if resume_from is not None:
         reading.load_optimizer(resume_from, wrapped.module, optimizer)
-    if arguments.model.verify_start:
-        verify_start(fabric, arguments, plan, wrapped, expected)
-    return wrapped, optimizer, template, document_end
+    if verifies:
+        verify_start(fabric, plan, wrapped, expected)
+    return replace(plan, document_end=document_end), wrapped, optimizer, template
 
 
 def load_reference(
-    fabric: Fabric, arguments: Arguments, source: str, plan: Plan
+    plan: Plan, source: str, seed: int, verifies_start: bool
 ) -> tuple[Optional[PreTrainedModel], Optional[equality.Outputs], Optional[int]]:
     """On rank 0 the model with its weights on the CPU, and what it makes of the probe, None on the others; document_end.
 
     What is wrong with the weights, or with the model as transformers has it, ends the run on all ranks, with one sentence.
     """
-    reference, expected, problem, document_end = None, None, None, plan.document_end
-    if fabric.global_rank == 0:
-        try:
-            flash = plan.config._attn_implementation == "flash_attention_2"  # has no CPU kernel
-            reference = loading.load_reference(
-                source,
-                loading.load_config(source) if flash else plan.config,
-                loading.DTYPES[arguments.model.precision],
-                arguments.training.seed,
-                reading.sharded_weights(Path(source), loading.build_skeleton(plan.config, torch.float32)),
-            )
-            if not keeps_documents_apart(reference, plan):
-                document_end = None
-            if arguments.model.verify_start:
-                expected = computed(reference, lambda: expected_outputs(reference, source, plan))
-        except ValueError as error:
-            problem = error if isinstance(error, Fault) else Fault(str(error))
-    problem, document_end = fabric.broadcast((problem, document_end))
-    if problem is not None:
-        raise problem
+    loaded: list[Any] = [None, None]  # stays on rank 0
+
+    def load() -> Optional[int]:
+        flash = plan.config._attn_implementation == "flash_attention_2"  # has no CPU kernel
+        loaded[0] = reference = loading.load_reference(
+            source,
+            loading.load_config(source) if flash else plan.config,
+            loading.DTYPES[plan.precision],
+            seed,
+            reading.sharded_weights(Path(source), loading.build_skeleton(plan.config, torch.float32)),
+        )
+        document_end = plan.document_end if keeps_documents_apart(reference, plan) else None
+        if verifies_start:
+            loaded[1] = computed(reference, lambda: expected_outputs(reference, source, plan))
+        return document_end
+
+    document_end = ranks.from_rank_zero(load)
     loading.disable_progress_bar()  # from here on there is our own
-    return reference, expected, document_end
+    return loaded[0], loaded[1], document_end
 
 
 def expected_outputs(reference: PreTrainedModel, source: str, plan: Plan) -> equality.Outputs:
@@ -104,7 +195,9 @@ def expected_outputs(reference: PreTrainedModel, source: str, plan: Plan) -> equ
             f"{type(reference).__name__}, as {source!r} configures it, isn't causal: what it says of a token depends on the "
             "tokens after it, so there is nothing to predict."
         )
-    return equality.outputs(reference, probe_input(plan)[:, : equality.PROBE_TOKENS], lambda ids: reference(ids).logits)
+    return equality.outputs(
+        reference, plan.probe_input()[:, : equality.PROBE_TOKENS], lambda ids: reference(ids).logits
+    )
 
 
 def keeps_documents_apart(reference: PreTrainedModel, plan: Plan) -> bool:
@@ -142,14 +235,11 @@ def computed(reference: PreTrainedModel, compute: Callable[[], Any]) -> Any:
         ) from error
 
 
-def verify_start(
-    fabric: Fabric, arguments: Arguments, plan: Plan, wrapped: nn.Module, expected: Optional[equality.Outputs]
-) -> None:
-    """Stop on all ranks if the wrapped model isn't the one that transformers loads."""
+def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Optional[equality.Outputs]) -> None:
+    """Stop on all ranks if the wrapped model isn't the one that transformers loads. expected: on rank 0, the reference's."""
     began = time.monotonic()
-    ours = equality.verify_start(
-        fabric, wrapped, expected, probe_input(plan)[:, : equality.PROBE_TOKENS], arguments.model.precision
-    )
+    probe = plan.probe_input()[:, : equality.PROBE_TOKENS]
+    ours = equality.verify_start(fabric, wrapped, expected, probe, plan.precision)
     if expected is not None:
         print(
             f"Start verified: loss {ours.loss:.4f} on {equality.PROBE_TOKENS} tokens, {expected.loss:.4f} in plain "

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Optional
 
-from arguments import Arguments, groups
+from fabric_llm.base.command_line import Flags, groups
 
 # AdamW moves a weight by about the learning rate a step, and weights of language models begin, and mostly stay, around
 # 0.02 (initializer_range in transformers): above that one step replaces what they hold.
@@ -40,10 +40,10 @@ class Facts:
     positions: Optional[int]  # that the model was made for, None where it has no such number
 
 
-def doubts(arguments: Arguments, facts: Facts) -> list[str]:
+def doubts(flags: Flags, facts: Facts) -> list[str]:
     """Sentences, in the order of --help."""
-    defaults = {f.name: f.default for group in groups(Arguments).values() for f in fields(group)}
-    flat = arguments.flat()
+    defaults = {f.name: f.default for group in groups(type(flags)).values() for f in fields(group)}
+    flat = flags.flat()
     given = {name: value for name, value in flat.items() if value != defaults[name]}
     table = (*_of_devices(flat, given, facts), *_of_training(flat, given, facts), *_of_the_rest(flat, given, facts))
     return [sentence for is_so, sentence in table if is_so]

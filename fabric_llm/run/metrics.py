@@ -12,9 +12,8 @@ from typing import Optional
 import torch
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.files import fsync
-
-Record = dict[str, float]
+from fabric_llm.base.files import fsync, write_atomically
+from fabric_llm.run.trackers import Record
 
 
 class MetricsFile:
@@ -37,11 +36,8 @@ class MetricsFile:
             if rewinds is not None:
                 undone = [number for number, line in enumerate(kept) if _is_rewind(line)][rewinds:]
                 kept = [line for number, line in enumerate(kept) if number not in undone]
-            temporary = path.with_name(f".{path.name}.tmp")
-            temporary.write_text("".join(kept))
-            fsync(temporary)
             failpoint("metrics.replace")
-            temporary.replace(path)
+            write_atomically(path, "".join(kept), durable=True)
         self.path = path
 
     def write(self, step: int, record: Record) -> None:

@@ -1,23 +1,26 @@
-"""Arguments -> Plan: every mistake that can be found before a process or a model exists is found here.
+"""Flags -> Plan: what they mean on this machine, with this dataset and model. Every mistake in them is found here.
 
-Each check raises ValueError in one sentence with the offending value; assemble.py turns that into an exit code.
+Each check raises ValueError in one sentence with the offending value.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from arguments import Arguments, is_first_of_machine, is_rank_zero
+import torch
+from torch import Tensor
+
 from fabric_llm.base import files
+from fabric_llm.base.command_line import Flags, is_first_of_machine, is_rank_zero
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.checkpoint import reading, state_dicts
 from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.data.dataset import TokenDataset, open_dataset
-from fabric_llm.data.demo import prepare_demo
 from fabric_llm.model import router, strategy_rules
+from fabric_llm.model import strategy as strategies
 from fabric_llm.model.loading import (
     DTYPES,
     build_skeleton,
@@ -28,16 +31,18 @@ from fabric_llm.model.loading import (
     resolve_attention,
     takes_positions,
 )
-from fabric_llm.model.strategy import modules_to_wrap, of_one_dtype, resolve_devices, resolve_strategy
 from fabric_llm.model.strategy_rules import Sharding
-from fabric_llm.run import flags, mistakes, resume
+from fabric_llm.run import flag_rules as rules
+from fabric_llm.run import mistakes, resume
+
+PROBE_TOKENS = 128  # of the validation split, at most
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which devices, and how the model is spread over them."""
+    """Which devices a run uses, and how the model is spread over them."""
 
-    strategy: str  # a name of strategy.py's table
+    strategy: str  # a name of the table in model/strategy.py
     sharding: Sharding
     devices: int  # per node
     num_nodes: int
@@ -50,12 +55,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class Plan(Placement):
-    """What the arguments mean on this machine, with this dataset and model: nothing is left to decide."""
+    """What the flags come to: nothing is left to decide."""
 
     dataset: TokenDataset
     source: str  # hub name or directory that the weights and their config come from
     config: Any  # the model's transformers configuration
     tokenizer: Optional[Any]
+    precision: str
+    bf16_updates: str
     micro_batch_size: int  # sequences per forward pass and device
     micro_batches: int  # per step and device
     global_batch_size: int  # sequences
@@ -66,16 +73,42 @@ class Plan(Placement):
     resume_from: Optional[Path]
     document_end: Optional[int]  # token id that ends each packed document, None where documents aren't kept apart
     document_masking: Union[bool, str]  # as given, or as the run had it; "auto": off if the model turns out not to
+    sums_in_float32: bool  # gradients of low-precision weights, over micro-batches
+    router_aux_loss_coef: float  # 0 where no auxiliary loss of a mixture of experts is trained
+    resumed: dict[str, Any] = field(default_factory=dict)  # progress.json of `resume_from`
 
-    def sequences_at(self, position: int) -> int:
-        """Sequences that the step at `position` consumes: a global batch, or what is left of the last epoch."""
-        return self.global_batch_size if self.end is None else min(self.global_batch_size, self.end - position)
+    @property
+    def syncs_every_micro_batch(self) -> bool:
+        """False where the gradients of a step can wait for each other unreduced."""
+        return strategies.syncs_every_micro_batch(self.strategy, self.sums_in_float32 and self.precision == "bf16-true")
+
+    def is_over(self, progress: Progress) -> bool:
+        """True once the last step is done."""
+        return progress.step >= self.max_step or progress.position == self.end
+
+    def after(self, progress: Progress) -> Progress:
+        """Where the run is one step later: a global batch, or what is left of the last epoch, is consumed."""
+        left = self.global_batch_size if self.end is None else self.end - progress.position
+        return progress.advance(min(self.global_batch_size, left), self.dataset.context_length)
+
+    def resolved(self) -> dict[str, Any]:
+        """What arguments.yaml holds instead of what was given: the same step on any devices that its batch divides by."""
+        return {
+            "context_length": self.dataset.context_length,
+            "global_batch_size": self.global_batch_size,
+            "micro_batch_size": self.micro_batch_size,
+            "gradient_accumulation_steps": None,
+        }
+
+    def probe_input(self) -> Tensor:
+        """The first tokens of the validation split, int64 [1, up to PROBE_TOKENS]."""
+        return torch.tensor(self.dataset.validation[0]["input_ids"])[None, :PROBE_TOKENS]
 
 
-def placement(arguments: Arguments) -> Placement:
-    """What the arguments and the launcher say of devices, without a look at model or data. Raises ValueError."""
-    fsdp = arguments.fsdp
-    devices, num_nodes, kind = resolve_devices(*mistakes.asked_world(arguments), arguments.devices.accelerator)
+def place(flags: Flags) -> Placement:
+    """What the flags and the launcher say of devices, without a look at model or data. Raises ValueError."""
+    fsdp, tpu, precision = flags.fsdp, flags.devices.tpu, flags.model.precision
+    devices, num_nodes, kind = strategies.resolve_devices(*mistakes.asked_world(flags), flags.devices.accelerator)
     sharding = Sharding(
         fsdp.auto_wrap_policy,
         fsdp.sharding_strategy,
@@ -84,32 +117,73 @@ def placement(arguments: Arguments) -> Placement:
         fsdp.backward_prefetch,
         fsdp.reduce_dtype,
     )
-    tpu, precision = arguments.devices.tpu, arguments.model.precision
-    strategy = resolve_strategy(fsdp.strategy, devices * num_nodes, tpu, precision, kind, sharding)
+    strategy = strategies.resolve_strategy(fsdp.strategy, devices * num_nodes, tpu, precision, kind, sharding)
     return Placement(strategy, sharding, devices, num_nodes, kind)
 
 
-def make_plan(arguments: Arguments) -> Plan:
+def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: Optional[Path]) -> Plan:
     """Resolve and check everything. Raises ValueError."""
-    data, model, training = arguments.data, arguments.model, arguments.training
-    mistakes.in_flags(arguments)
-    place = placement(arguments)
-    given_micro_batch = training.micro_batch_size
-    if arguments.demo and given_micro_batch and training.global_batch_size:  # runs on any number of devices
-        given_micro_batch = min(given_micro_batch, max(1, training.global_batch_size // place.world_size))
-    micro_batch_size, micro_batches, global_batch_size = flags.batch_sizes(
-        given_micro_batch,
+    model, training = flags.model, flags.training
+    micro_batch_size, micro_batches, global_batch_size = _batch_sizes(flags, placement)
+    dataset = open_checked(flags, micro_batch_size, global_batch_size)
+    source = model.model_name if resume_from is None else str(resume_from)
+    if resume_from is None:
+        check_start(flags, Path(source))
+    config = load_config(source)
+    config._attn_implementation = resolve_attention(causal_lm_class(config), model.attention, placement.kind)
+    resumed = {} if resume_from is None else reading.verified(resume_from)
+    sharded = placement.strategy in ("fsdp", "fsdp2")
+    skeleton = check_model(flags, config, dataset, source, sharded)
+    if resume_from is not None and model.model_name not in (source, resumed.get("model_name")):
+        check_same_model(flags, skeleton, resume_from)
+    end = None if training.max_step is not None else training.number_epochs * len(dataset.train)
+    masking = resume.document_masking(flags, resumed)
+    start = Progress(**resumed["progress"]) if resumed else Progress()
+    return Plan(
+        **vars(placement),
+        dataset=dataset,
+        source=source,
+        config=config,
+        tokenizer=check_tokenizer(source, dataset),
+        precision=model.precision,
+        bf16_updates=model.bf16_updates,
+        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
+        global_batch_size=global_batch_size,
+        start=start,
+        max_step=training.max_step if end is None else last_step(start, end, global_batch_size),
+        end=end,
+        run_directory=directory,
+        resume_from=resume_from,
+        document_end=find_document_end(masking, dataset, config),
+        document_masking=masking,
+        sums_in_float32=training.accumulation_dtype == "float32",
+        router_aux_loss_coef=router.coefficient(skeleton, training.router_aux_loss_coef),
+        resumed=resumed,
+    )
+
+
+def _batch_sizes(flags: Flags, placement: Placement) -> tuple[int, int, int]:
+    """`flags.batch_sizes`; the demo runs on any number of devices."""
+    training, micro_batch_size = flags.training, flags.training.micro_batch_size
+    if flags.demo and micro_batch_size and training.global_batch_size:
+        micro_batch_size = min(micro_batch_size, max(1, training.global_batch_size // placement.world_size))
+    sizes = rules.batch_sizes(
+        micro_batch_size,
         training.gradient_accumulation_steps,
         training.global_batch_size,
-        place.devices,
-        place.num_nodes,
+        placement.devices,
+        placement.num_nodes,
     )
-    strategy_rules.offload(place.strategy, place.sharding.cpu_offload, micro_batches)
-    directory = resume.directory(arguments)
-    if arguments.demo:
-        prepare_demo(Path(data.train_data_dir), data.context_length)
+    strategy_rules.offload(placement.strategy, placement.sharding.cpu_offload, sizes[1])
+    return sizes
+
+
+def open_checked(flags: Flags, micro_batch_size: int, global_batch_size: int) -> TokenDataset:
+    """The dataset, checked against the batches. One rank of each machine compares hashes. Raises ValueError."""
+    data = flags.data
     dataset = open_dataset(data.train_data_dir, data.verify_data if is_first_of_machine() else "size")
-    flags.sizes(
+    rules.sizes(
         str(dataset.folder),
         len(dataset.train),
         dataset.context_length,
@@ -117,40 +191,7 @@ def make_plan(arguments: Arguments) -> Plan:
         micro_batch_size,
         global_batch_size,
     )
-    resume_from = resume.choose(arguments, directory)
-    source = model.model_name if resume_from is None else str(resume_from)
-    if resume_from is None:
-        check_start(arguments, Path(source))
-    config = load_config(source)
-    config._attn_implementation = resolve_attention(causal_lm_class(config), model.attention, place.kind)
-    document = None if resume_from is None else reading.verified(resume_from)
-    begun_with = document.get("model_name") if document is not None else None
-    sharded = place.strategy in ("fsdp", "fsdp2")
-    tokenizer = check_model(arguments, config, dataset, source, resume_from, begun_with, sharded)
-    end = None if training.max_step is not None else training.number_epochs * len(dataset.train)
-    masking = resume.document_masking(arguments, document)
-    start = Progress() if document is None else Progress(**document["progress"])
-    max_step = training.max_step if end is None else last_step(start, end, global_batch_size)
-    plan = Plan(
-        **vars(place),
-        dataset=dataset,
-        source=source,
-        config=config,
-        tokenizer=tokenizer,
-        micro_batch_size=micro_batch_size,
-        micro_batches=micro_batches,
-        global_batch_size=global_batch_size,
-        start=start,
-        max_step=max_step,
-        end=end,
-        run_directory=directory,
-        resume_from=resume_from,
-        document_end=find_document_end(masking, dataset, config),
-        document_masking=masking,
-    )
-    if document is not None:
-        resume.require_same_run(plan, arguments, document)
-    return plan
+    return dataset
 
 
 def last_step(progress: Progress, end: int, global_batch_size: int) -> int:
@@ -158,29 +199,18 @@ def last_step(progress: Progress, end: int, global_batch_size: int) -> int:
     return progress.step - (progress.position - end) // global_batch_size
 
 
-def check_start(arguments: Arguments, source: Path) -> None:
+def check_start(flags: Flags, source: Path) -> None:
     """What a checkpoint lists must be there, when a new run starts from it; a model card beside it is fine. Raises Fault."""
     if (source / MANIFEST).is_file():
-        hashes = arguments.checkpoint.verify_checkpoints == "full" and is_rank_zero()
+        hashes = flags.checkpoint.verify_checkpoints == "full" and is_rank_zero()
         listed = files.read(source)["files"]
         files.check_files(source, listed, hashes, f"{str(source)!r} is damaged", NO_CHECKPOINT)
     elif (source / "trainer" / "progress.json").is_file():
         raise Fault(f"{str(source)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
 
 
-def check_model(
-    arguments: Arguments,
-    config: Any,
-    dataset: TokenDataset,
-    source: str,
-    resume_from: Optional[Path],
-    begun_with: Optional[str],
-    sharded: bool,
-) -> Optional[Any]:
-    """The model against the flags and the dataset. Returns the tokenizer that goes with checkpoints, if any.
-
-    begun_with: --model_name of the run that is resumed; it may be gone meanwhile.
-    """
+def check_model(flags: Flags, config: Any, dataset: TokenDataset, source: str, sharded: bool) -> Any:
+    """The model against the flags and the dataset. Returns it on the meta device. Raises ValueError."""
     text_config = config.get_text_config()
     if dataset.max_token_id >= text_config.vocab_size:
         raise ValueError(
@@ -194,26 +224,35 @@ def check_model(
             f"Rows of {str(dataset.folder)!r} hold {dataset.context_length} tokens, "
             f"but {source!r} has positions for {longest}."
         )
-    skeleton = checked_skeleton(source, config, DTYPES[arguments.model.precision])
-    units = modules_to_wrap(skeleton, arguments.fsdp.auto_wrap_policy)
+    skeleton = checked_skeleton(source, config, DTYPES[flags.model.precision])
+    units = strategies.modules_to_wrap(skeleton, flags.fsdp.auto_wrap_policy)
     if sharded:
-        of_one_dtype(skeleton, units)
-    router.coefficient(skeleton, arguments.training.router_aux_loss_coef)
-    if arguments.fsdp.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
+        strategies.of_one_dtype(skeleton, units)
+    router.coefficient(skeleton, flags.training.router_aux_loss_coef)
+    if flags.fsdp.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
         raise ValueError(f"--activation_checkpointing true: {type(skeleton).__name__} doesn't support it.")
-    if resume_from is not None and arguments.model.model_name not in (source, begun_with):
-        started_from = build_skeleton(load_config(arguments.model.model_name), skeleton.dtype)
-        here, there = dict(state_dicts.shapes(started_from)), dict(state_dicts.shapes(skeleton))
-        differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
-        if differing:
-            words = (
-                f"{name} {list(there.get(name, ())) or 'missing'}, not {list(here.get(name, ())) or 'there'}"
-                for name in differing[: resume.MOST_DIFFERENCES]
-            )
-            raise ValueError(
-                f"{str(resume_from)!r} belongs to another model than --model_name {arguments.model.model_name!r}: "
-                f"{len(differing)} parameters differ: {'; '.join(words)}."
-            )
+    return skeleton
+
+
+def check_same_model(flags: Flags, skeleton: Any, resume_from: Path) -> None:
+    """Raises ValueError where --model_name is another model than that of the checkpoint, with what differs."""
+    model_name = flags.model.model_name
+    started_from = build_skeleton(load_config(model_name), skeleton.dtype)
+    here, there = dict(state_dicts.shapes(started_from)), dict(state_dicts.shapes(skeleton))
+    differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    if differing:
+        words = (
+            f"{name} {list(there.get(name, ())) or 'missing'}, not {list(here.get(name, ())) or 'there'}"
+            for name in differing[: resume.MOST_DIFFERENCES]
+        )
+        raise ValueError(
+            f"{str(resume_from)!r} belongs to another model than --model_name {model_name!r}: "
+            f"{len(differing)} parameters differ: {'; '.join(words)}."
+        )
+
+
+def check_tokenizer(source: str, dataset: TokenDataset) -> Optional[Any]:
+    """The tokenizer that goes with checkpoints, if any. Raises ValueError where that of the dataset is another."""
     of_model, of_data = load_tokenizer(source), load_tokenizer(str(dataset.folder / "tokenizer"))
     if of_model is not None and of_data is not None and of_model.get_vocab() != of_data.get_vocab():
         ids, others = of_model.get_vocab(), of_data.get_vocab()

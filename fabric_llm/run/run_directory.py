@@ -7,16 +7,15 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import socket
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional, Union
 
 from fabric_llm.base import step_names
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, UNWRITABLE, Fault
+from fabric_llm.base.files import write_atomically
 from fabric_llm.checkpoint import keep
 
 LOCK, STATUS = ".lock", "STATUS.json"
@@ -24,6 +23,7 @@ NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network file s
 SECONDS_OF_NFS = 70.0  # it keeps what it knows of a directory for a minute
 MOST_CHARACTERS = 200  # of a run's name; file systems take 255 bytes
 _locks: dict[Path, int] = {}  # descriptors, held until this process ends, however that is
+_made: set[Path] = set()  # locked directories that weren't there before
 
 
 def default_name(model_name: str, data_folder: str) -> str:
@@ -96,7 +96,9 @@ def lock(folder: Path) -> None:
     """
     if folder in _locks:
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        _made.add(folder)
     for path in folder.iterdir():
         if not no_link(path).is_dir() and not path.is_file():  # a pipe blocks whoever opens it
             raise Fault(f"{str(path)!r} is neither a file nor a folder: remove it.", UNWRITABLE)
@@ -129,7 +131,6 @@ def write_status(folder: Path, code: Optional[int], reason: str, step: Optional[
 
     step: finished steps, None before there is a model. retryable: the same command with --resume auto may do better.
     """
-    temporary = folder / f".{STATUS}-{secrets.token_hex(4)}"
     try:
         last = step_names.latest(folder)
         status = {
@@ -141,15 +142,9 @@ def write_status(folder: Path, code: Optional[int], reason: str, step: Optional[
             "pid": os.getpid(),
             "host": socket.gethostname(),
         }
-        with temporary.open("w") as file:
-            file.write(json.dumps(status, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(folder / STATUS)
+        write_atomically(folder / STATUS, json.dumps(status, indent=2) + "\n", durable=True)
     except OSError as error:  # a disk that is full or gone must not hide why the run ended
         print(f"Warning: {STATUS} couldn't be written: {error}.", flush=True)
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def sweep(folder: Path) -> None:
@@ -158,9 +153,17 @@ def sweep(folder: Path) -> None:
         print(f"Removed {name}, left by a save that was cut off.", flush=True)
 
 
-def leave(fault: Fault) -> None:
-    """Write into the run directory that this process has locked, if any, why its run didn't begin; unlock it."""
+def leave(fault: Fault, has_plan: bool = True) -> None:
+    """Write into the run directory that this process has locked, if any, why its run didn't begin; unlock it.
+
+    has_plan: False where the flags, the data or the model are wrong. Then a directory that was made for the run goes.
+    """
     for folder in list(_locks):
+        if not has_plan and folder in _made and not fault.retryable:
+            unlock(folder)
+            (folder / LOCK).unlink(missing_ok=True)
+            folder.rmdir()
+            continue
         if fault.code == DONE:  # and no other start comes
             sweep(folder)
         if fault.code != DONE or read_status(folder).get("code") != DONE:  # which says more already

@@ -14,8 +14,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Callable, Optional
 
-from fabric_llm.run.metrics import Record
-
+Record = dict[str, float]
 MANY_LINES = 100  # that wait for a tracker
 Log, Close = Callable[[int, Record], None], Callable[[], None]
 NOWHERE: tuple[Log, Close] = (lambda step, record: None), (lambda: None)
@@ -74,18 +73,12 @@ class Tracker:
 def open_tracker(
     name: str, folder: Path, config: dict[str, Any], entity: Optional[str], project: Optional[str]
 ) -> Tracker:
-    """For --logger none, csv, tensorboard or wandb. `folder` holds metrics.jsonl, up to date.
+    """For --logger `name`. `folder` holds metrics.jsonl, up to date.
 
     One that fails at once is a warning, and none.
     """
-    openers: dict[str, Callable[[], tuple[Log, Close]]] = {
-        "none": lambda: NOWHERE,
-        "csv": lambda: _csv(folder),
-        "tensorboard": lambda: _tensorboard(folder),
-        "wandb": lambda: _wandb(folder, config, entity, project),
-    }
     try:
-        return Tracker(name, *openers[name]())
+        return Tracker(name, *TRACKERS[name](folder, config, entity, project))
     except Exception as error:
         warnings.warn(f"--logger {name} failed and is off, metrics.jsonl goes on: {error!r}.", stacklevel=2)
         return Tracker(name, *NOWHERE)
@@ -103,7 +96,7 @@ CSV_COLUMNS = (
 )
 
 
-def _csv(folder: Path) -> tuple[Log, Close]:
+def _csv(folder: Path, *_: Any) -> tuple[Log, Close]:
     """metrics.csv: the lines of metrics.jsonl as a table, empty where a line doesn't have a number."""
     so_far = _lines_so_far(folder)
     file = (folder / "metrics.csv").open("w", newline="")
@@ -118,7 +111,7 @@ def _csv(folder: Path) -> tuple[Log, Close]:
     return log, file.close
 
 
-def _tensorboard(folder: Path) -> tuple[Log, Close]:
+def _tensorboard(folder: Path, *_: Any) -> tuple[Log, Close]:
     from torch.utils.tensorboard import SummaryWriter
 
     steps = [line["step"] for line in _lines_so_far(folder)]
@@ -163,6 +156,15 @@ def _wandb(folder: Path, config: dict[str, Any], entity: Optional[str], project:
     run = run or wandb.init(**settings)
     run.define_metric("*", step_metric="step")  # its own count can't go back, as a run does that rolls back or rewinds
     return (lambda step, record: run.log({"step": step, **record})), run.finish
+
+
+# --logger NAME -> what opens it: (run directory, flags, entity, project) -> (log(step, numbers), close()).
+TRACKERS: dict[str, Callable[[Path, dict[str, Any], Optional[str], Optional[str]], tuple[Log, Close]]] = {
+    "none": lambda *_: NOWHERE,
+    "csv": _csv,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+}
 
 
 def _logged_in_to_wandb() -> bool:

@@ -1,11 +1,36 @@
-"""Parameter groups, the learning rate as a function of the step, gradients and updates by number. AdamW: adamw.py."""
+"""The optimizer of a run, and which parameters decay. Another optimizer goes into `make_optimizer`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
+
+from fabric_llm.model import strategy
+from fabric_llm.training.adamw import AdamW
+
+
+def make_optimizer(
+    wrapped: nn.Module,
+    decayed: set[str],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    updates: str,
+    seed: int,
+) -> torch.optim.Optimizer:
+    """The optimizer for a wrapped model. Its state must be tensors, so that checkpoints can hold it.
+
+    decayed: names of parameters, see `decayed_names`. updates: how bfloat16 parameters are rounded, see adamw.py.
+    """
+    named = ((strategy.original_name(name), parameter) for name, parameter in wrapped.module.named_parameters())
+    groups = parameter_groups(named, decayed, weight_decay)
+    optimizer = AdamW(groups, lr=lr, betas=betas, updates=updates, seed=seed, shard_rank=strategy.shard_rank(wrapped))
+    optimizer.initialise()
+    return optimizer
 
 
 def decayed_names(model: nn.Module) -> set[str]:
@@ -19,7 +44,7 @@ def decayed_names(model: nn.Module) -> set[str]:
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], decayed: set[str], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Two groups for AdamW, with and without weight decay. Names are those of the unwrapped model."""
+    """Two groups for an optimizer, with and without weight decay. Names are those of the unwrapped model."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in named_parameters:
         if parameter.requires_grad:

@@ -1,8 +1,15 @@
-"""TODO training.schedule."""
+"""The learning rate as a function of the step. A schedule is one entry of SCHEDULES; `--lr_schedule` takes its name."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+
+# Name -> shape of the decay: from the part of it that is done, 0 to 1, to the part of the peak rate that is left.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),  # Loshchilov and Hutter (2017)
+    "linear": lambda done: 1 - done,
+}
 
 
 def lr_at(
@@ -10,13 +17,12 @@ def lr_at(
 ) -> float:
     """Learning rate of the step that follows `step` finished ones.
 
-    Linear from lr/warmup_steps to lr over the warm-up, then along half a cosine (Loshchilov and Hutter 2017) or a line
-    to min_lr, which it would reach one step after the last, so that no step is wasted at 0; there it stays.
+    It rises linearly from lr/warmup_steps to lr over the warm-up and then falls along SCHEDULES[shape] to min_lr, which it
+    would reach one step after the last, so that no step is wasted at 0. It stays there.
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
     if not decay:
         return lr
     done = min(1.0, (step - warmup_steps) / max(1, max_step - warmup_steps))
-    falling = 0.5 * (1 + math.cos(math.pi * done)) if shape == "cosine" else 1 - done
-    return min_lr + (lr - min_lr) * falling
+    return min_lr + (lr - min_lr) * SCHEDULES[shape](done)

@@ -1,125 +1,86 @@
-"""train_step and evaluate: the only numerics of the loop."""
+"""The parts of an optimizer step that train.py puts together: seed, targets, micro-batches, backward, clip, share, update."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from typing import Callable, NamedTuple, Optional
+from collections.abc import Iterator, Sequence
 
 import torch
 from lightning.fabric import Fabric
-from torch import nn
+from torch import Tensor, nn
 
 from fabric_llm.base.failpoints import failpoint
+from fabric_llm.base.ranks import sum_over_ranks, waits_for_others
 from fabric_llm.data.batches import MicroBatch, target_count
 from fabric_llm.data.order import random_key
-from fabric_llm.model.strategy import reshard, shard_group, sum_over_ranks
+from fabric_llm.model.strategy import shard_group
 from fabric_llm.training.gradients import GradientSums, clip_gradients
-from fabric_llm.training.updates import UpdateSize, sample_weights, update_size
-
-
-class StepResult(NamedTuple):
-    """Numbers that all ranks share."""
-
-    loss: float  # mean over the targets of the global batch, nats
-    grad_norm: float  # of the global batch, before clipping
-    taken: bool  # False: no parameter and no optimizer state has changed
-    update: Optional[UpdateSize]  # where `measure` asked for it
-    asked: list[int]  # for each of the numbers that `ask` gives, the sum over ranks
-    aux_loss: Optional[float] = None  # of a mixture of experts, where it is trained: mean over targets
-
-
-def finite(loss: float, grad_norm: float) -> bool:
-    """The least that a step must be to be taken."""
-    return math.isfinite(loss) and math.isfinite(grad_norm)
-
-
-def train_step(
-    fabric: Fabric,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: list[MicroBatch],
-    *,
-    lr: float,
-    grad_clip: float,
-    sync_every_micro_batch: bool,
-    sum_in_float32: bool = True,
-    accept: Callable[[float, float], bool] = finite,
-    ask: Callable[[], Sequence[int]] = tuple,
-    measure: bool = False,
-    router_aux_loss_coef: float = 0.0,
-) -> StepResult:
-    """One optimizer step over the micro-batches of this rank, together with all other ranks.
-
-    The loss is the sum over target tokens divided by the target tokens of the whole global batch, so that it doesn't
-    matter how sequences and masks are spread over micro-batches and ranks. `accept(loss, grad_norm)` decides whether the
-    update is made; it sees numbers that all ranks share, so all decide alike. Reading them is the one wait a step has:
-    without it a NaN would be in the weights before anyone looked. What a rank has to `ask` of all, in small numbers, goes
-    the same way, so that it costs no wait of its own.
-
-    router_aux_loss_coef: of the second loss that `model` gives, if it does (router.py): trained with it, and judged without.
-    sum_in_float32: sum the gradients of low-precision weights over micro-batches in float32, and round once.
-    """
-    micro_batches = [fabric.to_device(batch) for batch in micro_batches]
-    targets = sum_over_ranks(fabric, torch.stack([target_count(b) for b in micro_batches]).sum())
-    targets = targets.clamp(min=1)  # a batch without any target contributes nothing, and never 0/0
-    sums = GradientSums(model.parameters()) if sum_in_float32 and len(micro_batches) > 1 else None
-    total = torch.zeros((), device=fabric.device)
-    for index, batch in enumerate(micro_batches):
-        waits = index < len(micro_batches) - 1 and not sync_every_micro_batch
-        with fabric.no_backward_sync(model, enabled=waits):
-            losses = model(**batch) / targets
-            loss = losses if losses.ndim == 0 else losses[0] + router_aux_loss_coef * losses[1]
-            failpoint("forward")
-            fabric.backward(loss * fabric.world_size)  # strategies average gradients over ranks; ours is a sum
-        total = total + losses.detach()
-        if sums is not None:
-            sums.add(last=index == len(micro_batches) - 1)
-        failpoint("between_micro_batches")
-    fabric.strategy.precision.unscale_gradients(getattr(optimizer, "optimizer", optimizer))  # it knows the one inside
-    group = shard_group(model)
-    grad_norm = clip_gradients(model.parameters(), grad_clip, group).item()
-    requests = torch.tensor(ask(), dtype=total.dtype, device=total.device)
-    loss, *asked = sum_over_ranks(fabric, torch.cat([total.flatten(), requests])).tolist()
-    aux_loss = asked.pop(0) if total.ndim else None
-    taken = accept(loss, grad_norm)
-    size = None
-    scaler = getattr(fabric.strategy.precision, "scaler", None)  # of 16-mixed
-    if taken:
-        before = sample_weights(model.parameters()) if measure else None
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = lr
-        optimizer.step()
-        if before is not None:
-            size = update_size(before, sample_weights(model.parameters()), group)
-    elif scaler is not None:
-        scaler.update()  # smaller after an infinity
-    optimizer.zero_grad()
-    return StepResult(loss, grad_norm, taken, size, [int(number) for number in asked], aux_loss)
-
-
-@torch.no_grad()
-def evaluate(fabric: Fabric, model: nn.Module, batches: Iterable[MicroBatch]) -> float:
-    """Mean loss over all target tokens of all ranks' batches, nats. Every rank gives the same number of batches."""
-    model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=fabric.device)
-    targets = torch.zeros((), dtype=torch.int64, device=fabric.device)
-    for batch in batches:
-        failpoint("evaluate")
-        batch = fabric.to_device(batch)
-        total += model(**batch)
-        targets += target_count(batch)
-    model.train()
-    reshard(model)  # or the next step would see the outermost unit's parameters whole, and not sum their gradients
-    total, targets = sum_over_ranks(fabric, total), sum_over_ranks(fabric, targets)
-    return (total / targets.clamp(min=1)).item()
-
-
-def any_rank(fabric: Fabric, flag: bool) -> bool:
-    """True on all ranks if `flag` is true on one. All call it, and wait for each other."""
-    return sum_over_ranks(fabric, torch.tensor(int(flag), device=fabric.device)).item() > 0
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make the randomness inside a step (dropout) a function of (seed, step, rank): nothing to save or restore."""
+    """Make the randomness inside a step (dropout) a function of (seed, step, rank), so that nothing has to be saved."""
     torch.manual_seed(int(random_key(seed, step, rank) >> 1))
+
+
+def count_targets(fabric: Fabric, micro_batches: list[MicroBatch]) -> Tensor:
+    """Target tokens of the global batch, int64 scalar, at least 1: a batch without any target contributes 0, never 0/0."""
+    return sum_over_ranks(fabric, torch.stack([target_count(batch) for batch in micro_batches]).sum()).clamp(min=1)
+
+
+def accumulate(
+    fabric: Fabric,
+    model: nn.Module,
+    micro_batches: list[MicroBatch],
+    syncs_every_micro_batch: bool,
+    sums_in_float32: bool,
+) -> Iterator[MicroBatch]:
+    """The micro-batches of a step, one after the other. The caller makes one backward pass for each.
+
+    syncs_every_micro_batch: reduce gradients over ranks after each one, and not only after the last. sums_in_float32: sum the
+    gradients of low-precision weights over the micro-batches in float32 and round once.
+    """
+    sums = GradientSums(model.parameters()) if sums_in_float32 and len(micro_batches) > 1 else None
+    for index, batch in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
+        with fabric.no_backward_sync(model, enabled=not (is_last or syncs_every_micro_batch)):
+            yield batch
+        if sums is not None:
+            sums.add(last=is_last)
+        failpoint("between_micro_batches")
+
+
+def backward(fabric: Fabric, loss: Tensor) -> None:
+    """Add the gradients of `loss`, float32 scalar. Strategies average gradients over ranks, while ours is a sum over them."""
+    failpoint("forward")
+    with waits_for_others("backward"):
+        fabric.backward(loss * fabric.world_size)
+
+
+def clip(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
+    """L2 norm of the gradient of the global batch, which is then scaled down to at most `max_norm` (0: it isn't)."""
+    fabric.strategy.precision.unscale_gradients(
+        getattr(optimizer, "optimizer", optimizer)
+    )  # Fabric's scaler of 16-mixed
+    return clip_gradients(model.parameters(), max_norm, shard_group(model)).item()
+
+
+def share(fabric: Fabric, total: Tensor, asked: Sequence[int]) -> tuple[list[float], list[int]]:
+    """The sums over all ranks of `total`, float32 scalar or vector, and of the small numbers that each rank asks.
+
+    Both take one collective: reading its result is the one time in a step that the host waits for a GPU.
+    """
+    numbers = torch.cat([total.flatten(), torch.tensor(asked, dtype=total.dtype, device=total.device)])
+    summed = sum_over_ranks(fabric, numbers).tolist()
+    return summed[: total.numel()], [int(number) for number in summed[total.numel() :]]
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """The learning rate of the next step, for all parameters."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def leave_out(fabric: Fabric) -> None:
+    """After a step that isn't taken: 16-mixed lowers the factor that it scales the loss with, which may have overflowed."""
+    scaler = getattr(fabric.strategy.precision, "scaler", None)
+    if scaler is not None:
+        scaler.update()

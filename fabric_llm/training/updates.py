@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fabric_llm.model.strategy import shard_group
 from fabric_llm.training.gradients import _communication_device, _local
 
 NEIGHBOURS = 8  # weights that are sampled side by side
@@ -35,6 +36,11 @@ def sample_weights(parameters: Iterable[nn.Parameter], per_parameter: int = 4096
             weights = weights[: weights.numel() // step * step].view(-1, step)[:, :NEIGHBOURS].flatten()
         samples.append(weights)
     return torch.cat(samples)
+
+
+def size(before: Tensor, model: nn.Module) -> UpdateSize:
+    """What has happened to the weights of a wrapped model since `before`, their sample, over all ranks."""
+    return update_size(before, sample_weights(model.parameters()), shard_group(model))
 
 
 def update_size(before: Tensor, after: Tensor, group: Optional[ProcessGroup]) -> UpdateSize:

@@ -1,15 +1,8 @@
-"""Mistakes that the arguments and the names of files show: what is answered before torch is imported.
-
-Nothing here imports torch, lightning, transformers or datasets, which takes seconds. Each check raises ValueError in one
-sentence with the offending value; those of a model's folder that could run code raise Fault (77).
-"""
+"""Numbers among the flags: their signs and ranges, and how batches divide. Raises ValueError with the offending value."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Optional
-
-from fabric_llm.base.files import MANIFEST
 
 POSITIVE = (
     *("number_epochs", "max_step", "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "lr"),
@@ -98,13 +91,3 @@ def sizes(
         raise ValueError(
             f"A step takes {global_batch_size} sequences, but the training split of {folder!r} has {rows}."
         )
-
-
-def exported_output(output: Path, overwrite: bool) -> None:
-    """The folder that an exported model is to be. Raises ValueError where it mustn't be replaced."""
-    if not output.exists():
-        return
-    if not overwrite:
-        raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
-    if not (output / "config.json").is_file() or (output / MANIFEST).exists():  # such as the run itself
-        raise ValueError(f"{str(output)!r} isn't an exported model, so it is not overwritten; take another --output.")

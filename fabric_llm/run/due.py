@@ -1,0 +1,52 @@
+"""What is due after a step: pure functions of where the run is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Optional
+
+from fabric_llm.base.command_line import Flags
+
+if TYPE_CHECKING:  # they need torch
+    from fabric_llm.checkpoint.progress import Progress
+    from fabric_llm.run.plan import Plan
+
+
+@dataclass(frozen=True)
+class Due:
+    """What follows a step."""
+
+    logs: bool
+    evaluates: bool
+    saves: bool
+    is_last: bool
+
+
+def at(before: Progress, progress: Progress, plan: Plan, flags: Flags) -> Due:
+    """What follows the step from `before` to `progress`: at its interval, and at the last step everything.
+
+    An evaluation is due in the middle and at the end of each epoch as well. What is saved or evaluated is also logged.
+    """
+    is_last = plan.is_over(progress)
+    half_epoch = len(plan.dataset.train) / 2
+    half_done = progress.position // half_epoch > before.position // half_epoch
+    evaluates = is_last or half_done or _at(progress.step, flags.evaluation.eval_step_interval)
+    saves = is_last or _at(progress.step, flags.save.save_step_interval)
+    logs = saves or evaluates or before == plan.start or _at(progress.step, flags.logging.log_step_interval)
+    return Due(logs, evaluates, saves, is_last)
+
+
+def schedule(training: Flags) -> dict[str, Any]:
+    """The flags of the learning rate, as `lr_at` takes them."""
+    names = {
+        "lr": "lr",
+        "min_lr": "min_lr",
+        "warmup_steps": "warmup_steps",
+        "decay": "lr_decay",
+        "shape": "lr_schedule",
+    }
+    return {name: getattr(training, flag) for name, flag in names.items()}
+
+
+def _at(step: int, interval: Optional[int]) -> bool:
+    return interval is not None and step % interval == 0

@@ -1,0 +1,195 @@
+"""The ranks of a run come together: started here, or by torchrun or srun. Rank 0 has locked the run directory by then."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Optional
+
+from lightning.fabric import Fabric
+
+from fabric_llm.base import ranks
+from fabric_llm.base.command_line import Flags, is_rank_zero
+from fabric_llm.base.failpoints import failpoint
+from fabric_llm.base.faults import PEER_LOST, UNEXPECTED, Fault, as_fault
+from fabric_llm.data.demo import prepare_demo
+from fabric_llm.model.strategy import make_fabric
+from fabric_llm.processes.launch import Children, for_launcher, has_parent, kill_parent, start_ranks, started_by_other
+from fabric_llm.processes.meeting import SECONDS_TO_HEAR, Meeting
+from fabric_llm.run import resume, run_directory
+from fabric_llm.run.doubts import Facts, cores, doubts, positions
+from fabric_llm.run.plan import Placement, Plan, make_plan, place
+from fabric_llm.run.same_run import require_same_run
+
+SECONDS_FOR_CHILDREN = 2.0  # to end by themselves
+SECONDS_TO_NAME = 1.25  # who is lost, after a connection broke
+
+
+@dataclass
+class Joined:
+    """This rank among the others, once all are there."""
+
+    fabric: Fabric
+    placement: Placement
+    directory: Path  # of the run
+    children: Children
+    plan: Optional[Plan] = None  # once it is made
+
+
+def join(flags: Flags) -> Joined:
+    """Start the other ranks of this machine, unless others did, and wait for all. Raises Fault.
+
+    What is wrong with the run directory ends the run before a rank is started.
+    """
+    placement = place(flags)
+    starts = placement.world_size > 1 and not flags.devices.tpu and not started_by_other()
+    if placement.num_nodes == 1 and not started_by_other():
+        os.environ.pop("NODE_RANK", None)  # of something else: this process is the first of its run
+    if starts and placement.num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= os.environ.keys():
+        raise Fault(
+            f"--num_nodes {placement.num_nodes}: start the command on each machine with torchrun and --devices auto, "
+            "or set MASTER_ADDR, MASTER_PORT and NODE_RANK."
+        )
+    if flags.demo:
+        prepare_demo(Path(flags.data.train_data_dir), flags.data.context_length)
+    directory, problem = _locked_directory(flags) if is_rank_zero() else (None, None)
+    if problem is not None and (placement.world_size == 1 or starts):
+        raise problem
+    children = start_ranks(placement.devices, placement.num_nodes) if starts else Children({})
+    fabric = make_fabric(
+        placement.strategy,
+        devices=placement.devices,
+        num_nodes=placement.num_nodes,
+        kind=placement.kind,
+        precision=flags.model.precision,
+        timeout_seconds=flags.devices.hang_timeout,
+    )
+    meeting = _meeting(flags, placement, children)
+    directory = _launch(fabric, flags, meeting, directory, problem)
+    assert fabric.world_size == placement.world_size, (fabric.world_size, placement.world_size)
+    return Joined(fabric, placement, directory, children)
+
+
+def plan_together(joined: Joined, flags: Flags) -> Plan:
+    """The plan of the run, on all ranks. Rank 0 alone chooses the checkpoint. Raises Fault on all ranks alike."""
+    resume_from = ranks.from_rank_zero(lambda: resume.choose(flags, joined.directory))
+    problem = None
+    try:
+        plan = make_plan(flags, joined.placement, joined.directory, resume_from)
+        if resume_from is not None:
+            require_same_run(plan, flags)
+    except ValueError as error:
+        problem = error if isinstance(error, Fault) else Fault(str(error))
+    ranks.raise_first(problem)
+    joined.plan = plan
+    if joined.fabric.global_rank == 0:
+        _warn(flags, plan)
+        run_directory.write_status(plan.run_directory, None, "running", plan.start.step, True)
+    return plan
+
+
+def _locked_directory(flags: Flags) -> tuple[Optional[Path], Optional[Fault]]:
+    """(the run directory, locked by this process, None), or (None, what is wrong with it)."""
+    try:
+        directory = resume.directory(flags)
+        run_directory.require_writable(directory)
+        run_directory.lock(directory)
+        return directory, None
+    except ValueError as error:
+        return None, error if isinstance(error, Fault) else Fault(str(error))
+
+
+def _warn(flags: Flags, plan: Plan) -> None:
+    facts = Facts(
+        **{name: getattr(plan, name) for name in ("strategy", "kind", "devices", "num_nodes", "max_step")},
+        cores=cores(),
+        context_length=plan.dataset.context_length,
+        positions=positions(plan.config.get_text_config()),
+    )
+    for sentence in doubts(flags, facts):
+        print(f"Warning: {sentence}", flush=True)
+
+
+def _launch(
+    fabric: Fabric, flags: Flags, meeting: Optional[Meeting], directory: Optional[Path], problem: Optional[Fault]
+) -> Path:
+    """`fabric.launch()`. Returns rank 0's run directory, or raises its problem, on all ranks."""
+    if meeting is not None:
+        meeting.begin(directory)
+    try:
+        failpoint("joining")
+        fabric.launch()
+        failpoint("joined")
+        directory, problem = fabric.broadcast((directory, problem))
+        if problem is not None:
+            raise problem
+        _require_one_command(ranks.gather(flags.flat()))  # nobody leaves before all are there
+        return directory
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            port = os.environ.get("MASTER_PORT")
+            sentence = f"port {port}, where the ranks meet, is in use: try again, or with another MASTER_PORT."
+            raise Fault(sentence, PEER_LOST) from error
+        fault = as_fault(error)
+        if fault.code == UNEXPECTED:
+            raise
+        if meeting is not None:  # it may know which
+            time.sleep(SECONDS_TO_NAME)
+            meeting.close()
+        raise Fault(f"another rank was lost before training began: {fault}", fault.code) from error
+    finally:
+        if meeting is not None:
+            meeting.close()
+
+
+def _require_one_command(flags: list[dict[str, Any]]) -> None:
+    """Raises Fault unless all ranks have the same: two jobs at one address would train in each other's runs."""
+    for rank, own in enumerate(flags):
+        for name, value in flags[0].items():
+            if own[name] != value:
+                ours, others = (f"--{name} {json.dumps(v, default=str)}" for v in (own[name], value))
+                raise Fault(f"rank {rank} was started with {ours}, rank 0 with {others}: start all with one command.")
+
+
+def _meeting(flags: Flags, placement: Placement, children: Children) -> Optional[Meeting]:
+    """Of the ranks that are to join, None where there is only one."""
+    node = int(os.environ.get("NODE_RANK", "0"))
+    if placement.world_size == 1 or flags.devices.tpu:
+        return None
+    if started_by_other() and "MASTER_PORT" not in os.environ:
+        raise Fault("LOCAL_RANK says that others started this rank, but MASTER_PORT, where all meet, isn't set.")
+    rank = int(os.environ["RANK"])
+
+    def lost(fault: Fault) -> NoReturn:
+        """In the meeting's thread, as the main thread waits in the process group."""
+        try:
+            print(f"train.py: {f'rank {rank}' if rank else 'error'}: {fault}", file=sys.stderr, flush=True)
+            said_by_rank_0 = meeting.has_ended(0)
+            if rank == 0:
+                run_directory.leave(fault)
+            elif not said_by_rank_0:
+                _leave_for_rank_0(fault, meeting, flags)
+            meeting.leave(fault)
+            children.end(SECONDS_FOR_CHILDREN)
+            if rank != 0 and not (said_by_rank_0 and node == 0):
+                kill_parent(0 if node == 0 else SECONDS_TO_HEAR + SECONDS_FOR_CHILDREN)
+        finally:
+            os._exit(for_launcher(fault.code if rank == 0 and children.processes else PEER_LOST))
+
+    meeting = Meeting(rank, placement.world_size, flags.devices.join_timeout, lost, children)
+    return meeting
+
+
+def _leave_for_rank_0(fault: Fault, meeting: Meeting, flags: Flags) -> None:
+    """STATUS.json in place of rank 0, which is lost or frozen: where its run is, or would be if it never came."""
+    with suppress(ValueError, OSError):
+        directory = Path(meeting.directory() or resume.directory(flags))
+        if 0 not in meeting.heard and not has_parent():  # so it holds no lock, or another run does
+            run_directory.lock(directory)
+        if directory.is_dir():
+            run_directory.write_status(directory, fault.code, str(fault), None, fault.retryable)

@@ -1,0 +1,193 @@
+"""What a run writes down and prints: metrics.jsonl, the tracker, the progress bar and lines. Only rank 0 writes."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from typing import Any, Callable, Optional
+
+import torch
+from lightning.fabric import Fabric
+
+from fabric_llm.base.command_line import Flags, write_yaml
+from fabric_llm.base.console import Console
+from fabric_llm.base.failpoints import failpoint
+from fabric_llm.checkpoint import keep
+from fabric_llm.checkpoint.progress import Progress
+from fabric_llm.model import router
+from fabric_llm.model.loading import has_weights
+from fabric_llm.run import run_directory, same_run, trackers
+from fabric_llm.run.metrics import MetricsFile, Throughput, duration, peak_memory_gib
+from fabric_llm.run.plan import Plan
+from fabric_llm.training.guard import Guard
+from fabric_llm.training.updates import UpdateSize
+
+FEW_UPDATES, FEW_UPDATES_LOGS = 0.1, 3  # part of the weights that changes in a step; logged steps in a row
+MANY_STEPS = 200  # steps that nobody wants to lose
+
+
+class Log:
+    """The log of a run. Other ranks than 0 have one as well, which keeps the losses and writes nothing."""
+
+    def __init__(self, plan: Plan, device: torch.device, metrics: Optional[MetricsFile], tracker: Any) -> None:
+        self.plan, self.device, self.metrics, self.tracker = plan, device, metrics, tracker
+        self.throughput = Throughput(plan.start.tokens)
+        self.console = Console(plan.max_step, plan.start.step) if metrics is not None else None
+        self.first_loss = self.last_loss = self.eval_loss = math.nan
+        self.few_updates = 0  # logged steps in a row
+
+    def step(
+        self,
+        progress: Progress,
+        *,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        aux_loss: Sequence[float] = (),
+        update: Optional[UpdateSize] = None,
+    ) -> None:
+        """One line of numbers for the step that leads to `progress`."""
+        self.first_loss = loss if math.isnan(self.first_loss) else self.first_loss
+        self.last_loss = loss
+        if self.metrics is None:
+            return
+        record = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": progress.tokens}
+        record["tokens_per_second"] = rate = self.throughput.lap()
+        record["peak_memory_gib"] = memory = peak_memory_gib(self.device)
+        words = ""
+        if aux_loss:  # of a mixture of experts, where it is trained
+            record["aux_loss"] = aux_loss[0]
+            words = f"aux loss {aux_loss[0]:.4f}  "
+        if update is not None:
+            record["updated_fraction"], record["update_ratio"] = update
+            words += f"{update.fraction:.1%} of weights changed  "
+            self._warn_of_few_updates(update.fraction)
+        self._write(progress.step, record)
+        left = self.throughput.seconds_left(progress.step - self.plan.start.step, self.plan.max_step - progress.step)
+        self.line(
+            f"{self._of(progress)}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  {words}{rate:,.0f} tokens/s  "
+            f"{memory:.2f} GiB  {duration(left)} left"
+        )
+
+    def evaluation(self, progress: Progress, loss: float) -> None:
+        """The validation loss after the step that leads to `progress`."""
+        self.eval_loss = loss
+        self._write(progress.step, {"eval_loss": loss})
+        self.line(f"{self._of(progress)}  validation loss {loss:.4f}")
+
+    def verdict(self, before: Progress, progress: Progress, guard: Guard) -> None:
+        """A step that was left out, or looked odd, and where its data is."""
+        record = {"verdict": guard.verdict, "position": before.position, "reason": guard.reason}
+        self._write(progress.step, record)
+        where = f"sequences {before.position} to {progress.position - 1}"
+        self.line(f"{self._of(progress)}  {guard.verdict}: {guard.reason}; {where}")
+
+    def rewound(self, back: Progress, plan: Plan, words: str, record: dict[str, Any]) -> None:
+        """The run is back at the step of `back`: the lines after it go, and later steps are counted by `plan`."""
+        self.plan = plan
+        self.throughput.tokens = self.throughput.last_tokens = back.tokens
+        if self.metrics is not None:
+            self.metrics = MetricsFile(self.metrics.path, back.step)  # each step once
+            self._write(back.step, record)
+            self.line(f"{self._of(back)}  {words}")
+
+    def saved(self, step: int, what: str) -> None:
+        """A checkpoint is published."""
+        self.line(f"step {step}/{self.plan.max_step}  saved {what}")
+
+    def advance(self, progress: Progress) -> None:
+        """A step is done, that to `progress`."""
+        failpoint("between_steps")
+        self.throughput.tokens = progress.tokens
+        if self.console is not None:
+            self.console.advance()
+
+    def line(self, text: str) -> None:
+        """Print one line."""
+        if self.console is not None:
+            self.console.line(text)
+
+    def untimed(self, action: Callable[[], Any]) -> Any:
+        """What `action()` returns; its time doesn't count as training."""
+        self.throughput.pause()
+        try:
+            return action()
+        finally:
+            self.throughput.resume()
+
+    def close(self, seconds: float) -> None:
+        """Give the tracker `seconds` for what it hasn't sent yet."""
+        if self.console is not None:
+            self.console.close()
+            self.tracker.close(seconds)
+
+    def _of(self, progress: Progress) -> str:
+        return f"step {progress.step}/{self.plan.max_step}"
+
+    def _write(self, step: int, record: dict[str, Any]) -> None:
+        """To metrics.jsonl and, except for verdicts, which are words, to the tracker."""
+        if self.metrics is not None:
+            self.metrics.write(step, record)
+            if "verdict" not in record:
+                self.tracker.log(step, record)
+
+    def _warn_of_few_updates(self, fraction: float) -> None:
+        """Warn once where the number stays low that says whether training in bfloat16 has any effect."""
+        self.few_updates = self.few_updates + 1 if fraction < FEW_UPDATES else 0
+        if self.few_updates == FEW_UPDATES_LOGS:
+            advice = (
+                "the rest was too small for bfloat16 and is lost: take --bf16_updates stochastic"
+                if self.plan.bf16_updates == "nearest"
+                else "on average nothing is lost, but if the loss stalls, try a larger --lr"
+            )
+            self.line(f"Warning: only {fraction:.1%} of the weights change in a step; {advice} (docs/numerics.md).")
+
+
+def open_log(fabric: Fabric, flags: Flags, plan: Plan, template: Any) -> Log:
+    """The log of a run. Rank 0 makes the run directory ready and says what the run does. template: the unwrapped model."""
+    if fabric.global_rank != 0:
+        return Log(plan, fabric.device, None, None)
+    folder = plan.run_directory
+    folder.mkdir(parents=True, exist_ok=True)
+    if plan.resume_from is not None:
+        for line in same_run.announcement(plan, flags):
+            print(line)
+    for name in keep.move_aside(folder, plan.start.step):
+        print(f"Kept as {name}: this run writes that step anew.")
+    if plan.resume_from is not None and plan.resume_from.parent.resolve() != folder.resolve():
+        before = plan.resume_from.parent / "metrics.jsonl"
+        if before.is_file():
+            shutil.copyfile(before, folder / "metrics.jsonl")
+    write_yaml({**flags.kept(), **plan.resolved()}, folder / "arguments.yaml")
+    rewinds, owes_evaluation = (
+        plan.resumed.get("guard", {}).get("rewinds", 0),
+        plan.resumed.get("owes_evaluation", False),
+    )
+    metrics = MetricsFile(folder / "metrics.jsonl", plan.start.step, rewinds, owes_evaluation)
+    run_directory.write_status(folder, None, "running", plan.start.step, True)
+    logging = flags.logging
+    tracker = trackers.open_tracker(logging.logger, folder, flags.flat(), logging.entity, logging.project)
+    _introduce(plan, flags, template)
+    return Log(plan, fabric.device, metrics, tracker)
+
+
+def _introduce(plan: Plan, flags: Flags, template: Any) -> None:
+    start = f"weights of {plan.source}" if has_weights(plan.source) else f"random weights, {plan.source}"
+    start = f"resumed from {plan.resume_from}" if plan.resume_from else start
+    parameters = sum(p.numel() for p in template.parameters())
+    attention = plan.config._attn_implementation
+    attention = "" if attention == "sdpa" else f"{attention} attention, "
+    print(
+        f"{type(template).__name__}, {parameters / 1e6:,.1f} M parameters, {plan.precision}, {attention}{start}; "
+        f"{plan.strategy} on {plan.world_size} {plan.kind} device{'s' * (plan.world_size > 1)}; "
+        f"{plan.global_batch_size} sequences of {plan.dataset.context_length} tokens a step, "
+        f"{plan.max_step} steps; {plan.run_directory}",
+        flush=True,
+    )
+    if flags.save.save_step_interval is None and plan.max_step - plan.start.step >= MANY_STEPS:
+        print("Warning: no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it.")
+    if said := router.warning(template):
+        print(said, flush=True)
+    if plan.router_aux_loss_coef:
+        print(f"Trained as well: the routers' auxiliary loss x {plan.router_aux_loss_coef}, logged as aux_loss.")

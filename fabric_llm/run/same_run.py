@@ -1,0 +1,138 @@
+"""What a run must have in common with the checkpoint that it resumes, and what it changes on purpose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fabric_llm.base import step_names
+from fabric_llm.base.command_line import Flags
+from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
+from fabric_llm.run.plan import Plan
+from fabric_llm.run.resume import MOST_DIFFERENCES, OVERRIDABLE, given_checkpoint, overrides
+from fabric_llm.training.schedule import SCHEDULES, lr_at
+
+ROWS_READ = ("from_position", "count", "hash_sum")  # in progress.json; not in that of older versions
+
+
+def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
+    """What a checkpoint says of its run, for those that resume from it."""
+    flat = flags.flat()
+    packed = bool(plan.dataset.manifest.get("packed"))
+    masking = plan.document_end is not None if packed else bool(plan.document_masking)
+    schedule = {name: flat[name] for name in OVERRIDABLE}
+    schedule |= {"global_batch_size": plan.global_batch_size, "document_masking": masking}
+    return {
+        "fixed": {
+            "context_length": plan.dataset.context_length,
+            "train_rows": len(plan.dataset.train),
+            "train_fingerprint": plan.dataset.fingerprint,
+            "seed": flags.training.seed,
+            "precision": flags.model.precision,
+            "bf16_updates": flags.model.bf16_updates if flags.model.precision == "bf16-true" else None,
+        },
+        "schedule": schedule,
+        "end_step": plan.max_step,
+        "logged": {"every": flags.logging.log_step_interval, "after": plan.start.step},
+        "model_name": flags.model.model_name,
+        "rolled_back_to": given.name if (given := given_checkpoint(flags)) is not None else None,
+    }
+
+
+def require_same_run(plan: Plan, flags: Flags) -> None:
+    """The run as it would go on, against what its checkpoint says. Raises ValueError with the first differences."""
+    allowed, document = overrides(flags), plan.resumed
+    if not _is_whole(document):
+        raise Fault(f"{str(plan.resume_from)!r} is damaged: trainer/progress.json isn't a run's.", NO_CHECKPOINT)
+    now = facts(plan, flags)
+    fixed, schedule = (_differences(document[kind], now[kind]) for kind in ("fixed", "schedule"))
+    if now["schedule"]["max_step"] is not None and "max_step" not in schedule:
+        schedule.pop("number_epochs", None)  # isn't used
+    if fixed:
+        raise ValueError(
+            f"{str(plan.resume_from)!r} was written with {_listed(fixed)}. That can't change within a run; for a new "
+            f"one from its weights: --model_name {plan.resume_from}, without --resume."
+        )
+    if silent := {name: values for name, values in schedule.items() if name not in allowed}:
+        raise ValueError(
+            f"{str(plan.resume_from)!r} was written with {_listed(silent)}. To change that on purpose: "
+            f"--resume_override {','.join(silent)}."
+        )
+    if plan.start.step >= plan.max_step:
+        sentence = f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of {plan.max_step})"
+        if flags.checkpoint.resume == "auto" and not schedule:
+            raise Fault(f"{sentence}: nothing is left to do.", DONE)
+        raise ValueError(
+            f"{sentence}: to train on, give a larger --max_step or --number_epochs, and --resume_override with its name."
+        )
+
+
+def _is_whole(document: dict[str, Any]) -> bool:
+    """True if what `facts` and the guard wrote is there, with numbers where they are needed."""
+    try:
+        guard, schedule = document["guard"], dict(document["schedule"])
+        known = schedule.pop("lr_schedule") in SCHEDULES and isinstance(document["fixed"], dict)
+        steps = [schedule.pop(name) or 0 for name in ("max_step", "number_epochs")]
+        numbers = [schedule[name] for name in ("lr", "min_lr", "warmup_steps", "lr_decay")]
+        numbers += [document["end_step"], guard["skipped"], guard["rewinds"], *guard["losses"], *steps]
+        numbers += [*document["scaler"].values(), document["logged"]["every"], document["logged"]["after"]]
+        numbers += [document["rows_read"][name] for name in ROWS_READ] if "rows_read" in document else []
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return False
+    return known and all(isinstance(number, (int, float)) for number in numbers)
+
+
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {name: (then[name], value) for name, value in now.items() if name in then and then[name] != value}
+
+
+def _listed(differences: dict[str, tuple[Any, Any]]) -> str:
+    first = [f"{name} {then}, not {now}" for name, (then, now) in list(differences.items())[:MOST_DIFFERENCES]]
+    more = len(differences) - len(first)
+    return "; ".join(first) + (f"; and {more} more" if more > 0 else "")
+
+
+def announcement(plan: Plan, flags: Flags) -> list[str]:
+    """What a resumed run does differently from simply going on, with the schedule from here; nothing if nothing."""
+    assert plan.resume_from is not None
+    lines, document = [], plan.resumed
+    if plan.resume_from.parent.resolve() != plan.run_directory.resolve():
+        lines.append(f"A branch of {plan.resume_from} in {plan.run_directory}.")
+    elif (newest := step_names.latest(plan.run_directory)) is not None and newest != plan.resume_from:
+        lines.append(f"Back from {newest.name} to {plan.resume_from.name}: later checkpoints are moved aside.")
+    now = facts(plan, flags)
+    schedule = _differences(document["schedule"], now["schedule"])
+    for name, (then, value) in schedule.items():
+        lines.append(f"{name}: {value} from here on, {then} before.")
+    if plan.max_step != document["end_step"]:
+        word = "Extended" if plan.max_step > document["end_step"] else "Shortened"
+        lines.append(f"{word}: {plan.max_step} steps instead of {document['end_step']}.")
+    if lines:
+        lines += _curves(plan, {**document["schedule"], "max_step": document["end_step"]}, now["schedule"])
+    if (model := document.get("model_name")) not in (None, flags.model.model_name):
+        lines.append(f"The run began with --model_name {model}; it goes on with its own weights and configuration.")
+    return lines
+
+
+def _curves(plan: Plan, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The learning rate from here on and as it was to be, as a table of a few steps."""
+    first, last = plan.start.step, plan.max_step - 1
+    steps = sorted({first + round(part * (last - first) / 4) for part in range(5)})
+    curves = {"lr": {**now, "max_step": plan.max_step}, "lr before": then}
+    rows = [f"{'step':>10}" + "".join(f"{step + 1:>11}" for step in steps)]
+    for name, values in curves.items():
+        rates = [schedule_lr(step, values) if step < values["max_step"] else None for step in steps]
+        rows.append(f"{name:>10}" + "".join(f"{'-' if rate is None else f'{rate:.3e}':>11}" for rate in rates))
+    return rows
+
+
+def schedule_lr(step: int, schedule: dict[str, Any]) -> float:
+    """Learning rate of the step after `step` finished ones, from flags of a run; max_step: its last step."""
+    return lr_at(
+        step,
+        max_step=schedule["max_step"],
+        lr=schedule["lr"],
+        min_lr=schedule["min_lr"],
+        warmup_steps=schedule["warmup_steps"],
+        decay=schedule["lr_decay"],
+        shape=schedule["lr_schedule"],
+    )
