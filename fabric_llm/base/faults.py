@@ -59,11 +59,16 @@ def code_of(error: ValueError) -> int:
     return error.code if isinstance(error, Fault) else BAD_INPUT
 
 
+def one_line(error: object) -> str:
+    """The text of an error without its line breaks."""
+    return " ".join(str(error).split())
+
+
 def as_fault(error: BaseException) -> Fault:
     """`error` as a Fault: what it says itself, or what its type and words say."""
     if isinstance(error, Fault):
         return error
-    words = " ".join(str(error).split())
+    words = one_line(error)
     if isinstance(error, KeyboardInterrupt):
         return Fault(words or "interrupted.", STOPPED)
     if isinstance(error, MemoryError) or _is_out_of_memory(error, words):

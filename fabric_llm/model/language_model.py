@@ -12,7 +12,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar  # noqa: F401
 
-from fabric_llm.data.dataset import IGNORED
+from fabric_llm.data.columns import IGNORED
 from fabric_llm.model.router import load_balancing_loss
 
 

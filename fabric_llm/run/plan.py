@@ -24,9 +24,9 @@ from fabric_llm.model.loading import (
     causal_lm_class,
     checked_skeleton,
     load_config,
-    load_tokenizer,
     resolve_attention,
     takes_positions,
+    tokenizer_beside,
 )
 from fabric_llm.model.strategy import modules_to_wrap, of_one_dtype, resolve_devices, resolve_strategy
 from fabric_llm.model.strategy_rules import Sharding
@@ -214,7 +214,7 @@ def check_model(
                 f"{str(resume_from)!r} belongs to another model than --model_name {arguments.model.model_name!r}: "
                 f"{len(differing)} parameters differ: {'; '.join(words)}."
             )
-    of_model, of_data = load_tokenizer(source), load_tokenizer(str(dataset.folder / "tokenizer"))
+    of_model, of_data = tokenizer_beside(source), tokenizer_beside(str(dataset.folder / "tokenizer"))
     if of_model is not None and of_data is not None and of_model.get_vocab() != of_data.get_vocab():
         ids, others = of_model.get_vocab(), of_data.get_vocab()
         differing = sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))
