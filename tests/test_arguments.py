@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CONTEXT
+from fabric_llm.run.run import resolved
 from ranks import metrics, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from arguments import DEMO_CONFIG, ELSEWHERE, ROOT, parse_export, parse_prepare, parse_train, write_yaml
 from fabric_llm.run.plan import make_plan
-from fabric_llm.run.run import resolved
 from fabric_llm.training.adamw import AdamW
 from fabric_llm.training.gradients import clip_gradients
 from fabric_llm.training.optim import decayed_names, parameter_groups
@@ -233,7 +233,7 @@ def test_a_run_that_gave_only_accumulation_goes_on_on_more_devices(toys, tmp_pat
 
 def test_the_demo_on_many_devices_says_the_micro_batch_that_it_takes(toys, tmp_path, monkeypatch):
     """configs/demo.yaml asks for more than 4 devices can take of its global batch; the run must be repeatable."""
-    monkeypatch.setattr("preflight.prepare_demo", lambda *given: None)
+    monkeypatch.setattr("fabric_llm.run.plan.prepare_demo", lambda *given: None)
     demo = parse_train(["--devices", "4", "--output_dir", str(tmp_path)])
     demo.model.model_name, demo.data.train_data_dir = str(toys / "llama"), str(toys / "data")
     demo.data.context_length, demo.training.max_step = None, 1

@@ -27,7 +27,7 @@ def refused(toys, tmp_path, capsys, monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("too late: a model or a process would have been made")
 
-    monkeypatch.setattr("fabric_llm.model.load_reference", never)
+    monkeypatch.setattr("fabric_llm.model.loading.load_reference", never)
     monkeypatch.setattr("lightning.fabric.Fabric.launch", never)
     monkeypatch.setattr("builtins.input", never)
 
@@ -135,7 +135,7 @@ def test_model_and_data_belong_together(refused):
 
 
 def test_the_demo_is_not_prepared_for_a_run_that_is_not_there(refused, tmp_path, monkeypatch):
-    monkeypatch.setattr("preflight.prepare_demo", lambda *given: pytest.fail("half a minute for nothing"))
+    monkeypatch.setattr("fabric_llm.run.plan.prepare_demo", lambda *given: pytest.fail("half a minute for nothing"))
     words = ("--resume", "true", "--run_name", "other", "--output_dir", tmp_path / "runs")
     assert "no complete checkpoint" in refused(*words, good=False, code=66)
 
@@ -233,7 +233,9 @@ def test_data_of_another_tokenizer(refused, toys, tmp_path):
 def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
     """Which may lie on a disk of its own."""
     asked = []
-    monkeypatch.setattr("preflight.open_dataset", lambda folder, how: asked.append(how) or open_dataset(folder, how))
+    monkeypatch.setattr(
+        "fabric_llm.run.plan.open_dataset", lambda folder, how: asked.append(how) or open_dataset(folder, how)
+    )
     arguments = parse_train([str(word) for word in (*toy_run(toys, tmp_path), "--devices", 2, "--num_nodes", 2)])
     for rank, local_rank in ((0, 0), (1, 1), (2, 0), (3, 1)):
         for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 2)):

@@ -14,7 +14,8 @@ from arguments import ROOT
 ASK = """
 import json, os, sys
 import datasets, huggingface_hub
-from fabric_llm import documents, model, tokenizer
+from fabric_llm.data import documents, tokenizer
+from fabric_llm.model import loading
 
 said = []
 for name in sys.argv[1:]:
@@ -24,7 +25,7 @@ for name in sys.argv[1:]:
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     else:
         said.append([])
-        for ask in (model.load_config, tokenizer.load_tokenizer, documents._hub_reader):
+        for ask in (loading.load_config, tokenizer.packing_tokenizer, documents._hub_reader):
             try:
                 said[-1].append(f"{ask(name)}")
             except ValueError as error:

@@ -1,1 +1,13 @@
-"""TODO"""
+"""What all rooms use and none of them owns. This room imports no other.
+
+faults      exit codes, `Fault`, `as_fault`, `one_line`
+files       `fsync`, `write_atomically`, `sha256`, and the manifest of a folder
+ranks       `gather`, `from_first`, `first_fault`, `from_rank_zero`
+step_names  `step_directories`, `checkpoints`, `latest`: the names of checkpoints
+console     `outlast_readers`, `Console`: output that never ends a run
+ending      `in_one_sentence`, `uninterrupted`, `on_disk`: how the scripts end
+spelling    `flag_instead`, `value_instead`, `nearest`: what a mistyped word may mean
+names       `hub_name`, `nearest_of`: the same for names of models and folders
+hub         `answer`: what to do about an error of the Hugging Face hub
+failpoints  `failpoint`: named places where tests make a run fail
+"""

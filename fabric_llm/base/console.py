@@ -1,4 +1,4 @@
-"""What a run prints: lines, a progress bar, and nothing that ends a run because it can't be printed."""
+"""Print lines and a progress bar, in such a way that output which can't be written never ends or delays a run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import suppress
 from typing import Any
 
 SECONDS_FOR_A_READER = 5.0
-SAFE_CHARACTERS = 1000  # a pipe that takes anything takes 4096 bytes
+SAFE_CHARACTERS = 1000  # a pipe that is writable has room for 4096 bytes
 
 
 class Lasting:
-    """A stream whose reader may be gone (Ctrl-C ends `tee` too) or not read (Ctrl-S), or whose disk may be full.
+    """A stream whose reader may be gone (Ctrl-C ends `tee` too) or may not read (Ctrl-S), or whose disk may be full.
 
-    What it gets then is lost, no more: nothing is raised, and nobody waits for more than five seconds.
+    Output is then lost. Nothing is raised, and a write waits for at most five seconds.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -22,7 +22,7 @@ class Lasting:
         self.patience_seconds = SECONDS_FOR_A_READER
 
     def write(self, text: str) -> int:
-        """Write what can be written."""
+        """Write as much as is read."""
         for start in range(0, len(text), SAFE_CHARACTERS):
             if self._is_read():
                 with suppress(OSError):
@@ -32,7 +32,7 @@ class Lasting:
         return len(text)
 
     def flush(self) -> None:
-        """Likewise."""
+        """Flush if there is a reader."""
         if self._is_read():
             with suppress(OSError):
                 self.stream.flush()
@@ -42,7 +42,9 @@ class Lasting:
             is_read = bool(select.select([], [self.stream], [], self.patience_seconds)[1])
         except (OSError, ValueError):  # closed
             return False
-        self.patience_seconds = SECONDS_FOR_A_READER if is_read else 0.0  # from then on, until somebody reads again
+        self.patience_seconds = (
+            SECONDS_FOR_A_READER if is_read else 0.0
+        )  # wait once, then not again until somebody reads
         return is_read
 
     def __getattr__(self, name: str) -> Any:
@@ -50,15 +52,15 @@ class Lasting:
 
 
 def outlast_readers() -> None:
-    """From here on this process prints without fear."""
+    """Wrap stdout and stderr of this process in `Lasting`."""
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is not None:
-            stream.reconfigure(line_buffering=True)  # so that little is waiting when nobody reads
+            stream.reconfigure(line_buffering=True)  # so that little is lost when nobody reads
             setattr(sys, name, Lasting(stream))
 
 
 class Console:
-    """A progress bar where there is a terminal, and lines that don't break it."""
+    """A progress bar where stderr is a terminal, and lines that are printed above it."""
 
     def __init__(self, total_steps: int, done_steps: int) -> None:
         from tqdm import tqdm
@@ -71,7 +73,7 @@ class Console:
         print(text, flush=True) if self.bar.disable else self.bar.write(text)
 
     def advance(self) -> None:
-        """One step done."""
+        """Advance the bar by one step."""
         self.bar.update()
 
     def close(self) -> None:

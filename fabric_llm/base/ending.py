@@ -1,4 +1,4 @@
-"""How prepare_data.py and export_hf.py end: whatever happens becomes one sentence and a code of docs/faults.md."""
+"""How prepare_data.py and export_hf.py end: with one sentence and an exit code of docs/faults.md, whatever happens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any, NoReturn, Optional
 
 from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, STOPPED, UNEXPECTED, UNWRITABLE, Fault, as_fault
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # no input's
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # never the error of an input
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Ending:
-    """What is said at the end of a program that was asked to stop."""
+    """What a program says when it ends because it was asked to stop."""
 
     def __init__(self, left: str) -> None:
         self.left = left  # what it leaves behind, in words
@@ -34,7 +34,7 @@ class Ending:
 
 @contextmanager
 def in_one_sentence(program: str) -> Iterator[Ending]:
-    """Whatever ends the body is told in one sentence, and SystemExit raised with its code; so are requests to stop."""
+    """Print whatever ends the body, a request to stop included, as one sentence, and raise SystemExit with its code."""
     ending = Ending("nothing was written")
     former = {number: signal.signal(number, ending.stop) for number in SIGNALS if not _is_ignored(number)}
     try:
@@ -43,8 +43,8 @@ def in_one_sentence(program: str) -> Iterator[Ending]:
         raise
     except BaseException as error:
         for number in former:
-            signal.signal(number, signal.SIG_IGN)  # the end has come
-        # An interrupted import or callback may raise anything in the place of what interrupted it.
+            signal.signal(number, signal.SIG_IGN)  # the program ends already
+        # An interrupted import or callback may raise another exception than KeyboardInterrupt.
         fault = Fault(f"stopped on request; {ending.left}.", STOPPED) if ending.asked else _told(error)
         if fault.code == UNEXPECTED:
             traceback.print_exc()
@@ -56,7 +56,7 @@ def in_one_sentence(program: str) -> Iterator[Ending]:
 
 
 def _is_ignored(number: int) -> bool:
-    """As nohup has it, or a shell without job control for what runs in the background."""
+    """Whether nohup, or a shell without job control for a background process, has set this signal to be ignored."""
     return signal.getsignal(number) == signal.SIG_IGN
 
 
@@ -70,7 +70,7 @@ def _told(error: BaseException) -> Fault:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Requests to stop come too late here: what takes two renames gets both, and then the work is done."""
+    """Ignore requests to stop in the body, such as two renames of which both or none must be made."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -84,9 +84,9 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def on_disk(output: Path, folder: Path, needs: str) -> Iterator[None]:
-    """What goes wrong with the disk while `output` is made, in `folder`, as a Fault: 74, or 73 where one may not write.
+    """Raise disk errors of the body, which makes `output` in `folder`, as a Fault: 74, or 73 without permission to write.
 
-    needs: what it takes, in words, for whoever has to make room.
+    needs: what the body needs, in words, so that the message says how much room to make.
     """
     free = shutil.disk_usage(folder.parent).free
     try:
@@ -96,7 +96,7 @@ def on_disk(output: Path, folder: Path, needs: str) -> Iterator[None]:
     except Exception as error:
         name, full = getattr(error, "filename", None), getattr(error, "errno", None) in FULL
         if name is not None and not full and not Path(str(name)).absolute().is_relative_to(folder.absolute()):
-            raise  # an input
+            raise  # the error of an input
         if isinstance(error, PermissionError):
             raise Fault(f"output {output} cannot be written: {error.strerror}.", UNWRITABLE) from error
         if (fault := _of_disk(error)) is None:
@@ -109,7 +109,7 @@ def on_disk(output: Path, folder: Path, needs: str) -> Iterator[None]:
 
 
 def _of_disk(error: BaseException) -> Optional[Fault]:
-    """Fault (74) for a full or broken disk, also where a library has wrapped its error; None for anything else."""
+    """Fault (74) for a full or broken disk, also if a library has wrapped the error; None for any other error."""
     seen: Optional[BaseException] = error
     while seen is not None:
         if (fault := as_fault(seen)).code == SAVE_FAILED:

@@ -1,10 +1,10 @@
-"""Named places where tests make a run fail: the environment variable FABRIC_LLM_FAILPOINT says where and how.
+"""Named places where tests make a run fail. The environment variable FABRIC_LLM_FAILPOINT says where and how:
 
-    FABRIC_LLM_FAILPOINT=publish.before_rename            kill the first rank to get there with SIGKILL
-    FABRIC_LLM_FAILPOINT=forward:rank=1:count=5:do=hang   what rank 1 does the fifth time it gets there
+    FABRIC_LLM_FAILPOINT=publish.before_rename            every rank that reaches it is killed with SIGKILL
+    FABRIC_LLM_FAILPOINT=forward:rank=1:count=5:do=hang   rank 1 hangs when it reaches it for the fifth time
 
-`do`: kill, stop (SIGSTOP: frozen, with its connections open), hang (sleep for ever), enospc (raise OSError, disk full),
-raise (RuntimeError), oom (ask for more memory than there is), term, int (SIGTERM or SIGINT to itself), exit (os._exit(1)).
+`do`: kill, stop (SIGSTOP: frozen, with open connections), hang (sleep forever), enospc (raise OSError, disk full), raise
+(RuntimeError), oom (allocate more memory than there is), term, int (SIGTERM or SIGINT to itself), exit (os._exit(1)).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _reached: dict[str, int] = {}
 
 
 def failpoint(name: str) -> None:
-    """Nothing, unless the environment names this point for this rank and this time."""
+    """Fail if the environment names this place for this rank and this count; otherwise do nothing."""
     if VARIABLE in os.environ:
         assert name in NAMES, name
         _fail_if_due(name, os.environ[VARIABLE])

@@ -1,4 +1,4 @@
-"""How a run can end: exit codes, and the exception that carries one with its sentence."""
+"""How a run can end: the exit codes, and `Fault`, the exception that carries one and a sentence for the user."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextlib import suppress
 from typing import Optional
 
 DONE = 0
-UNEXPECTED = 1  # an error that nobody foresaw: its traceback is on stderr
-BAD_INPUT = 2  # arguments, config, data or a mismatch: the user can mend it
-NO_CHECKPOINT = 66  # none that is whole
-PEER_LOST = 71  # another rank is gone or hangs
+UNEXPECTED = 1  # an error that is not foreseen; its traceback is on stderr
+BAD_INPUT = 2  # arguments, config, data, or a mismatch between them, which the user can correct
+NO_CHECKPOINT = 66  # there is no complete, undamaged one
+PEER_LOST = 71  # another rank has died or hangs
 UNWRITABLE = 73  # the output directory can't be written, or another run is using it
 SAVE_FAILED = 74
-STOPPED = 75  # on request, after saving; after a second signal, without
+STOPPED = 75  # on request, after saving; after a second signal without saving
 NON_FINITE = 76  # NaN or infinity, or too many spikes
 REFUSED = 77  # for security
 OUT_OF_MEMORY = 79  # of the device
@@ -33,20 +33,24 @@ CODES = (
     REFUSED,
     OUT_OF_MEMORY,
 )
-RETRYABLE = (PEER_LOST, SAVE_FAILED, STOPPED)  # the same command with --resume auto may well do better
-# What gloo, NCCL and torch.distributed say when the other end is gone; most of it arrives as a bare RuntimeError.
+RETRYABLE = (PEER_LOST, SAVE_FAILED, STOPPED)  # the same command with --resume auto may succeed
+# Messages of gloo, NCCL and torch.distributed when a peer is lost. Most are those of a plain RuntimeError.
 _PEER_WORDS = (
     *("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed"),
     *("NCCL error", "ncclRemoteError", "ncclSystemError", "Watchdog caught collective operation timeout"),
     *("Timed out waiting", "wait timeout after", "failed to recv, got 0 bytes", "recvValue failed"),
 )
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ESTALE, errno.EROFS)
-_DISK_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")  # of tokenizers, say: without errno
+_DISK_WORDS = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "File too large",
+)  # of libraries such as tokenizers, whose errors have no errno
 _MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
 
 
 class Fault(ValueError):
-    """What ends a run: one sentence for the user, an exit code, and whether the same command may do better."""
+    """What ends a run: one sentence for the user, an exit code, and whether the same command may succeed later."""
 
     def __init__(self, sentence: str, code: int = BAD_INPUT, retryable: Optional[bool] = None) -> None:
         super().__init__(sentence)
@@ -55,15 +59,20 @@ class Fault(ValueError):
 
 
 def code_of(error: ValueError) -> int:
-    """The exit code of what is wrong with the input: that of a Fault, 2 of another."""
+    """The exit code of a ValueError: that of a Fault, otherwise 2."""
     return error.code if isinstance(error, Fault) else BAD_INPUT
 
 
+def one_line(error: object) -> str:
+    """The text of an error without its line breaks."""
+    return " ".join(str(error).split())
+
+
 def as_fault(error: BaseException) -> Fault:
-    """`error` as a Fault: what it says itself, or what its type and words say."""
+    """`error` as a Fault, with a code that follows from its type and its message."""
     if isinstance(error, Fault):
         return error
-    words = " ".join(str(error).split())
+    words = one_line(error)
     if isinstance(error, KeyboardInterrupt):
         return Fault(words or "interrupted.", STOPPED)
     if isinstance(error, MemoryError) or _is_out_of_memory(error, words):
@@ -80,10 +89,10 @@ def as_fault(error: BaseException) -> Fault:
 
 
 def tell_torchrun(sentence: str, is_consequence: bool = False) -> None:
-    """Write why this rank ends where torchrun looks for it, for its own summary; without torchrun nothing is written.
+    """Write why this rank ends to the file that torchrun reads for its summary. Without torchrun nothing is written.
 
-    The form is that of torch.distributed.elastic.multiprocessing.errors, which shows `py_callstack`, and takes the rank with
-    the earliest timestamp for the root cause. is_consequence: another rank failed first, perhaps in the same second.
+    The format is that of torch.distributed.elastic.multiprocessing.errors: torchrun prints `py_callstack`, and takes the rank
+    with the earliest timestamp for the root cause. is_consequence: another rank failed first, possibly in the same second.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -98,7 +107,7 @@ def _is_out_of_memory(error: BaseException, words: str) -> bool:
 
 
 def _is_lost_peer(error: BaseException, words: str) -> bool:
-    torch = sys.modules.get("torch")  # where nobody has imported it, nobody has raised its errors
+    torch = sys.modules.get("torch")  # if torch isn't imported, this isn't one of its errors
     return (torch is not None and isinstance(error, torch.distributed.DistError)) or (
         isinstance(error, RuntimeError) and any(word in words for word in _PEER_WORDS)
     )

@@ -1,7 +1,6 @@
-"""Which files a folder holds, with size and sha256: what makes a truncated, flipped or foreign file visible.
+"""Files: durable and atomic writes, and the manifest of a folder, which shows files that are truncated, changed or foreign.
 
-Used for checkpoints and for prepared datasets. A manifest is JSON, {"files": {name: {"bytes", "sha256"}}, ...}, and
-carries a hash of itself.
+A manifest, of a checkpoint or a prepared dataset, is JSON: {"files": {name: {"bytes", "sha256"}}, ..., "sha256": its own}.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from typing import Any
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, SAVE_FAILED, UNWRITABLE, Fault
 
 MANIFEST = "MANIFEST.json"
-THREADS = 4  # hashing waits for the disk as often as for the processor, and both let other threads run
+THREADS = 4  # hashing and reading both release the GIL
+ROOM_BYTES = 16 * 2**20  # for tokenizer, configuration, probe and manifest
 LARGEST_MANIFEST_BYTES = 256 * 2**20
 CODE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".distcp", ".metadata", ".npy", ".joblib", ".py")
 Entry = dict[str, Any]  # bytes: int, sha256: hexadecimal
@@ -35,7 +35,7 @@ def sha256(path: Path) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Make a file or directory durable; a directory where its file system can."""
+    """Flush a file or directory to the disk. Not every file system can flush a directory, which is no error."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -46,47 +46,52 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, content: str, durable: bool = False) -> None:
-    """Replace the file `path` as a whole: it is written aside and renamed. durable: on the disk before it has its name."""
+def write_atomically(path: Path, content: bytes | str, durable: bool = False) -> None:
+    """Replace the file `path` as a whole: a reader, or a kill, finds either the old content or the new.
+
+    durable: it is on the disk when this returns. Raises OSError, and then leaves the old content and no other file behind.
+    """
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
-        temporary.write_text(content)
-        if durable:
-            fsync(temporary)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
-        with suppress(OSError):  # a disk that is full or gone
+    except BaseException:
+        with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+    if durable:
+        fsync(path.parent)
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """The entries of files in `folder`, which are on the disk when this returns."""
+    """The manifest's entries of files in `folder`. The files are on the disk when this returns."""
     with Describing(folder) as describing:
         describing.start(names)
         return describing.entries()
 
 
 class Describing:
-    """The entries of files in a folder, made while others are still being written there."""
+    """Makes the entries of files in a folder while other files are still being written there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.hashing, self.syncing = (
-            ThreadPoolExecutor(THREADS),
-            ThreadPoolExecutor(THREADS),
-        )  # neither waits for the other
+        self.hashing = ThreadPoolExecutor(THREADS)
+        self.syncing = ThreadPoolExecutor(THREADS)  # its own pool, so that hashing doesn't wait for the disk
         self.hashes: dict[str, Future[str]] = {}
         self.written: list[Future[None]] = []
 
     def start(self, names: Iterable[str]) -> None:
-        """Hash these complete files and make them durable, but for those that were started before."""
+        """Start to hash these complete files and to flush them, unless that was started before."""
         for name in sorted(set(names) - self.hashes.keys()):
             self.written.append(self.syncing.submit(fsync, self.folder / name))
             self.hashes[name] = self.hashing.submit(sha256, self.folder / name)
 
     def entries(self) -> dict[str, Entry]:
-        """Wait for all. Raises what any of them raised."""
+        """Wait for all files. Raises what hashing or flushing any of them raised."""
         for future in self.written:
             future.result()
         return {
@@ -103,7 +108,7 @@ class Describing:
 
 
 def files_in(folder: Path) -> list[str]:
-    """Names of all files below `folder`, as a manifest writes them. Raises Fault (77) for a link: it may lead anywhere."""
+    """Names of all files below `folder`, relative to it. Raises Fault (77) for a link, which may lead anywhere."""
     names = []
     for parent, folders, files in os.walk(folder):
         for name in [*folders, *files]:
@@ -115,12 +120,12 @@ def files_in(folder: Path) -> list[str]:
 
 
 def encode(document: dict[str, Any]) -> bytes:
-    """A manifest as the content of its file, with a hash of itself."""
+    """The content of a manifest's file, with the hash of the manifest itself."""
     return (json.dumps({**document, "sha256": _own_hash(document)}, indent=2) + "\n").encode()
 
 
 def is_sealed(document: dict[str, Any]) -> bool:
-    """True if a decoded manifest carries the right hash of itself."""
+    """Whether a decoded manifest holds the right hash of itself."""
     rest = dict(document)
     return rest.pop("sha256", None) == _own_hash(rest)
 
@@ -130,7 +135,7 @@ def _own_hash(document: dict[str, Any]) -> str:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`. Raises Fault (66) where it isn't what was written, (77) for names that lead outside."""
+    """The manifest of `folder`. Raises Fault (66) for one that was changed, (77) for names that lead outside."""
     damaged = Fault(f"{str(folder)!r} is damaged: {MANIFEST} isn't what was written.", NO_CHECKPOINT)
     path = folder / MANIFEST
     try:
@@ -151,7 +156,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def check_entries(entries: Any, where: Path, damaged: Fault) -> None:
-    """Raises `damaged` unless `entries`, read from the file `where`, are a manifest's, or Fault (77) from `check_name`."""
+    """Check the form of `entries`, read from the file `where`. Raises `damaged`, or Fault (77) from `check_name`."""
     try:
         whole = all(type(e["bytes"]) is int and isinstance(e["sha256"], str) for e in entries.values())
     except (KeyError, TypeError, AttributeError):
@@ -163,14 +168,14 @@ def check_entries(entries: Any, where: Path, damaged: Fault) -> None:
 
 
 def check_name(name: str, where: Path) -> None:
-    """Raises Fault (77) unless `name`, read from the file `where`, is that of a file below the same folder."""
+    """Raises Fault (77) unless `name`, read from the file `where`, names a file below the folder of `where`."""
     plain = PurePosixPath(name)
     if plain.is_absolute() or ".." in plain.parts or str(plain) != name or "\\" in name or "\0" in name or name == ".":
         raise Fault(f"{str(where)!r} names {name!r}, outside its folder: refused.", REFUSED)
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> file beside `index`, a `*.index.json` of Hugging Face weights.
+    """{tensor: file beside `index`}, read from a `*.index.json` of Hugging Face weights.
 
     Raises ValueError where it can't be read, Fault (77) for a file outside its folder.
     """
@@ -186,9 +191,9 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def check_folder(folder: Path, hashes: bool) -> dict[str, Any]:
-    """The manifest of `folder`, once exactly the files it lists are there with their sizes (and hashes).
+    """Check that `folder` holds exactly the files of its manifest, with their sizes (and hashes). Returns the manifest.
 
-    Raises Fault that names the first file that isn't as it was written (66), or that could run code (77).
+    Raises Fault for the first file that was changed, is missing or isn't listed (66), or that could run code (77).
     """
     document = read(folder)
     listed, there = document["files"], files_in(folder)
@@ -202,12 +207,12 @@ def check_folder(folder: Path, hashes: bool) -> dict[str, Any]:
 
 
 def check_files(folder: Path, entries: dict[str, Entry], hashes: bool, wrong: str, code: int) -> None:
-    """Raises Fault(`wrong`: file and what is wrong with it, `code`) for the first file that differs from its entry."""
+    """Compare files with their entries. Raises Fault("`wrong`: NAME ...", `code`) for the first that differs."""
 
     def hashed(name: str) -> str:
         try:
             return sha256(folder / name)
-        except OSError as error:  # a bad sector, or nobody may read it
+        except OSError as error:  # such as a bad sector, or no permission
             raise Fault(f"{wrong}: {name} can't be read ({error.strerror}).", code) from error
 
     for name, entry in entries.items():
@@ -224,12 +229,8 @@ def check_files(folder: Path, entries: dict[str, Entry], hashes: bool, wrong: st
                 raise Fault(f"{wrong}: the content of {name} has changed.", code)
 
 
-pass
-ROOM_BYTES = 16 * 2**20  # for tokenizer, configuration, probe and manifest
-
-
 def room(folder: Path, needed_bytes: int, what: str, advice: str) -> None:
-    """Raises Fault (74) unless the disk that holds `folder` has `needed_bytes` and a little more."""
+    """Raises Fault (74) unless the disk that holds `folder` has `needed_bytes`, 1 % and ROOM_BYTES free."""
     needed, free = int(needed_bytes * 1.01) + ROOM_BYTES, shutil.disk_usage(folder).free
     if free < needed:
         raise Fault(
@@ -240,7 +241,7 @@ def room(folder: Path, needed_bytes: int, what: str, advice: str) -> None:
 
 
 def writable(output: Path) -> None:
-    """Raises Fault (73) where `output` can't be made. Makes nothing."""
+    """Raises Fault (73) where `output` can't be created. Leaves nothing behind."""
     place = output.absolute().parent
     while not os.path.lexists(place):
         place = place.parent

@@ -1,4 +1,4 @@
-"""What the Hugging Face hub said, and what to do about it, in words."""
+"""Turn an error of the Hugging Face hub into a sentence that says what to do about it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def answer(name: str, error: BaseException, kind: str = "model") -> Optional[str]:
-    """Why the hub's model, tokenizer or dataset `name` can't be had, after a `:`; None where the hub has no part in it.
+    """Why the hub doesn't give out the model, tokenizer or dataset `name`, to be put after a `:`.
 
-    error: what huggingface_hub raised, or a library around it.
+    error: raised by huggingface_hub, or by a library that calls it. Returns None where it isn't an error of the hub.
     """
     chain = list(_chain(error))
     words = " ".join(" ".join(str(link).split()) for link in chain)

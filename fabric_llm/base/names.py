@@ -1,4 +1,4 @@
-"""TODO base.names."""
+"""Check names of models and datasets, and suggest the right one for a name that doesn't exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fabric_llm.base.spelling import nearest
 
 
 def hub_name(flag: str, name: str, what: str = "model") -> None:
-    """Raises ValueError where `name`, which isn't a folder here, can't be a name on the hub either."""
+    """Raises ValueError if `name`, which isn't a local folder, can't be a name on the hub either."""
     if found := re.fullmatch(
         r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+?)(?:\.git)?(?:[/?#].*)?",
         name.strip(),
@@ -31,7 +31,7 @@ def hub_name(flag: str, name: str, what: str = "model") -> None:
 
 
 def _near(name: str) -> str:
-    """What there is instead of the path `name`, as the end of a sentence."""
+    """What exists instead of the path `name`, as the end of a message."""
     path = Path(name)
     if name.startswith("~") and path.expanduser().exists():  # --model_name=~/mine
         return f" The shell replaces ~ only at the start of a word: take {path.expanduser()}."
@@ -43,7 +43,7 @@ def _near(name: str) -> str:
 
 
 def nearest_of(path: Path) -> str:
-    """A folder beside `path`, which isn't there, that is spelled much like it, as the end of a sentence."""
+    """A folder with a similar name beside `path`, which doesn't exist, as the end of a message."""
     try:
         beside = [other.name for other in path.absolute().parent.iterdir() if other.is_dir()]
     except OSError:

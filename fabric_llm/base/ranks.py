@@ -10,7 +10,7 @@ from typing import Any, Optional, TypeVar
 import torch
 from torch import Tensor
 
-from fabric_llm.base.faults import Fault
+from fabric_llm.base.faults import Fault, as_fault
 
 T = TypeVar("T")
 
@@ -62,24 +62,30 @@ def from_first(value: Any) -> Any:
     return values[0]
 
 
-def raise_first(problem: Optional[Fault]) -> None:
-    """Raise the problem of the first rank that has one, on all ranks. All ranks call it."""
+def first_fault(problem: Optional[Fault]) -> None:
+    """Raise, on all ranks, the `problem` of the first rank that has one."""
     for found in gather(problem):
         if found is not None:
             raise found
 
 
 def from_rank_zero(action: Callable[[], T]) -> T:
-    """What `action()` returns on rank 0, on all ranks; or the ValueError that it raises there, as a Fault on all ranks."""
+    """What `action`, called on rank 0, returns. Raises, on all ranks, a Fault where it raises.
+
+    A ValueError is a mistake in the input (2), any other exception what `as_fault` makes of it.
+    """
     value, problem = None, None
     if alone() or torch.distributed.get_rank() == 0:
         try:
             value = action()
-        except ValueError as error:
-            problem = error if isinstance(error, Fault) else Fault(str(error))
-    value, problem = from_first((value, problem))
-    if problem is not None:
-        raise problem
+        except Exception as error:
+            is_plain = isinstance(error, ValueError) and not isinstance(error, Fault)
+            problem = Fault(str(error)) if is_plain else as_fault(error)
+            if problem is not error:
+                problem.__cause__ = error  # for the traceback, on rank 0 alone
+    value, fault = from_first((value, problem))
+    if fault is not None:
+        raise problem or fault
     return value
 
 

@@ -1,8 +1,8 @@
-"""What a user meant by a flag, a value or a name that isn't known: slips of the fingers, and words of other trainers.
+"""Suggest what a user meant by an unknown flag, value or name: a typo, or the word of another trainer.
 
-A wrong suggestion is worse than none. So a name may be one slip away for every five letters it has, a slip being a letter
-too many, too few, another, or two in the wrong order; names of two letters have to be right (`--tp` isn't `--tpu`).
-`difflib`'s ratio, which counts letters in common, finds `sharding_strategy` near `learning_rat`.
+A wrong suggestion is worse than none. A name may therefore differ by one typo for every five of its letters: a letter that is
+missing, added or changed, or two letters that are swapped. Names of two letters must be right (`--tp` isn't `--tpu`). The
+ratio of `difflib`, which counts letters in common, takes `sharding_strategy` for a match of `learning_rat`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 LETTERS_OF_A_SLIP = 5
-# What other trainers call a flag of train.py: transformers' Trainer and TRL, Lightning and litgpt, torchtitan, axolotl,
+# The names of train.py's flags in other trainers: transformers' Trainer and TRL, Lightning and litgpt, torchtitan, axolotl,
 # NeMo Automodel and Megatron, LLaMA-Factory, nanoGPT.
 ELSEWHERE = {
     **dict.fromkeys(("learning_rate", "max_lr", "peak_lr", "base_lr", "lr_rate"), "lr"),
@@ -94,7 +94,7 @@ ELSEWHERE = {
     **dict.fromkeys(("async_checkpointing", "async_mode", "async_checkpoint"), "async_save"),
     **dict.fromkeys(("timeout", "ddp_timeout", "nccl_timeout"), "hang_timeout"),
 }
-# What isn't a flag here, and what to do instead.
+# Flags of other trainers that have no equivalent, and what to do instead.
 NOT_HERE = {
     **dict.fromkeys(("bf16", "use_bf16", "bfloat16"), "take --precision bf16-true, or bf16-mixed"),
     **dict.fromkeys(("fp16", "use_fp16", "half", "amp"), "take --precision 16-mixed (on a GPU), or bf16-mixed"),
@@ -128,7 +128,7 @@ NOT_HERE = {
     **dict.fromkeys(("logging_dir",), "logs go into the run directory, see --output_dir"),
     **dict.fromkeys(("debug", "verbose"), "take --log_step_interval 1 for a line a step"),
 }  # fmt: skip
-# (flag, a value in small letters) -> what to do instead; other flags of the same kind are in `advice`.
+# (flag, a value in lower case) -> what to do instead
 VALUES = {
     ("precision", "bf16"): "take bf16-true, or bf16-mixed",
     ("precision", "bfloat16"): "take bf16-true, or bf16-mixed",
@@ -167,7 +167,7 @@ VALUES = {
 
 
 def slips(one: str, other: str) -> int:
-    """Letters to insert, remove, change, or swap with their neighbour, to make one word of the other."""
+    """The number of letters to insert, remove, change, or swap with their neighbour to turn one word into the other."""
     before: list[int] = []
     row = list(range(len(other) + 1))
     for i, letter in enumerate(one, 1):
@@ -181,7 +181,7 @@ def slips(one: str, other: str) -> int:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The names that `name` may be a misspelling of, all equally near; [] if none is near."""
+    """The names that are nearest to `name`, all equally near; [] if none is near."""
     if len(name) < 3:
         return []
     distances = {other: slips(name, other) for other in known}
@@ -190,10 +190,10 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def flag_instead(name: str, known: Iterable[str]) -> tuple[list[str], str]:
-    """(flags that `name`, which isn't one, may mean; or else what to do instead, in words)."""
+    """(flags that the unknown flag `name` may mean, or otherwise a sentence that says what to do instead)."""
     known, name = list(known), name.replace("-", "_").lower()
     elsewhere = {other: ours for other, ours in ELSEWHERE.items() if ours in known}
-    advice = NOT_HERE if "max_step" in known else {}  # which are train.py's
+    advice = NOT_HERE if "max_step" in known else {}  # for train.py alone
     if name in known:
         return [name], ""
     if name in elsewhere:
@@ -209,9 +209,9 @@ def flag_instead(name: str, known: Iterable[str]) -> tuple[list[str], str]:
 
 
 def value_instead(flag: str, value: str, options: Iterable[Any], kinds: str) -> str:
-    """What to give instead of a value that `flag` doesn't take, in words; "" if nobody knows.
+    """What to do instead of giving `flag` a value that it doesn't take; "" if that isn't known.
 
-    options: the words that it takes; kinds: "an integer", "a number" and so on.
+    options: the words that it takes. kinds: the types that it takes, such as "an integer" or "a number".
     """
     low, words = value.lower().strip(), [str(option) for option in options]
     if (flag, low) in VALUES:

@@ -1,4 +1,4 @@
-"""TODO base.step_names."""
+"""The names of checkpoints in a run directory: step-00000100 and so on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fabric_llm.base.files import MANIFEST
 
 
 def step_directories(run_directory: Path) -> list[Path]:
-    """Everything that bears a checkpoint's name, oldest first. Order is by step, never by a clock."""
+    """All directories with a checkpoint's name, in the order of steps, which no clock can change."""
     found = [p for p in run_directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name) and p.is_dir()]
     return sorted(found, key=step_of)
 
@@ -21,10 +21,10 @@ def step_of(path: Path) -> int:
 
 
 def checkpoints(run_directory: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
+    """The complete checkpoints of a run, in the order of steps."""
     return [path for path in step_directories(run_directory) if (path / MANIFEST).is_file()]
 
 
 def latest(run_directory: Path) -> Optional[Path]:
-    """The newest complete checkpoint of a run, None if there is none."""
+    """The complete checkpoint with the highest step, None if there is none."""
     return next(reversed(checkpoints(run_directory)), None)

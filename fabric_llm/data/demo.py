@@ -1,4 +1,4 @@
-"""TODO data.demo."""
+"""The dataset of `train.py --demo`, made from the source of the Python standard library. No network is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEMO_EXCLUDED = "site-packages dist-packages test tests idlelib lib2to3 encoding
 
 
 def prepare_demo(folder: Path, context_length: int) -> None:
-    """The source of the Python standard library, tokenized and packed, made once."""
+    """Tokenize and pack the source of the Python standard library into `folder`, unless it is there already."""
     from filelock import FileLock
 
     folder.parent.mkdir(parents=True, exist_ok=True)

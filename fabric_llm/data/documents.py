@@ -1,4 +1,4 @@
-"""Files, folders, dataset folders and hub names -> documents, one after the other."""
+"""Read documents, one after the other, from files, folders, dataset folders and datasets on the hub."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fabric_llm.base import hub
-from fabric_llm.base.faults import REFUSED, Fault
+from fabric_llm.base.faults import REFUSED, Fault, one_line
 from fabric_llm.data.dataset import has_rows, split_names
 from fabric_llm.data.inputs import files_of, hub_dataset, is_dataset_folder
 
 PARQUET_ROWS = 1024  # read at once
-# A document: where it comes from (for messages), and its text; None if not valid UTF-8.
+# (where a document comes from, for messages; its text, or None if it isn't valid UTF-8)
 Document = tuple[str, str | None]
 
 
 @dataclass(frozen=True)
 class Source:
-    """One thing to read: `read(name, text_field)` yields its documents."""
+    """A file, dataset folder or hub dataset. `read(name, text_field)` yields its documents."""
 
     name: str
     bytes: int | None  # None for a hub dataset
@@ -36,20 +36,19 @@ class Source:
 
     @property
     def is_one_document(self) -> bool:
-        """True for a plain-text file."""
+        """Whether this is a plain-text file."""
         return self.read is _read_text
 
 
 def find_sources(
     inputs: Sequence[str | Path], *, pattern: Sequence[str], exclude: Sequence[str] = (), output: Path
 ) -> list[Source]:
-    """Resolve `inputs` (see `prepare`) to sources, in order; reads no text yet.
+    """The sources that `inputs` of `prepare` name, in order. No text is read yet.
 
-    `output`, a resolved path, is never descended into: it may lie inside an input folder.
+    output: a resolved path, which is left out where it lies inside an input folder.
 
-    Raises:
-        ValueError: an input that does not exist, a folder without a matching file, or a
-            file that comes in by two inputs.
+    Raises ValueError for an input that doesn't exist, a folder without a matching file, a file that two inputs name, and
+    where there is only one document, which can't be split into train and validation.
     """
     sources, origin = [], {}
     for given in map(str, inputs):
@@ -65,7 +64,7 @@ def find_sources(
             if not found:
                 raise ValueError(f"no file in {given} matches {' '.join(pattern)}: choose others with --pattern")
         for source in found:
-            # The same text in train and in validation would make validation lie.
+            # A text in both train and validation would make the validation loss meaningless.
             path = os.path.abspath(source.name)
             if path in origin:
                 raise ValueError(
@@ -73,6 +72,11 @@ def find_sources(
                 )
             origin[path] = given
         sources += found
+    if len(sources) == 1 and sources[0].is_one_document:
+        raise ValueError(
+            f"the only input, {sources[0].name}, is one document, which leaves none for validation: put one"
+            f" document on each line of a .jsonl file, or give several files"
+        )
     return sources
 
 
@@ -86,13 +90,9 @@ def _file_source(path: str) -> Source:
 
 
 def read_documents(sources: Iterable[Source], text_field: str) -> Iterator[Document]:
-    """Yield (where, text) of every document of every source, in order.
+    """The documents of all sources, in order.
 
-    text is None where the bytes are not valid UTF-8; `where` is for messages.
-
-    Raises:
-        ValueError: a line that is not a JSON object, a missing `text_field`, a field that
-            is not text, a damaged file.
+    Raises ValueError for a line that isn't a JSON object, a missing `text_field`, a field that isn't text, and a damaged file.
     """
     for source in sources:
         yield from source.read(source.name, text_field)
@@ -104,13 +104,13 @@ def _open(path: str) -> BinaryIO:
 
 def _decode(data: bytes) -> str | None:
     try:
-        return data.decode("utf-8-sig")  # a byte order mark is no part of the text
+        return data.decode("utf-8-sig")  # a byte order mark isn't part of the text
     except UnicodeDecodeError:
         return None
 
 
 def _read_text(path: str, text_field: str) -> Iterator[Document]:
-    # Bytes, not text mode: line ends stay as they are.
+    # Text mode would translate line ends.
     try:
         with _open(path) as file:
             data = file.read()
@@ -143,7 +143,7 @@ def _json_text(where: str, line: str, text_field: str) -> str | None:
     text = record[text_field]
     if not isinstance(text, str):
         raise ValueError(f'{where} holds {type(text).__name__}, not a string, in its field "{text_field}"')
-    # JSON can spell half of a surrogate pair ("\ud800"), which no UTF-8 can hold.
+    # JSON can hold half of a surrogate pair ("\ud800"), which UTF-8 can't.
     return None if re.search("[\ud800-\udfff]", text) else text
 
 
@@ -163,8 +163,8 @@ def _read_parquet(path: str, text_field: str) -> Iterator[Document]:
             raise ValueError(f'{path} holds {kind}, not strings, in its column "{text_field}"')
         row = 0
         for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[text_field]):
-            # As bytes, since pyarrow does not check what it reads and one bad row
-            # must not cost the others. A null is an empty document.
+            # As bytes: pyarrow doesn't check that strings are valid, and an invalid one must not end the others. A null
+            # is an empty document.
             for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()):
                 yield f"{path} row {row}", _decode(value.as_py() or b"")
                 row += 1
@@ -176,7 +176,7 @@ def _read_dataset_folder(path: str, text_field: str) -> Iterator[Document]:
         for split in split_names(folder) if (folder / "dataset_dict.json").is_file() else [""]:
             has_rows(folder / split)
         loaded = datasets.load_from_disk(path)
-    except Exception as error:  # OSError, KeyError, JSON and Arrow errors: what is missing decides
+    except Exception as error:  # OSError, KeyError, JSON or Arrow errors, depending on what is missing
         if isinstance(error, Fault) and error.code == REFUSED:
             raise
         raise ValueError(f"{path} is not a complete dataset folder: {one_line(error)}") from error
@@ -184,23 +184,23 @@ def _read_dataset_folder(path: str, text_field: str) -> Iterator[Document]:
 
 
 def _hub_reader(name: str) -> Callable[[str, str], Iterator[Document]]:
-    """Open the hub dataset `name` or `name:config`; a reader that streams it."""
+    """Open the hub dataset `name` or `name:config`. Returns a function that streams it, see `Source.read`."""
     nowhere = hub_dataset(name)
     repository, _, config = name.partition(":")
     try:
         loaded = datasets.load_dataset(repository, config or None, streaming=True)
-    except Exception as error:  # the hub, its client and its formats raise some twenty kinds
+    except Exception as error:  # the hub, its client and its file formats raise some twenty types
         raise ValueError(f"{nowhere}: {hub.answer(repository, error, 'dataset') or one_line(error)}") from error
     return lambda _, text_field: _read_rows(name, loaded, text_field)
 
 
 def _read_rows(name: str, splits: dict, text_field: str) -> Iterator[Document]:
     for split, rows in splits.items():
-        columns = rows.column_names  # None where a streamed dataset does not say
+        columns = rows.column_names  # None if a streamed dataset doesn't declare them
         if columns is not None and text_field not in columns:
             raise _no_field(f"{name} [{split}]", text_field, columns)
         if columns is not None:
-            rows = rows.select_columns([text_field])  # decode no image on the way
+            rows = rows.select_columns([text_field])  # so that no image is decoded
         for number, row in enumerate(rows):
             where = f"{name} [{split}] row {number}"
             if text_field not in row:
@@ -214,8 +214,3 @@ def _read_rows(name: str, splits: dict, text_field: str) -> Iterator[Document]:
 def _no_field(where: str, text_field: str, present: Iterable[str]) -> ValueError:
     names = ", ".join(map(str, present)) or "none"
     return ValueError(f'{where} has no field "{text_field}" (fields: {names}): name the right one with --text_field')
-
-
-def one_line(error: Exception) -> str:
-    """An error's text without its line breaks."""
-    return " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""TODO data.folders."""
+"""What can be said of a dataset's folder without torch, datasets or numpy, which take seconds to import."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Optional
 
 
 def check_dataset_folder(name: str | Path) -> None:
-    """A dataset's folder, as far as the names of its files say. Raises ValueError."""
+    """Raises ValueError unless the names of its files are those of a dataset's folder. Their content isn't read."""
     folder = Path(name)
     if not folder.is_dir():
         is_file = " It is a file." if folder.exists() else ""
@@ -30,7 +30,7 @@ def check_dataset_folder(name: str | Path) -> None:
 
 
 def said_of_rows(folder: Path) -> Optional[tuple[int, int]]:
-    """(training rows, tokens in each) of a dataset of prepare_data.py as its manifest says, unproven; None without one."""
+    """(training rows, tokens in each) as a manifest of prepare_data.py says, unchecked; None without a manifest."""
     try:
         said = json.loads((folder / "manifest.json").read_bytes())
         numbers = said["splits"]["train"]["rows"], said["context_length"]

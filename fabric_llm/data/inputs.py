@@ -1,4 +1,7 @@
-"""TODO data.inputs."""
+"""Check the arguments and paths of prepare_data.py without torch, datasets or numpy, which take seconds to import.
+
+Every check raises ValueError.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 from typing import Optional
 
 DEFAULT_PATTERNS = ["*.txt", "*.txt.gz", "*.md", "*.rst", "*.jsonl", "*.jsonl.gz", "*.parquet"]  # of prepare_data.py
-SMALLEST_VOCABULARY = 257  # every byte, and the end of a text
+SMALLEST_VOCABULARY = 257  # 256 bytes and the end of a text
 
 
 def preparation(
@@ -21,7 +24,7 @@ def preparation(
     validation_fraction: float,
     pattern: Sequence[str],
 ) -> None:
-    """The arguments of `prepare` among themselves."""
+    """Check the arguments of `prepare` on their own, without looking at any file."""
     if not inputs:
         raise ValueError("no input: name at least one file, folder or hub dataset with --input")
     if not pattern:
@@ -41,25 +44,25 @@ def preparation(
 
 
 def prepared_output(output: Path, overwrite: bool) -> None:
-    """The folder, resolved, that a prepared dataset is to be. Raises ValueError where it can't or mustn't be replaced."""
-    if not os.path.exists(output):  # False as well where one may not look, which is told of later
+    """Check that a prepared dataset can be written to `output`, a resolved path, or may replace what is there."""
+    if not os.path.exists(output):  # also False without permission to look, which is reported later
         return
     if not output.is_dir():
         raise ValueError(f"output {output} is a file: name a folder")
-    # Found out now, and not when the finished dataset is renamed to it.
+    # Without this check, renaming the finished dataset to it would fail.
     if os.path.ismount(output):
         raise ValueError(f"output {output} is a mount point, which cannot be replaced: name a folder inside it")
     if not any(output.iterdir()):
         return
     if not overwrite:
         raise ValueError(f"output {output} exists and is not empty: pass --overwrite to replace it, or name another")
-    # A slip such as `--output ~ --overwrite` must not cost anyone their files.
+    # A typo such as `--output ~ --overwrite` must not delete anyone's files.
     if not (output / "manifest.json").is_file() or not (output / "dataset_dict.json").is_file():
         raise ValueError(f"output {output} holds no prepared dataset, so it is not overwritten: remove it yourself")
 
 
 def text_input(given: str, pattern: Sequence[str], exclude: Sequence[str], output: Path) -> None:
-    """Something to read: a file, a folder with a file that matches, or what may be a dataset's name on the hub."""
+    """Check that `given` is a file, a folder with a matching file, or possibly the name of a dataset on the hub."""
     if not os.path.exists(given):
         hub_dataset(given)
     elif os.path.isdir(given) and not is_dataset_folder(given):
@@ -68,11 +71,11 @@ def text_input(given: str, pattern: Sequence[str], exclude: Sequence[str], outpu
 
 
 def hub_dataset(name: str) -> str:
-    """What is said where the hub has no dataset of that name. Raises ValueError where it can't be one."""
+    """The start of the message for a name that the hub doesn't have. Raises ValueError if it can't be one."""
     nowhere = f"input {name} is neither a file or folder here nor a dataset that can be read from the hub"
     if found := re.match(r"(?:https?://)?(?:huggingface\.co|hf\.co)/datasets/([\w.-]+/[\w.-]+)", name):
         raise ValueError(f"{nowhere}: it is an address; take --input {found[1]}")
-    # What cannot be a hub name is a slip in a path, to be told of without asking the network.
+    # Anything that can't be a name on the hub is a mistyped path, for which the network isn't asked.
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^/:]+)?", name) or name.startswith("."):
         raise ValueError(nowhere)
     if any(fnmatch.fnmatchcase(name.lower(), one) for one in DEFAULT_PATTERNS):
@@ -81,12 +84,12 @@ def hub_dataset(name: str) -> str:
 
 
 def is_dataset_folder(folder: str) -> bool:
-    """True for a folder that `datasets.save_to_disk` wrote."""
+    """Whether `datasets.save_to_disk` wrote this folder."""
     return any(os.path.isfile(os.path.join(folder, name)) for name in ("dataset_dict.json", "state.json"))
 
 
 def files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], output: Path) -> Iterator[str]:
-    """The files in `folder` that match, in order; `output`, a resolved path, is never descended into."""
+    """The matching files below `folder`, in order. `output`, a resolved path, is left out."""
     for root, directories, names in os.walk(folder, onerror=_refuse):
         directories[:] = sorted(
             name
@@ -100,5 +103,5 @@ def files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], output
 
 
 def _refuse(error: OSError) -> None:
-    # Without this os.walk passes over what it cannot list.
+    # Without this function os.walk silently skips folders that it can't list.
     raise ValueError(f"folder {error.filename} cannot be read: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""TODO data.order."""
+"""The order in which rows are read: a function of (seed, epoch), so that a run can resume anywhere, on any devices."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import numpy as np
 POSITIONS_AT_ONCE = 2**20
 
 
+@lru_cache(maxsize=2)  # a step can touch two epochs
 def shuffled(index_count: int, seed: int, epoch: int) -> np.ndarray:
     """The order of an epoch: a permutation of range(index_count), int64 [index_count].
 
-    Sorting by a hash (splitmix64, Steele et al. 2014) instead of a library's generator: no release of any
-    library can change the order of a run that is under way.
+    It sorts by a hash (splitmix64, Steele et al. 2014) and uses no library's generator, so that no release of a library
+    can change the order of a run that resumes.
     """
     with np.errstate(over="ignore"):
         return np.argsort(_splitmix64(np.arange(index_count, dtype=np.uint64) + random_key(seed, epoch)), kind="stable")
 
 
 def random_key(*parts: int) -> np.uint64:
-    """One hash of several integers, such as (seed, step, rank): the seed of whatever depends on just those."""
+    """A hash of several integers, such as (seed, step, rank), to seed what depends on these alone."""
     key = np.zeros(1, dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in parts:
@@ -39,9 +40,10 @@ def _splitmix64(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowsRead:
-    """Which rows were read: how many, and the sum of a hash of each with its position, which knows no order.
+    """A record of the rows that were read: their number, and the sum of a hash of each row with its position.
 
-    Ranks add theirs up. What a run claims to have read can be compared with it: see `claimed_rows`.
+    The sum doesn't depend on the order, so that the records of all ranks add up to one, which is compared with
+    `claimed_rows`.
     """
 
     count: int = 0
@@ -52,24 +54,19 @@ class RowsRead:
 
     @staticmethod
     def of(positions: np.ndarray, rows: np.ndarray) -> RowsRead:
-        """positions, rows: int64, of the same shape."""
+        """The record of `rows`, which were read at `positions`: int64, of the same shape."""
         with np.errstate(over="ignore"):
             hashes = _splitmix64(_splitmix64(positions.astype(np.uint64)) + rows.astype(np.uint64))
             return RowsRead(positions.size, int(hashes.sum(dtype=np.uint64)))
 
 
 def claimed_rows(row_count: int, seed: int, first: int, end: int) -> RowsRead:
-    """What all ranks together have read of a dataset of `row_count` rows at the positions from `first` to `end` - 1."""
+    """The record of all ranks together for the positions `first` to `end` - 1 of a dataset of `row_count` rows."""
     read = RowsRead()
     while first < end:
         epoch, offset = divmod(first, row_count)
         count = min(end - first, row_count - offset, POSITIONS_AT_ONCE)
-        rows = _order(row_count, seed, epoch)[offset : offset + count]
+        rows = shuffled(row_count, seed, epoch)[offset : offset + count]
         read += RowsRead.of(np.arange(first, first + count), rows)
         first += count
     return read
-
-
-@lru_cache(maxsize=2)  # a step can touch two epochs
-def _order(index_count: int, seed: int, epoch: int) -> np.ndarray:
-    return shuffled(index_count, seed, epoch)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fabric_llm.data.dataset import IGNORED
+from fabric_llm.data.columns import IGNORED
 from fabric_llm.model.router import load_balancing_loss
 
 

@@ -21,17 +21,18 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.utils import CONFIG_NAME, cached_file, is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar  # noqa: F401
 
 from fabric_llm.base import hub
-from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault
+from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault, one_line
 from fabric_llm.base.files import MANIFEST, check_name
+from fabric_llm.data.tokenizer import load_tokenizer
 from fabric_llm.model import bounds
 from fabric_llm.model.folders import WEIGHT_FILES, check_model_folder, weights_name
 
@@ -116,9 +117,7 @@ def _unreadable(what: str, model_name: str, error: Exception) -> Fault:
     """What is wrong with a part of a model, or of a checkpoint."""
     code = NO_CHECKPOINT if Path(model_name, MANIFEST).is_file() else BAD_INPUT
     said = None if Path(model_name).exists() else hub.answer(model_name, error)
-    return Fault(
-        f"{what} of {model_name!r} can't be read: {said or ' '.join(str(error).split())[:400].rstrip('.')}.", code
-    )
+    return Fault(f"{what} of {model_name!r} can't be read: {said or one_line(error)[:400].rstrip('.')}.", code)
 
 
 def _needs_code(model_name: str) -> str:
@@ -126,7 +125,7 @@ def _needs_code(model_name: str) -> str:
 
 
 def _not_a_model(model_name: str, error: Exception) -> str:
-    said = " ".join(str(error).split())
+    said = one_line(error)
     if Path(model_name).exists() or isinstance(error, bounds.TooMuch):
         return f"The configuration of {model_name!r} can't be read: {said[:300].rstrip('.')}."
     if said.startswith("Unrecognized model in"):
@@ -137,7 +136,7 @@ def _not_a_model(model_name: str, error: Exception) -> str:
     return f"No model {model_name!r}: {said}."
 
 
-def load_tokenizer(model_name: str) -> Optional[Any]:
+def tokenizer_beside(model_name: str) -> Optional[PreTrainedTokenizerBase]:
     """The tokenizer beside a model or a dataset, None where there is none. Raises Fault for one that is code (77)."""
     folder = Path(model_name)
     if folder.is_dir() and not any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")):
@@ -147,17 +146,13 @@ def load_tokenizer(model_name: str) -> Optional[Any]:
             _check_bounds(model_name)
         with suppress(OSError):  # where there is none
             bounds.check_tokenizer(json.loads(Path(cached_file(model_name, "tokenizer_config.json")).read_bytes()))
-        tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
+        tokenizer = load_tokenizer(model_name)
     except Fault:
         raise
     except Exception as error:  # of a dozen packages
-        if "custom code" in str(error) or "trust_remote_code" in str(error):
-            raise Fault(_needs_code(model_name), REFUSED) from error
         if (folder / "tokenizer.json").is_file() or isinstance(error, bounds.TooMuch):
             raise _unreadable("The tokenizer", model_name, error) from error
         return None
-    for name in tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ():
-        check_name(name, folder / "tokenizer_config.json")  # each is saved as a file
     tokenizer.init_kwargs.pop("auto_map", None)  # as in load_config
     return tokenizer
 
@@ -256,7 +251,7 @@ def checked_skeleton(model_name: str, config: PretrainedConfig, dtype: torch.dty
     try:
         skeleton = build_skeleton(config, dtype)
     except Exception as error:  # whatever sizes that nobody thought of lead to
-        said = " ".join(str(error).split())[:300].rstrip(".")
+        said = one_line(error)[:300].rstrip(".")
         raise ValueError(f"The configuration of {model_name!r} makes no model here: {said}.") from error
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     if parameters > MOST_PARAMETERS:

@@ -85,7 +85,7 @@ def plan_together(joined: Joined, flags: Flags) -> Plan:
             require_same_run(plan, flags)
     except ValueError as error:
         problem = error if isinstance(error, Fault) else Fault(str(error))
-    ranks.raise_first(problem)
+    ranks.first_fault(problem)
     joined.plan = plan
     if joined.fabric.global_rank == 0:
         _warn(flags, plan)

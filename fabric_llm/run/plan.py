@@ -27,9 +27,9 @@ from fabric_llm.model.loading import (
     causal_lm_class,
     checked_skeleton,
     load_config,
-    load_tokenizer,
     resolve_attention,
     takes_positions,
+    tokenizer_beside,
 )
 from fabric_llm.model.strategy_rules import Sharding
 from fabric_llm.run import flag_rules as rules
@@ -253,7 +253,7 @@ def check_same_model(flags: Flags, skeleton: Any, resume_from: Path) -> None:
 
 def check_tokenizer(source: str, dataset: TokenDataset) -> Optional[Any]:
     """The tokenizer that goes with checkpoints, if any. Raises ValueError where that of the dataset is another."""
-    of_model, of_data = load_tokenizer(source), load_tokenizer(str(dataset.folder / "tokenizer"))
+    of_model, of_data = tokenizer_beside(source), tokenizer_beside(str(dataset.folder / "tokenizer"))
     if of_model is not None and of_data is not None and of_model.get_vocab() != of_data.get_vocab():
         ids, others = of_model.get_vocab(), of_data.get_vocab()
         differing = sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))

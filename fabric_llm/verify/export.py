@@ -24,7 +24,7 @@ from fabric_llm.model.loading import (
     load_config,
     load_generation_config,
     load_reference,
-    load_tokenizer,
+    tokenizer_beside,
 )
 from fabric_llm.run import flags
 
@@ -93,7 +93,7 @@ def _write(folder: Path, source: Path, model: PreTrainedModel, max_shard_size: s
     template = build_skeleton(model.config, model.dtype)
     template.generation_config = load_generation_config(str(source)) or template.generation_config
     template.save_pretrained(folder, state_dict=model.state_dict(), max_shard_size=max_shard_size)
-    tokenizer = load_tokenizer(str(source))
+    tokenizer = tokenizer_beside(str(source))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

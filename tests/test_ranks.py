@@ -1,0 +1,63 @@
+"""One rank's fault is raised on all ranks, with its sentence and code, and none is left waiting."""
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from fabric_llm.base.faults import BAD_INPUT, DONE, SAVE_FAILED, UNEXPECTED, Fault
+from fabric_llm.base.ranks import first_fault, from_rank_zero
+
+
+def rank():
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def told(function, *args):
+    """(sentence, code, retryable, cause) of the Fault that a call raises, or what it returns."""
+    try:
+        return function(*args)
+    except Fault as fault:
+        return str(fault), fault.code, fault.retryable, repr(fault.__cause__)
+
+
+def faults_of(ranks):
+    return told(first_fault, Fault(f"rank {rank()}", SAVE_FAILED, retryable=False) if rank() in ranks else None)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_first_fault(world_size):
+    assert run_ranks(world_size, faults_of, []) == [None] * world_size
+    first = world_size // 2
+    expected = (f"rank {first}", SAVE_FAILED, False, "None")
+    assert run_ranks(world_size, faults_of, list(range(first, world_size))) == [expected] * world_size
+
+
+def act(error):
+    def action():
+        assert rank() == 0
+        if error is not None:
+            raise error
+        return {"value": [1]}
+
+    return told(from_rank_zero, action)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("error", "sentence", "code"),
+    [
+        (None, None, DONE),
+        (Fault("full.", SAVE_FAILED), "full.", SAVE_FAILED),
+        (ValueError("a  7"), "a  7", BAD_INPUT),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device", SAVE_FAILED),
+        (KeyError("x"), "KeyError: 'x'", UNEXPECTED),
+    ],
+)
+def test_from_rank_zero(world_size, error, sentence, code):
+    found = run_ranks(world_size, act, error)
+    if error is None:
+        assert found == [{"value": [1]}] * world_size
+        return
+    retryable = code == SAVE_FAILED
+    cause = "None" if isinstance(error, Fault) else repr(error)
+    assert found == [(sentence, code, retryable, cause if i == 0 else "None") for i in range(world_size)]
