@@ -27,11 +27,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import jsonargparse  # noqa: E402, F401  ranks are forked from this process: what it has imported they need not
 import torch.distributed.fsdp  # noqa: E402, F401
 
-from fabric_llm.run import (
-    assemble,  # noqa: E402, F401
-    run,  # noqa: E402, F401
-    supervise,  # noqa: E402, F401
-)
+from fabric_llm.run import build, ending, joining, verdicts  # noqa: E402, F401
 
 torch.set_num_threads(1)  # ranks are forked from this process: no thread pool may be there
 tqdm.set_lock(threading.RLock())  # its own is shared by forked processes: killed with it, a rank would keep it for ever

@@ -207,6 +207,33 @@ def train_ranks(world_size: int, *flags: Any, timeout_seconds: float = 120) -> N
     run_ranks(world_size, train.main, argv, timeout_seconds=timeout_seconds)
 
 
+def planned(argv: Any) -> tuple[Any, Any]:
+    """(arguments, plan) of `train.py ARGV`, on this rank alone."""
+    from arguments import parse_train
+    from fabric_llm.run import plan, resume, same_run
+
+    arguments = parse_train([str(word) for word in argv])
+    directory = resume.directory(arguments)
+    made = plan.make_plan(arguments, plan.place(arguments), directory, resume.choose(arguments, directory))
+    if made.resume_from is not None:
+        same_run.require_same_run(made, arguments)
+    return arguments, made
+
+
+def built(argv: Any) -> tuple[Any, Any, Any, Any]:
+    """(fabric, plan, model, optimizer) of `train.py ARGV` before its first step. All ranks call it."""
+    from fabric_llm.model.strategy import make_fabric
+    from fabric_llm.run.build import build_model
+
+    arguments, plan = planned(argv)
+    fabric = make_fabric(
+        plan.strategy, devices=plan.devices, num_nodes=plan.num_nodes, kind=plan.kind, precision=plan.precision
+    )
+    fabric.launch()
+    plan, model, optimizer, _ = build_model(fabric, arguments, plan, plan.source, plan.resume_from)
+    return fabric, plan, model, optimizer
+
+
 def toy_run(toys: Path, output: Path, *, model: str = "llama", data: str = "data") -> tuple[Any, ...]:
     """The flags of train.py that every run needs; `toys` is conftest's folder."""
     return ("--model_name", toys / model, "--train_data_dir", toys / data, "--output_dir", output)

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CONTEXT
-from fabric_llm.run.run import resolved
 from ranks import metrics, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from arguments import DEMO_CONFIG, ELSEWHERE, ROOT, parse_export, parse_prepare, parse_train, write_yaml
-from fabric_llm.run.plan import make_plan
+from arguments import DEMO_CONFIG, ROOT, parse_export, parse_prepare, parse_train
+from fabric_llm.base.command_line import write_yaml
+from fabric_llm.base.spelling import ELSEWHERE
+from fabric_llm.run.plan import make_plan, place
 from fabric_llm.training.adamw import AdamW
 from fabric_llm.training.gradients import clip_gradients
 from fabric_llm.training.optim import decayed_names, parameter_groups
@@ -231,15 +232,15 @@ def test_a_run_that_gave_only_accumulation_goes_on_on_more_devices(toys, tmp_pat
     assert metrics(tmp_path / "run", "tokens") == [4 * CONTEXT * k for k in (1, 2, 3, 4)]
 
 
-def test_the_demo_on_many_devices_says_the_micro_batch_that_it_takes(toys, tmp_path, monkeypatch):
+def test_the_demo_on_many_devices_says_the_micro_batch_that_it_takes(toys, tmp_path):
     """configs/demo.yaml asks for more than 4 devices can take of its global batch; the run must be repeatable."""
-    monkeypatch.setattr("fabric_llm.run.plan.prepare_demo", lambda *given: None)
     demo = parse_train(["--devices", "4", "--output_dir", str(tmp_path)])
     demo.model.model_name, demo.data.train_data_dir = str(toys / "llama"), str(toys / "data")
     demo.data.context_length, demo.training.max_step = None, 1
-    plan = make_plan(demo)
-    write_yaml(demo, tmp_path / "arguments.yaml", **resolved(plan))
-    again = make_plan(parse_train(["--config", str(tmp_path / "arguments.yaml")]))
+    plan = make_plan(demo, place(demo), tmp_path / "run", None)
+    write_yaml({**demo.kept(), **plan.resolved()}, tmp_path / "arguments.yaml")
+    repeated = parse_train(["--config", str(tmp_path / "arguments.yaml")])
+    again = make_plan(repeated, place(repeated), tmp_path / "again", None)
     assert again.micro_batch_size == plan.micro_batch_size < 4 and again.global_batch_size == plan.global_batch_size
 
 

@@ -17,7 +17,7 @@ import train
 from arguments import parse_train
 from fabric_llm.base.faults import as_fault
 from fabric_llm.data.dataset import open_dataset
-from fabric_llm.run.plan import make_plan
+from fabric_llm.run.plan import make_plan, place
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
     for rank, local_rank in ((0, 0), (1, 1), (2, 0), (3, 1)):
         for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 2)):
             monkeypatch.setenv(name, str(value))
-        make_plan(arguments)
+        make_plan(arguments, place(arguments), tmp_path / "run", None)
     assert asked == ["auto", "size", "auto", "size"]
 
 

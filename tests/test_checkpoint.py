@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks, toy_run, train_ranks
+from ranks import built, run_ranks, toy_run, train_ranks
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import AutoModelForCausalLM
@@ -26,7 +26,6 @@ from fabric_llm.checkpoint.reading import verified
 from fabric_llm.checkpoint.writing import publish
 from fabric_llm.data.order import claimed_rows
 from fabric_llm.run import run_directory
-from fabric_llm.run.build import set_up
 from fabric_llm.verify.export import export
 
 FLAGS = ("--micro_batch_size", 4, "--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true", "--max_step", 3)
@@ -465,14 +464,9 @@ def test_nothing_is_pickled_or_unpickled(toys, tmp_path, monkeypatch, kind):
 
 def optimizer_after_loading(flags):
     """{parameter name: AdamW state} of a one-device run that has loaded its checkpoint and not stepped yet."""
-    from arguments import parse_train
-    from fabric_llm.model.strategy import make_fabric, original_name
-    from fabric_llm.run.plan import make_plan
+    from fabric_llm.model.strategy import original_name
 
-    arguments = parse_train([str(flag) for flag in flags])
-    plan = make_plan(arguments)
-    fabric = make_fabric(plan.strategy, devices=1, num_nodes=1, kind="cpu", precision=arguments.model.precision)
-    model, optimizer, *_ = set_up(fabric, arguments, plan, plan.source, plan.resume_from)
+    _, _, model, optimizer = built(flags)
     state = optimizer.optimizer.state
     return {original_name(name): {k: v.clone() for k, v in state[p].items()} for name, p in model.named_parameters()}
 

@@ -82,9 +82,9 @@ def test_a_request_to_save_inside_an_evaluation_is_kept_for_the_next_step(toys, 
     def touch():
         import os
 
-        from fabric_llm.training import step
+        from fabric_llm.training import evaluation
 
-        any_rank = step.any_rank
+        any_rank = evaluation.any_rank
 
         def touching(fabric, flag):
             if not list((tmp_path / "run").glob("step-*")) and not (tmp_path / "touched").exists():
@@ -92,7 +92,7 @@ def test_a_request_to_save_inside_an_evaluation_is_kept_for_the_next_step(toys, 
                 (tmp_path / "run" / "save_now").touch()
             return any_rank(fabric, flag)
 
-        step.any_rank = touching
+        evaluation.any_rank = touching
         assert os.environ.get("RANK", "0") == "0"
 
     job = Job(1, *flags(toys, data, tmp_path, "--run_name", "run", "--eval_iters", 5), before=touch)

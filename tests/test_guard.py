@@ -139,9 +139,9 @@ def test_a_rewind_that_was_cut_off_is_made_again_and_told_once(toys, tmp_path, b
 
 
 def killed_after_the_rewind(argv, faults):
-    from fabric_llm.run import run
+    from fabric_llm.run.log import Log
 
-    advance, seen = run.Run.advance, []
+    advance, seen = Log.advance, []
 
     def until_the_rewind_is_over(self, progress):
         advance(self, progress)
@@ -149,7 +149,7 @@ def killed_after_the_rewind(argv, faults):
         if seen.count(13) == 2:
             raise KeyboardInterrupt("killed")
 
-    run.Run.advance = until_the_rewind_is_over
+    Log.advance = until_the_rewind_is_over
     return "killed" if train_with_faults(argv, faults, 100.0) == 75 else "not killed"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import run_ranks, toy_run
+from ranks import built, run_ranks, toy_run
 from transformers import AutoModelForCausalLM
 
 
@@ -10,20 +10,10 @@ def loaded(argv, world_size):
     """What a rank holds after set-up, gathered whole, and its buffers again after a forward pass."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    from arguments import parse_train
     from fabric_llm.checkpoint.state_dicts import PREFIX
     from fabric_llm.data.batches import Batches
-    from fabric_llm.model.strategy import make_fabric
-    from fabric_llm.run import build
-    from fabric_llm.run.plan import make_plan
 
-    arguments = parse_train(argv)
-    plan = make_plan(arguments)
-    fabric = make_fabric(
-        plan.strategy, devices=world_size, num_nodes=1, kind="cpu", precision=arguments.model.precision
-    )
-    fabric.launch()
-    model, *_ = build.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
+    _, plan, model, _ = built(argv)
     state = get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True))
     state = {name.removeprefix(PREFIX): value.clone() for name, value in state.items()}
 

@@ -23,7 +23,7 @@ TRAIN = Path(__file__).parent.parent / "train.py"
 def train_and_do(argv, rank, step, action):
     """train.py; before `step` begins, rank `rank` does `action()`. Returns the exit code."""
     import train
-    from fabric_llm.run import run
+    from fabric_llm.run import ending
     from fabric_llm.training.step import seed_step
 
     def acting(seed, done, own_rank):
@@ -35,7 +35,7 @@ def train_and_do(argv, rank, step, action):
 
     fabric_llm.training.step.seed_step = acting
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as without `nohup`, whoever started the tests
-    assert run.kept_alive == []
+    assert ending.kept_alive == []
     try:
         train.main(argv)
     except SystemExit as end:
@@ -151,15 +151,15 @@ def test_a_terminal_that_is_gone_asks_once_and_never_under_nohup(monkeypatch):
 
 
 def save_comes_first(argv, run_directory):
-    from fabric_llm.run import run
+    import train
 
-    evaluate = run.Run.evaluate
+    evaluate = train.evaluate
 
-    def after_the_save(self, progress):
+    def after_the_save(evaluation, model, progress, *rest):
         assert progress.step in (0, 2) or (run_directory / f"step-{progress.step:08d}").is_dir()
-        return evaluate(self, progress)
+        return evaluate(evaluation, model, progress, *rest)
 
-    run.Run.evaluate = after_the_save
+    train.evaluate = after_the_save
     return train_and_do(argv, 0, 4, send(signal.SIGTERM))
 
 

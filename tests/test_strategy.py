@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import TOY_CONFIGS
-from ranks import metrics, run_ranks, toy_run, train_ranks
+from ranks import built, metrics, run_ranks, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -116,16 +116,9 @@ def test_names_are_those_of_the_model():
 
 def held(argv, ranks):
     """(parameter bytes, gradient norm group size) that this rank holds after set-up."""
-    from arguments import parse_train
-    from fabric_llm.model.strategy import make_fabric, shard_group
-    from fabric_llm.run import build
-    from fabric_llm.run.plan import make_plan
+    from fabric_llm.model.strategy import shard_group
 
-    arguments = parse_train(argv)
-    plan = make_plan(arguments)
-    fabric = make_fabric(plan.strategy, devices=ranks, num_nodes=1, kind="cpu", precision=arguments.model.precision)
-    fabric.launch()
-    model, *_ = build.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
+    _, _, model, _ = built(argv)
     local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     group = shard_group(model)
     return sum(p.numel() * p.element_size() for p in local), 1 if group is None else group.size()

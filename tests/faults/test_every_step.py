@@ -29,18 +29,18 @@ def log_samples(folder):
     """Each rank writes the sequences of each step that it trains on."""
 
     def install():
-        import fabric_llm.training.step
+        from fabric_llm.training import step
 
-        train_step = fabric_llm.training.step.train_step
+        accumulate = step.accumulate
 
-        def with_ids(fabric, model, optimizer, micro_batches, **rest):
+        def with_ids(fabric, model, micro_batches, *rest):
             ids = [batch["input_ids"].tolist() for batch in micro_batches]
             folder.mkdir(exist_ok=True)
             with (folder / f"rank-{fabric.global_rank}").open("a") as file:
                 file.write(json.dumps(ids) + "\n")
-            return train_step(fabric, model, optimizer, micro_batches, **rest)
+            return accumulate(fabric, model, micro_batches, *rest)
 
-        fabric_llm.training.step.train_step = with_ids
+        step.accumulate = with_ids
 
     return install
 

@@ -18,15 +18,12 @@ def inject(plan):
     """plan: {(step from 0, rank, micro-batch): (where, value)}. Parameters are looked at after every step."""
 
     def install():
-        import fabric_llm.training.step
         from fabric_llm.model.language_model import LanguageModel
+        from fabric_llm.training import step as steps
+        from fabric_llm.training.guard import Guard
 
-        forward, seed_step, train_step = (
-            LanguageModel.forward,
-            fabric_llm.training.step.seed_step,
-            fabric_llm.training.step.train_step,
-        )
-        now = {"step": -1, "rank": 0, "micro_batch": 0}
+        forward, seed_step, accumulate, accept = LanguageModel.forward, steps.seed_step, steps.accumulate, Guard.accept
+        now = {"step": -1, "rank": 0, "micro_batch": 0, "taken": True, "weights": []}
 
         def seeded(seed, step, rank):
             now.update(step=step, rank=rank, micro_batch=0)
@@ -44,21 +41,23 @@ def inject(plan):
                 out.register_hook(lambda gradient: gradient * value)
             return out
 
-        def watched(fabric, model, *args, **kwargs):
-            before = [local(p).clone() for p in model.parameters()]
-            result = train_step(fabric, model, *args, **kwargs)
-            after = [local(p) for p in model.parameters()]
+        def require_same(model):
+            """As it was before the step that is over, if that was left out."""
+            after = [local(p).clone() for p in model.parameters()]
             assert all(torch.isfinite(p).all() for p in after)
-            bad = any(step == now["step"] for step, _, _ in plan)
-            assert result.taken != bad
-            assert not bad or all(torch.equal(a, b) for a, b in zip(before, after))
-            return result
+            assert now["taken"] or all(torch.equal(a, b) for a, b in zip(now["weights"], after))
+            now["weights"] = after
 
-        LanguageModel.forward, fabric_llm.training.step.seed_step, fabric_llm.training.step.train_step = (
-            faulty,
-            seeded,
-            watched,
-        )
+        def watched(fabric, model, *args):
+            require_same(model)
+            return accumulate(fabric, model, *args)
+
+        def accepted(self, *numbers):
+            now["taken"] = accept(self, *numbers)
+            assert now["taken"] != any(step == now["step"] for step, _, _ in plan)
+            return now["taken"]
+
+        LanguageModel.forward, steps.seed_step, steps.accumulate, Guard.accept = faulty, seeded, watched, accepted
 
     return install
 
@@ -91,19 +90,18 @@ def test_a_checkpoint_of_a_model_with_a_nan_is_refused(toys, tmp_path):
     """However it came there: the last good checkpoints stay the latest."""
 
     def spoil():
-        import fabric_llm.training.step
+        from fabric_llm.run.saver import Saver
 
-        train_step, calls = fabric_llm.training.step.train_step, []
+        save, calls = Saver.save, []
 
-        def spoiled(fabric, model, *args, **kwargs):
-            result = train_step(fabric, model, *args, **kwargs)
+        def spoiled(self, model, *args, **kwargs):
             calls.append(1)
-            if len(calls) == 3 and fabric.global_rank == 1:
+            if len(calls) == 3 and self.fabric.global_rank == 1:
                 parameter = max(model.parameters(), key=lambda p: p.numel())
                 parameter.data.view(-1)[0] = math.nan
-            return result
+            save(self, model, *args, **kwargs)
 
-        fabric_llm.training.step.train_step = spoiled
+        Saver.save = spoiled
 
     flags = toy_run(toys, tmp_path, model="gpt2")
     flags += ("--strategy", "fsdp", "--state_dict_type", "sharded", "--save_step_interval", 1, "--max_step", 6)
