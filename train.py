@@ -13,7 +13,7 @@ from fabric_llm.base.command_line import fail, is_rank_zero
 from fabric_llm.base.console import outlast_readers
 from fabric_llm.base.faults import code_of
 from fabric_llm.processes import launch
-from fabric_llm.processes.stop import Requests, StopSignal
+from fabric_llm.processes.stop import StopSignal
 from fabric_llm.run import due, mistakes
 from fabric_llm.training.schedule import lr_at
 
@@ -64,10 +64,9 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
     from fabric_llm.run import build, ending, verdicts
     from fabric_llm.training import step, updates
 
-    training, rank = arguments.training, fabric.global_rank
-    requests = Requests(signals, plan.run_directory if rank == 0 else None, training.max_hours if rank == 0 else None)
-    parts = build.build(fabric, arguments, plan, requests, watch)
-    plan, model, optimizer, guard, batches, log, evaluation, saver = parts
+    training = arguments.training
+    parts = build.build(fabric, arguments, plan, signals, watch)
+    plan, model, optimizer, guard, batches, log, evaluation, saver, requests = parts
     progress, stops = plan.start, False
     if progress.step == 0 or plan.resumed.get("owes_evaluation"):
         evaluated = evaluate(evaluation, model, progress, log, watch)
@@ -78,7 +77,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
         now = due.at(before, progress, plan, arguments)
         lr = lr_at(before.step, max_step=plan.max_step, **due.schedule(training))
         step.set_lr(optimizer, lr)
-        step.seed_step(training.seed, before.step, rank)
+        step.seed_step(training.seed, before.step, fabric.global_rank)
         micro_batches = [fabric.to_device(batch) for batch in batches.at(before.position)]
         targets, total = step.count_targets(fabric, micro_batches), 0.0
         for batch in step.accumulate(fabric, model, micro_batches, plan.syncs_every_micro_batch, plan.sums_in_float32):

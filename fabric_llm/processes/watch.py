@@ -166,12 +166,7 @@ class Watch:
             return self._silent_fault(silent[0])
         beats = {rank: heard.beat for rank, heard in self.heard.items()}
         beats[self.rank] = {"step": self.step, "doing": self.doing, "collectives": waiting.collectives}
-        behind, *ahead = sorted(beats, key=lambda rank: (beats[rank]["collectives"], rank))
-        beat = beats[behind]
-        what = f"rank {behind} hangs: no progress for {self.timeout_seconds:.0f} s after step {beat['step']}"
-        is_waited_for = bool(ahead) and beats[ahead[0]]["collectives"] > beat["collectives"]
-        wait = "; the others wait for it" if is_waited_for else ""
-        return Fault(f"{what}, {beat['doing']}{wait} (--hang_timeout).", PEER_LOST)
+        return hanging(beats, self.timeout_seconds)
 
     def _silent_fault(self, rank: int) -> Fault:
         self.lost.add(rank)
@@ -203,7 +198,7 @@ class Watch:
             return
         if not self._claim_end():
             return
-        print(f"Rank {self.rank} was here:\n{self._stack()}", file=sys.stderr, flush=True)
+        print(f"Rank {self.rank} was here:\n{stack_of(self.main_thread)}", file=sys.stderr, flush=True)
         self._set(f"ended/{self.rank}", "1")
         self.on_fault(first)
 
@@ -215,10 +210,6 @@ class Watch:
     def _end(self) -> None:
         self.ended.set()
         self.store.patience_seconds = SECONDS_TO_ANSWER
-
-    def _stack(self) -> str:
-        frame = sys._current_frames().get(self.main_thread)
-        return "".join(traceback.format_stack(frame)[-8:]) if frame is not None else "(no stack)"
 
     # ---------------------------------------------------------------- the store
 
@@ -259,6 +250,25 @@ class Watch:
     def _get(self, key: str) -> Optional[str]:
         said = self.store.ask(lambda store: store.get(key) if store.check([key]) else None)
         return None if said is None else said.decode()
+
+
+def hanging(beats: dict[int, dict[str, Any]], seconds: float) -> Fault:
+    """The fault of ranks that all live and don't get on: the one that has entered the fewest collectives hangs.
+
+    beats: rank -> its heartbeat.
+    """
+    behind, *ahead = sorted(beats, key=lambda rank: (beats[rank]["collectives"], rank))
+    beat = beats[behind]
+    is_waited_for = bool(ahead) and beats[ahead[0]]["collectives"] > beat["collectives"]
+    wait = "; the others wait for it" if is_waited_for else ""
+    what = f"rank {behind} hangs: no progress for {seconds:.0f} s after step {beat['step']}"
+    return Fault(f"{what}, {beat['doing']}{wait} (--hang_timeout).", PEER_LOST)
+
+
+def stack_of(thread: int) -> str:
+    """Where a thread of this process is."""
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)[-8:]) if frame is not None else "(no stack)"
 
 
 class NoWatch:

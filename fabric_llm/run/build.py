@@ -21,7 +21,7 @@ from fabric_llm.checkpoint import reading, writing
 from fabric_llm.data.batches import Batches, Prefetch
 from fabric_llm.model import causality, equality, language_model, loading, strategy
 from fabric_llm.model.materialize import Materializer
-from fabric_llm.processes.stop import Requests
+from fabric_llm.processes.stop import Requests, StopSignal
 from fabric_llm.processes.watch import Watch
 from fabric_llm.run import run_directory
 from fabric_llm.run.log import Log, open_log
@@ -43,9 +43,10 @@ class Parts(NamedTuple):
     log: Log
     evaluation: Evaluation
     saver: Saver
+    requests: Requests
 
 
-def build(fabric: Fabric, flags: Flags, plan: Plan, requests: Requests, watch: Watch) -> Parts:
+def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: Watch) -> Parts:
     """All parts of a run. All ranks call it. Raises Fault on all of them where the disk isn't shared or has no room."""
     require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
     require_room(plan)
@@ -61,6 +62,9 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, requests: Requests, watch: W
         plan.dataset.train, flags.training.seed, plan.micro_batch_size, plan.micro_batches, end=plan.end, **common
     )
     batches = Prefetch(training, flags.data.num_workers)
+    looks = fabric.global_rank == 0  # for all ranks
+    max_hours = flags.training.max_hours
+    requests = Requests(signals, plan.run_directory if looks else None, max_hours if looks else None)
     log = open_log(fabric, flags, plan, template)
     evaluation = Evaluation(
         fabric,
@@ -68,9 +72,8 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, requests: Requests, watch: W
         requests.is_to_stop,
         lambda: watch.mark(watch.step, "evaluating"),
     )
-    return Parts(
-        plan, model, optimizer, guard, batches, log, evaluation, Saver(fabric, flags, plan, log, template, watch.mark)
-    )
+    saver = Saver(fabric, flags, plan, log, template, watch.mark)
+    return Parts(plan, model, optimizer, guard, batches, log, evaluation, saver, requests)
 
 
 def evaluation_batches(plan: Plan, flags: Flags, *, rank: int, world_size: int, document_end: Optional[int]) -> Batches:
