@@ -71,9 +71,9 @@ class ModelArguments:
     precision: Literal["bf16-true", "bf16-mixed", "16-mixed", "32-true"] = flag(
         "bf16-true", "-true: weights in that dtype; -mixed: float32 weights, computation in 16 bit"
     )
-    bf16_updates: Literal["stochastic", "kahan", "nearest", "master"] = flag(
+    bf16_updates: Literal["stochastic", "nearest", "master"] = flag(
         "stochastic",
-        "bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 8, 6 (they don't), 14",
+        "bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 6 (they don't), 14",
     )
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = flag(
         "auto",

@@ -49,7 +49,6 @@ ROWS = {  # row -> flags of train.py
     "fp32": "--precision 32-true",
     "master": "--bf16_updates master",
     "stochastic": "--bf16_updates stochastic",
-    "kahan": "--bf16_updates kahan",
     "nearest": "--bf16_updates nearest",
     "torch": "--bf16_updates nearest",
 }
@@ -370,7 +369,7 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
 
     looks = {  # colours that stay apart for the colour-blind (Okabe and Ito), and marks where lines coincide
         "fp32": ("#000000", "o", "-"), "master": ("#56B4E9", "s", "--"), "stochastic": ("#009E73", "^", "-"),
-        "kahan": ("#E69F00", "v", "--"), "nearest": ("#D55E00", "D", "-"), "torch": ("#CC79A7", "x", ":"),
+        "nearest": ("#D55E00", "D", "-"), "torch": ("#CC79A7", "x", ":"),
     }  # fmt: skip
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2), layout="constrained")
     for row in rows:
@@ -588,7 +587,7 @@ def optimizer_time(folder: Path, options: argparse.Namespace) -> Result:
     optimizers = {  # each has its own state, all step the same parameters: times don't depend on values
         "torch.optim.AdamW, fused": torch.optim.AdamW(groups(), **settings, fused=True),
         "torch.optim.AdamW, foreach": torch.optim.AdamW(groups(), **settings, foreach=True),
-        **{kind: AdamW(groups(), **settings, updates=kind) for kind in ("nearest", "stochastic", "kahan", "master")},
+        **{kind: AdamW(groups(), **settings, updates=kind) for kind in ("nearest", "stochastic", "master")},
     }
     batches = batches_of(trainer, 1)
 

@@ -42,7 +42,7 @@ TABLE = [  # flags, facts, the beginning of the one warning
     ("--reduce_dtype bfloat16 --precision 32-true", {"strategy": "fsdp"}, "--reduce_dtype has no effect with --precision 32"),
     ("--cpu_offload true", {"strategy": "fsdp"}, "--cpu_offload has no effect on a CPU"),
     ("--sharding_strategy HYBRID_SHARD", {"strategy": "fsdp2"}, "--sharding_strategy HYBRID_SHARD on one machine is FULL_SHARD."),
-    ("--bf16_updates kahan --precision bf16-mixed", {}, "--bf16_updates kahan has no effect: --precision bf16-mixed keeps"),
+    ("--bf16_updates master --precision bf16-mixed", {}, "--bf16_updates master has no effect: --precision bf16-mixed keeps"),
     ("--min_lr 1e-6 --lr_decay false", {}, "--min_lr has no effect with --lr_decay false."),
     ("--lr_schedule linear --lr_decay false", {}, "--lr_schedule has no effect with --lr_decay false."),
     ("--number_epochs 3 --max_step 100", {}, "--number_epochs has no effect beside --max_step 100."),
@@ -82,7 +82,7 @@ def test_doubts(flags, facts, words):
         ("--keep_every 5 --keep_last 1", {}),
         ("--project b --logger wandb", {}),
         ("--state_dict_type sharded --activation_checkpointing true", {}),
-        ("--bf16_updates kahan", {}),
+        ("--bf16_updates master", {}),
         ("--sharding_strategy HYBRID_SHARD", {"strategy": "fsdp", "num_nodes": 2}),
     ],
 )

@@ -140,6 +140,7 @@ VALUES = {
     ("precision", "fp32"): "take 32-true",
     ("precision", "float32"): "take 32-true",
     ("precision", "no"): "take 32-true",
+    ("bf16_updates", "kahan"): "take stochastic, which reaches the same loss with less memory",
     ("strategy", "deepspeed"): "take fsdp or fsdp2, which shards as ZeRO-3 does",
     ("strategy", "zero3"): "take fsdp or fsdp2, which shards as ZeRO-3 does",
     ("strategy", "single"): "take --devices 1",

@@ -6,7 +6,6 @@ learning rates of continued pretraining most are. `updates` says what is done ab
 | updates    | a new bfloat16 parameter is                     | state, bytes a parameter             |
 |------------|-------------------------------------------------|--------------------------------------|
 | stochastic | rounded up or down at random, right on average  | moments bfloat16: 4                  |
-| kahan      | rounded to nearest, what was lost is kept       | moments, compensation bfloat16: 6    |
 | master     | a float32 master, rounded to nearest            | master and moments float32: 12       |
 | nearest    | rounded to nearest: torch.optim.AdamW           | moments bfloat16: 4                  |
 
@@ -26,7 +25,7 @@ from torch import Tensor
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.data.order import random_key
 
-UPDATES = ("stochastic", "kahan", "nearest", "master")
+UPDATES = ("stochastic", "nearest", "master")
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}  # a CPU's block stays in its cache, a GPU's hides the launches
 
 
@@ -34,10 +33,9 @@ class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), in the arithmetic of torch.optim.AdamW.
 
     Parameters that aren't bfloat16 are treated as torch.optim.AdamW(fused=True) would, whatever `updates` is.
-    State of a parameter: `step` (float32 scalar, always on the CPU), `exp_avg`, `exp_avg_sq`, and under kahan
-    `compensation`, under master `master`: shape, device and placement (DTensor) of the parameter, dtypes as above.
-    The moments are rounded like the parameter under stochastic, and stochastically under kahan as well: to nearest,
-    exp_avg_sq could never fall where beta2 is above 0.998.
+    State of a parameter: `step` (float32 scalar, always on the CPU), `exp_avg`, `exp_avg_sq`, and under master `master`:
+    shape, device and placement (DTensor) of the parameter, dtypes as above. The moments are rounded like the parameter.
+    If they were rounded to nearest, exp_avg_sq could never fall where beta2 is above 0.998.
 
     Rounding is a function of (seed, shard_rank, step of the parameter, place among the parameters), nothing is saved
     for it and torch's generators stay as they are. Replicas pass the same `shard_rank`, ranks that hold different
@@ -117,8 +115,6 @@ class AdamW(torch.optim.Optimizer):
             state[name] = torch.zeros_like(param, dtype=moments, memory_format=torch.contiguous_format)
         if rounded and self.updates == "master":
             state["master"] = param.detach().to(torch.float32, memory_format=torch.contiguous_format)
-        if rounded and self.updates == "kahan":
-            state["compensation"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's, which rounds all state to the parameter's dtype, and then master's float32 state as it was saved."""
@@ -134,14 +130,11 @@ class AdamW(torch.optim.Optimizer):
 
 
 def checkpoint_bytes(parameters: Iterable[Tensor], updates: str) -> int:
-    """Bytes of parameters and their state after a step, whatever holds them."""
+    """Bytes of parameters and their state after a step, on any device."""
     total = 0
     for parameter in parameters:
-        rounded = parameter.dtype == torch.bfloat16
-        each = 3 * parameter.element_size()
-        if rounded and updates in ("kahan", "master"):
-            each = 4 * 2 if updates == "kahan" else 2 + 3 * 4
-        total += parameter.numel() * each
+        wide = updates == "master" and parameter.dtype == torch.bfloat16
+        total += parameter.numel() * (2 + 3 * 4 if wide else 3 * parameter.element_size())
     return total
 
 
@@ -164,15 +157,12 @@ def master_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: T
 
 
 def rounded_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: Tensor, key: int) -> None:
-    """bfloat16 state, rounded stochastically; the parameter likewise unless it has a compensation, Kahan's.
+    """bfloat16 parameter and moments, rounded stochastically.
 
-    Kahan (1965), Further remarks on reducing truncation errors: the next sum starts from param + compensation, the
-    error of this one. Both ways for AdamW: Zamirai et al. (2020), Revisiting BFloat16 Training, arXiv:2010.06192.
+    Zamirai et al. (2020), Revisiting BFloat16 Training, arXiv:2010.06192.
     """
-    kahan = "compensation" in tensors[0]
-    exact = ("grad", "compensation", "param") if kahan else ("grad",)
-    rounded = ("exp_avg", "exp_avg_sq") if kahan else ("param", "exp_avg", "exp_avg_sq")
-    names = exact + rounded
+    rounded = ("param", "exp_avg", "exp_avg_sq")
+    names = ("grad", *rounded)
     scratch = _scratch(tensors, rows=len(names))
     noise = Noise(key, scratch.device, scratch.numel() // len(names) * len(rounded))
     moves = group["lr"] != 0  # else not even a -0.0 may change
@@ -180,16 +170,9 @@ def rounded_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: 
         rows, pieces = _rows(scratch, block, names)
         for name in names:
             torch._foreach_copy_(pieces[name], block[name])
-        if kahan:
-            rows["param"] += rows["compensation"]
         _adamw(*([rows[name]] for name in ("param", "grad", "exp_avg", "exp_avg_sq")), group, step)
-        if kahan and moves:
-            torch._foreach_copy_(block["param"], pieces["param"])
-            torch._foreach_copy_(pieces["compensation"], block["param"])
-            rows["param"] -= rows["compensation"]
-            torch._foreach_copy_(block["compensation"], pieces["param"])
         size = rows["param"].numel()
-        values = scratch[len(exact) * size : len(names) * size]  # the rows to round, which are adjacent
+        values = scratch[size : len(names) * size]  # the rows to round, all but grad
         bits = bfloat16_bits(values, noise(values.numel()))
         pieces = _rows(bits, block, rounded)[1]
         for name in rounded if moves else rounded[-2:]:

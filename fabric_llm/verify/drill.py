@@ -1,7 +1,7 @@
-"""Rehearse a crash: train the same twice, once undisturbed, once killed and resumed, and compare bit for bit.
+"""Rehearse a crash: train the same run twice, once undisturbed, once killed and resumed, and compare them bit for bit.
 
-The kill is a SIGKILL of one rank, chosen at random with the step. Both runs use the user's own flags, but for those in
-OWN, and are `undisturbed` and `killed` in the drill's folder, beside a log of each start.
+One rank is killed with SIGKILL. The rank and the step are random. Both runs use the user's own flags, except those in OWN.
+They are `undisturbed` and `killed` in the drill's folder, beside a log of each start.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from fabric_llm.base import failpoints, files, step_names
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
 from fabric_llm.processes.launch import PARENT, find_launcher
 from fabric_llm.run import run_directory
-from fabric_llm.verify.inspect_run import say
+from fabric_llm.verify.report import say
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 OWN = {  # flags of train.py
     **{"log_step_interval": 1, "keep_last": "null", "sample_tokens": 0, "logger": "none", "log_model": "false"},
     **{"checkpoint": "null", "resume_override": "null"},
 }
-MOST_RESUMES = 3  # a start may fail for reasons of the machine, such as a port that is taken
+MOST_RESUMES = 3  # a start may fail for reasons of the machine, such as a port in use
 COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")  # of metrics.jsonl; the rest is speed and memory
-SHOWN = ("step ", "train.py: ", "Warning: ")  # of what train.py says
-SECONDS_FOR_LAUNCHER = 40.0  # torchrun gives its ranks 30 to end
-SECONDS_FOR_RANKS = 5.0  # to be gone after SIGKILL
+SHOWN = ("step ", "train.py: ", "Warning: ")  # lines of train.py that are shown
+SECONDS_FOR_LAUNCHER = 40.0  # torchrun gives its ranks 30 s to end
+SECONDS_FOR_RANKS = 5.0  # to disappear after SIGKILL
 Content = tuple[str, tuple[int, ...], int, str]  # of a tensor: dtype, shape, bytes, sha256 of its bits
 
 
 def drill(flags: list[str], folder: Path, *, steps: int, seed: int, launcher: str) -> dict[str, Any]:
     """Train `steps` steps with train.py's `flags` twice in `folder`, the second time killed and resumed, and compare.
 
-    Returns what a certificate says. Raises Fault (2) if the undisturbed run fails, (66) if the other can't be resumed.
+    Returns the certificate. Raises Fault (2) if the undisturbed run fails, (66) if the other can't be resumed.
     """
     interval = max(1, steps // 3)
     given = {**OWN, "max_step": steps, "save_step_interval": interval, "output_dir": folder}
-    own = [word for name, value in given.items() for word in (f"--{name}", str(value))]  # last, so that they win
+    own = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     start = find_launcher(launcher) if launcher else [sys.executable]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("FABRIC_LLM_")}
     if not launcher:
-        clean[PARENT] = str(os.getpid())  # not even SIGKILL of this process leaves one behind
+        clean[PARENT] = str(os.getpid())  # the run ends with this process, even after SIGKILL
 
     def train(name: str, resume: str, log: str, **more: str) -> tuple[int, str]:
-        command = [*start, str(TRAIN), *flags, *own, "--run_name", name, "--resume", resume]
+        command = [*start, str(TRAIN), *flags, *own, "--run_name", name, "--resume", resume]  # the last of a flag wins
         return run_training(command, {**clean, **more}, folder / log, patient=bool(launcher))
 
     say(f"Drill in {folder}, seed {seed}: {steps} steps undisturbed, a checkpoint every {interval}")
@@ -70,7 +70,7 @@ def drill(flags: list[str], folder: Path, *, steps: int, seed: int, launcher: st
 
     chance = random.Random(seed)
     rank = chance.randrange(world_size)
-    step = chance.randint(min(interval + 1, steps - 1), steps - 1)  # after a first checkpoint
+    step = chance.randint(min(interval + 1, steps - 1), steps - 1)  # after the first checkpoint
     say(f"The same, killed with SIGKILL on rank {rank} at the end of step {step}")
     kill = {failpoints.VARIABLE: f"between_steps:rank={rank}:count={step}"}
     code, said = train(broken.name, "false", "killed.log", **kill)
@@ -107,7 +107,7 @@ def drill(flags: list[str], folder: Path, *, steps: int, seed: int, launcher: st
 
 @contextmanager
 def workplace(parent: Optional[str], keep: bool) -> Iterator[Path]:
-    """A folder for the drill's runs, removed afterwards unless it is to be kept."""
+    """A folder for the runs of the drill, which is removed afterwards unless `keep`."""
     try:
         if parent is not None:
             Path(parent).mkdir(parents=True, exist_ok=True)
@@ -124,16 +124,16 @@ def workplace(parent: Optional[str], keep: bool) -> Iterator[Path]:
 
 
 def run_training(command: list[str], environment: dict[str, str], log: Path, patient: bool) -> tuple[int, str]:
-    """(exit code, last words) of a train.py, whose steps and errors are shown as they come.
+    """Run train.py and print its steps and errors as they come. Returns (exit code, its last lines).
 
-    Whatever ends this process ends it as well; patient: by SIGTERM first, for a launcher that has ranks to end.
+    patient: if this process is interrupted, end it with SIGTERM first, because a launcher must end its ranks.
     """
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=output,  # a file: a pipe could be held open by a rank that doesn't end
+            stdout=output,  # not a pipe, which a rank that doesn't end could hold open
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -141,7 +141,7 @@ def run_training(command: list[str], environment: dict[str, str], log: Path, pat
         with log.open(errors="replace") as lines:
             rest, over = "", False
             while not over:
-                over = process.poll() is not None  # before reading, or the last lines could be missed
+                over = process.poll() is not None  # before reading, so that the last lines aren't missed
                 *complete, rest = (rest + lines.read()).split("\n")
                 for line in complete:
                     if line.startswith(SHOWN):
@@ -155,7 +155,7 @@ def run_training(command: list[str], environment: dict[str, str], log: Path, pat
 
 
 def end_group(process: subprocess.Popen[bytes], patient: bool) -> None:
-    """End a process with all that it started, and wait until they are gone: the next run needs their memory."""
+    """End a process and its process group, and wait until they are gone, because the next run needs their memory."""
     if patient and process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -170,7 +170,7 @@ def end_group(process: subprocess.Popen[bytes], patient: bool) -> None:
 
 
 def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
-    """(how much was compared, every difference) of two runs: tensors of their newest checkpoints, and their logs."""
+    """Compare the tensors of the newest checkpoints of two runs, and their logs. Returns (counts, every difference)."""
     counts = {"tensors": 0, "bytes": 0, "lines": 0}
     differences = []
     ours, theirs = step_names.latest(first), step_names.latest(second)
@@ -195,7 +195,7 @@ def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def contents(folder: Path) -> dict[str, Content]:
-    """FILE: NAME of every tensor in a checkpoint -> its content. Bits, not numbers: -0 isn't 0, and a NaN is itself."""
+    """{"FILE: NAME": content} of every tensor in a checkpoint. Bits are compared, so that -0 isn't 0 and a NaN equals itself."""
     found = {}
     for file in sorted(folder.rglob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -208,6 +208,6 @@ def contents(folder: Path) -> dict[str, Content]:
 
 
 def compared_lines(file: Path) -> list[dict[str, Any]]:
-    """What must be the same in two runs, of each line of metrics.jsonl."""
+    """The values of each line of metrics.jsonl that must be the same in two runs."""
     records = (json.loads(line) for line in file.read_text().splitlines())
     return [{key: record[key] for key in COMPARED if key in record} for record in records]

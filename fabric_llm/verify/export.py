@@ -1,4 +1,4 @@
-"""Checkpoint -> a Hugging Face directory that proves itself. One process, no GPU."""
+"""Export a checkpoint to a Hugging Face directory, and verify the directory. Needs one process and no GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fabric_llm.base import files
 from fabric_llm.base.ending import on_disk, uninterrupted
-from fabric_llm.base.faults import NO_CHECKPOINT, Fault
+from fabric_llm.base.faults import NO_CHECKPOINT, Fault, one_line
 from fabric_llm.checkpoint import keep, reading, state_dicts
 from fabric_llm.checkpoint.keep import checkpoint_at as find  # noqa: F401
 from fabric_llm.model.loading import (
@@ -28,9 +28,9 @@ from fabric_llm.model.loading import (
 )
 from fabric_llm.run import flags
 
-# Largest mean difference of logits that rounding explains, as a part of their standard deviation, by the coarsest
-# dtype that the two sides compute in. On a CPU the same float32 weights give 0 and their bfloat16 export 4e-3
-# (toy Llama); GPU kernels sum in another order, hence the room. Another model's logits differ by about 1.
+# The largest mean difference of logits that rounding explains, as a fraction of their standard deviation, by the coarser
+# of the dtypes that the two sides compute in. On a CPU the same float32 weights give 0, and their bfloat16 export 4e-3 (toy
+# Llama). The margin is for GPU kernels, which sum in another order. Logits of another model differ by about 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -40,14 +40,14 @@ class VerificationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Proof:
-    """What `verify` measured."""
+    """What `verify` has measured."""
 
     tensors: int
     parameters: int
-    tied: int  # parameters with a second name
-    logits_difference: float  # mean absolute difference as a part of the logits' standard deviation
+    tied: int  # parameters that have a second name
+    logits_difference: float  # mean absolute difference as a fraction of the logits' standard deviation
     tolerance: float
-    same_next_token: float  # part of the probe's positions with the same most likely next token
+    same_next_token: float  # fraction of the probe's positions with the same most likely next token
 
 
 def export(
@@ -55,8 +55,8 @@ def export(
 ) -> Proof:
     """Write `output` from the checkpoint `source` and verify it.
 
-    Raises ValueError for a damaged checkpoint or an existing `output`, VerificationError if what was written isn't the
-    model that was trained; then nothing is left behind, and a former `output` stays as it was.
+    Raises ValueError for a damaged checkpoint or an existing `output`, and VerificationError if the export isn't the model
+    that was trained. Nothing is then left behind, and an older `output` is unchanged.
     """
     flags.exported_output(output, overwrite)
     try:
@@ -66,13 +66,15 @@ def export(
         raise Fault(f"{str(source)!r} is damaged: trainer/progress.json has no precision.", NO_CHECKPOINT) from error
     config = load_config(str(source))
     weights = reading.sharded_weights(source, checked_skeleton(str(source), config, trained_dtype))
-    wanted = trained_dtype if dtype == "auto" else getattr(torch, dtype)  # but for what transformers keeps float32
+    wanted = (
+        trained_dtype if dtype == "auto" else getattr(torch, dtype)
+    )  # except for what transformers keeps in float32
     model = load_reference(str(source), config, wanted, seed=0, state_dict=weights)
     temporary = output.with_name(f".tmp-{output.name}")
     output.parent.mkdir(parents=True, exist_ok=True)
     needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     files.room(output.parent, needed, "The export", "make room, or take an --output on another disk")
-    if os.path.lexists(temporary):  # of an export that was killed; or a link, which must not be written through
+    if os.path.lexists(temporary):  # left by an export that was killed, or a link, which must not be followed
         keep.remove(temporary)
     try:
         with on_disk(output, temporary, f"the weights need {needed / 2**30:,.2f} GiB"):
@@ -88,8 +90,8 @@ def export(
 
 
 def _write(folder: Path, source: Path, model: PreTrainedModel, max_shard_size: str) -> None:
-    # By way of a fresh skeleton, as in checkpoint.save: a model that was given a state dict would keep the names that
-    # its tensors have in memory, where experts are fused, and not take those of the hub.
+    # A new skeleton saves the tensors, as in checkpoint/writing.py: a model that was loaded from a state dict would keep the
+    # names that its tensors have in memory, where experts are fused, and wouldn't use those of the hub.
     template = build_skeleton(model.config, model.dtype)
     template.generation_config = load_generation_config(str(source)) or template.generation_config
     template.save_pretrained(folder, state_dict=model.state_dict(), max_shard_size=max_shard_size)
@@ -99,7 +101,7 @@ def _write(folder: Path, source: Path, model: PreTrainedModel, max_shard_size: s
 
 
 def verify(folder: Path, trained: PreTrainedModel, probe: dict[str, Tensor], precision: str) -> Proof:
-    """Open `folder` with plain transformers and compare it with the trained weights and the recorded logits.
+    """Open `folder` with plain transformers, and compare it with the trained weights and the recorded logits.
 
     trained: the model with the checkpoint's weights, in the dtype of the export. Raises VerificationError.
     """
@@ -108,11 +110,11 @@ def verify(folder: Path, trained: PreTrainedModel, probe: dict[str, Tensor], pre
             folder,
             dtype=trained.dtype,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named below
+            ignore_mismatched_sizes=True,  # reported below
             trust_remote_code=False,
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise VerificationError(f"transformers can't open the export: {' '.join(str(error).split())[:400]}") from error
+        raise VerificationError(f"transformers can't open the export: {one_line(error)[:400]}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
             raise VerificationError(f"{kind.replace('_', ' ')} in the export: {sorted(map(str, info[kind]))[:10]}.")
@@ -133,7 +135,7 @@ def verify(folder: Path, trained: PreTrainedModel, probe: dict[str, Tensor], pre
         with torch.no_grad():
             logits = loaded.eval()(probe["input_ids"]).logits[0, probe["positions"]].float()
     except (IndexError, RuntimeError) as error:
-        raise VerificationError(f"it can't compute the probe: {' '.join(str(error).split())[:400]}.") from error
+        raise VerificationError(f"it can't compute the probe: {one_line(error)[:400]}.") from error
     recorded = probe["logits"]
     if logits.shape != recorded.shape:
         raise VerificationError(f"logits have shape {list(logits.shape)}, in training {list(recorded.shape)}.")
@@ -165,7 +167,7 @@ def stored_names(folder: Path) -> set[str]:
 
 
 def push(folder: Path, repository: str, private: bool = True) -> str:
-    """Upload a verified directory to the Hugging Face hub; returns the address. Can be repeated."""
+    """Upload a verified directory to the Hugging Face hub, and return its address. Can be repeated."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -174,7 +176,7 @@ def push(folder: Path, repository: str, private: bool = True) -> str:
 
 
 def read_proof(proof: Proof) -> str:
-    """One line for the user."""
+    """Describe a proof in one line."""
     return (
         f"Verified with plain transformers: {proof.tensors} tensors, {proof.parameters:,} parameters, {proof.tied} tied; "
         f"logits differ from those in training by {proof.logits_difference:.1e} of their standard deviation "
