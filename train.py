@@ -85,8 +85,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
             step.backward(fabric, trained_loss(losses, plan.router_aux_loss_coef))
             total = total + losses.detach()
         grad_norm = step.clip(fabric, model, optimizer, training.grad_clip)
-        asked = [requests.is_to_stop(), requests.is_to_save(), saver.has_written()]
-        (loss, *aux_loss), (stop, save, written) = step.share(fabric, total, asked)
+        (loss, *aux_loss), (stop, save, written) = step.share(fabric, total, [*requests.ask(), saver.has_written()])
         update = None
         if guard.accept(loss, grad_norm):  # before the update: a NaN must not come into the weights
             weights = updates.sample_weights(model.parameters()) if now.logs else None

@@ -77,10 +77,11 @@ class Requests:
             self.signals.save_file |= _take(self.run_directory / SAVE_FILE)
         return self.signals.stop_file or self.signals.received is not None or self.is_over()
 
-    def is_to_save(self) -> bool:
-        """A request to save is taken by whoever asks."""
+    def ask(self) -> tuple[bool, bool]:
+        """(to stop, to save). A request to save is taken by whoever asks."""
+        stop = self.is_to_stop()
         save, self.signals.save_file = self.signals.save_file, False
-        return save
+        return stop, save
 
     def is_over(self) -> bool:
         """True once this process has run for --max_hours."""

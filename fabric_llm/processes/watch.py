@@ -66,7 +66,6 @@ class Watch:
         self.main_thread = threading.get_ident()
         self.claimed = threading.Lock()
         self.lost: set[int] = set()  # ranks that were given up
-        self.known: Optional[tuple[int, Fault]] = None  # whose fault came first, once the store has said so
         self.store = Store(timeout_seconds + SECONDS_TO_TELL + 2 * self.interval)
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.thread.start()
@@ -83,7 +82,7 @@ class Watch:
             threading.Event().wait()  # the watching thread is ending the process
         if fault.code == PEER_LOST:
             fault = self._first_after_a_while() or fault
-        first_rank, first = self._put_first(fault)
+        first_rank, first = self.store.put_first(self.rank, fault)
         self._set(f"ended/{self.rank}", "1")
         return first_rank, first
 
@@ -123,7 +122,7 @@ class Watch:
             self._listen()
             fault = self._first() or self._lost_child() or self._lost_store() or self._hangs()
             if fault is not None:
-                self._end_from_thread(self._put_first(fault)[1])
+                self._end_from_thread(self.store.put_first(self.rank, fault)[1])
 
     def _beat(self) -> None:
         self.beats += 1
@@ -229,20 +228,9 @@ class Watch:
     def _silence(self, rank: int) -> float:
         return time.monotonic() - self.heard[rank].at
 
-    def _put_first(self, fault: Fault) -> tuple[int, Fault]:
-        mine = json.dumps({"rank": self.rank, "sentence": str(fault), "code": fault.code, "retryable": fault.retryable})
-        self._remember(self.store.ask(lambda store: store.compare_set("first", "", mine)))
-        return self.known or (self.rank, fault)
-
     def _first(self) -> Optional[Fault]:
-        self._remember(self._get("first"))
-        return self.known and self.known[1]
-
-    def _remember(self, said: Union[bytes, str, None]) -> None:
-        """Rank 0 takes the store with it when it ends, and ends before those that are stuck."""
-        if said is not None:
-            there = json.loads(said)
-            self.known = there["rank"], Fault(there["sentence"], there["code"], there["retryable"])
+        self.store.hear_first()
+        return self.store.first and self.store.first[1]
 
     def _set(self, key: str, value: str) -> None:
         self.store.ask(lambda store: store.set(key, value))
@@ -294,6 +282,7 @@ class Store:
     def __init__(self, patience_seconds: float) -> None:
         self.patience_seconds = patience_seconds  # for an answer
         self.is_lost = self.is_frozen = False
+        self.first: Optional[tuple[int, Fault]] = None  # the first fault of the run, and whose it is
         self.thread = ThreadPoolExecutor(1, "store")
         self.store = store_of_group("watch")
         self.thread.submit(self._connect)
@@ -309,6 +298,21 @@ class Store:
         except RuntimeError:  # a broken connection, which collectives see as well
             self.is_lost = True
         return None
+
+    def put_first(self, rank: int, fault: Fault) -> tuple[int, Fault]:
+        """Put the fault of `rank` there, unless there is one. Returns whose came first."""
+        mine = json.dumps({"rank": rank, "sentence": str(fault), "code": fault.code, "retryable": fault.retryable})
+        self._remember(self.ask(lambda store: store.compare_set("first", "", mine)))
+        return self.first or (rank, fault)
+
+    def hear_first(self) -> None:
+        """Keep the first fault, if there is one: rank 0 takes the store with it, and ends before those that are stuck."""
+        self._remember(self.ask(lambda store: store.get("first") if store.check(["first"]) else None))
+
+    def _remember(self, said: Union[bytes, str, None]) -> None:
+        if said is not None:
+            there = json.loads(said)
+            self.first = there["rank"], Fault(there["sentence"], there["code"], there["retryable"])
 
     def close(self) -> None:
         """Nothing is asked any more."""

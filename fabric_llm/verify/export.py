@@ -26,7 +26,7 @@ from fabric_llm.model.loading import (
     load_reference,
     tokenizer_beside,
 )
-from fabric_llm.run import flags
+from fabric_llm.run.mistakes import exported_output
 
 # The largest mean difference of logits that rounding explains, as a fraction of their standard deviation, by the coarser
 # of the dtypes that the two sides compute in. On a CPU the same float32 weights give 0, and their bfloat16 export 4e-3 (toy
@@ -58,7 +58,7 @@ def export(
     Raises ValueError for a damaged checkpoint or an existing `output`, and VerificationError if the export isn't the model
     that was trained. Nothing is then left behind, and an older `output` is unchanged.
     """
-    flags.exported_output(output, overwrite)
+    exported_output(output, overwrite)
     try:
         precision = reading.verified(source, hashes=True)["fixed"]["precision"]
         trained_dtype = DTYPES[precision]
