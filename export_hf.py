@@ -13,7 +13,8 @@ VERIFICATION_FAILED = 1  # exit code
 
 def main(argv: Optional[list[str]] = None) -> None:
     with in_one_sentence("export_hf.py") as ending:
-        from arguments import fail, parse_export
+        from arguments import parse_export
+        from fabric_llm.base.command_line import fail
 
         arguments = parse_export(argv)
         from fabric_llm.run import mistakes

@@ -23,7 +23,7 @@ from fabric_llm.processes.launch import Children, for_launcher, has_parent, kill
 from fabric_llm.processes.meeting import SECONDS_TO_HEAR, Meeting
 from fabric_llm.run import resume, run_directory
 from fabric_llm.run.doubts import Facts, cores, doubts, positions
-from fabric_llm.run.plan import Placement, Plan, make_plan, place
+from fabric_llm.run.plan import Placement, Plan, batch_sizes, make_plan, place
 from fabric_llm.run.same_run import require_same_run
 
 SECONDS_FOR_CHILDREN = 2.0  # to end by themselves
@@ -47,6 +47,7 @@ def join(flags: Flags) -> Joined:
     What is wrong with the run directory ends the run before a rank is started.
     """
     placement = place(flags)
+    batch_sizes(flags, placement)
     starts = placement.world_size > 1 and not flags.devices.tpu and not started_by_other()
     if placement.num_nodes == 1 and not started_by_other():
         os.environ.pop("NODE_RANK", None)  # of something else: this process is the first of its run

@@ -124,7 +124,7 @@ def place(flags: Flags) -> Placement:
 def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: Optional[Path]) -> Plan:
     """Resolve and check everything. Raises ValueError."""
     model, training = flags.model, flags.training
-    micro_batch_size, micro_batches, global_batch_size = _batch_sizes(flags, placement)
+    micro_batch_size, micro_batches, global_batch_size = batch_sizes(flags, placement)
     dataset = open_checked(flags, micro_batch_size, global_batch_size)
     source = model.model_name if resume_from is None else str(resume_from)
     if resume_from is None:
@@ -163,8 +163,8 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
     )
 
 
-def _batch_sizes(flags: Flags, placement: Placement) -> tuple[int, int, int]:
-    """`flags.batch_sizes`; the demo runs on any number of devices."""
+def batch_sizes(flags: Flags, placement: Placement) -> tuple[int, int, int]:
+    """`flag_rules.batch_sizes`; the demo runs on any number of devices. Raises ValueError."""
     training, micro_batch_size = flags.training, flags.training.micro_batch_size
     if flags.demo and micro_batch_size and training.global_batch_size:
         micro_batch_size = min(micro_batch_size, max(1, training.global_batch_size // placement.world_size))
