@@ -234,7 +234,7 @@ def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
     """Which may lie on a disk of its own."""
     asked = []
     monkeypatch.setattr(
-        "fabric_llm.run.plan.open_dataset", lambda folder, how: asked.append(how) or open_dataset(folder, how)
+        "fabric_llm.run.plan.open_source", lambda folder, how: asked.append(how) or open_dataset(folder, how)
     )
     arguments = parse_train([str(word) for word in (*toy_run(toys, tmp_path), "--devices", 2, "--num_nodes", 2)])
     for rank, local_rank in ((0, 0), (1, 1), (2, 0), (3, 1)):

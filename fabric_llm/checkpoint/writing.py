@@ -124,7 +124,10 @@ def begin(
             if weights is not None:
                 weights = BlockingAsyncStager().stage(weights) if rank == 0 else {}
 
-    said = {"progress": asdict(progress), "state_dict_type": state_dict_type, **facts}
+    state = {
+        name.rpartition(".")[2] for name, t in parts["trainer/optimizer"].items() if isinstance(t, Tensor) and t.ndim
+    }
+    said = {"progress": asdict(progress), "state_dict_type": state_dict_type, "optimizer_state": sorted(state), **facts}
     rest = partial(_write_rest, template=template, weights=weights, tokenizer=tokenizer, probe=probe, said=said)
     temporary = Path(from_first(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}"))))
     document = {"step": progress.step, "world_size": fabric.world_size, "versions": versions(), **origin}

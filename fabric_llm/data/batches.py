@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
-import datasets
 import numpy as np
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ class Batches:
     do the same number of passes even if the last global batch of a run is incomplete.
     """
 
-    rows: datasets.Dataset
+    rows: Any  # a split, see dataset.TokenDataset
     seed: int
     micro_batch_size: int  # sequences
     micro_batches: int  # per step and rank
@@ -80,7 +79,7 @@ class Batches:
 
     def _micro_batch(self, positions: np.ndarray, rows: np.ndarray) -> MicroBatch:
         failpoint("read_data")
-        table = self.rows.with_format("numpy")[rows]
+        table = self.rows[rows]
         columns = {name: np.asarray(table[name]).astype(np.int64) for name in table}
         batch = {name: torch.from_numpy(values) for name, values in columns.items()}
         labels = torch.from_numpy(masked_labels(columns))

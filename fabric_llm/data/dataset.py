@@ -23,11 +23,15 @@ PACKED_NUMBERS = ("context_length", "max_token_id", "eos_token_id")  # of the ma
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """A checked dataset folder."""
+    """A checked dataset folder.
+
+    A split has a length in rows, and `split[numbers]` gives its columns: {"input_ids": integers [numbers, context], ...}, of
+    columns.COLUMNS. `split[number]` gives those of one row.
+    """
 
     folder: Path
-    train: datasets.Dataset
-    validation: datasets.Dataset
+    train: Any
+    validation: Any
     context_length: int  # tokens per sequence
     max_token_id: int
     manifest: dict[str, Any]  # what prepare_data.py wrote, {} for a dataset made elsewhere
@@ -71,7 +75,7 @@ def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
                 f"The {where} holds rows of {length} tokens with ids up to {max_token_id}, but manifest.json says "
                 f"{said[0]} and {said[1]}."
             )
-        splits.append(split.select_columns(columns[-1]))
+        splits.append(split.select_columns(columns[-1]).with_format("numpy"))
         lengths.add(length)
         max_token_ids.append(max_token_id)
     if len(lengths) > 1:

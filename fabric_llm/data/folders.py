@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Optional
 
+from fabric_llm.data.sources import source_of
+
 
 def check_dataset_folder(name: str | Path) -> None:
     """Raises ValueError unless the names of its files are those of a dataset's folder. Their content isn't read."""
@@ -19,7 +21,7 @@ def check_dataset_folder(name: str | Path) -> None:
     if (folder / "state.json").is_file():
         whole = f": take {folder.parent}" if (folder.parent / "dataset_dict.json").is_file() else ""
         raise ValueError(f"{str(folder)!r} holds one split without a name; it needs 'train' and 'validation'{whole}.")
-    if not (folder / "dataset_dict.json").is_file():
+    if not source_of(folder):
         inside = sorted(path.parent for path in folder.glob("*/dataset_dict.json"))[:3]
         there = f" There is one in {', '.join(repr(str(path)) for path in inside)}." if inside else ""
         if (folder / "config.json").is_file():

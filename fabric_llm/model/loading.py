@@ -33,7 +33,7 @@ from fabric_llm.base import hub
 from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault, one_line
 from fabric_llm.base.files import MANIFEST, check_name
 from fabric_llm.data.tokenizer import load_tokenizer
-from fabric_llm.model import bounds
+from fabric_llm.model import bounds, classes  # noqa: F401  classes of your own are registered there
 from fabric_llm.model.folders import WEIGHT_FILES, check_model_folder, weights_name
 
 MOST_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever

@@ -63,7 +63,7 @@ class Log:
             record["updated_fraction"], record["update_ratio"] = update
             words += f"{update.fraction:.1%} of weights changed  "
             self._warn_of_few_updates(update.fraction)
-        self._write(progress.step, record)
+        self._write(progress.step, {**record, **more_numbers(record)})
         left = self.throughput.seconds_left(progress.step - self.plan.start.step, self.plan.max_step - progress.step)
         self.line(
             f"{self._of(progress)}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  {words}{rate:,.0f} tokens/s  "
@@ -142,6 +142,11 @@ class Log:
                 else "on average nothing is lost, but if the loss stalls, try a larger --lr"
             )
             self.line(f"Warning: only {fraction:.1%} of the weights change in a step; {advice} (docs/numerics.md).")
+
+
+def more_numbers(record: dict[str, float]) -> dict[str, float]:
+    """Metrics that are computed from the others of a step, for metrics.jsonl and the tracker. Yours go here."""
+    return {}
 
 
 def open_log(fabric: Fabric, flags: Flags, plan: Plan, template: Any) -> Log:

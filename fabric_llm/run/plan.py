@@ -18,7 +18,8 @@ from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.checkpoint import reading, state_dicts
 from fabric_llm.checkpoint.progress import Progress
-from fabric_llm.data.dataset import TokenDataset, open_dataset
+from fabric_llm.data.dataset import TokenDataset
+from fabric_llm.data.sources import open_source
 from fabric_llm.model import router, strategy_rules
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.loading import (
@@ -182,7 +183,7 @@ def batch_sizes(flags: Flags, placement: Placement) -> tuple[int, int, int]:
 def open_checked(flags: Flags, micro_batch_size: int, global_batch_size: int) -> TokenDataset:
     """The dataset, checked against the batches. One rank of each machine compares hashes. Raises ValueError."""
     data = flags.data
-    dataset = open_dataset(data.train_data_dir, data.verify_data if is_first_of_machine() else "size")
+    dataset = open_source(Path(data.train_data_dir), data.verify_data if is_first_of_machine() else "size")
     rules.sizes(
         str(dataset.folder),
         len(dataset.train),

@@ -96,7 +96,7 @@ def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
     moments = {
         f"state.{state_dicts.PREFIX}{name}.{moment}": tuple(parameter.shape)
         for name, parameter in skeleton.named_parameters()
-        for moment in ("exp_avg", "exp_avg_sq")
+        for moment in progress.get("optimizer_state", ("exp_avg", "exp_avg_sq"))  # older versions had AdamW alone
         if parameter.requires_grad
     }
     compare_parts(path / "trainer" / "optimizer", moments, report, others=True)
