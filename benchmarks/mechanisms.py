@@ -469,6 +469,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None, help="JSON file for the results")
     parser.add_argument("--markdown", type=Path, default=None, help="Markdown file for the results as a table")
     options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
     results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
