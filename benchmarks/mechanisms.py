@@ -3,220 +3,464 @@
     python benchmarks/mechanisms.py                # all, about half an hour on two cores
     python benchmarks/mechanisms.py --only hashes  # those whose name holds a word
 
-Each mechanism of docs/faults.md is removed from a copy of the source by replacing a few words; then the tests that hold
-its row must fail. A test that passes without what it is there for is worth nothing. A mechanism whose words have changed is
-reported as stale: bring its entry below up to date.
+Each mechanism of docs/faults.md is a named function or constant. Something that lacks the mechanism is put in its place, in
+every process that the tests start, right after its module is loaded and before others import it. The tests that hold its row
+must then fail: a test that passes without what it is there for is worth nothing. A mechanism whose name doesn't exist any
+more is reported as stale: bring its entry below up to date. The source isn't changed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
-COPIED = shutil.ignore_patterns(".git", "checkpoints", "data", "wandb", "__pycache__", ".*_cache", "*.egg-info")
-TIMEOUT_SECONDS = 400  # without its mechanism a test may hang: that is a failure as well
+TAKEN_AWAY, PATCHED = (
+    "FABRIC_LLM_TAKEN_AWAY",
+    "FABRIC_LLM_PATCHED",
+)  # environment variables: a key; a file, made once done
+TIMEOUT_SECONDS = 400  # without its mechanism a test may hang, which is a failure as well
 KILLS, ROWS, DAMAGE = "tests/faults/test_kills.py", "tests/faults/test_rows.py", "tests/faults/test_damage.py"
 CHECKPOINT, SECURITY, STOP = "tests/test_checkpoint.py", "tests/test_security.py", "tests/test_stop.py"
-EVALUATION, WORLD = "tests/test_evaluation.py", "tests/test_launched_world.py"
+EVALUATION, WORLD, FALLBACK = "tests/test_evaluation.py", "tests/test_launched_world.py", "tests/test_fallback.py"
+BAD_INPUT, NON_FINITE = "tests/test_bad_input.py", "tests/faults/test_non_finite.py"
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """What is removed, and the tests that must fail then."""
+    """What is replaced, and the tests that must fail then."""
 
     row: str  # of docs/faults.md
     name: str
-    file: str
-    old: str  # stands exactly once in the file
-    new: str
+    target: str  # "module:name" or "module:Class.name", in fabric_llm
+    instead: Callable[[Any], Any]  # from what is there to what takes its place
     tests: str  # of one file
     select: str  # pytest -k
 
+    @property
+    def key(self) -> str:
+        return f"{self.row}: {self.name}"
+
+
+# ------------------------------------------------------------------------------- replacements
+
+
+def gives(value: Any) -> Callable[[Any], Any]:
+    """In the place of a function, one that does nothing and returns `value`."""
+    return lambda original: lambda *args, **more: value
+
+
+def is_now(value: Any) -> Callable[[Any], Any]:
+    """In the place of a constant, another."""
+    return lambda original: value
+
+
+def with_names(**names: Any) -> Callable[[Any], Any]:
+    """In the place of an imported module, one with some other names."""
+    return lambda original: SimpleNamespace(**{**vars(original), **names})
+
+
+def nothing(*args: Any, **more: Any) -> None:
+    pass
+
+
+def without_syncing(original):
+    def __init__(self, folder):
+        original(self, folder)
+        self.syncing.shutdown()
+        done = SimpleNamespace(result=nothing)
+        self.syncing = SimpleNamespace(submit=lambda *args: done, shutdown=nothing)
+
+    return __init__
+
+
+def without_trace_of_unreadable(original):
+    def check_files(*args):
+        try:
+            original(*args)
+        except ValueError as fault:
+            raise fault.__cause__ or fault
+
+    return check_files
+
+
+def with_actual_sizes(original):
+    def check_files(folder, entries, *rest):
+        sizes = {name: (folder / name).stat().st_size for name in entries if (folder / name).is_file()}
+        original(folder, {name: {**e, "bytes": sizes.get(name, e["bytes"])} for name, e in entries.items()}, *rest)
+
+    return check_files
+
+
+def those_that_are_there(original):
+    def check_files(folder, entries, *rest):
+        original(folder, {name: entry for name, entry in entries.items() if (folder / name).is_file()}, *rest)
+
+    return check_files
+
+
+def only_listed(original):
+    def files_in(folder):
+        manifest = Path(folder, "MANIFEST.json")
+        listed = json.loads(manifest.read_bytes())["files"] if manifest.is_file() else None
+        return [name for name in original(folder) if listed is None or name in listed]
+
+    return files_in
+
+
+def once_still_always_still(original):
+    def _is_still(self):
+        self.was_still = getattr(self, "was_still", False) or original(self)
+        return self.was_still
+
+    return _is_still
+
+
+def own_problem_alone(original):
+    return lambda pending, problems: original(
+        pending, [problem if rank == pending.rank else None for rank, problem in enumerate(problems)]
+    )
+
+
+def without_background_problem(original):
+    def commit(pending, *args, **more):
+        pending.problem = None
+        return original(pending, *args, **more)
+
+    return commit
+
+
+def log_before_commit(original):
+    def commit(pending, before=nothing):
+        if pending.rank == 0:
+            before()
+        original(pending)
+
+    return commit
+
+
+def own_request_alone(original):
+    return lambda self, result: original(self, result._replace(asked=[int(asked) for asked in self.ask()]))
+
+
+def without_interrupt(original):
+    def _handle(*args):
+        with suppress(KeyboardInterrupt):
+            original(*args)
+
+    return _handle
+
+
+def own_fault(original):
+    def _put_first(self, fault):
+        original(self, fault)
+        return self.rank, fault
+
+    return _put_first
+
+
+def forgetful(original):
+    def _remember(self, said):
+        self.known = None
+        original(self, said)
+
+    return _remember
+
+
+def patient(original):
+    def ask(self, question):
+        self.patience_seconds = None
+        return original(self, question)
+
+    return ask
+
+
+def newest_or_none(original):
+    def newest_valid(run_directory, hashes):
+        from fabric_llm.base.faults import NO_CHECKPOINT, Fault
+
+        path, problems = original(run_directory, hashes)
+        if problems:
+            raise Fault(problems[0], NO_CHECKPOINT)
+        return path, problems
+
+    return newest_valid
+
+
+def without_given(original):
+    return lambda arguments, directory: original(
+        replace(arguments, checkpoint=replace(arguments.checkpoint, checkpoint=None)), directory
+    )
+
+
+def takes_anything(original):
+    def _judge(self, loss, grad_norm):
+        finite = abs(loss) < float("inf") and abs(grad_norm) < float("inf")
+        return original(self, loss, grad_norm) if finite else ("take", "")
+
+    return _judge
+
+
+def without_try(original):
+    def _work(self):
+        action = None
+        while action is not self._close:
+            action = self.waiting.get()
+            action()
+
+    return _work
+
+
+class Anything:
+    def __eq__(self, other):
+        return True
+
+    def __ne__(self, other):
+        return False
+
+
+FAULTS, FILES = "fabric_llm.base.faults", "fabric_llm.base.files"
+WRITING, KEEP, READING = "fabric_llm.checkpoint.writing", "fabric_llm.checkpoint.keep", "fabric_llm.checkpoint.reading"
+STOPPING, WATCH, LAUNCH = "fabric_llm.processes.stop", "fabric_llm.processes.watch", "fabric_llm.processes.launch"
+RUN, RESUME, PLAN = "fabric_llm.run.run", "fabric_llm.run.resume", "fabric_llm.run.plan"
+DIRECTORY, ASSEMBLE, SUPERVISE = "fabric_llm.run.run_directory", "fabric_llm.run.assemble", "fabric_llm.run.supervise"
+STEP, GUARD, TRACKERS = "fabric_llm.training.step", "fabric_llm.training.guard", "fabric_llm.run.trackers"
 
 MECHANISMS = [
-    Mechanism("kill", "log is cut back to the checkpoint", "fabric_llm/metrics.py",
-              "_step_of(line) <= resumed_step]", "_step_of(line) < float('inf')]", KILLS, "named_point and between_steps"),
-    Mechanism("kill", "optimizer state is loaded", "set_up.py",
-              "if resume_from is not None:", "if False:", KILLS, "named_point and between_steps and full"),
-    Mechanism("kill", "randomness follows the step", "fabric_llm/step.py",
-              "random_key(seed, step, rank)", "random_key(seed, torch.initial_seed() % 2**31, rank)", KILLS, "named_point and between_steps and full"),
-    Mechanism("kill in a save", "written beside its name", "fabric_llm/checkpoint.py",
-              'target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")', "target", KILLS, "named_point and save.parts and sharded"),
-    Mechanism("kill in a save", "on the disk before the name", "fabric_llm/checkpoint.py",
-              "        fsync(path)\n", "        pass\n", CHECKPOINT, "everything_is_on_disk"),
-    Mechanism("kill in a save", "files are durable", "fabric_llm/manifest.py",
-              "            self.written.append(self.syncing.submit(fsync, self.folder / name))\n", "", CHECKPOINT, "everything_is_on_disk"),
-    Mechanism("kill in a save", "leftovers are swept", "fabric_llm/retention.py",
-              "    for path in leftovers:\n", "    for path in []:\n", KILLS, "named_point and save.parts and full"),
-    Mechanism("kill in a prune", "renamed before it is removed", "fabric_llm/retention.py",
-              "        path.rename(trash)\n", "        trash = path\n", CHECKPOINT, "prune_that_is_cut_off"),
-    Mechanism("kill in a background save", "a copy is written", "run.py",
-              "copy=self.background is not None and not last", "copy=False", ROWS, "save_in_the_background_writes"),
-    Mechanism("a save raises", "on all ranks", "fabric_llm/checkpoint.py",
-              "    rank, problem = found\n", "    rank, problem = found\n    if rank != pending.rank:\n        return\n", ROWS, "save_that_raises"),
-    Mechanism("a save raises", "in the background as well", "fabric_llm/checkpoint.py",
-              "    _agree(pending, [problem for _, problem in answers])\n", "", ROWS, "save_that_raises"),
-    Mechanism("a save raises", "nothing is left behind", "fabric_llm/checkpoint.py",
-              "        shutil.rmtree(pending.temporary, ignore_errors=True)\n", "        pass\n", ROWS, "save_that_raises"),
-    Mechanism("signals", "every rank hears of it", "run.py",
-              "stop_askers, save_askers, writers = result.asked", "stop_askers, save_askers, writers = self.ask()", ROWS, "sigterm"),
-    Mechanism("signals", "nobody needs to read what is printed", "train.py",
-              "    outlast_readers()\n", "", ROWS, "ctrl_c"),
-    Mechanism("signals", "nobody waits for a reader", "fabric_llm/console.py",
-              "is_read = bool(select.select([], [self.stream], [], self.patience_seconds)[1])", "is_read = True", ROWS, "does_not_read"),
-    Mechanism("signals", "handled at all", "fabric_llm/stop.py",
-              "for number in SIGNALS if not _under_nohup(number)}", "for number in ()}", ROWS, "sigterm"),
-    Mechanism("signals", "a lost terminal asks once", "fabric_llm/stop.py",
-              "if again or ", "if ", STOP, "terminal"),
-    Mechanism("signals", "nohup is heeded", "fabric_llm/stop.py",
-              "return number == signal.SIGHUP and", "return False and", STOP, "terminal"),
-    Mechanism("signals", "a second one ends at once", "fabric_llm/stop.py",
-              "            raise KeyboardInterrupt", "            KeyboardInterrupt", STOP, "second_signal"),
-    Mechanism("signals", "one that is delivered twice is one", "fabric_llm/stop.py",
-              "if again or time.monotonic() < self.until:", "if again:", STOP, "delivered_twice"),
-    Mechanism("signals", "a request to stop ends an evaluation", "run.py",
-              "                self.evaluation_cut_off = True\n                return\n", "                pass\n", EVALUATION, "heard_inside"),
-    Mechanism("signals", "an evaluation that was cut off is made up", "train.py",
-              "progress.step == 0 or run.owes_evaluation", "progress.step == 0", EVALUATION, "heard_inside"),
-    Mechanism("signals", "torchrun doesn't start again what was stopped", "fabric_llm/launch.py",
-              "DONE if code == STOPPED and count < most else code", "code", ROWS, "asked_to_stop_is_not"),
-    Mechanism("kill in a save", "leftovers go before the disk is asked", "run.py",
-              "            run_directory.sweep(self.directory)\n", "", CHECKPOINT, "killed_save_left"),
-    Mechanism("a save raises", "at the log as well", "run.py",
-              "checkpoint.commit(pending, before=self.make_log_durable)", "self.rank_zero and self.make_log_durable(); checkpoint.commit(pending)", ROWS, "made_durable"),
-    Mechanism("damage", "a file that can't be read", "fabric_llm/manifest.py",
-              "        except OSError as error:  # a bad", "        except ZeroDivisionError as error:  # a bad", "tests/test_fallback.py", "cannot_be_read"),
-    Mechanism("damage", "in what a new run starts from", "preflight.py",
-              "        check_start(arguments, Path(source))\n", "        pass\n", "tests/test_fallback.py", "new_run_from"),
-    Mechanism("restart", "a branch goes on where it is", "resume.py",
-              "goes_on = given is not None and _restarted(arguments) and", "goes_on = False and", ROWS, "branch"),
-    Mechanism("signals", "stop and save_now files", "fabric_llm/stop.py",
-              "there = file.is_file()", "there = False", STOP, "file"),
-    Mechanism("a rank fails", "the first fault is told", "fabric_llm/watch.py",
-              "        return self.known or (self.rank, fault)\n", "        return self.rank, fault\n", ROWS, "first_error"),
-    Mechanism("a rank fails", "its fault is remembered when the store has gone", "fabric_llm/watch.py",
-              "        if said is not None:\n            there", "        self.known = None\n        if said is not None:\n            there", ROWS, "full_disk_at_the_log"),
-    Mechanism("a rank fails", "its death is seen by who started it", "fabric_llm/launch.py",
-              "if code := process.poll():", "if code := 0:", ROWS, "killed_rank_of_a_plain"),
-    Mechanism("a rank fails", "no rank outlives rank 0", "fabric_llm/launch.py",
-              "    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n", "", ROWS, "frozen_rank_of_a_plain"),
-    Mechanism("a rank fails", "a command ends as its first rank", "supervise.py",
-              "first.code == STOPPED or children.processes", "first.code == STOPPED", ROWS, "ends_as_the_first"),
-    Mechanism("a rank fails", "one command for all ranks", "assemble.py",
-              "            if own[name] != value:\n", "            if False:\n", ROWS, "two_commands"),
-    Mechanism("a rank fails", "ranks get their own numbers", "fabric_llm/launch.py",
-              '"RANK": str(rank), PARENT', 'PARENT', ROWS, "numbered_already"),
-    Mechanism("a rank fails", "an end before training is told", "assemble.py",
-              "                run_directory.leave(fault)\n", "", ROWS, "ends_before_training"),
-    Mechanism("a rank hangs", "heartbeats are listened to", "fabric_llm/watch.py",
-              "self._lost_store() or self._hangs()", "self._lost_store()", ROWS, "hangs_or_is_frozen and hang"),
-    Mechanism("a rank hangs", "work that goes on is no hang", "fabric_llm/watch.py",
-              "            if not self._is_still():  # a job that was suspended goes on\n", "            if False:\n", "tests/test_watch.py", "suspended"),
-    Mechanism("a rank hangs", "a silent rank is told from a busy one", "fabric_llm/watch.py",
-              "silent = [rank for rank in others if rank not in self.heard or self._silence(rank) > self.patience]", "silent = []", ROWS, "hangs_or_is_frozen and stop"),
-    Mechanism("a rank hangs", "rank 0, with the store, is watched too", "fabric_llm/watch.py",
-              "self._lost_child() or self._lost_store() or", "self._lost_child() or", ROWS, "hears_of_rank_0s_death"),
-    Mechanism("a rank hangs", "nobody waits for a frozen store", "fabric_llm/watch.py",
-              ".result(self.patience_seconds)", ".result()", ROWS, "just_before and stop"),
-    Mechanism("a rank hangs", "rank 0's own story stays", "supervise.py",
-              '        if run_directory.read_status(directory).get("code") is None:\n', "        if True:\n", ROWS, "told_by_rank_0"),
-    Mechanism("a rank fails", "no rank waits for a store that has gone", "fabric_llm/watch.py",
-              "self.store.patience_seconds = SECONDS_TO_ANSWER", "pass", ROWS, "while_rank_0_is_frozen"),
-    Mechanism("node lost", "ranks are counted anew", "mistakes.py",
-              "    return launched or asked", "    return asked", ROWS, "lost_node"),
-    Mechanism("ranks", "a flag that isn't the launcher's is refused", "fabric_llm/launch.py",
-              'if asked.get(name, "auto") not in ("auto", there):', "if False:", WORLD, "world_is_the_launchers"),
-    Mechanism("ranks", "what was read is recorded", "fabric_llm/inspect_run.py",
-              "    elif read != claimed_rows(", "    elif False and read != claimed_rows(", WORLD, "not_read_as_claimed"),
-    Mechanism("disk full", "room is asked for", "fabric_llm/check.py",
-              "    if free < needed:\n", "    if False:\n", ROWS, "no_room"),
-    Mechanism("directory", "one disk for all machines", "run.py",
-              "        self.require_shared_directory()\n", "", ROWS, "do_not_share"),
-    Mechanism("kill in a save", "published with what all have written", "fabric_llm/checkpoint.py",
-              '        if size != entry["bytes"]:\n', "        if False:\n", ROWS, "published_only"),
-    Mechanism("directory", "one run at a time", "fabric_llm/run_directory.py",
-              "        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "", ROWS, "two_runs"),
-    Mechanism("directory", "a file system without locks is no obstacle", "fabric_llm/run_directory.py",
-              "NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)", "NO_LOCKS = ()", ROWS, "without_locks"),
-    Mechanism("directory", "an end isn't hidden by a status that can't be written", "fabric_llm/run_directory.py",
-              "        with suppress(OSError):\n", "        if True:\n", ROWS, "hides_nothing"),
-    Mechanism("directory", "tried before the model is built", "fabric_llm/run_directory.py",
-              "        with tempfile.TemporaryFile(dir=folder if folder.exists() else folder.parent):\n            pass\n", "        pass\n", CHECKPOINT, "cannot_be_made"),
-    Mechanism("damage", "hashes", "fabric_llm/manifest.py",
-              '            if found != entry["sha256"]:\n', "            if False:\n", DAMAGE, "flipped"),
-    Mechanism("damage", "sizes", "fabric_llm/manifest.py",
-              '        if file.stat().st_size != entry["bytes"]:\n', "        if False:\n", DAMAGE, "truncated"),
-    Mechanism("damage", "missing files", "fabric_llm/manifest.py",
-              "        if not file.is_file():\n            raise Fault(f\"{wrong}: {name} is missing.\", code)\n", "        if not file.is_file():\n            continue\n", DAMAGE, "missing"),
-    Mechanism("damage", "files that nobody wrote", "fabric_llm/manifest.py",
-              "        if name not in listed:\n", "        if False:\n", DAMAGE, "nobody_wrote"),
-    Mechanism("damage", "falls back to the newest whole one", "fabric_llm/retention.py",
-              "            problems.append(str(fault))\n", "            raise\n", "tests/test_fallback.py", "falls_back"),
-    Mechanism("damage", "a named one is never replaced", "resume.py",
-              "        checkpoint.verified(given, hashes)\n        return given\n", "        pass\n", "tests/test_fallback.py", "never_replaced"),
-    Mechanism("another model", "shapes are compared", "preflight.py",
-              "        if differing:\n            words = (", "        if False:\n            words = (", "tests/test_bad_input.py", "another_model"),
-    Mechanism("another model", "precision, data and seed stay", "resume.py",
-              "    if fixed:\n", "    if False:\n", "tests/test_bad_input.py", "run_that_is_there"),
-    Mechanism("other ranks", "order doesn't depend on their number", "fabric_llm/data.py",
-              "_order(len(self.rows), self.seed, int(e))", "_order(len(self.rows), self.seed + self.world_size, int(e))", "tests/faults/test_world_cycle.py", "sharded-fsdp"),
-    Mechanism("other schedule", "refused unless named", "resume.py",
-              "    if silent := {name: values for name, values in schedule.items() if name not in allowed}:\n", "    if silent := {}:\n", "tests/test_bad_input.py", "run_that_is_there"),
-    Mechanism("other schedule", "the new curve is shown", "resume.py",
-              '        lines += _curves(plan, {**document["schedule"], "max_step": document["end_step"]}, now["schedule"])\n', "        pass\n", ROWS, "extending"),
-    Mechanism("rollback", "later checkpoints are moved aside", "fabric_llm/retention.py",
-              "        if step_of(path) > after_step:\n", "        if False:\n", CHECKPOINT, "rollback"),
-    Mechanism("rollback", "isn't made again by a restart", "resume.py",
-              "for path in reversed(retention.checkpoints(directory)):\n        with suppress", "for path in ():\n        with suppress", ROWS, "rollback_that_is_restarted"),
-    Mechanism("other machines", "take what rank 0 has chosen", "assemble.py",
-              "(started_by_other() or starts and place.num_nodes > 1)", "started_by_other()", ROWS, "machines_without_torchrun"),
-    Mechanism("dataset", "its hashes", "fabric_llm/data.py",
-              "        files.check_files(folder", "        0 and files.check_files(folder", DAMAGE, "dataset"),
-    Mechanism("dataset", "token ids fit the vocabulary", "preflight.py",
-              "    if dataset.max_token_id >= text_config.vocab_size:\n", "    if False:\n", "tests/test_bad_input.py", "test_datasets"),
-    Mechanism("dataset", "a batch without targets", "fabric_llm/step.py",
-              "    targets = targets.clamp(min=1)", "    targets = targets * 1", "tests/test_numerics.py", "without_any_target"),
-    Mechanism("not finite", "the step is left out", "fabric_llm/guard.py",
-              "        if not (math.isfinite(loss) and math.isfinite(grad_norm)):\n", "        if False:\n", "tests/faults/test_non_finite.py", "none_of_them and fsdp2"),
-    Mechanism("not finite", "loss and NaN of one rank are everybody's", "fabric_llm/step.py",
-              "    loss, *asked = sum_over_ranks(fabric, torch.cat([total.flatten(), requests])).tolist()\n", "    loss, *asked = torch.cat([total.flatten(), requests]).tolist()\n", "tests/test_law_1_one_big_batch.py", "fsdp2-2"),
-    Mechanism("not finite", "no checkpoint holds one", "fabric_llm/checkpoint.py",
-              "    if found := [name for name in gather(bad) if name is not None]:\n", "    if found := []:\n", "tests/faults/test_non_finite.py", "checkpoint_of_a_model"),
-    Mechanism("not finite", "the limit", "fabric_llm/guard.py",
-              "return self.skipped > self.max_skipped_steps", "return False", "tests/test_guard.py", "too_many"),
-    Mechanism("tracker", "its failures are no failures", "fabric_llm/trackers.py",
-              "                self.failure = error\n", "                raise error\n", "tests/test_metrics.py", "tracker_that_fails"),
-    Mechanism("tracker", "it never holds the run up", "fabric_llm/trackers.py",
-              "self.waiting.put(partial(self._log, step, dict(record)))", "self._log(step, dict(record))", "tests/test_metrics.py", "tracker_that_is_slow"),
-    Mechanism("device memory", "recognised", "fabric_llm/faults.py",
-              "    return isinstance(error, RuntimeError) and any(word in words for word in _MEMORY_WORDS)", "    return False", ROWS, "out_of_memory"),
-    Mechanism("security", "files that could run code", "fabric_llm/manifest.py",
-              "        if name.lower().endswith(CODE_SUFFIXES):\n", "        if False:\n", SECURITY, "attack and pickle"),
-    Mechanism("security", "names that lead outside", "fabric_llm/manifest.py",
-              '    if plain.is_absolute() or ".." in plain.parts', "    if False and plain.is_absolute() or False and '..' in plain.parts", SECURITY, "attack and (above or absolute or backslashes)"),
-    Mechanism("security", "links", "fabric_llm/run_directory.py",
-              "    if path.is_symlink():\n", "    if False:\n", SECURITY, "attack and link"),
-    Mechanism("clock", "order is by step", "fabric_llm/retention.py",
-              "return sorted(found, key=step_of)", "return sorted(found, key=lambda path: path.stat().st_mtime)", ROWS, "clocks"),
-    Mechanism("retention", "pinned", "fabric_llm/retention.py",
-              "every or pinned or", "every or", ROWS, "retention"),
-    Mechanism("retention", "the best", "fabric_llm/retention.py",
-              " or step_of(path) in best", "", CHECKPOINT, "prune_keeps_the_best"),
-    Mechanism("retention", "the one resumed from", "fabric_llm/retention.py",
-              " or path.resolve() == resumed_from", "", ROWS, "retention"),
+    Mechanism("kill", "log is cut back to the checkpoint", "fabric_llm.run.metrics:_step_of",
+              gives(0), KILLS, "named_point and between_steps"),
+    Mechanism("kill", "optimizer state is loaded", f"{READING}:load_optimizer",
+              gives(None), KILLS, "named_point and between_steps and full"),
+    Mechanism("kill", "randomness follows the step", f"{STEP}:seed_step",
+              gives(None), KILLS, "named_point and between_steps and full"),
+    Mechanism("kill in a save", "written beside its name", f"{WRITING}:from_first",
+              lambda original: lambda value: re.sub(r"\.tmp-(step-\d+)-\w+$", r"\1", original(value)),
+              KILLS, "named_point and save.parts and sharded"),
+    Mechanism("kill in a save", "on the disk before the name", f"{WRITING}:fsync",
+              gives(None), CHECKPOINT, "everything_is_on_disk"),
+    Mechanism("kill in a save", "files are durable", f"{FILES}:Describing.__init__",
+              without_syncing, CHECKPOINT, "everything_is_on_disk"),
+    Mechanism("kill in a save", "leftovers are swept", f"{KEEP}:sweep",
+              gives([]), KILLS, "named_point and save.parts and full"),
+    Mechanism("kill in a background save", "a copy is written", f"{WRITING}:begin",
+              lambda original: lambda *args, **more: original(*args, **{**more, "copy": False}),
+              ROWS, "save_in_the_background_writes"),
+    Mechanism("a save raises", "on all ranks", f"{WRITING}:_agree",
+              own_problem_alone, ROWS, "save_that_raises"),
+    Mechanism("a save raises", "in the background as well", f"{WRITING}:commit",
+              without_background_problem, ROWS, "save_that_raises"),
+    Mechanism("a save raises", "nothing is left behind", f"{WRITING}:shutil",
+              with_names(rmtree=nothing), ROWS, "save_that_raises"),
+    Mechanism("signals", "every rank hears of it", f"{RUN}:Run.agreed",
+              own_request_alone, ROWS, "sigterm"),
+    Mechanism("signals", "nobody needs to read what is printed", "fabric_llm.base.console:outlast_readers",
+              gives(None), ROWS, "ctrl_c"),
+    Mechanism("signals", "nobody waits for a reader", "fabric_llm.base.console:Lasting._is_read",
+              gives(True), ROWS, "does_not_read"),
+    Mechanism("signals", "handled at all", f"{STOPPING}:_under_nohup",
+              gives(True), ROWS, "sigterm"),
+    Mechanism("signals", "a lost terminal asks once", f"{STOPPING}:StopSignal._handle",
+              lambda original: lambda self, number, frame: original(
+                  self, signal.SIGTERM if number == signal.SIGHUP else number, frame), STOP, "terminal"),
+    Mechanism("signals", "nohup is heeded", f"{STOPPING}:_under_nohup",
+              gives(False), STOP, "terminal"),
+    Mechanism("signals", "a second one ends at once", f"{STOPPING}:StopSignal._handle",
+              without_interrupt, STOP, "second_signal"),
+    Mechanism("signals", "one that is delivered twice is one", f"{STOPPING}:SECONDS_OF_ONE_REQUEST",
+              is_now(0.0), STOP, "delivered_twice"),
+    Mechanism("signals", "a request to stop ends an evaluation", f"{RUN}:Run.until_stopped",
+              lambda original: lambda self, batches, progress: batches, EVALUATION, "heard_inside"),
+    Mechanism("signals", "torchrun doesn't start again what was stopped", f"{LAUNCH}:for_launcher",
+              lambda original: lambda code: code, ROWS, "asked_to_stop_is_not"),
+    Mechanism("kill in a save", "leftovers go before the disk is asked", f"{DIRECTORY}:sweep",
+              gives(None), CHECKPOINT, "killed_save_left"),
+    Mechanism("a save raises", "at the log as well", f"{WRITING}:commit",
+              log_before_commit, ROWS, "made_durable"),
+    Mechanism("damage", "a file that can't be read", f"{FILES}:check_files",
+              without_trace_of_unreadable, FALLBACK, "cannot_be_read"),
+    Mechanism("damage", "in what a new run starts from", f"{PLAN}:check_start",
+              gives(None), FALLBACK, "new_run_from"),
+    Mechanism("restart", "a branch goes on where it is", f"{RESUME}:_restarted",
+              gives(False), ROWS, "branch"),
+    Mechanism("signals", "stop and save_now files", f"{STOPPING}:_take",
+              gives(False), STOP, "file"),
+    Mechanism("a rank fails", "the first fault is told", f"{WATCH}:Watch._put_first",
+              own_fault, ROWS, "first_error"),
+    Mechanism("a rank fails", "its fault is remembered when the store has gone", f"{WATCH}:Watch._remember",
+              forgetful, ROWS, "full_disk_at_the_log"),
+    Mechanism("a rank fails", "its death is seen by who started it", f"{LAUNCH}:Children.dead",
+              gives(None), ROWS, "killed_rank_of_a_plain"),
+    Mechanism("a rank fails", "no rank outlives rank 0", f"{LAUNCH}:PR_SET_PDEATHSIG",
+              is_now(0), ROWS, "frozen_rank_of_a_plain"),
+    Mechanism("a rank fails", "a command ends as its first rank", f"{SUPERVISE}:_code_of_others",
+              lambda original: lambda first, children: original(first, SimpleNamespace(processes={})),
+              ROWS, "ends_as_the_first"),
+    Mechanism("a rank fails", "one command for all ranks", f"{ASSEMBLE}:_require_one_command",
+              gives(None), ROWS, "two_commands"),
+    Mechanism("a rank fails", "ranks get their own numbers", f"{LAUNCH}:subprocess",
+              lambda original: SimpleNamespace(Popen=lambda command, env: original.Popen(
+                  command, env={**env, "RANK": os.environ["RANK"]})), ROWS, "numbered_already"),
+    Mechanism("a rank fails", "an end before training is told", f"{DIRECTORY}:leave",
+              gives(None), ROWS, "ends_before_training"),
+    Mechanism("a rank hangs", "heartbeats are listened to", f"{WATCH}:Watch._hangs",
+              gives(None), ROWS, "hangs_or_is_frozen and hang"),
+    Mechanism("a rank hangs", "work that goes on is no hang", f"{WATCH}:Watch._is_still",
+              once_still_always_still, "tests/test_watch.py", "suspended"),
+    Mechanism("a rank hangs", "a silent rank is told from a busy one", f"{WATCH}:Watch._silence",
+              gives(0.0), ROWS, "hangs_or_is_frozen and stop"),
+    Mechanism("a rank hangs", "rank 0, with the store, is watched too", f"{WATCH}:Watch._lost_store",
+              gives(None), ROWS, "hears_of_rank_0s_death"),
+    Mechanism("a rank hangs", "nobody waits for a frozen store", f"{WATCH}:Store.ask",
+              patient, ROWS, "just_before and stop"),
+    Mechanism("a rank hangs", "rank 0's own story stays", f"{SUPERVISE}:run_directory",
+              with_names(read_status=lambda folder: {}), ROWS, "told_by_rank_0"),
+    Mechanism("a rank fails", "no rank waits for a store that has gone", f"{WATCH}:Watch._end",
+              lambda original: lambda self: self.ended.set(), ROWS, "while_rank_0_is_frozen"),
+    Mechanism("node lost", "ranks are counted anew", "fabric_llm.run.mistakes:launched_world",
+              gives(None), ROWS, "lost_node"),
+    Mechanism("ranks", "a flag that isn't the launcher's is refused", f"{LAUNCH}:launched_world",
+              lambda original: lambda asked: original({}), WORLD, "world_is_the_launchers"),
+    Mechanism("ranks", "what was read is recorded", "fabric_llm.verify.inspect_checkpoint:claimed_rows",
+              gives(Anything()), WORLD, "not_read_as_claimed"),
+    Mechanism("disk full", "room is asked for", f"{FILES}:room",
+              gives(None), ROWS, "no_room"),
+    Mechanism("directory", "one disk for all machines", f"{RUN}:Run.require_shared_directory",
+              gives(None), ROWS, "do_not_share"),
+    Mechanism("kill in a save", "published with what all have written", f"{WRITING}:_require_seen",
+              gives(None), ROWS, "published_only"),
+    Mechanism("directory", "one run at a time", f"{DIRECTORY}:fcntl",
+              with_names(flock=nothing), ROWS, "two_runs"),
+    Mechanism("directory", "a file system without locks is no obstacle", f"{DIRECTORY}:NO_LOCKS",
+              is_now(()), ROWS, "without_locks"),
+    Mechanism("directory", "an end isn't hidden by a status that can't be written", f"{DIRECTORY}:suppress",
+              is_now(nullcontext), ROWS, "hides_nothing"),
+    Mechanism("directory", "tried before the model is built", f"{DIRECTORY}:require_writable",
+              gives(None), CHECKPOINT, "cannot_be_made"),
+    Mechanism("damage", "hashes", f"{FILES}:check_files",
+              lambda original: lambda folder, entries, hashes, *rest: original(folder, entries, False, *rest),
+              DAMAGE, "flipped"),
+    Mechanism("damage", "sizes", f"{FILES}:check_files",
+              with_actual_sizes, DAMAGE, "truncated"),
+    Mechanism("damage", "missing files", f"{FILES}:check_files",
+              those_that_are_there, DAMAGE, "missing"),
+    Mechanism("damage", "files that nobody wrote", f"{FILES}:files_in",
+              only_listed, DAMAGE, "nobody_wrote"),
+    Mechanism("damage", "falls back to the newest whole one", f"{KEEP}:newest_valid",
+              newest_or_none, FALLBACK, "falls_back"),
+    Mechanism("damage", "a named one is never replaced", f"{RESUME}:choose",
+              without_given, FALLBACK, "never_replaced"),
+    Mechanism("another model", "shapes are compared", f"{PLAN}:state_dicts",
+              with_names(shapes=lambda skeleton: []), BAD_INPUT, "another_model"),
+    Mechanism("another model", "precision, data and seed stay", f"{RESUME}:_differences",
+              lambda original: lambda then, now: {} if "precision" in now else original(then, now),
+              BAD_INPUT, "run_that_is_there"),
+    Mechanism("other ranks", "order doesn't depend on their number", "fabric_llm.data.batches:Batches.indices",
+              lambda original: lambda self, positions: original(
+                  replace(self, seed=self.seed + self.world_size), positions),
+              "tests/faults/test_world_cycle.py", "sharded-fsdp"),
+    Mechanism("other schedule", "refused unless named", f"{RESUME}:overrides",
+              lambda original: lambda arguments: sys.modules[RESUME].OVERRIDABLE, BAD_INPUT, "run_that_is_there"),
+    Mechanism("other schedule", "the new curve is shown", f"{RESUME}:_curves",
+              gives([]), ROWS, "extending"),
+    Mechanism("rollback", "later checkpoints are moved aside", f"{KEEP}:move_aside",
+              gives([]), CHECKPOINT, "rollback"),
+    Mechanism("rollback", "isn't made again by a restart", f"{RESUME}:_goes_on_from",
+              gives(False), ROWS, "rollback_that_is_restarted"),
+    Mechanism("dataset", "its hashes", "fabric_llm.data.dataset:_check_files",
+              lambda original: lambda folder, manifest, verify: "written" in manifest, DAMAGE, "dataset"),
+    Mechanism("dataset", "token ids fit the vocabulary", f"{PLAN}:open_dataset",
+              lambda original: lambda *args: replace(original(*args), max_token_id=0), BAD_INPUT, "test_datasets"),
+    Mechanism("not finite", "the step is left out", f"{GUARD}:Guard._judge",
+              takes_anything, NON_FINITE, "none_of_them and fsdp2"),
+    Mechanism("not finite", "loss and NaN of one rank are everybody's", f"{STEP}:sum_over_ranks",
+              lambda original: lambda fabric, tensor: (
+                  tensor if tensor.is_floating_point() else original(fabric, tensor)),
+              "tests/test_law_1_one_big_batch.py", "fsdp2-2"),
+    Mechanism("not finite", "no checkpoint holds one", f"{WRITING}:_is_finite",
+              gives(True), NON_FINITE, "checkpoint_of_a_model"),
+    Mechanism("not finite", "the limit", f"{GUARD}:Guard.gives_up",
+              gives(False), "tests/test_guard.py", "too_many"),
+    Mechanism("tracker", "its failures are no failures", f"{TRACKERS}:Tracker._work",
+              without_try, "tests/test_metrics.py", "tracker_that_fails"),
+    Mechanism("tracker", "it never holds the run up", f"{TRACKERS}:Tracker.log",
+              lambda original: lambda self, step, record: self._log(step, dict(record)),
+              "tests/test_metrics.py", "tracker_that_is_slow"),
+    Mechanism("device memory", "recognised", f"{FAULTS}:_is_out_of_memory",
+              gives(False), ROWS, "out_of_memory"),
+    Mechanism("security", "files that could run code", f"{FILES}:CODE_SUFFIXES",
+              is_now(()), SECURITY, "attack and pickle"),
+    Mechanism("security", "names that lead outside", f"{FILES}:check_name",
+              gives(None), SECURITY, "attack and (above or absolute or backslashes)"),
+    Mechanism("security", "links", f"{DIRECTORY}:no_link",
+              lambda original: lambda path: path, SECURITY, "attack and link"),
+    Mechanism("clock", "order is by step", "fabric_llm.base.step_names:step_directories",
+              lambda original: lambda run: sorted(original(run), key=lambda path: path.stat().st_mtime),
+              ROWS, "clocks"),
+    Mechanism("retention", "the best", f"{KEEP}:_eval_loss",
+              gives(float("inf")), CHECKPOINT, "prune_keeps_the_best"),
+    Mechanism("retention", "the one resumed from", f"{KEEP}:prune",
+              lambda original: lambda *args: original(*args[:-1], None), ROWS, "retention"),
 ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------- in the processes of the tests
+
+
+class Finder:
+    """Finds one module, once, as Python would, and patches it as soon as it is loaded."""
+
+    def __init__(self, mechanism: Mechanism) -> None:
+        self.mechanism = mechanism
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.mechanism.target.partition(":")[0]:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            take_away(self.mechanism, module)
+            Path(os.environ[PATCHED]).touch()
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def install() -> None:
+    """Called by sitecustomize.py when Python starts."""
+    (mechanism,) = (one for one in MECHANISMS if one.key == os.environ[TAKEN_AWAY])
+    sys.meta_path.insert(0, Finder(mechanism))
+
+
+def take_away(mechanism: Mechanism, module: ModuleType) -> None:
+    """Replace it in its module. Raises AttributeError where it isn't there."""
+    *owners, name = mechanism.target.partition(":")[2].split(".")
+    owner: Any = module
+    for part in owners:
+        owner = getattr(owner, part)
+    setattr(owner, name, mechanism.instead(getattr(owner, name)))
+
+
+# ------------------------------------------------------------------------------- the command
 
 
 def main() -> None:
@@ -225,17 +469,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None, help="JSON file for the results")
     parser.add_argument("--markdown", type=Path, default=None, help="Markdown file for the results as a table")
     options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
     results = []
     with tempfile.TemporaryDirectory() as name:
-        copy = Path(name) / "fabric_llm"
-        shutil.copytree(ROOT, copy, ignore=COPIED)
+        folder = Path(name)
         for mechanism in MECHANISMS:
-            if any(words in f"{mechanism.row}: {mechanism.name}" for words in options.only):
+            if any(words in mechanism.key for words in options.only):
                 began = time.monotonic()
-                found = verdict(copy, mechanism)
+                found = verdict(folder, mechanism)
                 result = {"row": mechanism.row, "mechanism": mechanism.name, "verdict": found}
                 results.append({**result, "tests": f"{mechanism.tests} -k '{mechanism.select}'"})
-                print(f"{found:9} {mechanism.row}: {mechanism.name} ({time.monotonic() - began:.0f} s)", flush=True)
+                print(f"{found:9} {mechanism.key} ({time.monotonic() - began:.0f} s)", flush=True)
     if options.output is not None:
         options.output.write_text(json.dumps(results, indent=2) + "\n")
     if options.markdown is not None:
@@ -247,37 +491,52 @@ def main() -> None:
     raise SystemExit(noticed < len(results))
 
 
-def verdict(copy: Path, mechanism: Mechanism) -> str:
-    """noticed: the tests pass with it and fail without it. unnoticed, stale (its words aren't there), or broken."""
-    file = copy / mechanism.file
-    source = file.read_text()
-    if source.count(mechanism.old) != 1:
+def verdict(folder: Path, mechanism: Mechanism) -> str:
+    """noticed: the tests pass with it and fail without it. unnoticed, stale (it isn't there), unused (by these tests), broken."""
+    if is_stale(mechanism):
         return "stale"
-    if not passes(copy, mechanism.tests, mechanism.select):
+    if not passes(folder, mechanism.tests, mechanism.select):
         return "broken"
-    file.write_text(source.replace(mechanism.old, mechanism.new))
-    still = _run(copy, mechanism.tests, mechanism.select)
-    file.write_text(source)
-    return "unnoticed" if still else "noticed"
+    patched = folder / "patched"
+    patched.unlink(missing_ok=True)
+    site = folder / "site"
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text("from benchmarks.mechanisms import install\n\ninstall()\n")
+    variables = {TAKEN_AWAY: mechanism.key, PATCHED: str(patched), "PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
+    if _run(folder, mechanism.tests, mechanism.select, variables):
+        return "unnoticed" if patched.exists() else "unused"
+    return "noticed" if patched.exists() else "broken"
+
+
+def is_stale(mechanism: Mechanism) -> bool:
+    """Whether what it replaces doesn't exist any more."""
+    module, _, names = mechanism.target.partition(":")
+    try:
+        owner: Any = importlib.import_module(module)
+        for name in names.split("."):
+            owner = getattr(owner, name)
+    except (ModuleNotFoundError, AttributeError):
+        return True
+    return False
 
 
 @cache
-def passes(copy: Path, tests: str, select: str) -> bool:
+def passes(folder: Path, tests: str, select: str) -> bool:
     """Whether the tests pass with everything in its place."""
-    return _run(copy, tests, select)
+    return _run(folder, tests, select, {"PYTHONPATH": str(ROOT)})
 
 
-def _run(folder: Path, tests: str, select: str) -> bool:
-    """Whether tests pass in `folder`, in the time there is; at least one must be selected."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-k", select, tests]
-    temporary = folder.parent / "tmp"
+def _run(folder: Path, tests: str, select: str, variables: dict[str, str]) -> bool:
+    """Whether tests pass in the time there is; at least one must be selected."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", "-k", select, tests]
+    temporary = folder / "tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     process = subprocess.Popen(
         command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", **variables},
+        stdout=(folder / "output").open("w"),
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )

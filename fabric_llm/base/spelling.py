@@ -13,86 +13,72 @@ from typing import Any
 LETTERS_OF_A_SLIP = 5
 # The names of train.py's flags in other trainers: transformers' Trainer and TRL, Lightning and litgpt, torchtitan, axolotl,
 # NeMo Automodel and Megatron, LLaMA-Factory, nanoGPT.
+_ELSEWHERE = """
+lr: learning_rate max_lr peak_lr base_lr lr_rate
+min_lr: lr_min minimum_lr min_learning_rate eta_min
+number_epochs: num_train_epochs num_epochs epochs max_epochs n_epochs epoch
+max_hours: max_time max_duration time_limit max_train_hours
+max_step: max_steps train_iters steps max_iters training_steps total_steps num_train_steps num_training_steps
+max_step: max_train_steps train_steps
+micro_batch_size: per_device_train_batch_size batch_size local_batch_size train_micro_batch_size_per_gpu
+micro_batch_size: device_batch_size train_batch_size mbs
+gradient_accumulation_steps: gradient_accumulation grad_accumulation_steps grad_accum accumulate_grad_batches
+gradient_accumulation_steps: grad_acc_steps accumulation_steps grad_accum_steps gradient_accumulation_iters
+global_batch_size: total_batch_size effective_batch_size gbs
+eval_batch_size: per_device_eval_batch_size val_batch_size validation_batch_size
+model_name: model model_name_or_path base_model checkpoint_dir pretrained_model model_id model_path
+model_name: pretrained_model_name_or_path init_from hf_model
+train_data_dir: data dataset dataset_name train_file data_path data_dir dataset_path train_data dataset_dir
+train_data_dir: train_dataset datasets
+context_length: max_seq_length seq_length seq_len sequence_len block_size max_length cutoff_len max_seq_len
+context_length: sequence_length model_max_length
+grad_clip: max_grad_norm gradient_clip_val max_norm clip_grad gradient_clipping grad_clip_norm clip_grad_norm
+grad_clip: max_norm_clip
+lr_schedule: lr_scheduler lr_scheduler_type scheduler decay_type lr_decay_style
+lr_decay: decay_lr
+warmup_steps: warmup warmup_iters num_warmup_steps lr_warmup_steps lr_warmup_iters
+weight_decay: wd adam_weight_decay
+save_step_interval: save_steps save_interval save_every ckpt_every_steps checkpoint_interval checkpointing_steps
+save_step_interval: save_every_steps every_n_train_steps
+eval_step_interval: eval_steps eval_interval eval_every val_interval val_check_interval val_every_steps
+eval_step_interval: validation_interval eval_freq
+eval_iters: max_eval_samples limit_val_batches max_eval_steps val_iters
+log_step_interval: logging_steps log_interval log_every_n_steps log_freq log_every
+keep_last: save_total_limit save_top_k keep_latest_k keep_checkpoints
+activation_checkpointing: gradient_checkpointing recompute_activations use_gradient_checkpointing grad_checkpointing
+attention: attn_implementation attn attn_impl flash_attn flash_attention use_flash_attention_2 use_flash_attn
+attention: sdp_attention
+checkpoint: resume_from_checkpoint ckpt_path resume_from load_checkpoint
+resume: auto_resume auto_resume_from_checkpoints
+precision: dtype torch_dtype mixed_precision compute_dtype param_dtype mixed_precision_param training_dtype
+reduce_dtype: mixed_precision_reduce
+logger: report_to logger_name tracker log_with use_wandb wandb wandb_mode enable_wandb
+project: wandb_project wandb_project_name
+entity: wandb_entity
+log_model: wandb_log_model
+run_name: wandb_run_name wandb_name name exp_name experiment_name run_id
+output_dir: out_dir save_dir save_folder output dump_folder default_root_dir
+devices: nproc_per_node gpus num_processes num_gpus n_gpus ngpus num_devices nproc world_size gpus_per_node
+num_nodes: nnodes nodes num_machines
+accelerator: device device_type
+beta1: adam_beta1
+beta2: adam_beta2
+seed: random_seed manual_seed data_seed
+num_workers: dataloader_num_workers workers dataset_num_proc
+sharding_strategy: fsdp_sharding_strategy sharding shard_strategy
+auto_wrap_policy: fsdp_auto_wrap_policy wrap_policy fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap
+auto_wrap_policy: auto_wrap
+cpu_offload: fsdp_offload_params offload_params offload enable_cpu_offload
+state_dict_type: fsdp_state_dict_type checkpoint_type
+backward_prefetch: fsdp_backward_prefetch
+strategy: distributed_backend dist_strategy parallelism fsdp_version
+async_save: async_checkpointing async_mode async_checkpoint
+hang_timeout: timeout ddp_timeout nccl_timeout
+"""
 ELSEWHERE = {
-    **dict.fromkeys(("learning_rate", "max_lr", "peak_lr", "base_lr", "lr_rate"), "lr"),
-    **dict.fromkeys(("lr_min", "minimum_lr", "min_learning_rate", "eta_min"), "min_lr"),
-    **dict.fromkeys(("num_train_epochs", "num_epochs", "epochs", "max_epochs", "n_epochs", "epoch"), "number_epochs"),
-    **dict.fromkeys(("max_time", "max_duration", "time_limit", "max_train_hours"), "max_hours"),
-    **dict.fromkeys(("max_steps", "train_iters", "steps", "max_iters", "training_steps", "total_steps"), "max_step"),
-    **dict.fromkeys(("num_train_steps", "num_training_steps", "max_train_steps", "train_steps"), "max_step"),
-    **dict.fromkeys(("per_device_train_batch_size", "batch_size", "local_batch_size"), "micro_batch_size"),
-    **dict.fromkeys(
-        ("train_micro_batch_size_per_gpu", "device_batch_size", "train_batch_size", "mbs"), "micro_batch_size"
-    ),
-    **dict.fromkeys(("gradient_accumulation", "grad_accumulation_steps", "grad_accum"), "gradient_accumulation_steps"),
-    **dict.fromkeys(("accumulate_grad_batches", "grad_acc_steps", "accumulation_steps"), "gradient_accumulation_steps"),
-    **dict.fromkeys(("grad_accum_steps", "gradient_accumulation_iters"), "gradient_accumulation_steps"),
-    **dict.fromkeys(("total_batch_size", "effective_batch_size", "gbs"), "global_batch_size"),
-    **dict.fromkeys(("per_device_eval_batch_size", "val_batch_size", "validation_batch_size"), "eval_batch_size"),
-    **dict.fromkeys(("model", "model_name_or_path", "base_model", "checkpoint_dir", "pretrained_model"), "model_name"),
-    **dict.fromkeys(("model_id", "model_path", "pretrained_model_name_or_path", "init_from", "hf_model"), "model_name"),
-    **dict.fromkeys(("data", "dataset", "dataset_name", "train_file", "data_path", "data_dir"), "train_data_dir"),
-    **dict.fromkeys(("dataset_path", "train_data", "dataset_dir", "train_dataset", "datasets"), "train_data_dir"),
-    **dict.fromkeys(("max_seq_length", "seq_length", "seq_len", "sequence_len", "block_size"), "context_length"),
-    **dict.fromkeys(
-        ("max_length", "cutoff_len", "max_seq_len", "sequence_length", "model_max_length"), "context_length"
-    ),
-    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "max_norm", "clip_grad", "gradient_clipping"), "grad_clip"),
-    **dict.fromkeys(("grad_clip_norm", "clip_grad_norm", "max_norm_clip"), "grad_clip"),
-    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "scheduler", "decay_type", "lr_decay_style"), "lr_schedule"),
-    **dict.fromkeys(("decay_lr",), "lr_decay"),
-    **dict.fromkeys(
-        ("warmup", "warmup_iters", "num_warmup_steps", "lr_warmup_steps", "lr_warmup_iters"), "warmup_steps"
-    ),
-    **dict.fromkeys(("wd", "adam_weight_decay"), "weight_decay"),
-    **dict.fromkeys(
-        ("save_steps", "save_interval", "save_every", "ckpt_every_steps", "checkpoint_interval"), "save_step_interval"
-    ),
-    **dict.fromkeys(("checkpointing_steps", "save_every_steps", "every_n_train_steps"), "save_step_interval"),
-    **dict.fromkeys(
-        ("eval_steps", "eval_interval", "eval_every", "val_interval", "val_check_interval"), "eval_step_interval"
-    ),
-    **dict.fromkeys(("val_every_steps", "validation_interval", "eval_freq"), "eval_step_interval"),
-    **dict.fromkeys(("max_eval_samples", "limit_val_batches", "max_eval_steps", "val_iters"), "eval_iters"),
-    **dict.fromkeys(
-        ("logging_steps", "log_interval", "log_every_n_steps", "log_freq", "log_every"), "log_step_interval"
-    ),
-    **dict.fromkeys(("save_total_limit", "save_top_k", "keep_latest_k", "keep_checkpoints"), "keep_last"),
-    **dict.fromkeys(("gradient_checkpointing", "recompute_activations"), "activation_checkpointing"),
-    **dict.fromkeys(("use_gradient_checkpointing", "grad_checkpointing"), "activation_checkpointing"),
-    **dict.fromkeys(("attn_implementation", "attn", "attn_impl", "flash_attn", "flash_attention"), "attention"),
-    **dict.fromkeys(("use_flash_attention_2", "use_flash_attn", "sdp_attention"), "attention"),
-    **dict.fromkeys(("resume_from_checkpoint", "ckpt_path", "resume_from", "load_checkpoint"), "checkpoint"),
-    **dict.fromkeys(("auto_resume", "auto_resume_from_checkpoints"), "resume"),
-    **dict.fromkeys(("dtype", "torch_dtype", "mixed_precision", "compute_dtype", "param_dtype"), "precision"),
-    **dict.fromkeys(("mixed_precision_param", "training_dtype"), "precision"),
-    **dict.fromkeys(("mixed_precision_reduce",), "reduce_dtype"),
-    **dict.fromkeys(("report_to", "logger_name", "tracker", "log_with"), "logger"),
-    **dict.fromkeys(("use_wandb", "wandb", "wandb_mode", "enable_wandb"), "logger"),
-    **dict.fromkeys(("wandb_project", "wandb_project_name"), "project"),
-    **dict.fromkeys(("wandb_entity",), "entity"),
-    **dict.fromkeys(("wandb_log_model",), "log_model"),
-    **dict.fromkeys(("wandb_run_name", "wandb_name", "name", "exp_name", "experiment_name", "run_id"), "run_name"),
-    **dict.fromkeys(("out_dir", "save_dir", "save_folder", "output", "dump_folder", "default_root_dir"), "output_dir"),
-    **dict.fromkeys(
-        ("nproc_per_node", "gpus", "num_processes", "num_gpus", "n_gpus", "ngpus", "num_devices"), "devices"
-    ),
-    **dict.fromkeys(("nproc", "world_size", "gpus_per_node"), "devices"),
-    **dict.fromkeys(("nnodes", "nodes", "num_machines"), "num_nodes"),
-    **dict.fromkeys(("device", "device_type"), "accelerator"),
-    **dict.fromkeys(("adam_beta1",), "beta1"),
-    **dict.fromkeys(("adam_beta2",), "beta2"),
-    **dict.fromkeys(("random_seed", "manual_seed", "data_seed"), "seed"),
-    **dict.fromkeys(("dataloader_num_workers", "workers", "dataset_num_proc"), "num_workers"),
-    **dict.fromkeys(("fsdp_sharding_strategy", "sharding", "shard_strategy"), "sharding_strategy"),
-    **dict.fromkeys(("fsdp_auto_wrap_policy", "wrap_policy", "fsdp_transformer_layer_cls_to_wrap"), "auto_wrap_policy"),
-    **dict.fromkeys(("transformer_layer_cls_to_wrap", "auto_wrap"), "auto_wrap_policy"),
-    **dict.fromkeys(("fsdp_offload_params", "offload_params", "offload", "enable_cpu_offload"), "cpu_offload"),
-    **dict.fromkeys(("fsdp_state_dict_type", "checkpoint_type"), "state_dict_type"),
-    **dict.fromkeys(("fsdp_backward_prefetch",), "backward_prefetch"),
-    **dict.fromkeys(("distributed_backend", "dist_strategy", "parallelism", "fsdp_version"), "strategy"),
-    **dict.fromkeys(("async_checkpointing", "async_mode", "async_checkpoint"), "async_save"),
-    **dict.fromkeys(("timeout", "ddp_timeout", "nccl_timeout"), "hang_timeout"),
+    other: ours
+    for ours, others in (line.split(": ") for line in _ELSEWHERE.split("\n")[1:-1])
+    for other in others.split()
 }
 # Flags of other trainers that have no equivalent, and what to do instead.
 NOT_HERE = {

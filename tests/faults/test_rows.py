@@ -541,12 +541,16 @@ def test_a_rank_that_ends_before_training_is_named(toys, tmp_path):
         end.result()
 
 
+# benchmarks/mechanisms.py comes by a sitecustomize.py as well, of which Python runs only the first that it finds.
+TAKE_AWAY = "if 'FABRIC_LLM_TAKEN_AWAY' in os.environ:\n    from benchmarks.mechanisms import install\n    install()\n"
+
+
 def assert_its_end_is_named(toys, tmp_path, how, ended, code):
     (tmp_path / "site").mkdir(parents=True)
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import os, signal\n"
         "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
-        f"if os.environ.get('LOCAL_RANK') == '1': {how}\n"
+        f"if os.environ.get('LOCAL_RANK') == '1': {how}\n{TAKE_AWAY}"
     )
     path = environment(PYTHONPATH=os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
     words = command(toys, tmp_path)
@@ -590,7 +594,7 @@ def frozen_before_import(toys, tmp_path):
     """As one whose machine swaps, or waits for a disk that has gone."""
     (tmp_path / "site").mkdir(parents=True)
     stop = "import os, signal\nif os.environ.get('LOCAL_RANK') == '1': os.kill(os.getpid(), signal.SIGSTOP)\n"
-    (tmp_path / "site" / "sitecustomize.py").write_text(stop)
+    (tmp_path / "site" / "sitecustomize.py").write_text(stop + TAKE_AWAY)
     path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
     code, said = run_in(tmp_path, command(toys, tmp_path, "--join_timeout", 5), PYTHONPATH=path)
     assert code == 71 and "train.py: error: rank 1 hasn't joined: nothing was heard of it" in said, said
