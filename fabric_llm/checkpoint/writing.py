@@ -124,10 +124,8 @@ def begin(
             if weights is not None:
                 weights = BlockingAsyncStager().stage(weights) if rank == 0 else {}
 
-    state = {
-        name.rpartition(".")[2] for name, t in parts["trainer/optimizer"].items() if isinstance(t, Tensor) and t.ndim
-    }
-    said = {"progress": asdict(progress), "state_dict_type": state_dict_type, "optimizer_state": sorted(state), **facts}
+    state = kept_for_parameters(parts["trainer/optimizer"])
+    said = {"progress": asdict(progress), "state_dict_type": state_dict_type, "optimizer_state": state, **facts}
     rest = partial(_write_rest, template=template, weights=weights, tokenizer=tokenizer, probe=probe, said=said)
     temporary = Path(from_first(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}"))))
     document = {"step": progress.step, "world_size": fabric.world_size, "versions": versions(), **origin}
@@ -144,6 +142,13 @@ def begin(
 
     _agree(pending, gather(_try(make_room) if rank == 0 else None))
     return pending
+
+
+def kept_for_parameters(optimizer_tensors: dict[str, Any]) -> list[str]:
+    """Names of what the optimizer keeps for each parameter, such as exp_avg, except for scalars."""
+    return sorted(
+        {name.rpartition(".")[2] for name, t in optimizer_tensors.items() if isinstance(t, Tensor) and t.ndim}
+    )
 
 
 def _write_rest(

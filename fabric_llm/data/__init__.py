@@ -1,7 +1,7 @@
 """Text -> documents -> tokens -> rows of one length -> micro-batches, a function of (seed, position, rank).
 
 inputs     check the arguments of prepare_data.py, before anything slow is imported
-folders    check the folder of a dataset, likewise
+sources    `SOURCES`: where rows come from; check the folder of a dataset, likewise
 documents  `find_sources`, `read_documents`: text from files, folders and the hub
 tokenizer  `load_tokenizer`, `packing_tokenizer`, `train_byte_level_bpe`, `encoder`
 rows       `split_documents`, `save_rows`: tokens to two splits of packed rows

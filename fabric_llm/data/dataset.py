@@ -14,7 +14,6 @@ import datasets
 from fabric_llm.base import files
 from fabric_llm.base.faults import BAD_INPUT, Fault, one_line
 from fabric_llm.data.columns import columns_of, fixed_length, scan
-from fabric_llm.data.folders import check_dataset_folder
 
 VALIDATION_NAMES = ("validation", "valid")
 SMALL_BYTES = 2**30  # datasets up to this size are hashed at each start
@@ -55,7 +54,6 @@ def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
     wrongly typed columns, and rows of different length.
     """
     folder = Path(folder)
-    check_dataset_folder(folder)
     names = split_names(folder)
     validation_name = next((name for name in VALIDATION_NAMES if name in names), "validation")
     manifest_file = folder / "manifest.json"

@@ -1,10 +1,11 @@
-"""Where rows of tokens come from. A source is one entry of SOURCES."""
+"""Where rows of tokens come from: a source is one entry of SOURCES. Nothing here imports torch, datasets or numpy."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
 
 if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told before that
     from fabric_llm.data.dataset import TokenDataset
@@ -14,6 +15,7 @@ def open_saved(folder: Path, verify: str) -> TokenDataset:
     """A folder that `datasets.load_from_disk` opens, such as prepare_data.py writes."""
     from fabric_llm.data.dataset import open_dataset
 
+    check_dataset_folder(folder)
     return open_dataset(folder, verify)
 
 
@@ -29,3 +31,35 @@ def source_of(folder: Path) -> str:
 def open_source(folder: Path, verify: str = "auto") -> TokenDataset:
     """Open and check the dataset in `folder`. Raises ValueError as its source does."""
     return SOURCES[source_of(folder) or "dataset_dict.json"](folder, verify)
+
+
+def check_dataset_folder(name: str | Path) -> None:
+    """Raises ValueError unless the names of its files are those of a dataset's folder. Their content isn't read."""
+    folder = Path(name)
+    if not folder.is_dir():
+        is_file = " It is a file." if folder.exists() else ""
+        raise ValueError(
+            f"No dataset at {str(folder)!r}.{is_file} Make one with prepare_data.py --input ... --output "
+            f"{'data/mine' if is_file else folder}."
+        )
+    if (folder / "state.json").is_file():
+        whole = f": take {folder.parent}" if (folder.parent / "dataset_dict.json").is_file() else ""
+        raise ValueError(f"{str(folder)!r} holds one split without a name; it needs 'train' and 'validation'{whole}.")
+    if not source_of(folder):
+        inside = sorted(path.parent for path in folder.glob("*/dataset_dict.json"))[:3]
+        there = f" There is one in {', '.join(repr(str(path)) for path in inside)}." if inside else ""
+        if (folder / "config.json").is_file():
+            there = " It is a model: that goes to --model_name."
+        raise ValueError(
+            f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json (see data/README.md).{there}"
+        )
+
+
+def said_of_rows(folder: Path) -> Optional[tuple[int, int]]:
+    """(training rows, tokens in each) as a manifest of prepare_data.py says, unchecked; None without a manifest."""
+    try:
+        said = json.loads((folder / "manifest.json").read_bytes())
+        numbers = said["splits"]["train"]["rows"], said["context_length"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return numbers if said.get("packed") and all(type(number) is int for number in numbers) else None

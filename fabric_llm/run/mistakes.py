@@ -15,8 +15,8 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import hub_name
 from fabric_llm.checkpoint import keep
-from fabric_llm.data.folders import check_dataset_folder, said_of_rows
 from fabric_llm.data.inputs import DEFAULT_PATTERNS, preparation, prepared_output, text_input
+from fabric_llm.data.sources import check_dataset_folder, said_of_rows
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.processes.launch import launched_world, started_by_other

@@ -1,0 +1,85 @@
+"""The house: imports go one way, functions and classes stay small, and a wheel holds every room."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "fabric_llm"
+SOURCES = [*sorted(PACKAGE.rglob("*.py")), *sorted(ROOT.glob("*.py"))]
+FLOORS = ({"base"}, {"data", "processes"}, {"model"}, {"training", "checkpoint"}, {"run"}, {"verify"})
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+MOST_LINES_OF_A_FUNCTION, MOST_LINES_OF_A_CLASS, MOST_METHODS = 60, 200, 10
+
+
+def imported(path):
+    """Dotted names of everything that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_rooms_import_only_from_floors_below():
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0]
+        for name in imported(path):
+            parts = name.split(".")
+            if parts[0] in ("arguments", "train", "prepare_data", "export_hf"):
+                found.append(f"{path} imports the script {name}")
+            elif parts[0] == "fabric_llm" and room != "__init__.py" and parts[1] != room:
+                if FLOOR[parts[1]] >= FLOOR[room]:
+                    found.append(f"{path} imports {name}, which isn't below {room}")
+    assert found == []
+
+
+def test_no_circle_of_imports_within_a_room():
+    """What is imported for annotations alone counts as well."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    needs = {
+        name: {other for given in imported(path) for other in names if given == other or given.startswith(f"{other}.")}
+        - {name}
+        for name, path in names.items()
+    }
+    done = set()
+    while ready := {name for name, others in needs.items() if name not in done and leaves(others, names) <= done}:
+        done |= ready
+    assert done == set(names), f"a circle among {sorted(set(names) - done)}"
+
+
+def leaves(others, names):
+    """Modules, without the packages that they are in."""
+    return {name for name in others if names[name].name != "__init__.py"}
+
+
+def test_every_room_says_what_it_is_and_imports_nothing():
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(FLOOR)
+    for path in PACKAGE.rglob("__init__.py"):
+        text = path.read_text()
+        assert ast.get_docstring(ast.parse(text)) and "TODO" not in text, path
+        assert not list(imported(path)), path
+        if path.parent != PACKAGE:
+            missing = [other.stem for other in path.parent.glob("[a-z]*.py") if other.stem not in text]
+            assert not missing, f"{path} doesn't name {missing}"
+
+
+def test_functions_and_classes_are_small():
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= MOST_LINES_OF_A_FUNCTION:
+                found.append(f"{path}: {node.name}")
+            if isinstance(node, ast.ClassDef):
+                public = [n for n in node.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")]
+                if node.end_lineno - node.lineno >= MOST_LINES_OF_A_CLASS or len(public) > MOST_METHODS:
+                    found.append(f"{path}: {node.name}")
+    assert found == []
+
+
+def test_a_wheel_holds_every_room():
+    include = re.search(r'packages\.find\.include = \["(.*)"\]', (ROOT / "pyproject.toml").read_text())[1]
+    from setuptools import find_packages
+
+    assert set(find_packages(str(ROOT), include=[include])) == {"fabric_llm", *(f"fabric_llm.{room}" for room in FLOOR)}
