@@ -91,6 +91,8 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     assert "Verified with plain transformers" in out and "logits differ from those in training by" in out
     assert "Next: AutoModelForCausalLM.from_pretrained('hf/mine')" in out
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "mine").config.vocab_size == 512
+    [verify] = readme_commands("fabric_llm.verify checkpoints")
+    run(verify.replace("Meta-Llama-3-8B-mine", "model-mine"), tmp_path)
     # a checkpoint is a model to start from
     out, _ = run(
         "python train.py --model_name checkpoints/model-mine/step-00000006 --train_data_dir data/mine --max_step 1",

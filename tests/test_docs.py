@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / f / "README.md" for f in ("data", "checkpoints"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(ROOT / f / "README.md" for f in ("data", "checkpoints")),
+]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 NAMED = re.compile(r"`([\w./-]+\.py)(?:: ([\w.]+?)(?:\(\))?)?`")  # `data/rows.py` or `data/rows.py: save_rows`
 CALLED = re.compile(r"`([\w.]+)\(\)`")
@@ -49,7 +53,7 @@ def test_what_a_page_names_is_there(page):
             if path is None or function and function not in defined(path):
                 wrong.append(f"{name}: {function}" if function else name)
         for function in CALLED.findall(paragraph):
-            if files and not any(function in defined(path) for path in files):
+            if files and not any(f".{name}".endswith(f".{function}") for path in files for name in defined(path)):
                 wrong.append(f"{function}()")
     for block in (text for language, text in FENCED.findall(page.read_text()) if language == "bash"):
         scripts = re.findall(r"(?:python |^\s*)([\w/]+\.py)\b", block, re.M)
