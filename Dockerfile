@@ -1,4 +1,4 @@
-# docker build -t fabric_llm . && docker run ... as the README says
+# docker build -t fabric_llm . && docker run ... as docs/clusters.md says
 FROM pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime
 # The first process of a container can't be killed from within: that is tini, not rank 0. It isn't pinned, since Ubuntu
 # keeps only the newest version of a package.

@@ -1,1 +1,15 @@
-"""Continue the pretraining of a Hugging Face causal language model. The README has the map."""
+"""Continue the pretraining of a Hugging Face causal language model: eight rooms, each with one idea.
+
+base        files, faults, ranks and the command line, which all rooms use
+data        text -> documents -> tokens -> rows -> micro-batches, a function of (seed, position, rank)
+processes   start the ranks, hear their heartbeats, stop them
+model       load a model from transformers, shard it, compare it with the reference, generate
+training    the numbers of a step: schedule, gradients, optimizer, guard, evaluation
+checkpoint  take, write, publish, load and keep checkpoints
+run         one run from its plan to its end
+verify      export a model and prove a run: `python -m fabric_llm.verify`
+
+Imports go one way: base <- data, processes <- model <- training, checkpoint <- run <- verify and the scripts. A room may
+import those before it, and none imports arguments.py. The `__init__.py` of a room lists its modules and imports nothing.
+docs/tour.md follows a batch, a flag and a checkpoint through the rooms.
+"""

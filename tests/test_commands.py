@@ -20,7 +20,8 @@ def run(command, folder, expected_code=0):
     command = command.replace("\\\n", " ")
     words = [sys.executable if word == "python" else word for word in command.split()]
     words = [str(ROOT / word) if word in ("train.py", "prepare_data.py", "export_hf.py") else word for word in words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    words = [str(Path(sys.executable).parent / word) if word == "torchrun" else word for word in words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1200
     )
@@ -48,10 +49,14 @@ def test_the_demo_runs_says_what_it_is_and_what_comes_next(tmp_path):
     assert "Verified with plain transformers" in out
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf" / "demo_llama-demo")
     assert tokenizer.decode(tokenizer("def f(x):")["input_ids"]) == "def f(x):"
-    # a second run reuses the dataset and takes another directory
-    out, _ = run(f"{main_job} --max_step 1 --devices 2 --strategy fsdp --sample_tokens 0", tmp_path)
-    assert "Preparing" not in out and "fsdp on 2 cpu devices" in out
-    assert (tmp_path / "checkpoints" / "demo_llama-demo-2" / "step-00000001").is_dir()
+    # on several devices, with two CPUs for four GPUs; each run reuses the dataset and takes another directory
+    four_gpus = [command for command in readme_commands("train.py") if command.endswith(("--devices 4", "4 train.py"))]
+    assert len(four_gpus) == 2, "plain and under torchrun"
+    for number, command in enumerate(four_gpus, start=2):
+        command = command.replace("devices 4", "devices 2").replace("nproc_per_node 4", "nproc_per_node 2")
+        out, _ = run(f"{command} --max_step 1 --eval_iters 0 --sample_tokens 0", tmp_path)
+        assert "Preparing" not in out and "fsdp on 2 cpu devices" in out
+        assert (tmp_path / "checkpoints" / f"demo_llama-demo-{number}" / "step-00000001").is_dir()
 
 
 def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
@@ -72,7 +77,7 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     name = "meta-llama/Meta-Llama-3-8B"
     prepare = prepare.replace(f"--tokenizer {name}", "--train_tokenizer 512").replace("4096", "64")
     out, _ = run(prepare, tmp_path)
-    assert "train" in out and "Next: python train.py" in out
+    assert "train" in out and "Next: python train.py --model_name NAME_OR_DIR --train_data_dir data/mine" in out
     flags = "--max_step 6 --save_step_interval 3 --eval_step_interval 3 --eval_iters 2"
     train = train.replace("--devices 4", "--devices 2").replace(name, "model")
     train = re.sub(r"--(number_epochs 1|eval_step_interval 200|save_step_interval 500)", "", train)
@@ -83,8 +88,11 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     assert metrics(tmp_path / "checkpoints" / "model-mine", "step")[-1] == 6
     export = export.replace("Meta-Llama-3-8B-mine", "model-mine").split("--push_to_hub")[0]
     out, _ = run(export, tmp_path)
-    assert "Verified with plain transformers" in out
+    assert "Verified with plain transformers" in out and "logits differ from those in training by" in out
+    assert "Next: AutoModelForCausalLM.from_pretrained('hf/mine')" in out
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "mine").config.vocab_size == 512
+    [verify] = readme_commands("fabric_llm.verify checkpoints")
+    run(verify.replace("Meta-Llama-3-8B-mine", "model-mine"), tmp_path)
     # a checkpoint is a model to start from
     out, _ = run(
         "python train.py --model_name checkpoints/model-mine/step-00000006 --train_data_dir data/mine --max_step 1",

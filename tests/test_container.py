@@ -12,7 +12,7 @@ from ranks import metrics, toy_run
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
-README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "clusters.md").read_text()
 
 
 def test_what_a_run_leaves_is_not_copied_into_the_image():
@@ -21,8 +21,8 @@ def test_what_a_run_leaves_is_not_copied_into_the_image():
     assert {"**/__pycache__", "**/.pytest_cache"} <= set(ignored)
 
 
-def test_the_command_of_the_readme_runs_as_the_caller_and_keeps_what_it_downloads():
-    [command] = re.findall(r"^docker run (?:.*\\\n)*.*", README, re.M)
+def test_the_documented_command_runs_as_the_caller_and_keeps_what_it_downloads():
+    [command] = re.findall(r"^docker run (?:.*\\\n)*.*", PAGE, re.M)
     home = set_in_image()["HF_HOME"]
     assert "--user $(id -u):$(id -g)" in command and f"-v ~/.cache/huggingface:{home}" in command
     assert all(f"-v $PWD/{folder}:/app/{folder}" in command for folder in ("data", "checkpoints", "hf"))

@@ -1,4 +1,4 @@
-"""TODO checkpoint.progress."""
+"""Where a run is, and progress.json, which says so in a checkpoint."""
 
 from __future__ import annotations
 

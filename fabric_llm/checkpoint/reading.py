@@ -1,4 +1,4 @@
-"""TODO checkpoint.reading."""
+"""Read a checkpoint: verify its files first, then load weights, optimizer state and probe. Nothing in it runs code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO checkpoint.state_dicts."""
+"""The tensors of a wrapped model and its optimizer under the names that files have, and which part a rank holds."""
 
 from __future__ import annotations
 

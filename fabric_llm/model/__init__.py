@@ -1,1 +1,15 @@
-"""TODO"""
+"""A causal language model from transformers: loaded once, sharded over the devices, and equal to the reference.
+
+folders         `check_model_folder`: what is wrong with a model's directory, before torch is imported
+bounds          `check_document`, `try_out`: what a configuration may declare
+loading         `load_config`, `build_skeleton`, `load_reference`: transformers' model without and with its weights
+classes         model classes of your own, registered with transformers
+language_model  `LanguageModel`, `token_loss`: the model that returns its loss
+router          `load_balancing_loss`: the auxiliary loss of mixtures of experts
+materialize     `Materializer`: memory and values for a skeleton, module by module
+strategy_rules  `Sharding`, `strategy`: which strategies go with which flags, without torch
+strategy        `make_fabric`, `wrap`: FSDP, FSDP2, DDP, one device, TPU; nothing else knows about sharding
+causality       `find_leak`, `sees_ahead`: which tokens a logit depends on
+equality        `verify_start`: is the wrapped model the one that transformers loads?
+generate        `generate`: the sample at the end of a run
+"""

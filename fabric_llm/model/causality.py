@@ -1,4 +1,4 @@
-"""TODO model.causality."""
+"""Does a model see what it must not: tokens that come later, or the packed document before?"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The gate before step 1: is the wrapped, sharded model the one that transformers loads?
 
-Rank 0 runs the reference (see model.py) on a few tokens on the CPU, then all ranks run the wrapped model on the same
+Rank 0 runs the reference (see materialize.py) on a few tokens on the CPU, then all ranks run the wrapped model on the same
 tokens. Besides the logits every leaf module's output is kept, so that a difference can be named.
 """
 

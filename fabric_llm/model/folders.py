@@ -1,4 +1,4 @@
-"""TODO model.folders."""
+"""What the names of the files in a model folder say. Nothing here imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO model.materialize."""
+"""Memory and values for a model on the meta device, one module at a time: no device holds an unsharded model."""
 
 from __future__ import annotations
 

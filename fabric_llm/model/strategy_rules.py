@@ -1,4 +1,4 @@
-"""TODO model.strategy_rules."""
+"""Which strategies, precisions and flags of sharding go together. Nothing here imports torch."""
 
 from __future__ import annotations
 

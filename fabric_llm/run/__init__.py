@@ -1,1 +1,19 @@
-"""TODO"""
+"""One run from its flags to its end: joined ranks, a plan, the objects of the loop, a log, saves, and how it ends.
+
+mistakes       `in_training`, `in_preparation`, `in_export`: mistakes that need no torch
+flag_rules     `numbers`, `batch_sizes`, `sizes`: ranges of flags, and how batches divide
+joining        `join`, `plan_together`: all ranks, with the same plan
+resume         `directory`, `choose`: which run directory and checkpoint a run resumes from
+plan           `make_plan`, `Plan`: flags -> what they mean on this machine, with this dataset and model
+same_run       `require_same_run`: what a resumed run may change
+doubts         `doubts`: one warning for each flag that has no effect or is hardly meant
+build          `build`: plan -> model, optimizer, data, log, evaluation, saver
+due            `at`: what follows a step, a function of where the run is
+log            `Log`: metrics.jsonl, the tracker, and what is printed
+metrics        `MetricsFile`, `Throughput`: the file, speed and memory
+trackers       `TRACKERS`: csv, TensorBoard, Weights & Biases
+saver          `Saver`: when a checkpoint is written, and when it is published
+verdicts       `report`, `rewind`: what follows a step that the guard didn't take
+run_directory  `lock`, `write_status`: checkpoints/RUN, its name, lock and STATUS.json
+ending         `supervise`, `close`: one sentence, an exit code, STATUS.json
+"""

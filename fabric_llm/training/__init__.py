@@ -1,1 +1,11 @@
-"""TODO"""
+"""The numbers of a step: what train.py's loop calls between a batch and the updated weights.
+
+step        `count_targets`, `accumulate`, `backward`, `clip`, `share`: the parts of a step, in their order
+schedule    `SCHEDULES`, `lr_at`: the learning rate as a function of the step
+gradients   `clip_gradients`, `GradientSums`: norms and sums over shards and micro-batches
+optim       `make_optimizer`, `parameter_groups`: the optimizer, and which parameters decay
+adamw       `AdamW`: small updates survive in bfloat16
+updates     `sample_weights`, `size`: how many weights a step has changed
+guard       `Guard`: which steps are taken, skipped or undone
+evaluation  `Evaluation`: the validation loss
+"""

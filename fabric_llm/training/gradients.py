@@ -1,4 +1,4 @@
-"""TODO training.gradients."""
+"""Gradients of a step: their sum over micro-batches in float32, their norm over all shards, and clipping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO training.updates."""
+"""How much a step changes the weights, measured on a sample of them: whether training in bfloat16 has any effect."""
 
 from __future__ import annotations
 
