@@ -10,4 +10,5 @@ spelling    `flag_instead`, `value_instead`, `nearest`: what a mistyped word may
 names       `hub_name`, `nearest_of`: the same for names of models and folders
 hub         `answer`: what to do about an error of the Hugging Face hub
 failpoints  `failpoint`: named places where tests make a run fail
+command_line  `parse`, `Flags`: flags from dataclasses, one sentence for each mistake, YAML
 """
