@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -81,6 +82,49 @@ MIXTRAL_CONFIG = MixtralConfig(  # experts, and an auxiliary loss that is worth 
     bos_token_id=0,
     eos_token_id=0,
 )
+
+
+# Of tests with many cases, those that the README's command runs: a regular expression that finds them in the case's name. The
+# others, and all cases where it is None, have the marker `longer` (docs/testing.md).
+QUICK = {
+    "test_a_resumed_run_is_the_undisturbed_run": r"auto-1-gpt2-bf16-true-sharded|fsdp-2-gpt2-bf16-true-full|fsdp2-2-llama|ddp-2-gpt2",
+    "test_transformers_gives_the_logits_of_the_model_in_training": r"bf16-true-(full|sharded)-gpt2|32-true-full-llama-tied",
+    "test_the_curve_goes_on_with_another_number_of_ranks": r"1-fsdp-sharded|4-fsdp2|1-ddp",
+    "test_a_signal_to_one_rank_stops_all_after_a_save_and_nothing_is_lost": r"auto-1-(15|2)\]|fsdp2-2-15",
+    "test_parameters_and_buffers_equal_the_reference": r"bf16-true|size:5000-gpt2",
+    "test_resume_falls_back_to_the_newest_whole_checkpoint": r"flip-model|truncate-trainer|delete-MANIFEST",
+    "test_flags_do_not_change_the_result": r"HYBRID_SHARD|cpu_offload|wrap_policy none|NO_SHARD",
+    "test_tasks_of_srun_are_the_ranks": r"resume auto",
+    "test_families_that_once_were_refused_start_with_defaults": r"gpt_oss",
+    "test_random_weights_start_under_fsdp_and_go_on": r"sharded-deepseek",
+    "test_buffers_have_the_dtypes_that_the_reference_gives_them": r"gemma3",
+    "test_auto_is_off_with_one_warning_where_it_can_not": r"mamba",
+    "test_a_resumed_run_keeps_what_it_had": r"auto-llama",
+    "test_a_request_to_stop_is_heard_inside_an_evaluation_and_the_evaluation_is_made_up": r"fsdp-2",
+    "test_resume_is_bit_for_bit": r"stochastic",
+    "test_checkpoints_keep_every_bit_on_other_ranks": r"stochastic",
+    "test_a_bad_micro_batch_on_one_rank_changes_no_parameter_on_any": r"auto-1-nan|fsdp-2|fsdp2-2-inf",
+    "test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data": r"fsdp-2",
+    "test_a_rewind_passes_over_a_damaged_checkpoint": r"auto-1",
+    "test_a_rewind_that_was_cut_off_is_made_again_and_told_once": r"True",
+    "test_float32_sums_give_the_same_run_at_any_number_of_micro_batches": r"fsdp",
+    "test_optimizer_state_of_any_strategy_loads_on_one_device": r"gpt2",
+    "test_what_is_changed_trains_is_killed_resumes_verifies_and_exports": None,
+    "test_a_killed_run_goes_on_to_the_same_bits": None,
+    "test_a_drill_of_a_run_that_cannot_start": None,
+    "test_sharded_rows_hold_half_and_whole_rows_hold_all": None,
+    "test_each_entry_has_a_test": None,
+    "test_wandb_without_key_or_server_logs_offline_with_one_warning": None,
+    "test_tokenizer_training_is_deterministic_over_processes": None,
+    "test_a_batch_script_without_srun_starts_its_own_ranks": None,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        name = item.name.partition("[")[0]
+        if name in QUICK and not (QUICK[name] and re.search(QUICK[name], item.name)):
+            item.add_marker("longer")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -135,7 +135,7 @@ def test_each_rank_writes_its_part(runs):
 def test_the_manifest_holds_bytes_and_hash_of_every_other_file(runs, kind):
     folder = runs / kind / "step-00000003"
     manifest = json.loads((folder / "MANIFEST.json").read_text())["files"]
-    assert sorted(manifest) == [name for name in files(folder) if name != "MANIFEST.json"]
+    assert sorted(manifest) == [name for name in files_of(folder) if name != "MANIFEST.json"]
     for name, entry in files.items():
         content = (folder / name).read_bytes()
         assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}, name
@@ -259,7 +259,7 @@ def test_nothing_is_overwritten(toys, tmp_path, capsys, monkeypatch):
     (tmp_path / "run" / "step-00000002").mkdir(parents=True)
     one_rank(toys, tmp_path, "--run_name", "run", "--max_step", 1)
     assert "Kept as aside-step-00000002" in capsys.readouterr().out
-    monkeypatch.setattr("fabric_llm.checkpoint.step_directory", lambda directory, step: directory / "step-00000001")
+    monkeypatch.setattr("fabric_llm.run.saver.step_directory", lambda directory, step: directory / "step-00000001")
     with pytest.raises(SystemExit) as exit:
         one_rank(toys, tmp_path, "--run_name", "run", "--resume", "true", "--resume_override", "max_step")
     assert exit.value.code == 74 and "step-00000001 exists already" in capsys.readouterr().err
@@ -289,7 +289,7 @@ def test_what_a_killed_save_left_goes_before_the_disk_is_asked_for_room(run, toy
     left.mkdir()
     disk_usage = shutil.disk_usage
     monkeypatch.setattr(
-        "fabric_llm.checkpoint.shutil.disk_usage",
+        "fabric_llm.base.files.shutil.disk_usage",
         lambda folder: disk_usage(folder)._replace(free=0 if left.exists() else 2**40),
     )
     one_rank(toys, run.parent, "--run_name", "run", "--resume", "true", "--max_step", 4, *EXTEND)

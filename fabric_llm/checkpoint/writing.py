@@ -164,8 +164,8 @@ def _write_rest(
         template.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
     else:
         template.config.save_pretrained(folder)
-        if template.generation_config is not None:
-            template.generation_config.save_pretrained(folder)
+        if (generation_config := getattr(template, "generation_config", None)) is not None:
+            generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     save_file(probe, folder / "trainer" / "probe.safetensors")

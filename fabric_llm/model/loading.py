@@ -181,6 +181,12 @@ def load_generation_config(model_name: str) -> Optional[GenerationConfig]:
     return None
 
 
+def set_generation_config(template: PreTrainedModel, model_name: str) -> None:
+    """Give `template` the generation config of the model at `model_name`, if that has one. A model class may have none."""
+    if (config := load_generation_config(model_name)) is not None:
+        template.generation_config = config
+
+
 def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """transformers' class of causal models with such a configuration."""
     model_class = AutoModelForCausalLM._model_mapping[type(config)]

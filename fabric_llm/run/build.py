@@ -134,7 +134,7 @@ def build_model(
     """
     dtype, training = loading.DTYPES[plan.precision], flags.training
     template = loading.build_skeleton(plan.config, dtype)
-    template.generation_config = loading.load_generation_config(source) or template.generation_config
+    loading.set_generation_config(template, source)
     skeleton = language_model.LanguageModel(
         loading.build_skeleton(plan.config, dtype),
         with_router_loss=plan.router_aux_loss_coef > 0,

@@ -22,8 +22,8 @@ from fabric_llm.model.loading import (
     build_skeleton,
     checked_skeleton,
     load_config,
-    load_generation_config,
     load_reference,
+    set_generation_config,
     tokenizer_beside,
 )
 from fabric_llm.run.mistakes import exported_output
@@ -93,7 +93,7 @@ def _write(folder: Path, source: Path, model: PreTrainedModel, max_shard_size: s
     # A new skeleton saves the tensors, as in checkpoint/writing.py: a model that was loaded from a state dict would keep the
     # names that its tensors have in memory, where experts are fused, and wouldn't use those of the hub.
     template = build_skeleton(model.config, model.dtype)
-    template.generation_config = load_generation_config(str(source)) or template.generation_config
+    set_generation_config(template, str(source))
     template.save_pretrained(folder, state_dict=model.state_dict(), max_shard_size=max_shard_size)
     tokenizer = tokenizer_beside(str(source))
     if tokenizer is not None:
