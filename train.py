@@ -68,7 +68,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
     parts = build.build(fabric, arguments, plan, signals, watch)
     plan, model, optimizer, guard, batches, log, evaluation, saver, requests = parts
     progress, stops = plan.start, False
-    if progress.step == 0 or plan.resumed.get("owes_evaluation"):
+    if due.evaluation_first(progress, plan.resumed):
         evaluated = evaluate(evaluation, model, progress, log, watch)
         stops = not evaluated and progress.step > 0  # before the first step there is nothing to resume
 

@@ -8,7 +8,7 @@
 
 The first trains each row with train.py itself, one after the other, from the same weights on the same data, and reads
 the runs' metrics.jsonl. Row `torch` is `nearest` with torch.optim.AdamW(fused=True) in the place of our AdamW.
-The others call set_up.py and fabric_llm's `train_step`.
+The others take single steps with one_step.py.
 
 Without --model_name it makes its own pretrained model, and continues on another kind of text: configs/demo.yaml in
 float32 on the source of the Python standard library, then the documentation that every Python installation carries,
@@ -38,12 +38,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
-    from lightning.fabric import Fabric
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.optim import Optimizer
 
+    from benchmarks.one_step import Trainer
     from fabric_llm.data.batches import MicroBatch
-    from fabric_llm.run.plan import Plan
 
 ROWS = {  # row -> flags of train.py
     "fp32": "--precision 32-true",
@@ -273,24 +272,26 @@ def train_and_measure(argv: list[str], torch_optimizer: bool, numbers: Path) -> 
     os.dup2(output, 1)
     os.dup2(output, 2)
     import train
-    from fabric_llm.run import run
-    from fabric_llm.training import adamw
+    from fabric_llm.run import ending
+    from fabric_llm.training import optim
 
-    class MeasuredRun(run.Run):
-        def finish(self, *given: Any, **named: Any) -> None:
-            weights = list(self.model.parameters())
-            sizes = {
-                "optimizer": type(unwrapped(self.optimizer)).__module__,
-                "parameters": sum(p.numel() for p in weights),
-                "weight_bytes": storage_bytes(weights),
-                "optimizer_bytes": storage_bytes(state_tensors(self.optimizer)),
-            }
-            super().finish(*given, **named)
-            numbers.write_text(json.dumps(sizes))
+    close = ending.close
 
-    run.Run = MeasuredRun
+    def measure_and_close(*given: Any) -> None:
+        model, optimizer = given[-1]
+        weights = list(model.parameters())
+        sizes = {
+            "optimizer": type(unwrapped(optimizer)).__module__,
+            "parameters": sum(p.numel() for p in weights),
+            "weight_bytes": storage_bytes(weights),
+            "optimizer_bytes": storage_bytes(state_tensors(optimizer)),
+        }
+        close(*given)
+        numbers.write_text(json.dumps(sizes))
+
+    ending.close = measure_and_close
     if torch_optimizer:
-        adamw.AdamW = torch_adamw
+        optim.AdamW = torch_adamw
     train.main(argv)
 
 
@@ -298,7 +299,9 @@ def torch_adamw(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, 
     """PyTorch's AdamW, called like ours."""
     import torch
 
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+    optimizer.initialise = lambda: None  # its first step does that, which comes before the first save
+    return optimizer
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
@@ -393,32 +396,12 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
 # ------------------------------------------------------------------- single steps: the others
 
 
-class Trainer(NamedTuple):
-    """What train.py's Run holds, as far as a step needs it."""
-
-    fabric: Fabric
-    plan: Plan
-    model: nn.Module
-    optimizer: Optimizer
-
-
 def make_trainer(options: argparse.Namespace, model_name: Any, data: Any, *more_flags: Any) -> Trainer:
-    """The same calls as in train.py's main and Run."""
-    from arguments import parse_train
-    from fabric_llm.model.strategy import make_fabric
-    from fabric_llm.run.build import set_up
-    from fabric_llm.run.plan import make_plan
+    from benchmarks import one_step
 
     argv = ["--model_name", model_name, "--train_data_dir", data, "--lr", options.lr, "--max_step", 1000]
     argv += ["--devices", 1, "--accelerator", options.accelerator, "--verify_start", "false", "--seed", options.seed]
-    argv += ["--output_dir", tempfile.gettempdir(), *more_flags]
-    arguments = parse_train([str(word) for word in argv])
-    plan = make_plan(arguments)
-    precision = arguments.model.precision
-    fabric = make_fabric(plan.strategy, devices=1, num_nodes=1, kind=plan.kind, precision=precision)
-    fabric.launch()
-    model, optimizer, _ = set_up(fabric, arguments, plan, plan.source, plan.resume_from)
-    return Trainer(fabric, plan, model, optimizer)
+    return one_step.set_up([*argv, "--output_dir", tempfile.gettempdir(), *more_flags])
 
 
 def write_config(folder: Path, shape: dict[str, Any]) -> None:
@@ -445,15 +428,13 @@ def in_turns(steps: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, l
     return {name: values[1:] for name, values in results.items()}
 
 
-def timed_step(trainer: Trainer, optimizer: Optimizer, micro_batches: list[MicroBatch], lr: float) -> float:
-    """Seconds of one train_step."""
-    from fabric_llm.training.step import train_step
+def timed_step(trainer: Trainer, turn: int, micro_batches: list[MicroBatch]) -> float:
+    """Seconds of one step."""
+    from benchmarks.one_step import take_step
 
     synchronize(trainer.fabric.device)
     began = time.perf_counter()
-    train_step(
-        trainer.fabric, trainer.model, optimizer, micro_batches, lr=lr, grad_clip=1.0, sync_every_micro_batch=True
-    )
+    take_step(trainer, turn, micro_batches)
     synchronize(trainer.fabric.device)
     return time.perf_counter() - began
 
@@ -595,8 +576,8 @@ def optimizer_time(folder: Path, options: argparse.Namespace) -> Result:
         clock = Clock(trainer.fabric.device)
         optimizer.register_step_pre_hook(clock.start)
         optimizer.register_step_post_hook(clock.stop)
-        wrapped = trainer.fabric.setup_optimizers(optimizer)
-        return lambda turn: (timed_step(trainer, wrapped, batches.at(turn * TIMED_BATCH), options.lr), clock.seconds)
+        own = trainer._replace(optimizer=trainer.fabric.setup_optimizers(optimizer))
+        return lambda turn: (timed_step(own, turn, batches.at(turn * TIMED_BATCH)), clock.seconds)
 
     progress(f"{count / 1e6:.1f} M parameters, {len(optimizers)} optimizers in turns")
     times = in_turns({name: turn_of(optimizer) for name, optimizer in optimizers.items()}, options.rounds)
@@ -682,8 +663,7 @@ def masking(folder: Path, options: argparse.Namespace) -> Result:
             options, model_name, data_folder, "--global_batch_size", size, "--micro_batch_size", size
         )
         steps = {
-            key: masking_turn(trainer, batches_of(trainer, 1, keep_apart=key == "true"), options.lr)
-            for key in ("false", "true")
+            key: masking_turn(trainer, batches_of(trainer, 1, keep_apart=key == "true")) for key in ("false", "true")
         }
         progress(f"{name}, context {context}")
         times = in_turns(steps, options.rounds)
@@ -705,8 +685,8 @@ def masking(folder: Path, options: argparse.Namespace) -> Result:
     return "What keeping packed documents apart costs", notes, rows, markdown(titles, lines)
 
 
-def masking_turn(trainer: Trainer, batches: Any, lr: float) -> Callable[[int], float]:
-    return lambda turn: timed_step(trainer, trainer.optimizer, batches.at(turn * trainer.plan.micro_batch_size), lr)
+def masking_turn(trainer: Trainer, batches: Any) -> Callable[[int], float]:
+    return lambda turn: timed_step(trainer, turn, batches.at(turn * trainer.plan.micro_batch_size))
 
 
 # ------------------------------------------------------------------- the page

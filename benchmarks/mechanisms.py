@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -157,7 +157,7 @@ def log_before_commit(original):
 
 
 def own_request_alone(original):
-    return lambda self, result: original(self, result._replace(asked=[int(asked) for asked in self.ask()]))
+    return lambda fabric, total, asked: (original(fabric, total, asked)[0], [int(number) for number in asked])
 
 
 def without_interrupt(original):
@@ -169,16 +169,16 @@ def without_interrupt(original):
 
 
 def own_fault(original):
-    def _put_first(self, fault):
-        original(self, fault)
-        return self.rank, fault
+    def put_first(self, rank, fault):
+        original(self, rank, fault)
+        return rank, fault
 
-    return _put_first
+    return put_first
 
 
 def forgetful(original):
     def _remember(self, said):
-        self.known = None
+        self.first = None
         original(self, said)
 
     return _remember
@@ -190,6 +190,31 @@ def patient(original):
         return original(self, question)
 
     return ask
+
+
+def with_another_error(original):
+    def write_atomically(*args, **more):
+        try:
+            original(*args, **more)
+        except OSError as error:
+            raise RuntimeError("not what is caught") from error
+
+    return write_atomically
+
+
+def newest_by_name_elsewhere(original):
+    def chosen(flags, directory):
+        from fabric_llm.base import step_names
+        from fabric_llm.base.command_line import is_rank_zero
+        from fabric_llm.run import resume
+
+        return resume.choose(flags, directory) if is_rank_zero() else step_names.latest(directory)
+
+    return chosen
+
+
+def without_counts(original):
+    return lambda beats, seconds: original({rank: {**beat, "collectives": 0} for rank, beat in beats.items()}, seconds)
 
 
 def newest_or_none(original):
@@ -239,9 +264,10 @@ class Anything:
 FAULTS, FILES = "fabric_llm.base.faults", "fabric_llm.base.files"
 WRITING, KEEP, READING = "fabric_llm.checkpoint.writing", "fabric_llm.checkpoint.keep", "fabric_llm.checkpoint.reading"
 STOPPING, WATCH, LAUNCH = "fabric_llm.processes.stop", "fabric_llm.processes.watch", "fabric_llm.processes.launch"
-RUN, RESUME, PLAN = "fabric_llm.run.run", "fabric_llm.run.resume", "fabric_llm.run.plan"
-DIRECTORY, ASSEMBLE, SUPERVISE = "fabric_llm.run.run_directory", "fabric_llm.run.assemble", "fabric_llm.run.supervise"
-STEP, GUARD, TRACKERS = "fabric_llm.training.step", "fabric_llm.training.guard", "fabric_llm.run.trackers"
+BUILD, RESUME, PLAN = "fabric_llm.run.build", "fabric_llm.run.resume", "fabric_llm.run.plan"
+DIRECTORY, JOINING, ENDING = "fabric_llm.run.run_directory", "fabric_llm.run.joining", "fabric_llm.run.ending"
+SAME_RUN, DUE, TRACKERS = "fabric_llm.run.same_run", "fabric_llm.run.due", "fabric_llm.run.trackers"
+STEP, GUARD, EVALUATING = "fabric_llm.training.step", "fabric_llm.training.guard", "fabric_llm.training.evaluation"
 
 MECHANISMS = [
     Mechanism("kill", "log is cut back to the checkpoint", "fabric_llm.run.metrics:_step_of",
@@ -259,6 +285,8 @@ MECHANISMS = [
               without_syncing, CHECKPOINT, "everything_is_on_disk"),
     Mechanism("kill in a save", "leftovers are swept", f"{KEEP}:sweep",
               gives([]), KILLS, "named_point and save.parts and full"),
+    Mechanism("kill in a prune", "renamed before it is removed", f"{KEEP}:_trash_of",
+              lambda original: lambda path: path, CHECKPOINT, "prune_that_is_cut_off"),
     Mechanism("kill in a background save", "a copy is written", f"{WRITING}:begin",
               lambda original: lambda *args, **more: original(*args, **{**more, "copy": False}),
               ROWS, "save_in_the_background_writes"),
@@ -268,7 +296,7 @@ MECHANISMS = [
               without_background_problem, ROWS, "save_that_raises"),
     Mechanism("a save raises", "nothing is left behind", f"{WRITING}:shutil",
               with_names(rmtree=nothing), ROWS, "save_that_raises"),
-    Mechanism("signals", "every rank hears of it", f"{RUN}:Run.agreed",
+    Mechanism("signals", "every rank hears of it", f"{STEP}:share",
               own_request_alone, ROWS, "sigterm"),
     Mechanism("signals", "nobody needs to read what is printed", "fabric_llm.base.console:outlast_readers",
               gives(None), ROWS, "ctrl_c"),
@@ -285,8 +313,10 @@ MECHANISMS = [
               without_interrupt, STOP, "second_signal"),
     Mechanism("signals", "one that is delivered twice is one", f"{STOPPING}:SECONDS_OF_ONE_REQUEST",
               is_now(0.0), STOP, "delivered_twice"),
-    Mechanism("signals", "a request to stop ends an evaluation", f"{RUN}:Run.until_stopped",
-              lambda original: lambda self, batches, progress: batches, EVALUATION, "heard_inside"),
+    Mechanism("signals", "a request to stop ends an evaluation", f"{EVALUATING}:Evaluation._until_stopped",
+              lambda original: lambda self: self.batches.stream(0), EVALUATION, "heard_inside"),
+    Mechanism("signals", "an evaluation that was cut off is made up", f"{DUE}:evaluation_first",
+              lambda original: lambda start, resumed: original(start, {}), EVALUATION, "heard_inside"),
     Mechanism("signals", "torchrun doesn't start again what was stopped", f"{LAUNCH}:for_launcher",
               lambda original: lambda code: code, ROWS, "asked_to_stop_is_not"),
     Mechanism("kill in a save", "leftovers go before the disk is asked", f"{DIRECTORY}:sweep",
@@ -301,18 +331,18 @@ MECHANISMS = [
               gives(False), ROWS, "branch"),
     Mechanism("signals", "stop and save_now files", f"{STOPPING}:_take",
               gives(False), STOP, "file"),
-    Mechanism("a rank fails", "the first fault is told", f"{WATCH}:Watch._put_first",
+    Mechanism("a rank fails", "the first fault is told", f"{WATCH}:Store.put_first",
               own_fault, ROWS, "first_error"),
-    Mechanism("a rank fails", "its fault is remembered when the store has gone", f"{WATCH}:Watch._remember",
+    Mechanism("a rank fails", "its fault is remembered when the store has gone", f"{WATCH}:Store._remember",
               forgetful, ROWS, "full_disk_at_the_log"),
     Mechanism("a rank fails", "its death is seen by who started it", f"{LAUNCH}:Children.dead",
               gives(None), ROWS, "killed_rank_of_a_plain"),
     Mechanism("a rank fails", "no rank outlives rank 0", f"{LAUNCH}:PR_SET_PDEATHSIG",
               is_now(0), ROWS, "frozen_rank_of_a_plain"),
-    Mechanism("a rank fails", "a command ends as its first rank", f"{SUPERVISE}:_code_of_others",
+    Mechanism("a rank fails", "a command ends as its first rank", f"{ENDING}:_code_of_others",
               lambda original: lambda first, children: original(first, SimpleNamespace(processes={})),
               ROWS, "ends_as_the_first"),
-    Mechanism("a rank fails", "one command for all ranks", f"{ASSEMBLE}:_require_one_command",
+    Mechanism("a rank fails", "one command for all ranks", f"{JOINING}:_require_one_command",
               gives(None), ROWS, "two_commands"),
     Mechanism("a rank fails", "ranks get their own numbers", f"{LAUNCH}:subprocess",
               lambda original: SimpleNamespace(Popen=lambda command, env: original.Popen(
@@ -321,6 +351,8 @@ MECHANISMS = [
               gives(None), ROWS, "ends_before_training"),
     Mechanism("a rank hangs", "heartbeats are listened to", f"{WATCH}:Watch._hangs",
               gives(None), ROWS, "hangs_or_is_frozen and hang"),
+    Mechanism("a rank hangs", "judged by the number of collectives", f"{WATCH}:hanging",
+              without_counts, ROWS, "hangs_or_is_frozen and hang"),
     Mechanism("a rank hangs", "work that goes on is no hang", f"{WATCH}:Watch._is_still",
               once_still_always_still, "tests/test_watch.py", "suspended"),
     Mechanism("a rank hangs", "a silent rank is told from a busy one", f"{WATCH}:Watch._silence",
@@ -329,7 +361,7 @@ MECHANISMS = [
               gives(None), ROWS, "hears_of_rank_0s_death"),
     Mechanism("a rank hangs", "nobody waits for a frozen store", f"{WATCH}:Store.ask",
               patient, ROWS, "just_before and stop"),
-    Mechanism("a rank hangs", "rank 0's own story stays", f"{SUPERVISE}:run_directory",
+    Mechanism("a rank hangs", "rank 0's own story stays", f"{ENDING}:run_directory",
               with_names(read_status=lambda folder: {}), ROWS, "told_by_rank_0"),
     Mechanism("a rank fails", "no rank waits for a store that has gone", f"{WATCH}:Watch._end",
               lambda original: lambda self: self.ended.set(), ROWS, "while_rank_0_is_frozen"),
@@ -341,7 +373,7 @@ MECHANISMS = [
               gives(Anything()), WORLD, "not_read_as_claimed"),
     Mechanism("disk full", "room is asked for", f"{FILES}:room",
               gives(None), ROWS, "no_room"),
-    Mechanism("directory", "one disk for all machines", f"{RUN}:Run.require_shared_directory",
+    Mechanism("directory", "one disk for all machines", f"{BUILD}:require_shared_directory",
               gives(None), ROWS, "do_not_share"),
     Mechanism("kill in a save", "published with what all have written", f"{WRITING}:_require_seen",
               gives(None), ROWS, "published_only"),
@@ -349,10 +381,12 @@ MECHANISMS = [
               with_names(flock=nothing), ROWS, "two_runs"),
     Mechanism("directory", "a file system without locks is no obstacle", f"{DIRECTORY}:NO_LOCKS",
               is_now(()), ROWS, "without_locks"),
-    Mechanism("directory", "an end isn't hidden by a status that can't be written", f"{DIRECTORY}:suppress",
-              is_now(nullcontext), ROWS, "hides_nothing"),
+    Mechanism("directory", "an end isn't hidden by a status that can't be written", f"{DIRECTORY}:write_atomically",
+              with_another_error, ROWS, "hides_nothing"),
     Mechanism("directory", "tried before the model is built", f"{DIRECTORY}:require_writable",
               gives(None), CHECKPOINT, "cannot_be_made"),
+    Mechanism("directory", "a fresh one goes when the plan is wrong", f"{DIRECTORY}:leave",
+              lambda original: lambda fault, has_plan=True: original(fault), BAD_INPUT, "another_tokenizer"),
     Mechanism("damage", "hashes", f"{FILES}:check_files",
               lambda original: lambda folder, entries, hashes, *rest: original(folder, entries, False, *rest),
               DAMAGE, "flipped"),
@@ -368,7 +402,7 @@ MECHANISMS = [
               without_given, FALLBACK, "never_replaced"),
     Mechanism("another model", "shapes are compared", f"{PLAN}:state_dicts",
               with_names(shapes=lambda skeleton: []), BAD_INPUT, "another_model"),
-    Mechanism("another model", "precision, data and seed stay", f"{RESUME}:_differences",
+    Mechanism("another model", "precision, data and seed stay", f"{SAME_RUN}:_differences",
               lambda original: lambda then, now: {} if "precision" in now else original(then, now),
               BAD_INPUT, "run_that_is_there"),
     Mechanism("other ranks", "order doesn't depend on their number", "fabric_llm.data.batches:Batches.indices",
@@ -377,16 +411,20 @@ MECHANISMS = [
               "tests/faults/test_world_cycle.py", "sharded-fsdp"),
     Mechanism("other schedule", "refused unless named", f"{RESUME}:overrides",
               lambda original: lambda arguments: sys.modules[RESUME].OVERRIDABLE, BAD_INPUT, "run_that_is_there"),
-    Mechanism("other schedule", "the new curve is shown", f"{RESUME}:_curves",
+    Mechanism("other schedule", "the new curve is shown", f"{SAME_RUN}:_curves",
               gives([]), ROWS, "extending"),
     Mechanism("rollback", "later checkpoints are moved aside", f"{KEEP}:move_aside",
               gives([]), CHECKPOINT, "rollback"),
     Mechanism("rollback", "isn't made again by a restart", f"{RESUME}:_goes_on_from",
               gives(False), ROWS, "rollback_that_is_restarted"),
+    Mechanism("other machines", "take what rank 0 has chosen", f"{JOINING}:_chosen_by_rank_zero",
+              newest_by_name_elsewhere, ROWS, "machines_without_torchrun"),
     Mechanism("dataset", "its hashes", "fabric_llm.data.dataset:_check_files",
               lambda original: lambda folder, manifest, verify: "written" in manifest, DAMAGE, "dataset"),
-    Mechanism("dataset", "token ids fit the vocabulary", f"{PLAN}:open_dataset",
+    Mechanism("dataset", "token ids fit the vocabulary", f"{PLAN}:open_checked",
               lambda original: lambda *args: replace(original(*args), max_token_id=0), BAD_INPUT, "test_datasets"),
+    Mechanism("dataset", "a batch without targets", f"{STEP}:_at_least_one",
+              lambda original: lambda count: count, "tests/test_numerics.py", "without_any_target"),
     Mechanism("not finite", "the step is left out", f"{GUARD}:Guard._judge",
               takes_anything, NON_FINITE, "none_of_them and fsdp2"),
     Mechanism("not finite", "loss and NaN of one rank are everybody's", f"{STEP}:sum_over_ranks",
@@ -413,6 +451,8 @@ MECHANISMS = [
     Mechanism("clock", "order is by step", "fabric_llm.base.step_names:step_directories",
               lambda original: lambda run: sorted(original(run), key=lambda path: path.stat().st_mtime),
               ROWS, "clocks"),
+    Mechanism("retention", "pinned", f"{KEEP}:is_pinned",
+              gives(False), ROWS, "retention"),
     Mechanism("retention", "the best", f"{KEEP}:_eval_loss",
               gives(float("inf")), CHECKPOINT, "prune_keeps_the_best"),
     Mechanism("retention", "the one resumed from", f"{KEEP}:prune",

@@ -72,25 +72,25 @@ def time_saves(folder: Path, rounds: int, ranks: int, what: str) -> dict[str, An
     """Seconds of a whole save on this rank, with and without hashing."""
     import train
     from fabric_llm.base import files
-    from fabric_llm.run import run
+    from fabric_llm.run.saver import Saver
 
     times: dict[str, list[float]] = {"with": [], "without": []}
     processor: dict[str, list[float]] = {"with": [], "without": []}
-    save, hashed = run.Run.save, files.sha256
+    save, hashed = Saver.save, files.sha256
 
-    def timed(self: Any, *given: Any) -> None:
+    def timed(self: Any, *given: Any, **named: Any) -> None:
         count = len(times["with"]) + len(times["without"])
         kind = "with" if count % 4 in (0, 3) else "without"  # ABBA: whatever comes every second time falls on both
         files.sha256 = hashed if kind == "with" else lambda path: "0" * 64
         self.fabric.barrier()
         began, worked = time.perf_counter(), time.process_time()
-        save(self, *given)
+        save(self, *given, **named)
         processor[kind].append(time.process_time() - worked)
         self.fabric.barrier()
         times[kind].append(time.perf_counter() - began)
         files.sha256 = hashed
 
-    run.Run.save = timed
+    Saver.save = timed
     more = ("--max_step", 2 * rounds + 2, "--save_step_interval", 1, "--keep_last", 1, "--run_name", f"{ranks}-{what}")
     more += ("--devices", ranks, "--global_batch_size", ranks, "--state_dict_type", what)
     train.main(flags(folder, "saved", *more))
@@ -114,27 +114,35 @@ def time_steps(folder: Path, steps: int) -> dict[str, Any]:
     The scatter of whole steps is larger than 1 % on a shared machine, so what the step calls is timed by itself as well,
     and the processor time of the watching thread.
     """
-    import fabric_llm.training.step
     import train
+    from fabric_llm.processes.stop import Requests
     from fabric_llm.processes.watch import Watch
-    from fabric_llm.run import run
+    from fabric_llm.run.saver import Saver
+    from fabric_llm.training import step as parts
     from fabric_llm.training.guard import Guard
 
     inside, watching, began = [0.0], [0.0], time.perf_counter()
+    share = parts.share  # the loss goes over the ranks in any case; what they ask goes with it
     ours = {
-        (run.Run, "ask"): lambda self: (),
-        (run.Run, "agreed"): lambda self, result: (False, False),
+        (Requests, "ask"): lambda self: (False, False),
+        (Saver, "has_written"): lambda self: False,
         (Watch, "mark"): lambda self, step, doing: None,
         (Guard, "accept"): lambda self, loss, grad_norm: True,
     }
     kinds = {
-        "with": {place: clocked(getattr(*place), inside, time.perf_counter) for place in ours},
-        "without": ours,
+        "with": {
+            **{place: clocked(getattr(*place), inside, time.perf_counter) for place in ours},
+            (parts, "share"): share,
+        },
+        "without": {
+            **ours,
+            (parts, "share"): lambda fabric, total, asked: (share(fabric, total, [])[0], [0] * len(asked)),
+        },
     }
     for name in ("_beat", "_listen", "_hangs"):
         setattr(Watch, name, clocked(getattr(Watch, name), watching, time.thread_time))
     times: dict[str, list[float]] = {"with": [], "without": [], "inside": []}
-    seed_step, state = fabric_llm.training.step.seed_step, {"kind": "", "began": 0.0}
+    seed_step, state = parts.seed_step, {"kind": "", "began": 0.0}
 
     def next_step(seed: int, step: int, rank: int) -> None:
         now = time.perf_counter()
@@ -148,7 +156,7 @@ def time_steps(folder: Path, steps: int) -> dict[str, Any]:
         state.update(kind=kind, began=time.perf_counter())
         seed_step(seed, step, rank)
 
-    fabric_llm.training.step.seed_step = next_step
+    parts.seed_step = next_step
     more = (
         "--max_step",
         steps,

@@ -3,8 +3,7 @@
 
     python benchmarks/sharding.py --markdown docs/results/sharding.md
 
-Each row is a set of flags of train.py, trained in its own processes with set_up.py and `train_step`. All
-rows start from the same weights, see the same tokens and must give the same losses: the exit code is 1 if they don't,
+Each row is a set of flags of train.py, trained in its own processes with one_step.py. All rows start from the same weights, see the same tokens and must give the same losses: the exit code is 1 if they don't,
 or if a row fails.
 
 Time: the processes of all rows stay, and the rows take turns, a step of each and again, so that whatever else the
@@ -32,17 +31,16 @@ import time
 from collections.abc import Iterable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
-    from lightning.fabric import Fabric
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from fabric_llm.data.batches import Batches
+    from benchmarks.one_step import Trainer
 
 VOCABULARY, CONTEXT_TOKENS, MICRO_BATCH = 8192, 256, 1
 LOSS_TOLERANCE = 1e-4  # nats, between any two rows at any step
@@ -239,18 +237,6 @@ def stop(ranks: Ranks) -> None:
 # ------------------------------------------------------------------- one rank of a row
 
 
-class Trainer(NamedTuple):
-    """What train.py's Run holds, as far as a step needs it."""
-
-    fabric: Fabric
-    model: nn.Module
-    optimizer: Optimizer
-    batches: Batches
-    lr: float
-    grad_clip: float
-    sync_every_micro_batch: bool
-
-
 def work(
     rank: int,
     devices: int,
@@ -302,53 +288,30 @@ def join(rank: int, devices: int, accelerator: str, store: Path) -> str:
 
 
 def set_up(devices: int, kind: str, row_flags: str, folder: Path, model_name: str) -> Trainer:
-    """The same calls as in train.py's main and Run."""
-    from arguments import parse_train
-    from fabric_llm.data.batches import Batches
-    from fabric_llm.model.strategy import make_fabric, syncs_every_micro_batch
-    from fabric_llm.run import build
-    from fabric_llm.run.plan import make_plan
+    from benchmarks import one_step
 
     argv = f"--devices {devices} --accelerator {kind} --precision 32-true --lr 1e-3 --max_step 1000 {row_flags}".split()
-    argv += ["--verify_start", "false"]
-    argv += ["--micro_batch_size", str(MICRO_BATCH), "--output_dir", str(folder)]
-    argv += ["--model_name", str(folder / model_name), "--train_data_dir", str(folder / "data")]
-    arguments = parse_train(argv)
-    plan = make_plan(arguments)
-    precision = arguments.model.precision
-    fabric = make_fabric(plan.strategy, devices=plan.devices, num_nodes=1, kind=plan.kind, precision=precision)
-    fabric.launch()
-    model, optimizer, *_ = build.set_up(fabric, arguments, plan, plan.source, plan.resume_from)
-    rows, seed = plan.dataset.train, arguments.training.seed
-    batches = Batches(
-        rows, seed, MICRO_BATCH, plan.micro_batches, rank=fabric.global_rank, world_size=fabric.world_size
-    )
-    lr, grad_clip = arguments.training.lr, arguments.training.grad_clip
-    return Trainer(fabric, model, optimizer, batches, lr, grad_clip, syncs_every_micro_batch(plan.strategy, False))
+    argv += ["--verify_start", "false", "--micro_batch_size", MICRO_BATCH, "--output_dir", folder]
+    return one_step.set_up([*argv, "--model_name", folder / model_name, "--train_data_dir", folder / "data"])
 
 
 def train(trainer: Trainer, first_step: int, count: int) -> list[tuple[float, float]]:
     """(seconds on this rank, loss of the global batch) of the `count` steps from `first_step` on."""
-    from fabric_llm.training.step import train_step
+    from benchmarks.one_step import take_step
+    from fabric_llm.data.batches import Batches
 
+    fabric, plan = trainer.fabric, trainer.plan
+    ranks = {"rank": fabric.global_rank, "world_size": fabric.world_size}
+    batches = Batches(plan.dataset.train, trainer.arguments.training.seed, MICRO_BATCH, plan.micro_batches, **ranks)
     results = []
     for step in range(first_step, first_step + count):
-        micro_batches = trainer.batches.at(step * trainer.batches.global_batch_size)
-        trainer.fabric.barrier()
-        synchronize(trainer.fabric.device)
+        micro_batches = batches.at(step * batches.global_batch_size)
+        fabric.barrier()
+        synchronize(fabric.device)
         begin = time.perf_counter()
-        result = train_step(
-            trainer.fabric,
-            trainer.model,
-            trainer.optimizer,
-            micro_batches,
-            lr=trainer.lr,
-            grad_clip=trainer.grad_clip,
-            sync_every_micro_batch=trainer.sync_every_micro_batch,
-        )
-        synchronize(trainer.fabric.device)
-        seconds = time.perf_counter() - begin
-        results.append((seconds, result.loss))
+        loss = take_step(trainer, step, micro_batches)
+        synchronize(fabric.device)
+        results.append((time.perf_counter() - begin, loss))
     return results
 
 

@@ -97,11 +97,10 @@ def prune(
     resumed_from = resumed_from and resumed_from.resolve()
     for path in there[: -max(1, keep_last)]:
         every = keep_every is not None and step_of(path) % keep_every == 0
-        pinned = path.with_name(f"{path.name}.pinned").exists()
-        if every or pinned or step_of(path) in best or path.resolve() == resumed_from:
+        if every or is_pinned(path) or step_of(path) in best or path.resolve() == resumed_from:
             continue
         failpoint("prune.begin")
-        trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
+        trash = _trash_of(path)
         try:
             path.rename(trash)
         except OSError as error:  # the new checkpoint is there, which is what counts
@@ -112,6 +111,16 @@ def prune(
         removed.append(path)
     failpoint("prune.done")
     return removed
+
+
+def is_pinned(path: Path) -> bool:
+    """True for a checkpoint that a user wants to keep."""
+    return path.with_name(f"{path.name}.pinned").exists()
+
+
+def _trash_of(path: Path) -> Path:
+    """The name of a checkpoint that is being removed, which no reader takes for a checkpoint's."""
+    return path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
 
 
 def _eval_loss(path: Path) -> float:

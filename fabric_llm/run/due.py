@@ -36,6 +36,14 @@ def at(before: Progress, progress: Progress, plan: Plan, flags: Flags) -> Due:
     return Due(logs, evaluates, saves, is_last)
 
 
+def evaluation_first(start: Progress, resumed: dict[str, Any]) -> bool:
+    """True if an evaluation comes before the first step: of a new run, or the one that a request to stop cut off.
+
+    resumed: progress.json of the checkpoint that the run resumes from, {} for a new run.
+    """
+    return start.step == 0 or bool(resumed.get("owes_evaluation"))
+
+
 def schedule(training: Flags) -> dict[str, Any]:
     """The flags of the learning rate, as `lr_at` takes them."""
     names = {

@@ -78,7 +78,7 @@ def join(flags: Flags) -> Joined:
 
 def plan_together(joined: Joined, flags: Flags) -> Plan:
     """The plan of the run, on all ranks. Rank 0 alone chooses the checkpoint. Raises Fault on all ranks alike."""
-    resume_from = ranks.from_rank_zero(lambda: resume.choose(flags, joined.directory))
+    resume_from = _chosen_by_rank_zero(flags, joined.directory)
     problem = None
     try:
         plan = make_plan(flags, joined.placement, joined.directory, resume_from)
@@ -92,6 +92,11 @@ def plan_together(joined: Joined, flags: Flags) -> Plan:
         _warn(flags, plan)
         run_directory.write_status(plan.run_directory, None, "running", plan.start.step, True)
     return plan
+
+
+def _chosen_by_rank_zero(flags: Flags, directory: Path) -> Optional[Path]:
+    """The checkpoint to resume from, on all ranks: other machines may see fewer of them, or not have compared hashes."""
+    return ranks.from_rank_zero(lambda: resume.choose(flags, directory))
 
 
 def _locked_directory(flags: Flags) -> tuple[Optional[Path], Optional[Fault]]:

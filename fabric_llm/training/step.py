@@ -23,7 +23,12 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 def count_targets(fabric: Fabric, micro_batches: list[MicroBatch]) -> Tensor:
     """Target tokens of the global batch, int64 scalar, at least 1: a batch without any target contributes 0, never 0/0."""
-    return sum_over_ranks(fabric, torch.stack([target_count(batch) for batch in micro_batches]).sum()).clamp(min=1)
+    counts = torch.stack([target_count(batch) for batch in micro_batches])
+    return _at_least_one(sum_over_ranks(fabric, counts.sum()))
+
+
+def _at_least_one(count: Tensor) -> Tensor:
+    return count.clamp(min=1)
 
 
 def accumulate(

@@ -1,0 +1,66 @@
+"""Single steps of training outside of a run, for benchmarks: the calls of `train` in train.py, in its order."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from lightning.fabric import Fabric  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.optim import Optimizer  # noqa: E402
+
+from arguments import Arguments, parse_train  # noqa: E402
+from fabric_llm.data.batches import MicroBatch  # noqa: E402
+from fabric_llm.model.language_model import trained_loss  # noqa: E402
+from fabric_llm.model.strategy import make_fabric  # noqa: E402
+from fabric_llm.run import build, resume  # noqa: E402
+from fabric_llm.run.plan import Plan, make_plan, place  # noqa: E402
+from fabric_llm.training import step  # noqa: E402
+
+
+class Trainer(NamedTuple):
+    """What a step needs."""
+
+    fabric: Fabric
+    arguments: Arguments
+    plan: Plan
+    model: nn.Module  # wrapped
+    optimizer: Optimizer
+
+
+def set_up(argv: list[Any]) -> Trainer:
+    """`train.py ARGV` before its first step, without a run directory. All ranks call it."""
+    arguments = parse_train([str(word) for word in argv])
+    directory = resume.directory(arguments)
+    plan = make_plan(arguments, place(arguments), directory, resume.choose(arguments, directory))
+    fabric = make_fabric(
+        plan.strategy, devices=plan.devices, num_nodes=plan.num_nodes, kind=plan.kind, precision=plan.precision
+    )
+    fabric.launch()
+    plan, model, optimizer, _ = build.build_model(fabric, arguments, plan, plan.source, plan.resume_from)
+    return Trainer(fabric, arguments, plan, model, optimizer)
+
+
+def take_step(trainer: Trainer, number: int, micro_batches: list[MicroBatch]) -> float:
+    """Loss of the global batch in the step after `number` finished ones, at the learning rate --lr. All ranks call it.
+
+    These are the calls of the loop in train.py between the batch and `zero_grad`, in its order. Change both together.
+    """
+    fabric, arguments, plan, model, optimizer = trainer
+    step.set_lr(optimizer, arguments.training.lr)
+    step.seed_step(arguments.training.seed, number, fabric.global_rank)
+    micro_batches = [fabric.to_device(batch) for batch in micro_batches]
+    targets, total = step.count_targets(fabric, micro_batches), 0.0
+    for batch in step.accumulate(fabric, model, micro_batches, plan.syncs_every_micro_batch, plan.sums_in_float32):
+        losses = model(**batch) / targets
+        step.backward(fabric, trained_loss(losses, plan.router_aux_loss_coef))
+        total = total + losses.detach()
+    step.clip(fabric, model, optimizer, arguments.training.grad_clip)
+    (loss, *_), _ = step.share(fabric, total, [])
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
