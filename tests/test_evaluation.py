@@ -38,9 +38,9 @@ def counted(folder):
     def change():
         import os
 
-        from fabric_llm.base import failpoints
+        from fabric_llm.training import evaluation
 
-        point, file = failpoints.failpoint, folder / f"batches-{os.environ.get('RANK', 0)}"
+        point, file = evaluation.failpoint, folder / f"batches-{os.environ.get('RANK', 0)}"
 
         def count(name):
             if name == "evaluate":
@@ -48,7 +48,7 @@ def counted(folder):
                     lines.write("x\n")
             point(name)
 
-        failpoints.failpoint = count
+        evaluation.failpoint = count
 
     return change
 
