@@ -136,7 +136,7 @@ def test_the_manifest_holds_bytes_and_hash_of_every_other_file(runs, kind):
     folder = runs / kind / "step-00000003"
     manifest = json.loads((folder / "MANIFEST.json").read_text())["files"]
     assert sorted(manifest) == [name for name in files_of(folder) if name != "MANIFEST.json"]
-    for name, entry in files.items():
+    for name, entry in manifest.items():
         content = (folder / name).read_bytes()
         assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}, name
 
@@ -153,6 +153,7 @@ def test_progress_json_says_where_the_run_is(runs):
     assert document == {
         "progress": {"step": 2, "position": 8, "tokens": 8 * 24},
         "state_dict_type": "full",
+        "optimizer_state": ["exp_avg", "exp_avg_sq"],
         "fixed": {
             "context_length": 24,
             "train_rows": 44,
