@@ -65,8 +65,9 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
     from fabric_llm.training import step, updates
 
     training = arguments.training
-    parts = build.build(fabric, arguments, plan, signals, watch)
-    plan, model, optimizer, guard, batches, log, evaluation, saver, requests = parts
+    (plan, model, optimizer, guard, batches, log, evaluation, saver, requests) = build.build(
+        fabric, arguments, plan, signals, watch
+    )
     progress, stops = plan.start, False
     if due.evaluation_first(progress, plan.resumed):
         evaluated = evaluate(evaluation, model, progress, log, watch)
@@ -86,9 +87,8 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
             total = total + losses.detach()
         grad_norm = step.clip(fabric, model, optimizer, training.grad_clip)
         (loss, *aux_loss), (stop, save, written) = step.share(fabric, total, [*requests.ask(), saver.has_written()])
-        update = None
+        weights, update = updates.sample_weights(model.parameters()) if now.logs else None, None
         if guard.accept(loss, grad_norm):  # before the update: a NaN must not come into the weights
-            weights = updates.sample_weights(model.parameters()) if now.logs else None
             optimizer.step()
             update = updates.size(weights, model) if now.logs else None
         else:
@@ -101,7 +101,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
         if written == fabric.world_size:
             saver.publish()
         if guard.verdict == "rewind":
-            model = optimizer = None  # their memory first
+            model = optimizer = losses = None  # their memory first: the loss knows the parameters as well
             plan, model, optimizer, progress = verdicts.rewind(fabric, arguments, plan, guard, log, saver, progress)
             stops = stop > 0
             continue

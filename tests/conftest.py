@@ -125,7 +125,6 @@ QUICK = {
     "test_reduce_dtype_is_used": None,
     "test_killed_preparation_leaves_no_dataset_and_the_next_one_sweeps": None,
     "test_what_is_changed_trains_is_killed_resumes_verifies_and_exports": None,
-    "test_a_killed_run_goes_on_to_the_same_bits": None,
     "test_a_drill_of_a_run_that_cannot_start": None,
     "test_sharded_rows_hold_half_and_whole_rows_hold_all": None,
     "test_each_entry_has_a_test": None,
