@@ -14,7 +14,7 @@ from fabric_llm.base.console import outlast_readers
 from fabric_llm.base.faults import code_of
 from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal
-from fabric_llm.run import due, mistakes
+from fabric_llm.run import due
 from fabric_llm.training.schedule import lr_at
 
 if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mistakes are answered at once
@@ -32,6 +32,8 @@ def main(argv: Optional[list[str]] = None) -> None:
     signals = StopSignal()
     launch.adopt_launcher()
     arguments = parse_train(argv)
+    from fabric_llm.run import mistakes
+
     try:
         mistakes.in_training(arguments)
     except ValueError as error:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin, get_type_hints
 
 from fabric_llm.base.faults import BAD_INPUT, tell_torchrun
-from fabric_llm.base.files import write_atomically
 from fabric_llm.base.spelling import flag_instead, value_instead
 
 Flags = (
@@ -34,6 +33,8 @@ def groups(arguments_class: type) -> dict[str, type]:
 def write_yaml(flat: dict[str, Any], path: Path) -> None:
     """Flag name -> value as a YAML file that `--config` takes."""
     import yaml
+
+    from fabric_llm.base.files import write_atomically
 
     write_atomically(path, yaml.safe_dump(flat, sort_keys=False))
 
