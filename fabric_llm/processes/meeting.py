@@ -26,6 +26,7 @@ from fabric_llm.processes.watch import MOST_SECONDS_BETWEEN_BEATS, Heard, store_
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_OF_SLEEP = 5.0  # between two looks: this process was suspended, and the others may have been as well
 SECONDS_TO_FIRST_WORDS = 0.1  # between two questions for a rank that hasn't been heard of: it may be frozen at any time
+SECONDS_TO_MEET = 1.0  # before this rank joins: one that is lost later can be named with its host and process
 SECONDS_TO_HEAR = 5.0  # for the others, why this rank goes
 MOST_RANKS_NAMED = 8
 
@@ -66,6 +67,12 @@ class Meeting:
         self._say(directory=None if directory is None else str(directory))
         threading.Thread(target=self._talk, name="meeting", daemon=True).start()
         threading.Thread(target=self._look, name="join", daemon=True).start()
+        deadline = time.monotonic() + SECONDS_TO_MEET
+        while not self._knows_all() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(
+            2 * SECONDS_TO_FIRST_WORDS
+        )  # for the others to hear of this rank before it waits in the process group
 
     def close(self) -> None:
         """All have joined, or this rank ends by itself."""
@@ -81,7 +88,7 @@ class Meeting:
         self._say(ends={"sentence": str(fault), "code": fault.code, "retryable": fault.retryable})
         deadline = time.monotonic() + SECONDS_TO_HEAR
         self.told.wait(SECONDS_TO_HEAR)
-        while self.rank == 0 and self._some_listen() and time.monotonic() < deadline:
+        while self.rank == 0 and self._listening() > 0 and time.monotonic() < deadline:
             time.sleep(0.05)
         self.over.set()
 
@@ -189,7 +196,7 @@ class Meeting:
 
     def _stuck(self, now: float) -> Optional[Fault]:
         """Nobody is silent, and still there is no end."""
-        if self.rank == 0 and len(self.heard) < self.world_size - 1:
+        if len(self.heard) < self.world_size - 1 or self._listening() < len(self.heard):
             return None
         self.complete_since = self.complete_since or now
         if self.rank != 0 or now - self.complete_since <= self.timeout_seconds:
@@ -201,10 +208,10 @@ class Meeting:
             PEER_LOST,
         )
 
-    def _some_listen(self) -> bool:
-        """True while a rank that lives hasn't said that it ends as well."""
+    def _listening(self) -> int:
+        """How many other ranks live, and haven't said that they end as well."""
         now = time.monotonic()
-        return any(
+        return sum(
             not self.has_ended(rank) and now - heard.at < 4 * MOST_SECONDS_BETWEEN_BEATS
             for rank, heard in list(self.heard.items())
         )

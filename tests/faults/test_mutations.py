@@ -103,15 +103,15 @@ def drop_randomness():
 
 
 def drop_schedule():
-    import fabric_llm.training.schedule
+    import train
 
-    lr_at, first = fabric_llm.training.schedule.lr_at, []
+    lr_at, first = train.lr_at, []
 
     def from_the_start(step, **schedule):
         first.append(step)
         return lr_at(step - first[0], **schedule)
 
-    fabric_llm.training.schedule.lr_at = from_the_start
+    train.lr_at = from_the_start
 
 
 def drop_guard_item(item, empty):

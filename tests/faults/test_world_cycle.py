@@ -46,7 +46,7 @@ def watch(folder):
 
         def loaded(path, model, optimizer):
             load(path, model, optimizer)
-            weights = writing.get_model_state_dict(model)
+            weights = state_dicts.get_model_state_dict(model)
             weights.pop(state_dicts.PREFIX + "lm_head.weight")  # the embedding again
             for name, tensors in (
                 ("optimizer", state_dicts._optimizer_tensors(model, optimizer)[1]),
