@@ -121,7 +121,8 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
 
 def evaluate(evaluation: Evaluation, model: nn.Module, progress: Progress, log: Log, watch: Watch) -> bool:
     """Log the validation loss. False where a request to stop came first. All ranks call it."""
-    loss = log.untimed(lambda: evaluation.loss(model))
+    with log.untimed():
+        loss = evaluation.loss(model)
     watch.mark(progress.step, "in the next step")
     if loss is not None and evaluation.is_on:
         log.evaluation(progress, loss)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
-from typing import Any, Callable, Optional
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Optional
 
 import torch
 from lightning.fabric import Fabric
@@ -108,11 +109,12 @@ class Log:
         if self.console is not None:
             self.console.line(text)
 
-    def untimed(self, action: Callable[[], Any]) -> Any:
-        """What `action()` returns; its time doesn't count as training."""
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """What is done inside doesn't count as training."""
         self.throughput.pause()
         try:
-            return action()
+            yield
         finally:
             self.throughput.resume()
 

@@ -103,7 +103,7 @@ class Plan(Placement):
 
     def probe_input(self) -> Tensor:
         """The first tokens of the validation split, int64 [1, up to PROBE_TOKENS]."""
-        return torch.tensor(self.dataset.validation[0]["input_ids"])[None, :PROBE_TOKENS]
+        return torch.tensor(self.dataset.validation[0]["input_ids"]).long()[None, :PROBE_TOKENS]
 
 
 def place(flags: Flags) -> Placement:

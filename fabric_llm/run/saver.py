@@ -64,48 +64,36 @@ class Saver:
         evaluated: the evaluation of this step was made. One that is due and wasn't is made by a resumed run.
         """
         self.publish()
-        self.log.untimed(lambda: self._save(model, optimizer, progress, batches, guard, evaluated, due, stops))
-
-    def _save(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        progress: Progress,
-        batches: Prefetch,
-        guard: Guard,
-        evaluated: bool,
-        due: Due,
-        stops: bool,
-    ) -> None:
-        self.mark(progress.step, "saving")
-        in_background = self.background is not None and not (due.is_last or stops)
-        pending = writing.begin(
-            step_directory(self.plan.run_directory, progress.step),
-            self.fabric,
-            model.module,
-            optimizer,
-            template=self.template,
-            tokenizer=self.plan.tokenizer,
-            progress=progress,
-            facts={
-                **same_run.facts(self.plan, self.flags),
-                "guard": guard.state(),
-                "scaler": self.fabric.strategy.precision.state_dict(),
-                "eval_loss": self.log.eval_loss if evaluated and math.isfinite(self.log.eval_loss) else None,
-                "owes_evaluation": due.evaluates and not evaluated,
-                "rows_read": self._rows_read(batches),
-            },
-            origin=self._origin(),
-            probe=writing.record_probe(model, self.plan.probe_input(), self.fabric.device),
-            state_dict_type=self.flags.fsdp.state_dict_type,
-            copy=in_background,
-        )
-        if in_background:
-            self.writing = self.background.write(pending)
-        else:
-            writing.write(pending)
-            self._publish(pending)
-        self.mark(progress.step, "in the next step")
+        with self.log.untimed():
+            self.mark(progress.step, "saving")
+            in_background = self.background is not None and not (due.is_last or stops)
+            pending = writing.begin(
+                step_directory(self.plan.run_directory, progress.step),
+                self.fabric,
+                model.module,
+                optimizer,
+                template=self.template,
+                tokenizer=self.plan.tokenizer,
+                progress=progress,
+                facts={
+                    **same_run.facts(self.plan, self.flags),
+                    "guard": guard.state(),
+                    "scaler": self.fabric.strategy.precision.state_dict(),
+                    "eval_loss": self.log.eval_loss if evaluated and math.isfinite(self.log.eval_loss) else None,
+                    "owes_evaluation": due.evaluates and not evaluated,
+                    "rows_read": self._rows_read(batches),
+                },
+                origin=self._origin(),
+                probe=writing.record_probe(model, self.plan.probe_input(), self.fabric.device),
+                state_dict_type=self.flags.fsdp.state_dict_type,
+                copy=in_background,
+            )
+            if in_background:
+                self.writing = self.background.write(pending)
+            else:
+                writing.write(pending)
+                self._publish(pending)
+            self.mark(progress.step, "in the next step")
 
     def has_written(self) -> bool:
         """True once this rank's part of a checkpoint is written in the background; it waits to be published."""
