@@ -45,11 +45,6 @@ class Materializer:
             if meta is not None and meta.is_meta:  # in the reference's dtype: RoPE's frequencies stay float32
                 module._buffers[name] = self._value(module, name, dtype=None)
 
-    def fill(self, module: nn.Module) -> None:
-        """Fill `module` and everything below it that isn't filled yet."""
-        for child in module.modules():
-            self(child)
-
     def _value(self, module: nn.Module, name: str, dtype: Optional[torch.dtype]) -> Tensor:
         """The tensor `name` of `module`, sent from rank 0 to all, on the device."""
         distributed = torch.distributed.is_initialized()
