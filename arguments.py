@@ -75,9 +75,18 @@ class ModelArguments:
         "stochastic",
         "bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 6 (they don't), 14",
     )
-    attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention", "eager"] = flag(
+    attention: Literal["auto", "packed", "sdpa", "flash_attention_2", "flex_attention", "eager"] = flag(
         "auto",
-        "transformers' attention implementation; auto: sdpa, or eager where the model has none; flash needs its package",
+        "attention implementation; packed: of each packed document by itself, without a mask; auto: packed where documents "
+        "are kept apart and the model can, else sdpa, else eager; flash needs its package",
+    )
+    loss: Literal["auto", "full", "chunked"] = flag(
+        "auto",
+        "chunked: the loss and its gradients in chunks of tokens, without the logits of the whole batch; auto: where the "
+        "model's head can, which is measured",
+    )
+    compile: Union[bool, Literal["auto"]] = flag(
+        "auto", "compile each layer with torch.compile; auto: on GPUs, where the layers are large enough to pay for it"
     )
     verify_start: bool = flag(
         True, "before step 1 compare the wrapped model with plain transformers on a probe (costs one pass on the CPU)"
@@ -108,7 +117,11 @@ class FSDPArguments:
     reduce_dtype: Literal["float32", "bfloat16"] = flag(
         "float32", "fsdp, fsdp2: dtype that gradients are summed over devices in, unless --precision is 32-true"
     )
-    activation_checkpointing: bool = flag(False, "recompute each layer in the backward pass instead of storing it")
+    activation_checkpointing: Union[bool, str] = flag(
+        False,
+        "recompute in the backward pass instead of storing: none, full (each layer), every:N (one layer of N), selective "
+        "(layers, but for their matrix products and attention)",
+    )
 
 
 @dataclass

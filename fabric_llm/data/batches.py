@@ -20,8 +20,8 @@ from fabric_llm.data.columns import IGNORED, is_target, masked_labels
 from fabric_llm.data.order import RowsRead, shuffled
 
 # input_ids and labels, attention_mask if the dataset has one, position_ids if packed documents are kept apart:
-# each int64 [rows, context]
-MicroBatch = dict[str, Tensor]
+# each int64 [rows, context]; then also document_ends and longest_document
+MicroBatch = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Batches:
         if self.document_end is not None:
             begins = document_begins(batch["input_ids"], self.document_end)
             batch["position_ids"] = restarting_positions(begins)
+            batch["document_ends"], batch["longest_document"] = document_ends(batch["position_ids"])
             labels[begins] = IGNORED  # the document before doesn't predict it
         if self.end is not None:
             labels[torch.from_numpy(positions >= self.end)] = IGNORED
@@ -103,6 +104,18 @@ def restarting_positions(begins: Tensor) -> Tensor:
     """Positions that restart at 0 in each document: transformers builds its attention mask from them. int64"""
     index = torch.arange(begins.shape[1]).expand(begins.shape)
     return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+def document_ends(position_ids: Tensor) -> tuple[Tensor, int]:
+    """(where each document ends in the rows laid one behind the other, after a 0; tokens of the longest document).
+
+    position_ids: int64 [rows, context], 0 where a document begins. Ends: int32 [documents + 1].
+    """
+    begins = position_ids == 0
+    begins[:, 0] = True
+    starts = begins.flatten().nonzero().flatten().to(torch.int32)
+    ends = torch.cat([starts, starts.new_tensor([position_ids.numel()])])
+    return ends, int(ends.diff().max())
 
 
 class Prefetch:

@@ -1,7 +1,8 @@
 """The gate before step 1: is the wrapped, sharded model the one that transformers loads?
 
 Rank 0 runs the reference (see materialize.py) on a few tokens on the CPU, then all ranks run the wrapped model on the same
-tokens. Besides the logits every leaf module's output is kept, so that a difference can be named.
+tokens. Besides the logits every leaf module's output is kept, so that a difference can be named. gradient_equality.py compares
+what a step is made of: the loss and its gradients.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def outputs(
     """
     training = model.training
     model.eval()
-    with _recording(model, name_of) as modules:
+    # Compiled layers would keep the hooks in their graphs.
+    with _recording(model, name_of) as modules, torch.compiler.set_stance("force_eager"):
         logits = forward(input_ids)[0].float()
     model.train(training)
     loss = F.cross_entropy(logits[:-1], input_ids[0, 1:].to(logits.device)).item()

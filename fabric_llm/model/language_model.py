@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import inspect
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fabric_llm.data import batches
 from fabric_llm.data.columns import IGNORED
+from fabric_llm.model import loss_head, packed_attention
 from fabric_llm.model.router import load_balancing_loss
 
 
-def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of the cross-entropies of all targets, float32 scalar, in nats.
 
-    logits: [rows, context, vocabulary]. labels: int64 [rows, context], unshifted, -100 where there is no target.
+    logits: [tokens, vocabulary]. targets: int64 [tokens], -100 where there is none. Tokens may be a part of a batch.
     """
-    predictions, targets = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
-    return F.cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
 
 
 class LanguageModel(nn.Module):
     """A causal LM that returns its loss, so that no logits leave the wrapped module (Fabric would copy them)."""
 
-    def __init__(self, causal_lm: PreTrainedModel, with_router_loss: bool = False) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, with_router_loss: bool = False, chunked: bool = False) -> None:
+        """with_router_loss: see `forward`. chunked: without the logits of the whole batch, see loss_head.py."""
         super().__init__()
         self.causal_lm, self.with_router_loss = causal_lm, with_router_loss
+        self.head = loss_head.Head(causal_lm) if chunked else None
         known = inspect.signature(causal_lm.forward).parameters.values()
         takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)
         self.without_cache = {"use_cache": False} if takes_use_cache else {}
+        self.is_packed = causal_lm.config._attn_implementation == packed_attention.NAME
 
     def forward(
         self,
@@ -39,6 +43,8 @@ class LanguageModel(nn.Module):
         labels: Optional[Tensor] = None,
         attention_mask: Optional[Tensor] = None,
         position_ids: Optional[Tensor] = None,
+        document_ends: Optional[Tensor] = None,
+        longest_document: Optional[int] = None,
     ) -> Tensor:
         """`token_loss`; without `labels` the logits.
 
@@ -47,30 +53,36 @@ class LanguageModel(nn.Module):
         input_ids, labels, attention_mask, position_ids: int64 [rows, context]. Labels are unshifted: position t is predicted from
         the positions before it, -100 is no target. Logits: [rows, context, vocabulary]. position_ids that restart keep
         documents apart: transformers reads the attention mask from them if no other is given and nothing is cached.
+        document_ends, longest_document: what packed attention takes in place of a mask, see batches.document_ends.
         """
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
         given = {name: value for name, value in given.items() if value is not None}
         balances = self.with_router_loss and self.training and labels is not None
         if balances:
             given["output_router_logits"] = True
-        outputs = self.causal_lm(input_ids=input_ids, **self.without_cache, **given)
+        if self.is_packed and position_ids is not None:
+            if document_ends is None:
+                document_ends, longest_document = batches.document_ends(position_ids.cpu())
+            given |= packed_attention.arguments(document_ends, longest_document)
+        inputs = {"input_ids": input_ids, **self.without_cache, **given}
         if labels is None:
-            return outputs.logits
-        loss = token_loss(outputs.logits, labels)
-        if not balances:
-            return loss
-        rows, of_rows = len(input_ids), loss.new_zeros(len(input_ids))
-        if outputs.router_logits:  # not where the configuration leaves no layer with experts
-            of_rows = load_balancing_loss(
-                outputs.router_logits, rows, self.causal_lm.num_experts_per_tok, attention_mask
-            )
-        return torch.stack([loss, (of_rows * (labels[:, 1:] != IGNORED).sum(dim=1)).sum()])
+            return self.causal_lm(**inputs).logits
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # position t is predicted from those before it
+        if self.head is None:
+            outputs = self.causal_lm(**inputs)
+            loss = token_loss(outputs.logits.flatten(0, 1), targets.flatten())
+        else:
+            hidden, outputs = self.head.hidden_states(**inputs)
+            loss = loss_head.chunked_loss(self.head, token_loss, hidden.flatten(0, 1), targets.flatten())
+        return torch.stack([loss, self._router_loss(outputs, targets, attention_mask)]) if balances else loss
 
-
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Recompute each layer in the backward pass. transformers does it inside the layer, so names stay as they are."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    def _router_loss(self, outputs: Any, targets: Tensor, attention_mask: Optional[Tensor]) -> Tensor:
+        """The sum over rows of a row's auxiliary loss times its targets, float32 scalar."""
+        if not outputs.router_logits:  # where the configuration leaves no layer with experts
+            return torch.zeros((), device=targets.device)
+        top_k = self.causal_lm.num_experts_per_tok
+        of_rows = load_balancing_loss(outputs.router_logits, len(targets), top_k, attention_mask)
+        return (of_rows * (targets != IGNORED).sum(dim=1)).sum()
 
 
 def trained_loss(losses: Tensor, router_aux_loss_coef: float) -> Tensor:

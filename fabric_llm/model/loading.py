@@ -33,7 +33,7 @@ from fabric_llm.base import hub
 from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault, one_line
 from fabric_llm.base.files import MANIFEST, check_name
 from fabric_llm.data.tokenizer import load_tokenizer
-from fabric_llm.model import bounds, classes  # noqa: F401  classes of your own are registered there
+from fabric_llm.model import bounds, classes, packed_attention  # noqa: F401  classes of your own are registered there
 from fabric_llm.model.folders import WEIGHT_FILES, check_model_folder, weights_name
 
 MOST_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever
@@ -200,6 +200,7 @@ def resolve_attention(model_class: type[PreTrainedModel], attention: str, kind: 
     kernel from the hub, which is code, for a package that is missing.
     """
     has = {
+        "packed": packed_attention.fits(model_class),
         "sdpa": model_class._supports_sdpa,
         "flash_attention_2": model_class._supports_flash_attn
         and "flash_attention_2" in (model_class._compatible_flash_implementations or ["flash_attention_2"]),

@@ -139,17 +139,17 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
         return []
     if (smallest := strategy_rules.wrap_size(policy)) is not None:
         return _at_least(model, smallest)
-    names = _layer_class_names(model) if policy == "auto" else {name.strip() for name in policy.split(",")}
+    names = layer_class_names(model) if policy == "auto" else {name.strip() for name in policy.split(",")}
     present = {type(module).__name__ for module in model.modules()}
     if missing := sorted(names - present):
         raise ValueError(
             f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; "
-            f"it has {', '.join(sorted(_layer_class_names(model)))}."
+            f"it has {', '.join(sorted(layer_class_names(model)))}."
         )
     return [module for module in _children_first(model) if type(module).__name__ in names]
 
 
-def _layer_class_names(model: nn.Module) -> set[str]:
+def layer_class_names(model: nn.Module) -> set[str]:
     """Class names of the model's repeated layers: what it says itself, else the elements of its longest list."""
     named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     present = {type(module).__name__ for module in model.modules()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+import re
+from typing import Any, Optional, Union
 
 POSITIVE = (
     *("number_epochs", "max_step", "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "lr"),
@@ -40,8 +41,19 @@ def numbers(flat: dict[str, Any]) -> None:
     for name in ("beta1", "beta2"):
         if not 0 <= flat[name] < 1:
             raise ValueError(f"--{name} must be at least 0 and less than 1, not {flat[name]}.")
+    checkpointing(flat["activation_checkpointing"])
     if flat["min_lr"] > flat["lr"]:
         raise ValueError(f"--min_lr {flat['min_lr']} is larger than --lr {flat['lr']}.")
+
+
+def checkpointing(asked: Union[bool, str]) -> str:
+    """--activation_checkpointing as one word: none, full, every:N or selective. Raises ValueError for another."""
+    word = {True: "full", False: "none"}.get(asked, asked)
+    if word in ("none", "full", "selective") or re.fullmatch(r"every:[1-9]\d*", word):
+        return word
+    raise ValueError(
+        f"--activation_checkpointing takes none, full, every:N (such as every:2) or selective, not {asked!r}."
+    )
 
 
 def batch_sizes(

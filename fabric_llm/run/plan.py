@@ -20,7 +20,7 @@ from fabric_llm.checkpoint import reading, state_dicts
 from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.data.dataset import TokenDataset
 from fabric_llm.data.sources import open_source
-from fabric_llm.model import router, strategy_rules
+from fabric_llm.model import layers, router, strategy_rules
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.loading import (
     DTYPES,
@@ -76,6 +76,9 @@ class Plan(Placement):
     document_masking: Union[bool, str]  # as given, or as the run had it; "auto": off if the model turns out not to
     sums_in_float32: bool  # gradients of low-precision weights, over micro-batches
     router_aux_loss_coef: float  # 0 where no auxiliary loss of a mixture of experts is trained
+    loss: str  # full or chunked; "auto" until the reference is loaded
+    activation_checkpointing: str  # none, full, every:N or selective
+    compiles: bool  # each layer
     resumed: dict[str, Any] = field(default_factory=dict)  # progress.json of `resume_from`
 
     @property
@@ -160,6 +163,9 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
         document_masking=masking,
         sums_in_float32=training.accumulation_dtype == "float32",
         router_aux_loss_coef=router.coefficient(skeleton, training.router_aux_loss_coef),
+        loss=model.loss,
+        activation_checkpointing=rules.checkpointing(flags.fsdp.activation_checkpointing),
+        compiles=find_compiles(model.compile, skeleton, placement.kind),
         resumed=resumed,
     )
 
@@ -230,9 +236,23 @@ def check_model(flags: Flags, config: Any, dataset: TokenDataset, source: str, s
     if sharded:
         strategies.of_one_dtype(skeleton, units)
     router.coefficient(skeleton, flags.training.router_aux_loss_coef)
-    if flags.fsdp.activation_checkpointing and not skeleton.supports_gradient_checkpointing:
-        raise ValueError(f"--activation_checkpointing true: {type(skeleton).__name__} doesn't support it.")
+    checkpointing = rules.checkpointing(flags.fsdp.activation_checkpointing)
+    if checkpointing != "none" and not skeleton.supports_gradient_checkpointing:
+        raise ValueError(f"--activation_checkpointing {checkpointing}: {type(skeleton).__name__} doesn't support it.")
+    layers.checkpoint_activations(skeleton, checkpointing)
     return skeleton
+
+
+def find_compiles(asked: Union[bool, str], skeleton: Any, kind: str) -> bool:
+    """Whether layers are compiled. Raises ValueError where they are to be and can't."""
+    if asked is False or asked == "auto" and (kind == "cpu" or not layers.is_worth_compiling(skeleton)):
+        return False
+    missing = layers.no_compiler(kind)
+    if missing is not None and asked is True:
+        raise ValueError(f"--compile true: {missing}.")
+    if missing is not None and is_rank_zero():
+        print(f"Layers aren't compiled: {missing}.", flush=True)
+    return missing is None
 
 
 def check_same_model(flags: Flags, skeleton: Any, resume_from: Path) -> None:

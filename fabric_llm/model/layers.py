@@ -1,0 +1,78 @@
+"""What is done to each of a model's repeated layers: recompute it in the backward pass, compile it."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from fabric_llm.model.strategy import layer_class_names
+
+WORTH_COMPILING = 10**6  # parameters of a layer: a smaller one spends less time than its compilation takes
+KEPT = (  # by selective checkpointing: what costs most to compute again
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a model, in their order."""
+    names = layer_class_names(model)
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def checkpoint_activations(model: PreTrainedModel, which: str) -> None:
+    """Recompute layers in the backward pass instead of keeping their activations. Names of parameters stay as they are.
+
+    which: `full`, every layer; `every:N`, one of N; `selective`, every layer but for matrix products and attention; `none`.
+    Raises ValueError where the model's layers can't do it.
+    """
+    if which == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if which == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options)
+    if which.startswith("every:"):
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers:
+            raise ValueError(f"--activation_checkpointing {which}: {type(model).__name__} has all layers or none.")
+        for number, layer in enumerate(layers):
+            layer.gradient_checkpointing = number % int(which.removeprefix("every:")) == 0
+
+
+def _keep(context: Any, operation: Any, *args: Any, **more: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile each layer in place, so that names stay as they are. Equal layers share one compilation."""
+    for layer in repeated_layers(model):
+        layer.compile()
+
+
+def no_compiler(kind: str) -> Optional[str]:
+    """Why layers can't be compiled for devices of `kind` "cpu" or "cuda" on this machine; None where they can."""
+    if kind == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton isn't installed, or this GPU is too old for it"
+    return None if any(map(shutil.which, ("c++", "g++", "clang++"))) else "this machine has no C++ compiler (g++)"
+
+
+def is_worth_compiling(model: nn.Module) -> bool:
+    """Whether the layers are large enough that compiling them pays."""
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in repeated_layers(model)]
+    return max(sizes, default=0) >= WORTH_COMPILING

@@ -1,0 +1,124 @@
+"""The loss without the logits of a whole batch: hidden states -> loss, in chunks of tokens.
+
+Each chunk goes through the model's own code between its last layer and its logits, so that a bias, tied weights, soft-capping or
+a scale of the logits count as they do in the model. The gradients of the hidden states and of the head are made in the same
+pass: nothing is computed again in the backward pass, and the peak memory doesn't grow with vocabulary x tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+LOGITS_AT_ONCE = {
+    "cpu": 2**21,
+    "cuda": 2**26,
+}  # a CPU's chunk stays in its cache, a GPU's keeps the matrix products large
+Loss = Callable[[Tensor, Tensor], Tensor]  # logits [tokens, vocabulary], targets int64 [tokens] -> sum, scalar
+
+
+class Head:
+    """What a causal LM does after its last layer: hidden states [tokens, hidden size] -> logits [tokens, vocabulary]."""
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        self.causal_lm, self.base = causal_lm, _layers_of(causal_lm)
+        inside = set(self.base.modules())
+        outside = [module for module in causal_lm.modules() if module not in inside and module is not causal_lm]
+        # By name: FSDP puts other tensors in the place of a module's parameters while it runs.
+        self.places = [(module, name) for module in outside for name in module._parameters]
+        self.returns: type[Any] = type(None)  # the class of the base model's outputs
+
+    def hidden_states(self, **inputs: Any) -> tuple[Tensor, Any]:
+        """(hidden states [rows, context, hidden size], all outputs) of the model's layers."""
+        outputs = self.base(**inputs)
+        self.returns = type(outputs)
+        return outputs.last_hidden_state, outputs
+
+    def tensors(self) -> list[Tensor]:
+        """The parameters that it uses, as they are now."""
+        tensors = [getattr(module, name) for module, name in self.places]
+        return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """The model's own `forward`, whose layers give `hidden`."""
+        outputs = self.returns(last_hidden_state=hidden[None])
+        with _computing(self.base, lambda *args, **inputs: outputs):
+            return self.causal_lm(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.long)).logits[0]
+
+
+@contextmanager
+def _computing(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """`forward` in place of the module's own."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+def _layers_of(causal_lm: nn.Module) -> Any:
+    """The part of a causal LM that gives its head the hidden states; the model itself where there is no such part."""
+    get_decoder = getattr(causal_lm, "get_decoder", None)
+    return causal_lm if get_decoder is None else get_decoder()
+
+
+def has_head(causal_lm: nn.Module) -> bool:
+    """False where layers and head of a model can't be told apart."""
+    return isinstance(base := _layers_of(causal_lm), nn.Module) and base is not causal_lm
+
+
+def chunked_loss(head: Head, token_loss: Loss, hidden: Tensor, targets: Tensor) -> Tensor:
+    """`token_loss(head(hidden), targets)`, the sum over chunks of tokens; float32 scalar.
+
+    hidden: [tokens, hidden size]. targets: int64 [tokens].
+    """
+    return _ChunkedLoss.apply(head, token_loss, targets, hidden, *head.tensors())
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, head: Head, token_loss: Loss, targets: Tensor, hidden: Tensor, *tensors: Tensor) -> Tensor:
+        size = _tokens_at_once(head.causal_lm, hidden)
+        needs_grad = any(ctx.needs_input_grad)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        of_hidden, sums = [], [None] * len(tensors)
+        for chunk, chunk_targets in zip(hidden.split(size), targets.split(size)):
+            with torch.set_grad_enabled(needs_grad):
+                chunk = chunk.detach().requires_grad_(needs_grad)
+                loss = token_loss(head(chunk), chunk_targets)
+            total += loss.detach()
+            if needs_grad:
+                gradient, *gradients = torch.autograd.grad(loss, [chunk, *tensors], allow_unused=True)
+                of_hidden.append(gradient)
+                sums = [_add(before, gradient) for before, gradient in zip(sums, gradients)]
+        ctx.gradients = (torch.cat(of_hidden), *sums) if needs_grad else ()
+        ctx.dtypes = [hidden.dtype, *(tensor.dtype for tensor in tensors)]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Optional[Tensor], ...]:
+        gradients, ctx.gradients = ctx.gradients, ()
+        scaled = [None if g is None else g.mul_(factor).to(dtype) for g, dtype in zip(gradients, ctx.dtypes)]
+        return None, None, None, *scaled
+
+
+def _add(before: Optional[Tensor], gradient: Optional[Tensor]) -> Optional[Tensor]:
+    """Their sum in float32, whatever the weights: a bfloat16 sum would round at each chunk."""
+    if gradient is None:
+        return before
+    return gradient.float() if before is None else before.add_(gradient)
+
+
+def _tokens_at_once(causal_lm: PreTrainedModel, hidden: Tensor) -> int:
+    kind = "cpu" if hidden.device.type == "cpu" else "cuda"
+    return max(1, LOGITS_AT_ONCE[kind] // causal_lm.config.get_text_config().vocab_size)
