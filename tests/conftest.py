@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 
@@ -182,3 +183,27 @@ def make_dataset(
         return datasets.Dataset.from_dict(columns)
 
     datasets.DatasetDict({"train": split(rows), "validation": split(validation_rows)}).save_to_disk(str(folder))
+
+
+END = 0  # the token that ends a document
+
+
+def documents(lengths: list[int], seed: int) -> list[list[int]]:
+    """Token lists of these lengths, each ending with END."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, VOCABULARY, (n - 1,), generator=generator).tolist() + [END] for n in lengths]
+
+
+@pytest.fixture(scope="session")
+def packed_data(tmp_path_factory) -> Path:
+    """A dataset of packed documents of 7 tokens, with prepare_data.py's manifest."""
+    folder = tmp_path_factory.mktemp("packed") / "data"
+
+    def split(rows: int, seed: int) -> datasets.Dataset:
+        tokens = [t for d in documents([7] * (rows * CONTEXT // 7 + 1), seed) for t in d][: rows * CONTEXT]
+        return datasets.Dataset.from_dict({"input_ids": torch.tensor(tokens).view(rows, CONTEXT).tolist()})
+
+    datasets.DatasetDict({"train": split(40, 1), "validation": split(8, 2)}).save_to_disk(str(folder))
+    manifest = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1, "eos_token_id": END}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder

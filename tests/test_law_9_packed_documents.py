@@ -1,11 +1,9 @@
 """Law 9: a packed document's loss does not change with its neighbours."""
 
-import json
-
 import datasets
 import pytest
 import torch
-from conftest import CONTEXT, VOCABULARY
+from conftest import END, documents
 from ranks import metrics, train_ranks
 from transformers import AutoModelForCausalLM
 
@@ -13,14 +11,6 @@ from fabric_llm.data.batches import Batches, document_begins, restarting_positio
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.model.causality import find_leak
 from fabric_llm.model.language_model import LanguageModel
-
-END = 0
-
-
-def documents(lengths, seed):
-    """Token lists of these lengths, each ending with END."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, VOCABULARY, (n - 1,), generator=generator).tolist() + [END] for n in lengths]
 
 
 def packed_batch(rows):
@@ -79,24 +69,9 @@ def test_a_model_that_lets_documents_see_each_other_is_found_out(toys):
     assert find_leak(llama).found
 
 
-@pytest.fixture(scope="module")
-def packed(toys, tmp_path_factory):
-    """A dataset with prepare_data.py's manifest."""
-    folder = tmp_path_factory.mktemp("packed") / "data"
-
-    def split(rows, seed):
-        tokens = [t for d in documents([7] * (rows * CONTEXT // 7 + 1), seed) for t in d][: rows * CONTEXT]
-        return datasets.Dataset.from_dict({"input_ids": torch.tensor(tokens).view(rows, CONTEXT).tolist()})
-
-    datasets.DatasetDict({"train": split(40, 1), "validation": split(8, 2)}).save_to_disk(str(folder))
-    manifest = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1, "eos_token_id": END}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
-
-
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2), ("fsdp2", 2)])
-def test_training_masks_by_default_under_every_strategy(toys, tmp_path, packed, strategy, ranks):
-    flags = ("--model_name", toys / "llama", "--train_data_dir", packed, "--output_dir", tmp_path, "--max_step", 3)
+def test_training_masks_by_default_under_every_strategy(toys, tmp_path, packed_data, strategy, ranks):
+    flags = ("--model_name", toys / "llama", "--train_data_dir", packed_data, "--output_dir", tmp_path, "--max_step", 3)
     flags += ("--strategy", strategy, "--precision", "32-true", "--global_batch_size", 4, "--lr", 1e-3)
     train_ranks(ranks, *flags, "--run_name", "masked", "--activation_checkpointing", "true")
     train_ranks(ranks, *flags, "--run_name", "plain", "--document_masking", "false")
@@ -104,7 +79,7 @@ def test_training_masks_by_default_under_every_strategy(toys, tmp_path, packed, 
     assert masked[0] != pytest.approx(plain[0], rel=1e-4)
 
     model = LanguageModel(AutoModelForCausalLM.from_pretrained(toys / "llama", dtype=torch.float32))
-    split = datasets.load_from_disk(str(packed))["train"]
+    split = datasets.load_from_disk(str(packed_data))["train"]
     [batch] = Batches(split, 1234, 4, 1, document_end=END).at(0)
     targets = (batch["labels"][:, 1:] != IGNORED).sum()
     assert masked[0] == pytest.approx((model(**batch) / targets).item(), rel=1e-6)

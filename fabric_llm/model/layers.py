@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from functools import partial
 from typing import Any, Optional
 
@@ -59,8 +60,10 @@ def _keep(context: Any, operation: Any, *args: Any, **more: Any) -> CheckpointPo
 
 def compile_layers(model: nn.Module) -> None:
     """Compile each layer in place, so that names stay as they are. Equal layers share one compilation."""
-    for layer in repeated_layers(model):
-        layer.compile()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler imports parts of torch that go away
+        for layer in repeated_layers(model):
+            layer.compile()
 
 
 def no_compiler(kind: str) -> Optional[str]:

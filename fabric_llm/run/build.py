@@ -230,9 +230,9 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
         raise ValueError(f"--loss chunked: {type(reference).__name__} in {plan.precision} can't; take --loss auto.")
     if model_flags.attention == "auto" and attention == "sdpa" and plan.document_end is not None:
         half_on_gpu = plan.kind == "cpu" or plan.precision != "32-true"  # torch's kernel for GPUs takes 16 bits
-        if half_on_gpu and fast_paths.takes_packed_attention(reference, plan.precision):
+        if half_on_gpu and fast_paths.takes_packed_attention(reference):
             attention = packed_attention.NAME
-    elif attention == packed_attention.NAME and not fast_paths.takes_packed_attention(reference, plan.precision):
+    elif attention == packed_attention.NAME and not fast_paths.takes_packed_attention(reference):
         raise ValueError(f"--attention packed: {type(reference).__name__} can't; take --attention auto.")
     tried = "sdpa" if attention == "flash_attention_2" else attention
     with fast_paths.attention(reference, tried):

@@ -183,10 +183,12 @@ def _introduce(plan: Plan, flags: Flags, template: Any) -> None:
     start = f"weights of {plan.source}" if has_weights(plan.source) else f"random weights, {plan.source}"
     start = f"resumed from {plan.resume_from}" if plan.resume_from else start
     parameters = sum(p.numel() for p in template.parameters())
-    attention = plan.config._attn_implementation
-    attention = "" if attention == "sdpa" else f"{attention} attention, "
+    attention, loss = plan.config._attn_implementation, plan.loss
+    paths = [f"{attention} attention"] * (attention != "sdpa") + [f"{loss} loss"] * (loss != "full")
+    paths += ["compiled layers"] * plan.compiles
+    paths += [f"activations recomputed ({plan.activation_checkpointing})"] * (plan.activation_checkpointing != "none")
     print(
-        f"{type(template).__name__}, {parameters / 1e6:,.1f} M parameters, {plan.precision}, {attention}{start}; "
+        f"{type(template).__name__}, {parameters / 1e6:,.1f} M parameters, {', '.join([plan.precision, *paths, start])}; "
         f"{plan.strategy} on {plan.world_size} {plan.kind} device{'s' * (plan.world_size > 1)}; "
         f"{plan.global_batch_size} sequences of {plan.dataset.context_length} tokens a step, "
         f"{plan.max_step} steps; {plan.run_directory}",

@@ -1,0 +1,342 @@
+"""Law 13: a fast path is the plain path. Its loss and gradients are equal to rounding, or it is refused."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+from ranks import metrics, run_ranks, toy_run, train_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fabric_llm.data.batches import document_ends
+from fabric_llm.model import fast_paths, gradient_equality, layers, loss_head, packed_attention
+from fabric_llm.model.language_model import LanguageModel
+
+VOCABULARY, CONTEXT = 131, 24
+COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+COMMON |= {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
+SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+HEADS = {  # what a head can have between hidden states and logits
+    "llama": {"tie_word_embeddings": False},
+    "qwen2": {"tie_word_embeddings": True},
+    "gpt2": GPT2,
+    "phi": {},  # a bias
+    "gemma2": {**SLIDING, "final_logit_softcapping": 0.5},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 7.0},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0},  # a projection after the layers
+    "gpt_oss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def causal_lm(name, dtype=torch.float32, **more):
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(name, **{**COMMON, **HEADS.get(name, {}), **more})
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def batch(rows=3):
+    torch.manual_seed(6)
+    ids = torch.randint(1, VOCABULARY, (rows, CONTEXT))
+    labels = ids.clone()
+    labels[0, :5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def packed(rows=2):
+    positions = torch.stack([torch.arange(CONTEXT) % (7 + row) for row in range(rows)])
+    return {**batch(rows), "position_ids": positions}
+
+
+def gradients(model, inputs, parameters=None):
+    loss = model(**inputs)
+    found = torch.autograd.grad(loss / 40, list(parameters or model.parameters()), allow_unused=True)
+    return loss.detach(), [g for g in found if g is not None]
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that is made in the body."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        for output in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
+            if isinstance(output, torch.Tensor):
+                self.elements = max(self.elements, output.numel())
+        return outputs
+
+
+@pytest.fixture
+def seven_tokens(monkeypatch):
+    """Chunks that don't divide the tokens."""
+    monkeypatch.setitem(loss_head.LOGITS_AT_ONCE, "cpu", 7 * VOCABULARY)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_chunked_loss_has_every_detail_of_the_head(name, seven_tokens):
+    model = causal_lm(name)
+    assert fast_paths.chunks_its_loss(model, "32-true")
+    full, chunked = (gradients(LanguageModel(model, chunked=chunks), batch()) for chunks in (False, True))
+    torch.testing.assert_close(chunked[0], full[0], rtol=1e-5, atol=1e-4)
+    for ours, plain in zip(chunked[1], full[1], strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_in_bfloat16_it_is_no_further_from_float64_than_the_full_loss(seven_tokens):
+    exact = gradients(LanguageModel(causal_lm("llama", torch.bfloat16).double()), batch())
+    model = causal_lm("llama", torch.bfloat16)
+    errors = []
+    for chunks in (False, True):
+        loss, found = gradients(LanguageModel(model, chunked=chunks), batch())
+        assert loss.dtype == torch.float32 and all(g.dtype == torch.bfloat16 for g in found)
+        errors.append(sum((g.double() - e).square().sum() for g, e in zip(found, exact[1])).sqrt())
+    assert errors[1] < 1.1 * errors[0]
+
+
+def test_no_tensor_has_the_size_of_vocabulary_times_tokens(seven_tokens):
+    model, sizes = causal_lm("llama", vocab_size=1009), []
+    for chunks in (False, True):
+        with Largest() as largest:
+            gradients(LanguageModel(model, chunked=chunks), batch(rows=8))
+        sizes.append(largest.elements)
+    assert sizes[0] == 8 * CONTEXT * 1009 and sizes[1] <= max(1009 * 32, 8 * CONTEXT * 48)
+
+
+def test_an_evaluation_makes_no_gradients(seven_tokens):
+    model = causal_lm("gemma2")
+    with torch.no_grad():
+        losses = [LanguageModel(model, chunked=chunks)(**batch()) for chunks in (False, True)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-4)
+    assert not losses[1].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("llama", {}),
+        ("gpt2", {}),
+        ("mistral", {"sliding_window": 3}),
+        ("gemma3_text", SLIDING),
+        ("qwen2", {}),
+        ("mixtral", {}),
+    ],
+)
+def test_packed_attention_is_the_masked_one(name, more):
+    model = causal_lm(name, **more)
+    assert fast_paths.takes_packed_attention(model)
+    masked = gradients(LanguageModel(model), packed())
+    with fast_paths.attention(model, packed_attention.NAME):
+        ours = gradients(LanguageModel(model), packed())
+    torch.testing.assert_close(ours[0], masked[0], rtol=1e-5, atol=1e-4)
+    for one, other in zip(ours[1], masked[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["opt", "gemma2", "gpt_oss"])  # positions are ignored; soft-capping; sinks
+def test_a_model_that_packed_attention_would_change_keeps_its_own(name):
+    assert not fast_paths.takes_packed_attention(causal_lm(name))
+
+
+def test_packed_attention_makes_no_mask():
+    model, context = causal_lm("llama", max_position_embeddings=512), 512
+    ids = torch.randint(1, VOCABULARY, (1, context))
+    positions = (torch.arange(context) % 32)[None]
+    sizes = []
+    for name in ("sdpa", packed_attention.NAME):
+        with fast_paths.attention(model, name), Largest() as largest:
+            LanguageModel(model, chunked=True)(ids, labels=ids, position_ids=positions)
+        sizes.append(largest.elements)
+    assert sizes[0] >= context**2 > 2 * sizes[1]
+
+
+def test_where_documents_end():
+    ends, longest = document_ends(torch.tensor([[0, 1, 2, 0, 1], [3, 4, 0, 0, 1]]))
+    assert ends.tolist() == [0, 3, 5, 7, 8, 10] and longest == 3 and ends.dtype == torch.int32
+
+
+@pytest.mark.parametrize("which", ["full", "every:2", "selective"])
+def test_recomputed_layers_give_the_same_gradients(which):
+    found = []
+    for how in ("none", which):
+        model = causal_lm("llama").train()
+        layers.checkpoint_activations(model, how)
+        found.append(gradients(LanguageModel(model), batch()))
+    for ours, plain in zip(found[1][1], found[0][1], strict=True):
+        assert torch.equal(ours, plain)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return function(*args, **(kwargs or {}))
+
+
+def test_how_much_is_recomputed():
+    counts = {}
+    for which in ("none", "selective", "every:2", "full"):
+        model = causal_lm("llama").train()
+        layers.checkpoint_activations(model, which)
+        loss = LanguageModel(model)(**batch())
+        with Products() as products:
+            loss.backward()
+        counts[which] = products.count
+    assert counts["none"] == counts["selective"] < counts["every:2"] < counts["full"]
+
+
+def train_with(patch, argv):
+    """train.py after `patch()`. Returns (exit code, what was printed)."""
+    import train
+
+    patch()
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            train.main([str(word) for word in argv])
+        except SystemExit as stop:
+            return stop.code, said.getvalue()
+    return 0, said.getvalue()
+
+
+def nothing():
+    pass
+
+
+def break_the_chunked_loss():
+    """The gradient of the head isn't multiplied by what the loss is multiplied by."""
+    backward = loss_head._ChunkedLoss.backward
+
+    def broken(context, factor):
+        *none, hidden = backward(context, factor)[:4]
+        return (*none, hidden, *(None for _ in context.dtypes[1:]))
+
+    loss_head._ChunkedLoss.backward = staticmethod(broken)
+
+
+def break_packed_attention():
+    """Values stand in the wrong places, where gradients are made."""
+    of_document = packed_attention._of_document
+
+    def broken(query, key, value, *more):
+        return of_document(query, key, value.flip(2) if torch.is_grad_enabled() else value, *more)
+
+    packed_attention._of_document = broken
+
+
+def break_compiled_layers():
+    """Layers are compiled to something else."""
+
+    def compile_layers(model):
+        for layer in layers.repeated_layers(model):
+            layer.register_forward_hook(lambda module, inputs, output: output * (1 + 0.5 * torch.is_grad_enabled()))
+
+    layers.compile_layers = compile_layers
+
+
+CASES = [
+    (break_the_chunked_loss, "--loss full", ("--loss", "chunked")),
+    (break_packed_attention, "--attention sdpa", ("--attention", "packed")),
+    (break_compiled_layers, "--compile false", ("--compile", "true")),
+]
+
+
+def flags(toys, folder, data, strategy, *more):
+    words = ["--model_name", toys / "llama", "--train_data_dir", data, "--output_dir", folder, "--max_step", 2]
+    return [*words, "--strategy", strategy, "--eval_iters", 0, "--global_batch_size", 4, "--run_name", "run", *more]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "precision"), [("auto", 1, "32-true"), ("fsdp", 2, "bf16-true"), ("fsdp2", 2, "32-true")]
+)
+@pytest.mark.parametrize(("patch", "flag", "more"), CASES)
+def test_a_fast_path_that_is_another_model_is_refused(
+    toys, tmp_path, packed_data, patch, flag, more, strategy, ranks, precision
+):
+    words = flags(toys, tmp_path, packed_data, strategy, *more, "--devices", ranks, "--precision", precision)
+    for rank, (code, said) in enumerate(run_ranks(ranks, train_with, patch, words)):
+        assert code == 2
+        if rank == 0:
+            [sentence] = [line for line in said.splitlines() if line.startswith("train.py: error:")]
+            assert "isn't plain transformers'" in sentence and flag in sentence
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
+def test_the_defaults_are_fast_and_pass(toys, tmp_path, packed_data, strategy, ranks, precision):
+    words = flags(toys, tmp_path, packed_data, strategy, "--devices", ranks, "--precision", precision)
+    (code, said), *_ = run_ranks(ranks, train_with, nothing, words)
+    assert code == 0, said
+    assert "packed attention, chunked loss" in said and "the gradients are equal to rounding" in said
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
+def test_a_run_on_fast_paths_is_the_run_on_plain_ones(toys, tmp_path, packed_data, strategy, ranks):
+    plain = ("--loss", "full", "--attention", "sdpa")
+    found = []
+    for name, more in (("fast", ("--activation_checkpointing", "selective")), ("plain", plain)):
+        words = flags(toys, tmp_path / name, packed_data, strategy, *more, "--precision", "32-true", "--lr", 1e-3)
+        train_ranks(ranks, *words, "--max_step", 5)
+        run = tmp_path / name / "run"
+        found.append((metrics(run), metrics(run, "grad_norm")))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--activation_checkpointing", "every:0"), "takes none, full, every:N (such as every:2) or selective"),
+        (("--activation_checkpointing", "half"), "takes none, full, every:N (such as every:2) or selective"),
+        (("--loss", "liger"), "--loss takes auto or full or chunked, not 'liger'"),
+    ],
+)
+def test_a_value_that_is_none_of_them_gets_one_sentence(toys, tmp_path, capsys, words, sentence):
+    import train
+
+    with pytest.raises(SystemExit) as stop:
+        train.main([str(word) for word in [*toy_run(toys, tmp_path), *words]])
+    assert stop.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_one_compilation_serves_all_layers(toys, tmp_path, packed_data):
+    """And the compiled run is the plain one, also with recomputed layers."""
+    words = flags(toys, tmp_path, packed_data, "auto", "--precision", "32-true", "--lr", 1e-3)
+    runs = {}
+    for name, more in (("plain", ()), ("compiled", ("--compile", "true", "--attention", "sdpa"))):
+        [(code, said, graphs)] = run_ranks(1, train_and_count_graphs, [*words, "--run_name", name, *more])
+        assert code == 0, said
+        runs[name] = metrics(tmp_path / name), graphs
+    assert runs["compiled"][0] == pytest.approx(runs["plain"][0], rel=1e-5)
+    assert runs["plain"][1] == 0 and 0 < runs["compiled"][1] <= 2, (
+        "of two layers; one graph to train, one for the probe"
+    )
+
+
+def train_and_count_graphs(argv):
+    from torch._dynamo.utils import counters
+
+    code, said = train_with(nothing, argv)
+    return code, said, counters["stats"]["unique_graphs"]
+
+
+def test_layers_that_are_no_part_of_a_gradient_are_compared_as_well():
+    """A gradient of NaN, of zero, and one that is missing are all found."""
+    model = LanguageModel(causal_lm("llama"))
+    reference = gradient_equality.of_reference(model, batch())
+    assert gradient_equality.difference(reference, reference, "32-true") is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    name = "causal_lm.model.layers.1.mlp.up_proj.weight"
+    for factor in (0.0, float("nan"), -1.0, 1.2):
+        samples = {n: s * factor if n == name else s for n, s in reference.samples.items()}
+        squares = {n: s * factor**2 if n == name else s for n, s in reference.squares.items()}
+        found = gradient_equality.difference(
+            gradient_equality.Gradients(reference.loss, squares, samples), reference, "32-true"
+        )
+        assert "model.layers.1" in found, factor
