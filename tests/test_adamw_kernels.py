@@ -53,7 +53,7 @@ def test_gradients_of_another_dtype_are_updated_alike(compiled):
 
 
 TRITON = """
-import sys, torch
+import torch
 from fabric_llm.training import adamw_rounded, adamw_triton
 for count in (1, 1000, 2**11 + 5):
     assert adamw_rounded.equals_plain(adamw_triton.update, torch.device("cpu"), count), count
@@ -73,6 +73,32 @@ def test_the_triton_kernel_is_the_plain_update_in_tritons_interpreter():
         text=True,
     )
     assert done.stdout == "the same bits\n", done.stderr
+
+
+PTX = """
+import re
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fabric_llm.training.adamw_triton import _kernel
+types = dict.fromkeys(_kernel.arg_names, "fp32") | dict.fromkeys(["param", "exp_avg", "exp_avg_sq"], "*i16")
+types |= {"grad": "*bf16", "count": "i64", "BLOCK": "constexpr"} | dict.fromkeys(["first", "key0", "key1", "key2"], "i32")
+source = ASTSource(_kernel, types, {"BLOCK": 1024})
+ptx = compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False}).asm["ptx"]
+print(*sorted(set(re.findall(r"(?:fma|mad|add|sub|mul|div|sqrt|rsqrt|rcp)[.][a-z.]*f32", ptx))))
+"""
+
+
+def test_the_triton_kernel_compiles_to_single_operations(tmp_path):
+    """For an A100, without one: each operation is rounded by itself, to nearest, and denormals stay."""
+    pytest.importorskip("triton", reason="needs Triton: pip install triton")
+    environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", PTX], cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["add.rn.f32", "div.rn.f32", "mul.rn.f32", "sqrt.rn.f32", "sub.rn.f32"], (
+        done.stderr + done.stdout
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
