@@ -123,7 +123,7 @@ def timing(size: str, device: torch.device, rounds: int) -> str:
         elif row.kernel == "plain":
             optimizer.elements = 0
         steps[row.name] = optimizer.step
-    source = torch.randn(max(count // 4, 1), device=device)  # as many bytes as the bfloat16 parameters
+    source = torch.randn(count, device=device)
     steps["copy"] = lambda target=torch.empty_like(source): target.copy_(source)
     times = in_turns(steps, rounds, device)
     copied = 2 * source.numel() * 4 / statistics.median(times["copy"])
@@ -195,7 +195,7 @@ def accuracy(device: torch.device, elements: int) -> str:
     update = exact - start.double()
     lines = []
     for row in ROWS:
-        params = [nn.Parameter(start.to(device, row.dtype))]
+        params = [nn.Parameter(start.to(device, row.dtype, copy=True))]
         params[0].grad = grad.to(device, row.dtype)
         optimizer = row.make(params)
         optimizer.param_groups[0]["lr"] = lr

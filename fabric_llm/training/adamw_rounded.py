@@ -63,11 +63,12 @@ def pieces_of(flat: dict[str, Tensor], origin: Origin) -> Iterator[tuple[list[Te
     """
     tensors = [flat[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq")]
     limit = PIECE_ELEMENTS["cpu" if tensors[0].device.type == "cpu" else "cuda"]
-    start = 0
-    while start < tensors[0].numel():
+    start, count = 0, tensors[0].numel()
+    while start < count:
         index = origin.offset + start
         end = min(start + limit, start + 2**32 - index % 2**32)
-        yield [tensor[start:end] for tensor in tensors], origin.name, index
+        whole = start == 0 and end >= count  # the usual case, and cutting takes longer than a small update
+        yield tensors if whole else [tensor[start:end] for tensor in tensors], origin.name, index
         start = end
 
 
