@@ -86,10 +86,10 @@ def bfloat16_bits(values: Tensor, noise: Tensor) -> Tensor:
 def noise(first: int, count: int, key: Key, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Uniform int32 [count] in 0..2**16-1 for parameter, exp_avg and exp_avg_sq: a function of (key, index) alone.
 
-    The mixers and constants are those of Wellons' hash-prospector (lowbias32, and a round of triple32), whose outputs
-    change in half of their bits, to within 0.2 %, when any bit of the input does. The first 32 bits serve two tensors:
-    each index has others, so the two halves are as independent as two numbers; a third round makes the rest. Keys go in
-    before each multiplication, so that no step's noise is another's, shifted. docs/results/optimizer.md has the tests.
+    Shifts and factors are those of Wellons' hash-prospector (github.com/skeeto/hash-prospector): lowbias32, then the last
+    round of triple32. 32 bits of the first serve two tensors: each index has others, so the two halves are as independent
+    as two numbers; the round makes the rest. A key goes in before each multiplication, so that no step's noise is another's,
+    shifted. tests/test_adamw_kernels.py tests all of this.
     """
     x = torch.arange(count, dtype=torch.int32, device=device)
     x.add_(_int32(first)).bitwise_xor_(key[0])  # int32 wraps around
