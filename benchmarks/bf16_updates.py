@@ -3,7 +3,6 @@
 
     python benchmarks/bf16_updates.py --markdown docs/results/bf16_updates.md --plot docs/results/bf16_updates.png
     python benchmarks/bf16_updates.py --accumulation      error of gradients summed over micro-batches in bfloat16
-    python benchmarks/bf16_updates.py --optimizer_time    a training step with our AdamW against torch.optim.AdamW's
     python benchmarks/bf16_updates.py --masking           a training step with packed documents kept apart against not
 
 The first trains each row with train.py itself, one after the other, from the same weights on the same data, and reads
@@ -57,12 +56,6 @@ LARGER = {  # about 30 M parameters with the demo's vocabulary
     "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 9, "num_attention_heads": 8,
     "vocab_size": 2048, "max_position_embeddings": 2048, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
-SMOLLM2_135M = {  # the shape of HuggingFaceTB/SmolLM2-135M
-    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-    "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 2048, "tie_word_embeddings": True,
-    "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
-TIMED_BATCH, TIMED_CONTEXT_TOKENS = 4, 256  # of --optimizer_time
 MASKING_BATCH_TOKENS, MASKING_CONTEXTS, MASKING_CHARACTERS = 2048, (256, 1024), 1000
 
 
@@ -91,7 +84,7 @@ def main(argv: Optional[list[str]] = None) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group()
-    for name, function in (("accumulation", accumulation), ("optimizer_time", optimizer_time), ("masking", masking)):
+    for name, function in (("accumulation", accumulation), ("masking", masking)):
         what.add_argument(f"--{name}", dest="benchmark", action="store_const", const=function, default=updates,
                           help=function.__doc__.splitlines()[0])  # fmt: skip
     parser.add_argument("--model_name", help="pretrained model, hub name or directory (default: train one, see above)")
@@ -114,7 +107,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--output_dir", type=Path, help="folder to keep the runs in, and to take its own pretrained model from"
     )
     options = parser.parse_args(argv)
-    if (options.model_name is None) != (options.train_data_dir is None) and options.benchmark is not optimizer_time:
+    if (options.model_name is None) != (options.train_data_dir is None):
         parser.error("--model_name and --train_data_dir go together: the data must be in the model's tokens.")
     if min(options.steps, options.base_steps, options.rounds, options.eval_iters, options.global_batch_size) < 1:
         parser.error("numbers of steps, rounds, batches and sequences must be at least 1.")
@@ -155,7 +148,7 @@ def updates(folder: Path, options: argparse.Namespace) -> Result:
         "Bytes a parameter: the tensors of parameters and optimizer state at the end of the run, divided by the number "
         "of parameters; gradients (2, in float32 4) and activations come on top",
         "Step: median over stretches of a few steps. The rows ran one after the other, and other work on the machine "
-        "meets them unequally: --optimizer_time compares times in turns",
+        "meets them unequally: benchmarks/optimizer.py compares optimizers in turns",
         "Row torch: torch.optim.AdamW(fused=True) in the place of our AdamW; it must agree with nearest in all but time",
     ]
     return "bfloat16 updates: what is lost and what each setting gives back", notes, rows, updates_table(rows)
@@ -540,106 +533,6 @@ def micro_gradients(trainer: Trainer) -> Iterator[list[Tensor]]:
 def relative_error(found: list[Tensor], right: list[Tensor]) -> float:
     error = sum((f.double() - r).square().sum().item() for f, r in zip(found, right))
     return math.sqrt(error / sum(r.square().sum().item() for r in right))
-
-
-def optimizer_time(folder: Path, options: argparse.Namespace) -> Result:
-    """Time of a training step with our AdamW in each mode against torch.optim.AdamW, fused and foreach."""
-    import torch
-
-    from fabric_llm.training import optim
-    from fabric_llm.training.adamw import AdamW
-
-    model_name, data = options.model_name, options.train_data_dir
-    if model_name is None:
-        model_name = folder / "smollm2-135m"
-        write_config(model_name, SMOLLM2_135M)
-    if data is None:
-        data = folder / "random"
-        write_random_tokens(data, Path(model_name))
-    size = ("--global_batch_size", TIMED_BATCH, "--micro_batch_size", TIMED_BATCH)
-    trainer = make_trainer(options, model_name, data, *size, "--precision", "bf16-true")
-    named = list(trainer.model.module.named_parameters())
-    count = sum(p.numel() for _, p in named)
-
-    def groups() -> list[dict[str, Any]]:
-        return optim.parameter_groups(named, optim.decayed_names(trainer.model.module), 0.1)
-
-    settings = {"lr": options.lr, "betas": (0.9, 0.95)}
-    optimizers = {  # each has its own state, all step the same parameters: times don't depend on values
-        "torch.optim.AdamW, fused": torch.optim.AdamW(groups(), **settings, fused=True),
-        "torch.optim.AdamW, foreach": torch.optim.AdamW(groups(), **settings, foreach=True),
-        **{kind: AdamW(groups(), **settings, updates=kind) for kind in ("nearest", "stochastic", "master")},
-    }
-    batches = batches_of(trainer, 1)
-
-    def turn_of(optimizer: Optimizer) -> Callable[[int], tuple[float, float]]:
-        clock = Clock(trainer.fabric.device)
-        optimizer.register_step_pre_hook(clock.start)
-        optimizer.register_step_post_hook(clock.stop)
-        own = trainer._replace(optimizer=trainer.fabric.setup_optimizers(optimizer))
-        return lambda turn: (timed_step(own, turn, batches.at(turn * TIMED_BATCH)), clock.seconds)
-
-    progress(f"{count / 1e6:.1f} M parameters, {len(optimizers)} optimizers in turns")
-    times = in_turns({name: turn_of(optimizer) for name, optimizer in optimizers.items()}, options.rounds)
-    passes = statistics.median(whole - alone for values in times.values() for whole, alone in values)
-    rows = []
-    for name, optimizer in optimizers.items():
-        whole, alone = (statistics.median(values) for values in zip(*times[name]))
-        state = storage_bytes(state_tensors(optimizer)) / count
-        rows.append(
-            {"name": name, "step": whole, "optimizer": alone, "passes": passes, "state": state, "times": times[name]}
-        )
-    fused = rows[0]
-    lines = [
-        (row["name"], f"{1000 * row['step']:.0f}", f"{row['step'] / fused['step']:.3f}", f"{1000 * row['optimizer']:.0f}",
-         f"{row['optimizer'] / fused['optimizer']:.2f}",
-         f"{(passes + row['optimizer']) / (passes + fused['optimizer']):.3f}", f"{row['state']:.1f}")
-        for row in rows
-    ]  # fmt: skip
-    titles = (
-        "",
-        "step, ms",
-        "x fused",
-        "optimizer alone, ms",
-        "x fused",
-        "step, same passes, x fused",
-        "state, bytes a parameter",
-    )
-    notes = [
-        f"Model: {count / 1e6:.1f} M parameters in bfloat16 ({'a given one' if options.model_name else 'the shape of SmolLM2-135M, random weights'}), "
-        f"{TIMED_BATCH} sequences of {trainer.plan.dataset.context_length} tokens a step",
-        f"Medians of {options.rounds} steps; the optimizers take turns on the same parameters, a step each",
-        "Same passes: forward, backward and clipping are the same work in all rows, so their common median "
-        f"({1000 * passes:.0f} ms) plus the optimizer's own: less noise than the whole step",
-    ]
-    return "Time of a training step by optimizer", notes, rows, markdown(titles, lines)
-
-
-class Clock:
-    """Times what lies between two hooks."""
-
-    def __init__(self, device: Any) -> None:
-        self.device, self.seconds = device, math.nan
-
-    def start(self, *ignored: Any) -> None:
-        synchronize(self.device)
-        self.began = time.perf_counter()
-
-    def stop(self, *ignored: Any) -> None:
-        synchronize(self.device)
-        self.seconds = time.perf_counter() - self.began
-
-
-def write_random_tokens(folder: Path, model_name: Path) -> None:
-    import datasets
-    import numpy as np
-    from transformers import AutoConfig
-
-    vocabulary = AutoConfig.from_pretrained(model_name).vocab_size
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (64, TIMED_CONTEXT_TOKENS))
-    split = datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
-    datasets.disable_progress_bars()
-    datasets.DatasetDict({"train": split, "validation": split}).save_to_disk(str(folder))
 
 
 def masking(folder: Path, options: argparse.Namespace) -> Result:

@@ -98,15 +98,6 @@ def test_same_is_what_autograd_does(toys, options):
     assert all(torch.equal(p.grad, t) for p, t in zip(parameters, total))
 
 
-def test_optimizer_time_has_every_optimizer(toys, tmp_path, options):
-    options.model_name, options.train_data_dir = str(toys / "llama-tied"), str(toys / "many")
-    _, _, rows, table = bf16_updates.optimizer_time(tmp_path, options)
-    state = {row["name"]: round(row["state"]) for row in rows}
-    names = ("torch.optim.AdamW, fused", "torch.optim.AdamW, foreach", "nearest", "stochastic", "master")
-    assert state == dict(zip(names, (4, 4, 4, 4, 12)))
-    assert all(f"| {name} |" in table for name in names)
-
-
 def test_masking_has_a_row_for_each_model(tmp_path, options, monkeypatch):
     options.model_name, options.train_data_dir = str(tmp_path / "llama"), str(tmp_path / "data")
     texts = [f"{name} is a word of {len(name)} letters. " * 30 for name in ("one", "three", "seven", "eleven")]

@@ -83,3 +83,8 @@ def test_a_wheel_holds_every_room():
     from setuptools import find_packages
 
     assert set(find_packages(str(ROOT), include=[include])) == {"fabric_llm", *(f"fabric_llm.{room}" for room in FLOOR)}
+
+
+def test_a_wheel_holds_what_is_compiled():
+    [pattern] = re.findall(r'package-data = { fabric_llm = \["(.*)"\] }', (ROOT / "pyproject.toml").read_text())
+    assert set(PACKAGE.glob(pattern)) == set(PACKAGE.rglob("*.cpp")) != set()

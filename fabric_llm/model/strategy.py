@@ -338,12 +338,6 @@ def original_name(name: str) -> str:
     return name
 
 
-def shard_rank(model: nn.Module) -> int:
-    """This rank's place among those that the parameters are split over; 0 on all ranks that hold them whole."""
-    group = shard_group(model)
-    return 0 if group is None else torch.distributed.get_rank(group)
-
-
 def syncs_every_micro_batch(name: str, sums_in_float32: bool) -> bool:
     """False where gradients of earlier micro-batches can wait unreduced: they cost no memory, and stay where they are."""
     return name not in ("ddp", "single") or sums_in_float32

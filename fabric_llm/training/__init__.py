@@ -4,7 +4,9 @@ step        `count_targets`, `accumulate`, `backward`, `clip`, `share`: the part
 schedule    `SCHEDULES`, `lr_at`: the learning rate as a function of the step
 gradients   `clip_gradients`, `GradientSums`: norms and sums over shards and micro-batches
 optim       `make_optimizer`, `parameter_groups`: the optimizer, and which parameters decay
-adamw       `AdamW`: small updates survive in bfloat16
+adamw       `AdamW`: small updates survive in bfloat16, by one of the kernels below
+adamw_rounded   `rounded_step`: stochastic rounding that depends neither on devices nor on sharding
+adamw_plain, adamw_cpu, adamw_triton    the same update in plain PyTorch, C++ and Triton
 updates     `sample_weights`, `size`: how many weights a step has changed
 guard       `Guard`: which steps are taken, skipped or undone
 evaluation  `Evaluation`: the validation loss

@@ -9,21 +9,22 @@ learning rates of continued pretraining most are. `updates` says what is done ab
 | master     | a float32 master, rounded to nearest            | master and moments float32: 12       |
 | nearest    | rounded to nearest: torch.optim.AdamW           | moments bfloat16: 4                  |
 
-The arithmetic is float32 everywhere (torch's fused kernel), in blocks: besides its state, a step takes at most
-8 MiB on a CPU and 256 MiB on a GPU, however large the model.
+The arithmetic is float32 everywhere. Rounding to nearest is left to torch's fused kernel; what is rounded stochastically
+goes through adamw_rounded.py. Besides its state, a step takes at most 8 MiB on a CPU and 512 MiB on a GPU, however large
+the model.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.data.order import random_key
+from fabric_llm.training.adamw_rounded import Origin, kernel_for, rounded_step
+from fabric_llm.training.gradients import _local
 
 UPDATES = ("stochastic", "nearest", "master")
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}  # a CPU's block stays in its cache, a GPU's hides the launches
@@ -37,9 +38,10 @@ class AdamW(torch.optim.Optimizer):
     shape, device and placement (DTensor) of the parameter, dtypes as above. The moments are rounded like the parameter.
     If they were rounded to nearest, exp_avg_sq could never fall where beta2 is above 0.998.
 
-    Rounding is a function of (seed, shard_rank, step of the parameter, place among the parameters), nothing is saved
-    for it and torch's generators stay as they are. Replicas pass the same `shard_rank`, ranks that hold different
-    parts different ones. On GPUs the random numbers also depend on the GPU's model. The host never waits for a GPU.
+    Rounding is a function of (seed, step of the parameter, its name, tensor, index in the whole parameter): the same on CPUs
+    and GPUs, however a parameter is split over ranks. Nothing is saved for it, torch's generators stay as they are, and
+    the host never waits for a GPU. `origins` says what each parameter is a piece of; one that it doesn't name is taken
+    for whole, and for its name its place among the parameters.
 
     Parameters and state are contiguous; gradients may have any layout and dtype.
     Raises ValueError if `updates` is none of UPDATES.
@@ -55,12 +57,13 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         updates: str = "stochastic",
         seed: int = 0,
-        shard_rank: int = 0,
+        origins: Optional[Mapping[Tensor, Origin]] = None,
     ) -> None:
         if updates not in UPDATES:
             raise ValueError(f"updates {updates!r} is none of {', '.join(UPDATES)}.")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.updates, self.seed, self.shard_rank = updates, seed, shard_rank
+        self.updates, self.seed, self.origins = updates, seed, dict(origins or {})
+        self.elements = sum(_local(param).numel() for group in self.param_groups for param in group["params"])
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -77,22 +80,24 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for index, group in enumerate(self.param_groups):
+        for number, group in enumerate(self.param_groups):
             failpoint("optimizer_step")
-            for (device, dtype, step), tensors in self._alike(group).items():
+            for (device, dtype, step), (tensors, origins) in self._alike(group, number).items():
                 if dtype != torch.bfloat16 or self.updates == "nearest":
                     plain_step(tensors, group, _scalar(step, device))
                 elif self.updates == "master":
                     master_step(tensors, group, _scalar(step, device))
                 else:
-                    key = int(random_key(self.seed, self.shard_rank, int(step), index) >> 1)
-                    rounded_step(tensors, group, _scalar(step, device), key)
+                    rounded_step(tensors, origins, group, int(step), self.seed, kernel_for(device, self.elements))
         return loss
 
-    def _alike(self, group: dict[str, Any]) -> dict[tuple[torch.device, torch.dtype, float], list[dict[str, Tensor]]]:
-        """(device, dtype, step) -> for each parameter its flat local tensors: param, grad, state. Counts the step."""
-        alike: dict[Any, list[dict[str, Tensor]]] = {}
-        for param in group["params"]:
+    def _alike(self, group: dict[str, Any], number: int) -> dict[Any, tuple[list[dict[str, Tensor]], list[Origin]]]:
+        """(device, dtype, step) -> for each parameter its flat local tensors (param, grad, state), and its origin.
+
+        Counts the step. `number` is the group's.
+        """
+        alike: dict[Any, tuple[list[dict[str, Tensor]], list[Origin]]] = {}
+        for index, param in enumerate(group["params"]):
             if param.grad is None:
                 continue
             state = self.state[param]
@@ -104,7 +109,9 @@ class AdamW(torch.optim.Optimizer):
             flat = {name: _flat(tensor) for name, tensor in tensors.items()}
             if flat["param"].numel():  # a rank may hold nothing of a sharded parameter
                 key = flat["param"].device, param.dtype, state["step"].item()
-                alike.setdefault(key, []).append(flat)
+                tensors_alike, origins = alike.setdefault(key, ([], []))
+                tensors_alike.append(flat)
+                origins.append(self.origins.get(param) or Origin(f"{number}.{index}"))
         return alike
 
     def _initialise(self, param: Tensor, state: dict[str, Tensor]) -> None:
@@ -147,70 +154,15 @@ def plain_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: Te
 
 def master_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: Tensor) -> None:
     """float32 master and moments; the parameter becomes the master, rounded to nearest."""
-    scratch = _scratch(tensors, rows=1)
+    elements = min(_limit(tensors), sum(t["param"].numel() for t in tensors))
+    scratch = torch.empty(elements, dtype=torch.float32, device=tensors[0]["param"].device)
     for block in blocks(tensors):
-        grads = _rows(scratch, block, ["grad"])[1]["grad"]
+        sizes = [piece.numel() for piece in block["param"]]
+        grads = list(scratch[: sum(sizes)].split(sizes))
         torch._foreach_copy_(grads, block["grad"])
         _adamw(block["master"], grads, block["exp_avg"], block["exp_avg_sq"], group, step)
         if group["lr"] != 0:
             torch._foreach_copy_(block["param"], block["master"])
-
-
-def rounded_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: Tensor, key: int) -> None:
-    """bfloat16 parameter and moments, rounded stochastically.
-
-    Zamirai et al. (2020), Revisiting BFloat16 Training, arXiv:2010.06192.
-    """
-    rounded = ("param", "exp_avg", "exp_avg_sq")
-    names = ("grad", *rounded)
-    scratch = _scratch(tensors, rows=len(names))
-    noise = Noise(key, scratch.device, scratch.numel() // len(names) * len(rounded))
-    moves = group["lr"] != 0  # else not even a -0.0 may change
-    for block in blocks(tensors):
-        rows, pieces = _rows(scratch, block, names)
-        for name in names:
-            torch._foreach_copy_(pieces[name], block[name])
-        _adamw(*([rows[name]] for name in ("param", "grad", "exp_avg", "exp_avg_sq")), group, step)
-        size = rows["param"].numel()
-        values = scratch[size : len(names) * size]  # the rows to round, all but grad
-        bits = bfloat16_bits(values, noise(values.numel()))
-        pieces = _rows(bits, block, rounded)[1]
-        for name in rounded if moves else rounded[-2:]:
-            torch._foreach_copy_([piece.view(torch.int16) for piece in block[name]], pieces[name])
-
-
-def bfloat16_bits(values: Tensor, noise: Tensor) -> Tensor:
-    """float32 -> the bits of bfloat16s as int32 in -2**15..2**15-1, rounded stochastically, in the memory of `values`.
-
-    `noise`: int32, each one uniform in 0..2**16-1. bfloat16 is the upper half of float32's bits; the noise carries into
-    it with the probability of the lower half / 2**16. So the mean is exact, and what fits in bfloat16 stays.
-    A carry out of the largest number gives infinity; NaNs are made canonical so that none carries into the sign.
-    """
-    infinity = float("inf")
-    torch.nan_to_num_(values, nan=float("nan"), posinf=infinity, neginf=-infinity)
-    return values.view(torch.int32).add_(noise).bitwise_right_shift_(16)
-
-
-class Noise:
-    """Uniform int32 in 0..2**16-1, up to `size` at a time: a function of (key, device, sizes asked for).
-
-    On a CPU, where random numbers would cost more than the rest of the step, one table is drawn and each block XORs it
-    with a number of its own: any two elements of a step stay independent, which is all that the mean and the variance
-    of any weighted sum of the rounding errors depend on.
-    """
-
-    def __init__(self, key: int, device: torch.device, size: int) -> None:
-        self.generator = torch.Generator(device).manual_seed(key)
-        self.table = torch.empty(size, dtype=torch.int32, device=device)
-        if device.type == "cpu":
-            self.table.random_(0, 2**16, generator=self.generator)
-            self.keys = random.Random(key)
-
-    def __call__(self, size: int) -> Tensor:
-        """int32 [size], valid until the next call."""
-        if self.table.device.type == "cpu":
-            return self.table[:size].bitwise_xor_(self.keys.getrandbits(16))
-        return self.table[:size].random_(0, 2**16, generator=self.generator)
 
 
 def blocks(tensors: list[dict[str, Tensor]]) -> Iterator[dict[str, list[Tensor]]]:
@@ -228,23 +180,8 @@ def blocks(tensors: list[dict[str, Tensor]]) -> Iterator[dict[str, list[Tensor]]
     yield dict(zip(tensors[0], map(list, zip(*block))))
 
 
-def _scratch(tensors: list[dict[str, Tensor]], rows: int) -> Tensor:
-    """float32, room for `rows` rows of any block."""
-    elements = min(_limit(tensors), sum(t["param"].numel() for t in tensors))
-    return torch.empty(rows * elements, dtype=torch.float32, device=tensors[0]["param"].device)
-
-
 def _limit(tensors: list[dict[str, Tensor]]) -> int:
     return BLOCK_ELEMENTS["cpu" if tensors[0]["param"].device.type == "cpu" else "cuda"]
-
-
-def _rows(
-    scratch: Tensor, block: dict[str, list[Tensor]], names: Sequence[str]
-) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
-    """A row of the start of `scratch` for each name, whole and cut like the block's tensors."""
-    sizes = [piece.numel() for piece in block["param"]]
-    rows = dict(zip(names, scratch[: len(names) * sum(sizes)].view(len(names), -1)))
-    return rows, {name: list(row.split(sizes)) for name, row in rows.items()}
 
 
 def _adamw(
@@ -267,5 +204,4 @@ def _scalar(step: float, device: torch.device) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The memory of this rank's part of a contiguous tensor, one-dimensional."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach().view(-1)
+    return _local(tensor).detach().view(-1)

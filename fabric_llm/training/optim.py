@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from fabric_llm.base.ranks import waits_for_others
 from fabric_llm.model import strategy
 from fabric_llm.training.adamw import AdamW
+from fabric_llm.training.adamw_rounded import Origin
+from fabric_llm.training.gradients import _communication_device, _local
 
 
 def make_optimizer(
@@ -26,11 +30,28 @@ def make_optimizer(
 
     decayed: names of parameters, see `decayed_names`. updates: how bfloat16 parameters are rounded, see adamw.py.
     """
-    named = ((strategy.original_name(name), parameter) for name, parameter in wrapped.module.named_parameters())
-    groups = parameter_groups(named, decayed, weight_decay)
-    optimizer = AdamW(groups, lr=lr, betas=betas, updates=updates, seed=seed, shard_rank=strategy.shard_rank(wrapped))
+    named = {strategy.original_name(name): parameter for name, parameter in wrapped.module.named_parameters()}
+    groups = parameter_groups(named.items(), decayed, weight_decay)
+    offsets = shard_offsets(list(named.values()), strategy.shard_group(wrapped))
+    origins = {parameter: Origin(name, offset) for (name, parameter), offset in zip(named.items(), offsets)}
+    optimizer = AdamW(groups, lr=lr, betas=betas, updates=updates, seed=seed, origins=origins)
     optimizer.initialise()
     return optimizer
+
+
+def shard_offsets(parameters: list[nn.Parameter], group: Optional[ProcessGroup]) -> list[int]:
+    """For each parameter, the index of this rank's first element in the whole, flattened parameter. All ranks call it.
+
+    group: the process group that the parameters are split over, None where each rank holds them whole. Both FSDPs split
+    in the order of ranks, FSDP2 between rows, so what comes before is what lower ranks hold, and no field of theirs is read.
+    """
+    if group is None:
+        return [0] * len(parameters)
+    counts = torch.tensor([_local(parameter).numel() for parameter in parameters], device=_communication_device(group))
+    all_counts = [torch.empty_like(counts) for _ in range(torch.distributed.get_world_size(group))]
+    with waits_for_others("shard_offsets"):
+        torch.distributed.all_gather(all_counts, counts, group=group)
+    return (torch.stack(all_counts).cumsum(0)[torch.distributed.get_rank(group)] - counts).tolist()
 
 
 def decayed_names(model: nn.Module) -> set[str]:

@@ -1,0 +1,132 @@
+"""A step for bfloat16 parameters with stochastic rounding: in which pieces, and by which kernel.
+
+That is the fastest kernel of this machine that gives the bits of plain PyTorch (adamw_plain.py): adamw_cpu.py or
+adamw_triton.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, Callable, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from fabric_llm.training import adamw_plain
+
+Update = Callable[..., None]
+PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # what a CPU's thread, or a launch on a GPU, does at a time
+LEAST_ELEMENTS = 2**20  # below this, plain PyTorch takes less time in ten steps than compiling would
+
+
+class Origin(NamedTuple):
+    """Which piece of the model a parameter on this rank is."""
+
+    name: str  # of the whole parameter, in the unwrapped model
+    offset: int = 0  # index of the piece's first element in the whole, flattened parameter
+
+
+def rounded_step(
+    tensors: list[dict[str, Tensor]], origins: list[Origin], group: dict[str, Any], step: int, seed: int, update: Update
+) -> None:
+    """AdamW for parameters of one device, each one's flat param, grad, exp_avg and exp_avg_sq, by an `update`.
+
+    group: lr, betas, eps and weight_decay. step: how many steps these parameters have taken, with this one.
+    """
+    numbers = adamw_plain.numbers_of(group, step)
+
+    def update_piece(piece: tuple[list[Tensor], str, int]) -> None:
+        (param, *others), name, index = piece
+        if group["lr"] == 0:  # not even a -0.0 may change
+            param = param.clone()
+        high, low = divmod(index, 2**32)
+        update(param, *others, low, adamw_plain.key_of(seed, step, name, high), numbers)
+
+    pieces = (piece for flat, origin in zip(tensors, origins) for piece in pieces_of(flat, origin))
+    threads = torch.get_num_threads() if tensors[0]["param"].device.type == "cpu" else 1
+    if threads == 1 or update is adamw_plain.update:  # which has torch's threads
+        for piece in pieces:
+            update_piece(piece)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(update_piece, pieces))
+
+
+def pieces_of(flat: dict[str, Tensor], origin: Origin) -> Iterator[tuple[list[Tensor], str, int]]:
+    """Pieces of at most PIECE_ELEMENTS: ([param, grad, exp_avg, exp_avg_sq], name, index of the first element).
+
+    None crosses a multiple of 2**32: kernels count indices in 32 bits, the rest goes into the key.
+    """
+    tensors = [flat[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq")]
+    limit = PIECE_ELEMENTS["cpu" if tensors[0].device.type == "cpu" else "cuda"]
+    start, count = 0, tensors[0].numel()
+    while start < count:
+        index = origin.offset + start
+        end = min(start + limit, start + 2**32 - index % 2**32)
+        whole = start == 0 and end >= count  # the usual case, and cutting takes longer than a small update
+        yield tensors if whole else [tensor[start:end] for tensor in tensors], origin.name, index
+        start = end
+
+
+def kernel_for(device: torch.device, elements: int) -> Update:
+    """An `update` as that of adamw_plain.py, for an optimizer that updates so many elements on a device."""
+    return _fastest(device) if elements >= LEAST_ELEMENTS else adamw_plain.update
+
+
+@cache
+def _fastest(device: torch.device) -> Update:
+    """Compile, compare, and else say once why plain PyTorch goes on: more slowly, with the same numbers."""
+    try:
+        update = _build(device)
+        if update is None:
+            return adamw_plain.update
+        if equals_plain(update, device):
+            return update
+        reason = "its bits differ from those of plain PyTorch"
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.decode(errors="replace").strip().splitlines() or [str(error)])[0]
+    except Exception as error:  # whatever a compiler may do, there is another way with the same numbers
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        needs = "a C++ compiler" if device.type == "cpu" else "Triton and a C compiler"
+        warnings.warn(
+            f"The optimizer's kernel for {device.type}, which needs {needs}, isn't used ({reason}). "
+            "Without it, plain PyTorch takes several times as long for the same numbers.",
+            stacklevel=2,
+        )
+    return adamw_plain.update
+
+
+def _build(device: torch.device) -> Optional[Update]:
+    if device.type == "cpu":
+        from fabric_llm.training import adamw_cpu
+
+        return adamw_cpu.build()
+    if device.type == "cuda":
+        from fabric_llm.training import adamw_triton
+
+        return adamw_triton.update
+    return None
+
+
+def equals_plain(update: Update, device: torch.device, count: int = 2**14 + 13) -> bool:
+    """Whether an update gives the bits of plain PyTorch on a CPU, for numbers of all sizes, infinities and NaNs."""
+    generator = torch.Generator().manual_seed(0)
+    every = torch.randint(-(2**15), 2**15, (4, count), generator=generator).to(torch.int16)  # bits of any bfloat16
+    usual = torch.randn(4, count, generator=generator).bfloat16().view(torch.int16)
+    group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    for bits in (every, usual):
+        bits[3].bitwise_and_(2**15 - 1)  # exp_avg_sq has no sign
+        expected, found = bits, bits.to(device, copy=True)
+        for step in (1, 2, 1000):
+            numbers = adamw_plain.numbers_of(group, step)
+            for tensors, function in ((found, update), (expected, adamw_plain.update)):
+                key = adamw_plain.key_of(0, step, "name", 1)
+                function(*tensors.view(torch.bfloat16), 2**32 - count, key, numbers)
+        if not torch.equal(found.cpu(), expected):
+            return False
+    return True

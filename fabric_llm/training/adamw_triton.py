@@ -1,0 +1,68 @@
+"""adamw_plain.update on a GPU in one pass over memory, as a Triton kernel. Only what runs on GPUs imports this."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fabric_llm.training.adamw_plain import Key, Numbers, _int32
+
+BLOCK_ELEMENTS = 1024
+
+
+def update(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, first: int, key: Key, numbers: Numbers
+) -> None:
+    """`update` of adamw_plain.py."""
+    bits = (tensor.view(torch.int16) for tensor in (exp_avg, exp_avg_sq))
+    grid = (triton.cdiv(param.numel(), BLOCK_ELEMENTS),)
+    _kernel[grid](
+        *(param.view(torch.int16), grad, *bits, param.numel(), _int32(first), *key, *numbers),
+        BLOCK=BLOCK_ELEMENTS,
+        enable_fp_fusion=False,  # a * b + c is rounded twice, as in plain PyTorch
+    )
+
+
+@triton.jit(do_not_specialize=["count", "first", "key0", "key1", "key2"])
+def _kernel(
+    param, grad, exp_avg, exp_avg_sq, count, first, key0, key1, key2,
+    decay, grad_weight, beta2, square_weight, bias, eps, step_size, BLOCK: tl.constexpr
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    lane = tl.arange(0, BLOCK)
+    at = start + lane
+    inside = at < count
+
+    x = (first + start.to(tl.int32) + lane).to(tl.uint32, bitcast=True) ^ key0.to(tl.uint32, bitcast=True)
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ key1.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    x = x ^ (x >> 16)
+    y = x ^ key2.to(tl.uint32, bitcast=True)
+    y = (y ^ (y >> 15)) * 0x31848BAB
+
+    g = tl.load(grad + at, mask=inside, other=0).to(tl.float32)
+    p = _widen(tl.load(param + at, mask=inside, other=0))
+    m = _widen(tl.load(exp_avg + at, mask=inside, other=0))
+    v = _widen(tl.load(exp_avg_sq + at, mask=inside, other=0))
+    m = m + (g - m) * grad_weight
+    v = v * beta2 + g * g * square_weight
+    p = p * decay - tl.div_rn(m, tl.sqrt_rn(v) * bias + eps) * step_size
+
+    tl.store(param + at, _round_up_or_down(p, x >> 16), mask=inside)
+    tl.store(exp_avg + at, _round_up_or_down(m, x & 0xFFFF), mask=inside)
+    tl.store(exp_avg_sq + at, _round_up_or_down(v, y >> 16), mask=inside)
+
+
+@triton.jit
+def _widen(bits):
+    """The bits of bfloat16 -> float32."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round_up_or_down(value, noise):
+    """float32 -> the bits of bfloat16."""
+    bits = (value.to(tl.uint32, bitcast=True) + noise) >> 16
+    return tl.where(value == value, bits, 0x7FC0).to(tl.int16)

@@ -1,0 +1,240 @@
+"""Each kernel gives the bits of plain PyTorch, or isn't used; and the noise that they round with is good noise."""
+
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fabric_llm.training import adamw_cpu, adamw_plain, adamw_rounded
+from fabric_llm.training.adamw import AdamW
+
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler, named c++")
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return adamw_cpu.build()
+
+
+@pytest.fixture
+def forgetful():
+    """The choice of a kernel is made anew, before the test and after it."""
+    adamw_rounded._fastest.cache_clear()
+    yield
+    adamw_rounded._fastest.cache_clear()
+
+
+# ------------------------------------------------------------------------------- the same bits
+
+
+@needs_compiler
+@pytest.mark.parametrize("count", [1, 7, 8, 15, 33, 1000, 2**17 + 5])
+def test_the_compiled_update_is_the_plain_one(compiled, count):
+    """Numbers of all sizes, denormals, infinities and NaNs; steps 1, 2 and 1000; indices up to 2**32 - 1."""
+    assert adamw_rounded.equals_plain(compiled, CPU, count)
+
+
+@needs_compiler
+def test_gradients_of_another_dtype_are_updated_alike(compiled):
+    tensors = torch.randn(3, 100, generator=torch.Generator().manual_seed(0)).abs()
+    grad, numbers = torch.randn(100), adamw_plain.numbers_of(AdamW([nn.Parameter(tensors)], lr=0.1).param_groups[0], 3)
+    found = []
+    for update in (compiled, adamw_plain.update):
+        param, exp_avg, exp_avg_sq = tensors.bfloat16()
+        update(param, grad, exp_avg, exp_avg_sq, 5, (1, 2, 3), numbers)
+        found.append(torch.stack([param, exp_avg, exp_avg_sq]))
+    assert torch.equal(*found)
+
+
+TRITON = """
+import torch
+from fabric_llm.training import adamw_rounded, adamw_triton
+for count in (1, 1000, 2**11 + 5):
+    assert adamw_rounded.equals_plain(adamw_triton.update, torch.device("cpu"), count), count
+print("the same bits")
+"""
+
+
+def test_the_triton_kernel_is_the_plain_update_in_tritons_interpreter():
+    """A GPU isn't needed for it, and what a GPU's compiler does isn't shown by it: `_fastest` compares again on the GPU."""
+    pytest.importorskip("triton", reason="needs Triton: pip install triton")
+    environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRITON],
+        cwd=Path(__file__).parent.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "the same bits\n", done.stderr
+
+
+PTX = """
+import re
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fabric_llm.training.adamw_triton import _kernel
+types = dict.fromkeys(_kernel.arg_names, "fp32") | dict.fromkeys(["param", "exp_avg", "exp_avg_sq"], "*i16")
+types |= {"grad": "*bf16", "count": "i64", "BLOCK": "constexpr"} | dict.fromkeys(["first", "key0", "key1", "key2"], "i32")
+source = ASTSource(_kernel, types, {"BLOCK": 1024})
+ptx = compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False}).asm["ptx"]
+print(*sorted(set(re.findall(r"(?:fma|mad|add|sub|mul|div|sqrt|rsqrt|rcp)[.][a-z.]*f32", ptx))))
+"""
+
+
+def test_the_triton_kernel_compiles_to_single_operations(tmp_path):
+    """For an A100, without one: each operation is rounded by itself, to nearest, and denormals stay."""
+    pytest.importorskip("triton", reason="needs Triton: pip install triton")
+    environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", PTX], cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["add.rn.f32", "div.rn.f32", "mul.rn.f32", "sqrt.rn.f32", "sub.rn.f32"], (
+        done.stderr + done.stdout
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gives_the_bits_of_a_cpu():
+    gpu = torch.device("cuda")
+    assert adamw_rounded._build(gpu) is not None
+    assert adamw_rounded.equals_plain(adamw_rounded._build(gpu), gpu)
+    found = []
+    for device in (CPU, gpu):
+        param = nn.Parameter(torch.randn(2**20, generator=torch.Generator().manual_seed(0)).bfloat16().to(device))
+        optimizer = AdamW([param], lr=1e-3)
+        for step in range(3):
+            param.grad = torch.randn(2**20, generator=torch.Generator().manual_seed(step)).bfloat16().to(device)
+            optimizer.step()
+        found.append(torch.stack([t.cpu() for t in (param.detach(), *list(optimizer.state[param].values())[1:])]))
+    assert torch.equal(*found)
+
+
+# ------------------------------------------------------------------------------- which kernel
+
+
+def train(count, threads):
+    param = nn.Parameter(torch.ones(count, dtype=torch.bfloat16))
+    optimizer = AdamW([param], lr=1e-3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for step in range(2):
+            param.grad = torch.full_like(param, step + 1.0)
+            optimizer.step()
+    finally:
+        torch.set_num_threads(before)
+    return torch.stack([param.detach(), *list(optimizer.state[param].values())[1:]])
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+def test_large_models_take_the_compiled_update_with_the_same_bits(forgetful, monkeypatch, threads):
+    monkeypatch.setattr(adamw_rounded, "PIECE_ELEMENTS", {"cpu": 999})
+    expected = train(5000, threads)
+    assert adamw_rounded._fastest.cache_info().misses == 0  # toy models don't wait for a compiler
+    monkeypatch.setattr(adamw_rounded, "LEAST_ELEMENTS", 5000)
+    assert torch.equal(train(5000, threads), expected)
+    assert adamw_rounded._fastest(CPU) is not adamw_plain.update
+
+
+@pytest.mark.parametrize(
+    ("compiler", "sentence"),
+    [
+        ("no-such-compiler", "No such file or directory: 'no-such-compiler'"),
+        ("false", "returned non-zero exit status 1"),
+    ],
+)
+def test_without_a_compiler_plain_pytorch_goes_on_and_says_so_once(forgetful, monkeypatch, compiler, sentence):
+    monkeypatch.setenv("CXX", compiler)
+    expected = train(5000, 1)
+    monkeypatch.setattr(adamw_rounded, "LEAST_ELEMENTS", 5000)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert torch.equal(train(5000, 1), expected)
+    [warning] = [str(warning.message) for warning in said]
+    assert "plain PyTorch takes several times as long for the same numbers" in warning and sentence in warning
+    assert "\n" not in warning
+
+
+def test_a_kernel_with_other_bits_is_refused(forgetful, monkeypatch):
+    def contracted(param, *others):
+        adamw_plain.update(param, *others)
+        param.view(torch.int16)[-1] ^= 1
+
+    monkeypatch.setattr(adamw_rounded, "_build", lambda device: contracted)
+    with pytest.warns(UserWarning, match="its bits differ from those of plain PyTorch"):
+        assert adamw_rounded._fastest(CPU) is adamw_plain.update
+
+
+# ------------------------------------------------------------------------------- the noise
+
+COUNT = 2**18
+
+
+def noises(step=1, *, seed=0, name="weight", first=0, high=0, count=COUNT):
+    """The noise of the three tensors, float64 [3, count], uniform in 0..1."""
+    key = adamw_plain.key_of(seed, step, name, high)
+    return (torch.stack(adamw_plain.noise(first, count, key, CPU)).double() + 0.5) / 2**16
+
+
+def assert_independent(a, b):
+    """Correlation of two samples, of their upper halves, and of where they are near their ends: below 5 deviations."""
+    for function in (lambda x: x, lambda x: (x < 0.5).double(), lambda x: (x < 0.01).double(), lambda x: (32 * x) % 1):
+        x, y = (function(value) - function(value).mean() for value in (a, b))
+        correlation = (x * y).mean() / (x.square().mean() * y.square().mean()).sqrt()
+        assert abs(correlation) < 5 / len(a) ** 0.5
+
+
+@pytest.mark.parametrize("first", [0, 12345, 2**31 - COUNT // 2, 2**32 - COUNT])
+def test_noise_is_uniform(first):
+    for values in noises(first=first):
+        deviation = COUNT**-0.5
+        assert abs(values.mean() - 1 / 2) < 5 * (1 / 12) ** 0.5 * deviation
+        assert abs((values - 0.5).square().mean() - 1 / 12) < 5 * (1 / 180) ** 0.5 * deviation
+        counts = torch.histc(values, 256, 0, 1)
+        chi_square = (counts - COUNT / 256).square().sum() / (COUNT / 256)
+        assert abs(chi_square - 255) < 5 * (2 * 255) ** 0.5
+        bits = (values * 2**16).long()
+        for bit in range(16):
+            assert abs((bits >> bit & 1).double().mean() - 0.5) < 5 * 0.5 * deviation
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 4, 8, 16, 64, 256, 576, 1024, 1536, 4096, 2**15, 2**17])
+def test_neighbours_are_independent(lag):
+    """In a row, and, at the lengths of rows, in a column."""
+    for values in noises():
+        assert_independent(values[lag:], values[:-lag])
+
+
+def test_tensors_are_independent():
+    param, exp_avg, exp_avg_sq = noises()
+    for a, b in ((param, exp_avg), (param, exp_avg_sq), (exp_avg, exp_avg_sq)):
+        for lag in (0, 1, 2, 64):
+            assert_independent(a[lag:], b[: COUNT - lag])
+            assert_independent(b[lag:], a[: COUNT - lag])
+
+
+@pytest.mark.parametrize("other", [{"step": 2}, {"step": 2**20}, {"seed": 1}, {"name": "weighu"}, {"high": 1}])
+def test_steps_seeds_and_parameters_are_independent(other):
+    """And none is another one's, shifted: not by a little, nor, at the peak of their circular correlation, by anything."""
+    first, second = noises(), noises(**other)
+    for a, b in zip(first, second):
+        assert_independent(a, b)
+        spectra = [torch.fft.rfft(x - x.mean()) for x in (a, b)]
+        peak = torch.fft.irfft(spectra[0] * spectra[1].conj()).abs().max() * 12 / COUNT**0.5
+        assert peak < 7  # of 2**18 normal numbers the largest is 4.6 on average
+
+
+def test_neighbouring_steps_do_not_share_errors_over_time():
+    """Of one element over many steps: lags of one and two steps."""
+    values = torch.stack([noises(step, count=64) for step in range(1, 2049)])
+    for lag in (1, 2):
+        assert_independent(values[lag:].flatten(), values[:-lag].flatten())
