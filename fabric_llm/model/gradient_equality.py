@@ -145,10 +145,9 @@ def _layers(gradients: Gradients) -> dict[str, list[str]]:
 
 
 def _piece(parameter: Tensor) -> Tensor:
-    """This rank's part of a gradient, flat; empty where it has none."""
-    if parameter.grad is None:
-        return parameter.detach().new_empty(0)
-    local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+    """This rank's part of a gradient, flat; zeros where there is none."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return local.detach().flatten()
 
 
