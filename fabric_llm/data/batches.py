@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.data.columns import IGNORED, is_target, masked_labels
-from fabric_llm.data.order import RowsRead, shuffled
+from fabric_llm.data.order import NEW_ORDER, RowsRead, rows_at
 
 # input_ids and labels, attention_mask if the dataset has one, position_ids if packed documents are kept apart:
 # each int64 [rows, context]
@@ -41,6 +41,7 @@ class Batches:
     shuffle: bool = True
     end: Optional[int] = None  # sequences; None: one epoch after the other, without end
     document_end: Optional[int] = None  # id of the token that ends each document, if packed documents are kept apart
+    order: str = NEW_ORDER  # of the rows, a name of order.ORDERS
 
     @property
     def global_batch_size(self) -> int:
@@ -48,11 +49,9 @@ class Batches:
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Row numbers in the dataset of the sequences at `positions`, int64, same shape."""
-        epochs, offsets = np.divmod(positions, len(self.rows))
         if not self.shuffle:
-            return offsets
-        order = {epoch: shuffled(len(self.rows), self.seed, int(epoch)) for epoch in np.unique(epochs)}
-        return np.array([order[epoch][offset] for epoch, offset in zip(epochs, offsets)], dtype=np.int64)
+            return positions % len(self.rows)
+        return rows_at(positions, len(self.rows), self.seed, self.order)
 
     def positions(self, position: int) -> np.ndarray:
         """The positions that this rank reads for the step that starts at `position`, int64 [micro_batches, rows]."""

@@ -58,9 +58,8 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     if plan.resumed:
         restore(fabric, guard, plan.resumed)
     common = {"rank": fabric.global_rank, "world_size": fabric.world_size, "document_end": plan.document_end}
-    training = Batches(
-        plan.dataset.train, flags.training.seed, plan.micro_batch_size, plan.micro_batches, end=plan.end, **common
-    )
+    sizes = plan.micro_batch_size, plan.micro_batches
+    training = Batches(plan.dataset.train, flags.training.seed, *sizes, end=plan.end, order=plan.row_order, **common)
     batches = Prefetch(training, flags.data.num_workers)
     looks = fabric.global_rank == 0  # for all ranks
     max_hours = flags.training.max_hours

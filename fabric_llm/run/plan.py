@@ -72,6 +72,7 @@ class Plan(Placement):
     end: Optional[int]  # position at which number_epochs are over; None with max_step
     run_directory: Path
     resume_from: Optional[Path]
+    row_order: str  # a name of data/order.py's ORDERS
     document_end: Optional[int]  # token id that ends each packed document, None where documents aren't kept apart
     document_masking: Union[bool, str]  # as given, or as the run had it; "auto": off if the model turns out not to
     sums_in_float32: bool  # gradients of low-precision weights, over micro-batches
@@ -156,6 +157,7 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
         end=end,
         run_directory=directory,
         resume_from=resume_from,
+        row_order=resume.row_order(resumed),
         document_end=find_document_end(masking, dataset, config),
         document_masking=masking,
         sums_in_float32=training.accumulation_dtype == "float32",
