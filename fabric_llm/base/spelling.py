@@ -211,6 +211,8 @@ def value_instead(flag: str, value: str, options: Iterable[Any], kinds: str) -> 
         return "take one of them"
     if low in ("none", "no", "off", "false") and "an integer" in kinds:
         return "leave it out"
+    if kinds == "text":  # which 3:5 isn't: in YAML it is the number 185
+        return "in a YAML file, write it in quotes"
     if low == "1" and kinds == "true or false":
         return "take true"
     if low == "0" and kinds == "true or false":

@@ -6,6 +6,7 @@ resume with another number of devices or another micro-batch size, and every ste
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -104,25 +105,64 @@ def restarting_positions(begins: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
-class Prefetch:
-    """`batches.at`, with threads that read the following steps ahead, and a record of the rows that were handed out."""
+class PinnedCopies:
+    """Copies micro-batches to a GPU from pinned memory, on a stream of its own, while the model's stream computes."""
 
-    def __init__(self, batches: Batches, num_workers: int) -> None:
-        self.batches = batches
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+
+    def __call__(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """The copies, once they are there. Called in a thread that reads ahead."""
+        with torch.cuda.stream(self.stream):  # and on its device: a thread begins on the first one
+            copies = [
+                {name: tensor.pin_memory().to(self.stream.device, non_blocking=True) for name, tensor in batch.items()}
+                for batch in micro_batches
+            ]
+        self.stream.synchronize()  # only this thread waits
+        return copies
+
+    def hand_out(self, micro_batches: list[MicroBatch]) -> None:
+        """Their memory isn't used again for another copy before the model's stream has done with it. Called in the step."""
+        for tensor in (tensor for batch in micro_batches for tensor in batch.values()):
+            tensor.record_stream(torch.cuda.current_stream(self.stream.device))
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The micro-batches of a step, as a thread has made them ready."""
+
+    micro_batches: list[MicroBatch]  # on the device of `copies`, or on the CPU
+    read: RowsRead
+    tokens_at: np.ndarray  # see `token_places`
+
+
+class Prefetch:
+    """`batches.at`, with threads that make the following steps ready, and a record of what was handed out."""
+
+    def __init__(self, batches: Batches, num_workers: int, copies: Optional[PinnedCopies] = None) -> None:
+        """copies: to the device of the model; None: the micro-batches stay on the CPU."""
+        self.batches, self.copies = batches, copies
         self.rows_read = RowsRead()  # by this rank; steps that were only read ahead don't count
+        self.tokens_at = np.zeros(1, dtype=np.int64)  # likewise; becomes as long as a row
+        self.seconds_waited = 0.0  # by steps, for their micro-batches
         self.ahead = num_workers
         self.pool = ThreadPoolExecutor(num_workers, "batches") if num_workers else None
-        self.pending: dict[int, Future[tuple[list[MicroBatch], RowsRead]]] = {}
+        self.pending: dict[int, Future[Ready]] = {}
 
     def at(self, position: int) -> list[MicroBatch]:
-        """The same as `batches.at(position)`. Starts to read the following steps."""
-        micro_batches, read = self._read(position)
-        self.rows_read += read
-        return micro_batches
+        """The same as `batches.at(position)`. Starts to make the following steps ready."""
+        began = time.monotonic()
+        ready = self._ready(position)
+        self.seconds_waited += time.monotonic() - began
+        self.rows_read += ready.read
+        self.tokens_at = self.tokens_at + ready.tokens_at
+        if self.copies is not None:
+            self.copies.hand_out(ready.micro_batches)
+        return ready.micro_batches
 
-    def _read(self, position: int) -> tuple[list[MicroBatch], RowsRead]:
+    def _ready(self, position: int) -> Ready:
         if self.pool is None:
-            return self.batches.read(position)
+            return self._make_ready(position)
         now = self.pending.pop(position, None)
         step = self.batches.global_batch_size
         following = [position + k * step for k in range(1, self.ahead + 1)]
@@ -130,13 +170,31 @@ class Prefetch:
             self.pending.pop(other).cancel()
         for other in following:
             if other not in self.pending:
-                self.pending[other] = self.pool.submit(self.batches.read, other)
-        return self.batches.read(position) if now is None else now.result()
+                self.pending[other] = self.pool.submit(self._make_ready, other)
+        return self._make_ready(position) if now is None else now.result()
+
+    def _make_ready(self, position: int) -> Ready:
+        micro_batches, read = self.batches.read(position)
+        tokens_at = token_places(micro_batches)
+        return Ready(micro_batches if self.copies is None else self.copies(micro_batches), read, tokens_at)
 
     def close(self) -> None:
         """Stop the threads."""
         if self.pool is not None:
             self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+def token_places(micro_batches: list[MicroBatch]) -> np.ndarray:
+    """How many tokens have k others before them that they see: those of their document, or row. int64 [context], for each k."""
+    places = []
+    for batch in micro_batches:
+        rows, context = batch["input_ids"].shape
+        positions = batch.get("position_ids")
+        if positions is None:
+            places.append(np.full(context, rows))
+        else:
+            places.append(np.bincount(positions.numpy().ravel(), minlength=context))
+    return np.sum(places, axis=0, dtype=np.int64)
 
 
 def target_count(micro_batch: MicroBatch) -> Tensor:

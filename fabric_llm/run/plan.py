@@ -141,6 +141,8 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
     end = None if training.max_step is not None else training.number_epochs * len(dataset.train)
     masking = resume.document_masking(flags, resumed)
     start = Progress(**resumed["progress"]) if resumed else Progress()
+    max_step = training.max_step if end is None else last_step(start, end, global_batch_size)
+    rules.profiled_steps(flags.logging.profile, max_step)
     return Plan(
         **vars(placement),
         dataset=dataset,
@@ -153,7 +155,7 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
         micro_batches=micro_batches,
         global_batch_size=global_batch_size,
         start=start,
-        max_step=training.max_step if end is None else last_step(start, end, global_batch_size),
+        max_step=max_step,
         end=end,
         run_directory=directory,
         resume_from=resume_from,
