@@ -59,7 +59,9 @@ class DataArguments:
         "packed documents don't see each other: attention and positions restart (needs prepare_data.py's manifest); "
         "auto: where the model can, which is measured; a resumed run keeps what it had",
     )
-    num_workers: int = flag(1, "threads that make the next steps' batches ready, on the GPU if there is one; 0: inside the step")
+    num_workers: int = flag(
+        1, "threads that make the next steps' batches ready, on the GPU if there is one; 0: inside the step"
+    )
 
 
 @dataclass

@@ -50,6 +50,7 @@ def test_a_resumed_run_does_not_record_again(toys, tmp_path):
     longer = ("--resume", "true", "--max_step", 8, "--resume_override", "max_step")
     output = run(toys, tmp_path, 1, *longer, "--profile", "2:3")
     assert "Profile of" not in output[0]
+    assert "Warning: --profile 2:3 has no effect: the run goes on after step 6." in output[0]
     assert [path.name for path in (tmp_path / "run" / "profile").iterdir()] == ["steps-2-2.json"]
 
 
