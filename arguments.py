@@ -19,7 +19,8 @@ from fabric_llm.training.schedule import SCHEDULES
 
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
-WHICH_RUN = ("run_name", "resume", "checkpoint", "resume_override")  # flags that aren't kept in arguments.yaml
+# Flags that aren't kept in arguments.yaml: which run it is, and what concerns one process of it.
+WHICH_RUN = ("run_name", "resume", "checkpoint", "resume_override", "profile")
 
 
 # --------------------------------------------------------------------------- train.py
@@ -58,7 +59,9 @@ class DataArguments:
         "packed documents don't see each other: attention and positions restart (needs prepare_data.py's manifest); "
         "auto: where the model can, which is measured; a resumed run keeps what it had",
     )
-    num_workers: int = flag(1, "threads that read the next batches ahead of the step; 0: read inside the step")
+    num_workers: int = flag(
+        1, "threads that make the next steps' batches ready, on the GPU if there is one; 0: inside the step"
+    )
 
 
 @dataclass
@@ -225,6 +228,11 @@ class LoggingArguments:
 
     logger: Literal[tuple(TRACKERS)] = flag("none", "where metrics go besides metrics.jsonl")
     log_step_interval: int = flag(10, "steps between logged lines; 1: each step")
+    profile: Optional[str] = flag(
+        None,
+        "START:STOP: record the steps from START to STOP, both included, on rank 0 with torch's profiler, into the folder "
+        "profile of the run directory; prints the five largest costs",
+    )
     entity: Optional[str] = flag(None, "Weights & Biases entity")
     project: Optional[str] = flag(None, "Weights & Biases project (default: fabric_llm)")
     log_model: bool = flag(False, "upload the last checkpoint of a finished run to Weights & Biases")
@@ -253,7 +261,7 @@ class Arguments:
         return {name: value for group in groups(Arguments) for name, value in asdict(getattr(self, group)).items()}
 
     def kept(self) -> dict[str, Any]:
-        """`flat` without the flags that say which run it is: what arguments.yaml repeats under a new name."""
+        """`flat` without WHICH_RUN: what arguments.yaml repeats under a new name."""
         return {name: value for name, value in self.flat().items() if name not in WHICH_RUN}
 
 

@@ -58,10 +58,7 @@ def main(argv: Optional[list[str]] = None) -> None:
 
 
 def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal, watch: Watch) -> bool:
-    """The run, from its first step or the one that it resumes at to the last. True if it was asked to stop before that.
-
-    Every rank calls it.
-    """
+    """The run, from its first step or where it resumes to the last. True if asked to stop before. All ranks call it."""
     from fabric_llm.model.language_model import trained_loss
     from fabric_llm.run import build, ending, verdicts
     from fabric_llm.training import step, updates
@@ -78,6 +75,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
     while not (stops or plan.is_over(progress)):
         before, progress = progress, plan.after(progress)
         now = due.at(before, progress, plan, arguments)
+        log.profile.begin(progress.step)
         lr = lr_at(before.step, max_step=plan.max_step, **due.schedule(training))
         step.set_lr(optimizer, lr)
         step.seed_step(training.seed, before.step, fabric.global_rank)
@@ -87,8 +85,9 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
             losses = model(**batch) / targets
             step.backward(fabric, trained_loss(losses, plan.router_aux_loss_coef))
             total = total + losses.detach()
-        grad_norm = step.clip(fabric, model, optimizer, training.grad_clip)
-        (loss, *aux_loss), (stop, save, written) = step.share(fabric, total, [*requests.ask(), saver.has_written()])
+        with log.waits:  # here the host waits for the device, and for the other ranks
+            grad_norm = step.clip(fabric, model, optimizer, training.grad_clip)
+            (loss, *aux_loss), (stop, save, written) = step.share(fabric, total, [*requests.ask(), saver.has_written()])
         weights, update = updates.sample_weights(model.parameters()) if now.logs else None, None
         if guard.accept(loss, grad_norm):  # before the update: a NaN must not come into the weights
             optimizer.step()

@@ -82,6 +82,13 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         (["--run_name", "../elsewhere"], ["../elsewhere"]),
         (["--checkpoint", "x"], ["--resume true"]),
         (["--resume_override", "precision"], ["--resume_override precision", "max_step"]),
+        (["--profile", "3"], ["--profile", "START:STOP", "'3'"]),
+        (["--profile", "5:3"], ["--profile", "START:STOP", "'5:3'"]),
+        (["--profile", "0:3"], ["counted from 1", "'0:3'"]),
+        (["--profile=-1:3"], ["START:STOP", "'-1:3'"]),
+        (["--profile", "1:2:3"], ["START:STOP", "'1:2:3'"]),
+        (["--profile", "7:9", "--max_step", "6"], ["--profile 7:9", "ends at step 6"]),
+        (["--profile", "99:100"], ["--profile 99:100", "ends at step 44"]),
         (["--config", "none.yaml"], ["none.yaml", "No such file"]),
     ],
 )
@@ -90,6 +97,14 @@ def test_flags(refused, flags, words):
         pytest.skip("there is a GPU")
     sentence = refused(*flags)
     assert all(word in sentence for word in words), sentence
+
+
+def test_text_that_yaml_takes_for_a_number(refused, tmp_path):
+    (tmp_path / "flags.yaml").write_text("profile: 3:5\n")  # base 60
+    sentence = refused("--config", tmp_path / "flags.yaml")
+    assert sentence == "--profile takes text, not '185': in a YAML file, write it in quotes."
+    (tmp_path / "flags.yaml").write_text("profile: '3:5'\nmax_step: 2\n")
+    assert "--profile 3:5: the run ends at step 2" in refused("--config", tmp_path / "flags.yaml")
 
 
 @pytest.mark.parametrize(

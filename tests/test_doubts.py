@@ -21,6 +21,7 @@ def said_of(flags, **facts):
 
 
 TABLE = [  # flags, facts, the beginning of the one warning
+    ("--profile 3:5", {"start_step": 5}, "--profile 3:5 has no effect: the run goes on after step 5."),
     ("--lr 2", {}, "--lr 2 is far above what language models are trained with"),
     ("--lr 0.02 --weight_decay 2", {}, "--weight_decay 2 with --lr 0.02 takes 4% off every weight in a step."),
     ("--warmup_steps 100", {}, "--warmup_steps 100 isn't less than the run's 100 steps: the learning rate only rises, to 2e-05."),
@@ -83,6 +84,7 @@ def test_doubts(flags, facts, words):
         ("--project b --logger wandb", {}),
         ("--state_dict_type sharded --activation_checkpointing true", {}),
         ("--bf16_updates master", {}),
+        ("--profile 3:5", {"start_step": 4}),
         ("--sharding_strategy HYBRID_SHARD", {"strategy": "fsdp", "num_nodes": 2}),
     ],
 )

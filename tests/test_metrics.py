@@ -29,6 +29,10 @@ TRAINING = {
     "grad_norm": float,
     "tokens": int,
     "tokens_per_second": float,
+    "tokens_per_second_per_device": float,
+    "model_tflops_per_device": float,  # and mfu, where the device's peak is known
+    "data_seconds": float,
+    "wait_seconds": float,
     "peak_memory_gib": float,
     "updated_fraction": float,
     "update_ratio": float,

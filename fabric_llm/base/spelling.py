@@ -46,6 +46,7 @@ eval_iters: max_eval_samples limit_val_batches max_eval_steps val_iters
 log_step_interval: logging_steps log_interval log_every_n_steps log_freq log_every
 keep_last: save_total_limit save_top_k keep_latest_k keep_checkpoints
 activation_checkpointing: gradient_checkpointing recompute_activations use_gradient_checkpointing grad_checkpointing
+compile: torch_compile use_compile compile_model
 attention: attn_implementation attn attn_impl flash_attn flash_attention use_flash_attention_2 use_flash_attn
 attention: sdp_attention
 checkpoint: resume_from_checkpoint ckpt_path resume_from load_checkpoint
@@ -103,7 +104,7 @@ NOT_HERE = {
     **dict.fromkeys(("push_to_hub", "hub_model_id"), "a finished run is uploaded by export_hf.py --push_to_hub"),
     **dict.fromkeys(("use_peft", "use_lora", "lora_r", "lora_alpha", "lora_rank", "lora", "adapter"), "all weights are trained, there are no adapters"),
     **dict.fromkeys(("load_in_8bit", "load_in_4bit", "quantize", "quantization"), "weights are trained in 16 or 32 bit, see --precision"),
-    **dict.fromkeys(("torch_compile", "compile", "use_compile"), "models aren't compiled"),
+    **dict.fromkeys(("use_liger_kernel", "liger", "fused_cross_entropy", "cut_cross_entropy"), "take --loss chunked, which makes no logits of a whole batch"),
     **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size", "tensor_parallel_degree", "pp", "pp_size"), "the model is sharded by --strategy fsdp or fsdp2 alone"),
     **dict.fromkeys(("pipeline_parallel_degree", "cp", "cp_size", "context_parallel_degree", "ep"), "the model is sharded by --strategy fsdp or fsdp2 alone"),
     **dict.fromkeys(("local_rank", "rank", "node_rank", "master_addr", "master_port", "main_process_port"), "ranks and addresses come from torchrun, or from RANK, MASTER_ADDR and the like"),
@@ -148,7 +149,6 @@ VALUES = {
     ("grad_clip", "none"): "0 is no clipping",
     ("devices", "all"): "auto takes all GPUs",
     ("backward_prefetch", "null"): "take none",
-    ("activation_checkpointing", "full"): "take true",
     ("logger", "wandb,tensorboard"): "take one of them",
 }
 
@@ -211,6 +211,8 @@ def value_instead(flag: str, value: str, options: Iterable[Any], kinds: str) -> 
         return "take one of them"
     if low in ("none", "no", "off", "false") and "an integer" in kinds:
         return "leave it out"
+    if kinds == "text":  # which 3:5 isn't: in YAML it is the number 185
+        return "in a YAML file, write it in quotes"
     if low == "1" and kinds == "true or false":
         return "take true"
     if low == "0" and kinds == "true or false":

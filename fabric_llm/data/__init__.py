@@ -9,6 +9,6 @@ prepare    `prepare`: the whole way from text to a dataset folder
 demo       `prepare_demo`: the dataset of --demo
 columns    the columns of a dataset, and which tokens are targets
 dataset    `open_dataset`: a checked `TokenDataset`
-order      `shuffled`, `random_key`, `RowsRead`: which row is read at which position
+order      `permuted`, `random_key`, `RowsRead`: which row is read at which position
 batches    `Batches`, `Prefetch`: the micro-batches of a rank at a position
 """

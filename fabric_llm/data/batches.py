@@ -6,6 +6,7 @@ resume with another number of devices or another micro-batch size, and every ste
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.data.columns import IGNORED, is_target, masked_labels
-from fabric_llm.data.order import RowsRead, shuffled
+from fabric_llm.data.order import NEW_ORDER, RowsRead, rows_at
 
 # input_ids and labels, attention_mask if the dataset has one, position_ids if packed documents are kept apart:
 # each int64 [rows, context]; then also document_ends and longest_document
@@ -41,6 +42,7 @@ class Batches:
     shuffle: bool = True
     end: Optional[int] = None  # sequences; None: one epoch after the other, without end
     document_end: Optional[int] = None  # id of the token that ends each document, if packed documents are kept apart
+    order: str = NEW_ORDER  # of the rows, a name of order.ORDERS
 
     @property
     def global_batch_size(self) -> int:
@@ -48,11 +50,9 @@ class Batches:
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Row numbers in the dataset of the sequences at `positions`, int64, same shape."""
-        epochs, offsets = np.divmod(positions, len(self.rows))
         if not self.shuffle:
-            return offsets
-        order = {epoch: shuffled(len(self.rows), self.seed, int(epoch)) for epoch in np.unique(epochs)}
-        return np.array([order[epoch][offset] for epoch, offset in zip(epochs, offsets)], dtype=np.int64)
+            return positions % len(self.rows)
+        return rows_at(positions, len(self.rows), self.seed, self.order)
 
     def positions(self, position: int) -> np.ndarray:
         """The positions that this rank reads for the step that starts at `position`, int64 [micro_batches, rows]."""
@@ -118,25 +118,67 @@ def document_ends(position_ids: Tensor) -> tuple[Tensor, int]:
     return ends, int(ends.diff().max())
 
 
-class Prefetch:
-    """`batches.at`, with threads that read the following steps ahead, and a record of the rows that were handed out."""
+class PinnedCopies:
+    """Copies micro-batches to a GPU from pinned memory, on a stream of its own, while the model's stream computes."""
 
-    def __init__(self, batches: Batches, num_workers: int) -> None:
-        self.batches = batches
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+
+    def __call__(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """The copies, once they are there. Called in a thread that reads ahead."""
+        with torch.cuda.stream(self.stream):  # and on its device: a thread begins on the first one
+            copies = [{name: self._copy(value) for name, value in batch.items()} for batch in micro_batches]
+        self.stream.synchronize()  # only this thread waits
+        return copies
+
+    def hand_out(self, micro_batches: list[MicroBatch]) -> None:
+        """Their memory isn't used again for another copy before the model's stream has done with it. Called in the step."""
+        for value in (value for batch in micro_batches for value in batch.values()):
+            if isinstance(value, Tensor):
+                value.record_stream(torch.cuda.current_stream(self.stream.device))
+
+    def _copy(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):  # longest_document, which the host needs
+            return value
+        return value.pin_memory().to(self.stream.device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The micro-batches of a step, as a thread has made them ready."""
+
+    micro_batches: list[MicroBatch]  # on the device of `copies`, or on the CPU
+    read: RowsRead
+    tokens_at: np.ndarray  # see `token_places`
+
+
+class Prefetch:
+    """`batches.at`, with threads that make the following steps ready, and a record of what was handed out."""
+
+    def __init__(self, batches: Batches, num_workers: int, copies: Optional[PinnedCopies] = None) -> None:
+        """copies: to the device of the model; None: the micro-batches stay on the CPU."""
+        self.batches, self.copies = batches, copies
         self.rows_read = RowsRead()  # by this rank; steps that were only read ahead don't count
+        self.tokens_at = np.zeros(1, dtype=np.int64)  # likewise; becomes as long as a row
+        self.seconds_waited = 0.0  # by steps, for their micro-batches
         self.ahead = num_workers
         self.pool = ThreadPoolExecutor(num_workers, "batches") if num_workers else None
-        self.pending: dict[int, Future[tuple[list[MicroBatch], RowsRead]]] = {}
+        self.pending: dict[int, Future[Ready]] = {}
 
     def at(self, position: int) -> list[MicroBatch]:
-        """The same as `batches.at(position)`. Starts to read the following steps."""
-        micro_batches, read = self._read(position)
-        self.rows_read += read
-        return micro_batches
+        """The same as `batches.at(position)`. Starts to make the following steps ready."""
+        began = time.monotonic()
+        ready = self._ready(position)
+        self.seconds_waited += time.monotonic() - began
+        self.rows_read += ready.read
+        self.tokens_at = self.tokens_at + ready.tokens_at
+        if self.copies is not None:
+            self.copies.hand_out(ready.micro_batches)
+        return ready.micro_batches
 
-    def _read(self, position: int) -> tuple[list[MicroBatch], RowsRead]:
+    def _ready(self, position: int) -> Ready:
         if self.pool is None:
-            return self.batches.read(position)
+            return self._make_ready(position)
         now = self.pending.pop(position, None)
         step = self.batches.global_batch_size
         following = [position + k * step for k in range(1, self.ahead + 1)]
@@ -144,13 +186,31 @@ class Prefetch:
             self.pending.pop(other).cancel()
         for other in following:
             if other not in self.pending:
-                self.pending[other] = self.pool.submit(self.batches.read, other)
-        return self.batches.read(position) if now is None else now.result()
+                self.pending[other] = self.pool.submit(self._make_ready, other)
+        return self._make_ready(position) if now is None else now.result()
+
+    def _make_ready(self, position: int) -> Ready:
+        micro_batches, read = self.batches.read(position)
+        tokens_at = token_places(micro_batches)
+        return Ready(micro_batches if self.copies is None else self.copies(micro_batches), read, tokens_at)
 
     def close(self) -> None:
         """Stop the threads."""
         if self.pool is not None:
             self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+def token_places(micro_batches: list[MicroBatch]) -> np.ndarray:
+    """How many tokens have k others before them that they see: those of their document, or row. int64 [context], for each k."""
+    places = []
+    for batch in micro_batches:
+        rows, context = batch["input_ids"].shape
+        positions = batch.get("position_ids")
+        if positions is None:
+            places.append(np.full(context, rows))
+        else:
+            places.append(np.bincount(positions.numpy().ravel(), minlength=context))
+    return np.sum(places, axis=0, dtype=np.int64)
 
 
 def target_count(micro_batch: MicroBatch) -> Tensor:

@@ -1,4 +1,7 @@
-"""The order in which rows are read: a function of (seed, epoch), so that a run can resume anywhere, on any devices."""
+"""The order in which rows are read: a function of (seed, epoch), so that a run can resume anywhere, on any devices.
+
+ORDERS has each order under the name that checkpoints give it. A run keeps the order that it began with.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,61 @@ from functools import lru_cache
 
 import numpy as np
 
-POSITIONS_AT_ONCE = 2**20
+POSITIONS_AT_ONCE = 2**18
+ROUNDS, LEAST_BITS = 8, 6  # fewer of either, and some orders of a few rows come up more often than others
+
+
+def permuted(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.ndarray:
+    """The rows at the places `offsets` of an epoch, int64, same shape: a keyed permutation of range(row_count).
+
+    Each place is computed by itself, and there is no table of all rows, which would take 8 GB a rank for a billion. It is a
+    Feistel network over the next power of two, walked until it comes to a row: Black and Rogaway (2002), Ciphers with
+    Arbitrary Finite Domains, https://web.cs.ucdavis.edu/~rogaway/papers/subset.pdf. Each round mixes with splitmix64 (Steele
+    et al. 2014), and not with a library's generator, so that no release of a library can change the order of a run.
+    """
+    bits = max((row_count - 1).bit_length(), LEAST_BITS)
+    half = np.uint64(bits // 2)
+    masks = np.uint64(2 ** (bits - bits // 2) - 1), np.uint64(2 ** (bits // 2) - 1)  # the halves differ if bits is odd
+    with np.errstate(over="ignore"):
+        keys = _splitmix64(random_key(seed, epoch) + np.arange(ROUNDS, dtype=np.uint64))
+
+    def network(places: np.ndarray) -> np.ndarray:
+        left, right = places >> half, places & masks[1]
+        for number, key in enumerate(keys):
+            left, right = right, (left ^ _splitmix64(right + key)) & masks[number % 2]
+        return (left << half) | right
+
+    rows = offsets.astype(np.uint64)
+    outside = np.ones(rows.shape, dtype=bool)
+    with np.errstate(over="ignore"):
+        while outside.any():
+            rows[outside] = network(rows[outside])
+            outside = rows >= row_count
+    return rows.astype(np.int64)
+
+
+def sorted_by_hash(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.ndarray:
+    """As `permuted`, in the order of older versions. It needs a table of all rows: 8 bytes for each, and time to sort it."""
+    return shuffled(row_count, seed, epoch)[offsets]
+
+
+ORDERS = {"feistel": permuted, "sorted": sorted_by_hash}  # as progress.json names them
+NEW_ORDER, OLD_ORDER = "feistel", "sorted"  # of a run that starts; of checkpoints that don't name theirs
+
+
+def rows_at(positions: np.ndarray, row_count: int, seed: int, order: str = NEW_ORDER) -> np.ndarray:
+    """The rows that are read at `positions`, sequences since the run began, one epoch after the other. int64, same shape."""
+    epochs, offsets = np.divmod(positions, row_count)
+    rows = np.empty_like(offsets)
+    for epoch in np.unique(epochs):
+        there = epochs == epoch
+        rows[there] = ORDERS[order](offsets[there], row_count, seed, int(epoch))
+    return rows
 
 
 @lru_cache(maxsize=2)  # a step can touch two epochs
 def shuffled(index_count: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of an epoch: a permutation of range(index_count), int64 [index_count].
-
-    It sorts by a hash (splitmix64, Steele et al. 2014) and uses no library's generator, so that no release of a library
-    can change the order of a run that resumes.
-    """
+    """All rows in the order of `sorted_by_hash`, int64 [index_count]."""
     with np.errstate(over="ignore"):
         return np.argsort(_splitmix64(np.arange(index_count, dtype=np.uint64) + random_key(seed, epoch)), kind="stable")
 
@@ -60,13 +108,10 @@ class RowsRead:
             return RowsRead(positions.size, int(hashes.sum(dtype=np.uint64)))
 
 
-def claimed_rows(row_count: int, seed: int, first: int, end: int) -> RowsRead:
+def claimed_rows(row_count: int, seed: int, first: int, end: int, order: str = NEW_ORDER) -> RowsRead:
     """The record of all ranks together for the positions `first` to `end` - 1 of a dataset of `row_count` rows."""
     read = RowsRead()
-    while first < end:
-        epoch, offset = divmod(first, row_count)
-        count = min(end - first, row_count - offset, POSITIONS_AT_ONCE)
-        rows = shuffled(row_count, seed, epoch)[offset : offset + count]
-        read += RowsRead.of(np.arange(first, first + count), rows)
-        first += count
+    for start in range(first, end, POSITIONS_AT_ONCE):
+        positions = np.arange(start, min(start + POSITIONS_AT_ONCE, end))
+        read += RowsRead.of(positions, rows_at(positions, row_count, seed, order))
     return read

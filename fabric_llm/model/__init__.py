@@ -14,6 +14,7 @@ materialize     `Materializer`: memory and values for a skeleton, module by modu
 strategy_rules  `Sharding`, `strategy`: which strategies go with which flags, without torch
 strategy        `make_fabric`, `wrap`: FSDP, FSDP2, DDP, one device, TPU; nothing else knows about sharding
 causality       `find_leak`, `sees_ahead`: which tokens a logit depends on
+flops           `of_model`, `peak_tflops`: operations of a step, and what a device can do
 equality        `verify_start`: is the wrapped model the one that transformers loads?
 gradient_equality  `verify`: does it give the loss and the gradients of plain transformers?
 generate        `generate`: the sample at the end of a run

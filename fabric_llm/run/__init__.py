@@ -1,7 +1,7 @@
 """One run from its flags to its end: joined ranks, a plan, the objects of the loop, a log, saves, and how it ends.
 
 mistakes       `in_training`, `in_preparation`, `in_export`: mistakes that need no torch
-flag_rules     `numbers`, `batch_sizes`, `sizes`: ranges of flags, and how batches divide
+flag_rules     `numbers`, `batch_sizes`, `sizes`, `profiled_steps`: ranges of flags, and how batches divide
 joining        `join`, `plan_together`: all ranks, with the same plan
 resume         `directory`, `choose`: which run directory and checkpoint a run resumes from
 plan           `make_plan`, `Plan`: flags -> what they mean on this machine, with this dataset and model
@@ -10,7 +10,8 @@ doubts         `doubts`: one warning for each flag that has no effect or is hard
 build          `build`: plan -> model, optimizer, data, log, evaluation, saver
 due            `at`: what follows a step, a function of where the run is
 log            `Log`: metrics.jsonl, the tracker, and what is printed
-metrics        `MetricsFile`, `Throughput`: the file, speed and memory
+metrics        `MetricsFile`, `Throughput`, `Speed`: the file, speed and memory
+profiling      `Profile`: --profile, a trace of some steps
 trackers       `TRACKERS`: csv, TensorBoard, Weights & Biases
 saver          `Saver`: when a checkpoint is written, and when it is published
 verdicts       `report`, `rewind`: what follows a step that the guard didn't take

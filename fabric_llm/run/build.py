@@ -18,7 +18,7 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNEXPECTED, UNWRITABLE, Fault, as_fault
 from fabric_llm.checkpoint import reading, writing
-from fabric_llm.data.batches import Batches, Prefetch
+from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.model import (
     causality,
     equality,
@@ -68,14 +68,14 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     if plan.resumed:
         restore(fabric, guard, plan.resumed)
     common = {"rank": fabric.global_rank, "world_size": fabric.world_size, "document_end": plan.document_end}
-    training = Batches(
-        plan.dataset.train, flags.training.seed, plan.micro_batch_size, plan.micro_batches, end=plan.end, **common
-    )
-    batches = Prefetch(training, flags.data.num_workers)
+    sizes = plan.micro_batch_size, plan.micro_batches
+    training = Batches(plan.dataset.train, flags.training.seed, *sizes, end=plan.end, order=plan.row_order, **common)
+    copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
+    batches = Prefetch(training, flags.data.num_workers, copies)
     looks = fabric.global_rank == 0  # for all ranks
     max_hours = flags.training.max_hours
     requests = Requests(signals, plan.run_directory if looks else None, max_hours if looks else None)
-    log = open_log(fabric, flags, plan, template)
+    log = open_log(fabric, flags, plan, template, batches)
     evaluation = Evaluation(
         fabric,
         evaluation_batches(plan, flags, **common),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flags, groups
+from fabric_llm.run.flag_rules import profiled_steps
 
 # AdamW moves a weight by about the learning rate a step, and weights of language models begin, and mostly stay, around
 # 0.02 (initializer_range in transformers): above that one step replaces what they hold.
@@ -38,6 +39,7 @@ class Facts:
     max_step: int
     context_length: int  # tokens
     positions: Optional[int]  # that the model was made for, None where it has no such number
+    start_step: int = 0  # steps that are done already
 
 
 def doubts(flags: Flags, facts: Facts) -> list[str]:
@@ -144,6 +146,10 @@ def _of_the_rest(flat: Mapping[str, Any], given: Mapping[str, Any], facts: Facts
         (
             bool(flat["async_save"]) and flat["save_step_interval"] is None,
             "--async_save has no effect without --save_step_interval: the last checkpoint isn't written in the background.",
+        ),
+        (
+            "profile" in given and profiled_steps(flat["profile"])[1] <= facts.start_step,
+            f"--profile {flat['profile']} has no effect: the run goes on after step {facts.start_step}.",
         ),
         (bool(of_wandb) and flat["logger"] != "wandb", f"{_listed(of_wandb)} no effect without --logger wandb."),
         (

@@ -42,6 +42,7 @@ def numbers(flat: dict[str, Any]) -> None:
         if not 0 <= flat[name] < 1:
             raise ValueError(f"--{name} must be at least 0 and less than 1, not {flat[name]}.")
     checkpointing(flat["activation_checkpointing"])
+    profiled_steps(flat["profile"], flat["max_step"])
     if flat["min_lr"] > flat["lr"]:
         raise ValueError(f"--min_lr {flat['min_lr']} is larger than --lr {flat['lr']}.")
 
@@ -54,6 +55,21 @@ def checkpointing(asked: Union[bool, str]) -> str:
     raise ValueError(
         f"--activation_checkpointing takes none, full, every:N (such as every:2) or selective, not {asked!r}."
     )
+
+
+def profiled_steps(given: Optional[str], max_step: Optional[int] = None) -> Optional[tuple[int, int]]:
+    """The first and the last step of --profile START:STOP. max_step: of the run, where it is known. Raises ValueError."""
+    if given is None:
+        return None
+    found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", given)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(
+            f"--profile takes START:STOP, the first and the last step to record, counted from 1, such as 3:5, not {given!r}."
+        )
+    if max_step is not None and first > max_step:
+        raise ValueError(f"--profile {given}: the run ends at step {max_step}.")
+    return first, last
 
 
 def batch_sizes(

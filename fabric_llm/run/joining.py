@@ -116,6 +116,7 @@ def _warn(flags: Flags, plan: Plan) -> None:
         cores=cores(),
         context_length=plan.dataset.context_length,
         positions=positions(plan.config.get_text_config()),
+        start_step=plan.start.step,
     )
     for sentence in doubts(flags, facts):
         print(f"Warning: {sentence}", flush=True)

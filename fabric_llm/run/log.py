@@ -16,11 +16,16 @@ from fabric_llm.base.console import Console
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.progress import Progress
+from fabric_llm.data.batches import Prefetch
 from fabric_llm.model import router
+from fabric_llm.model.flops import Flops, of_model
 from fabric_llm.model.loading import has_weights
 from fabric_llm.run import run_directory, same_run, trackers
-from fabric_llm.run.metrics import MetricsFile, Throughput, duration, peak_memory_gib
+from fabric_llm.run.flag_rules import profiled_steps
+from fabric_llm.run.metrics import MetricsFile, Speed, Stopwatch, Throughput, duration, peak_memory_gib
 from fabric_llm.run.plan import Plan
+from fabric_llm.run.profiling import Profile
+from fabric_llm.run.trackers import Record
 from fabric_llm.training.guard import Guard
 from fabric_llm.training.updates import UpdateSize
 
@@ -31,10 +36,22 @@ MANY_STEPS = 200  # steps that nobody wants to lose
 class Log:
     """The log of a run. Other ranks than 0 have one as well, which keeps the losses and writes nothing."""
 
-    def __init__(self, plan: Plan, device: torch.device, metrics: Optional[MetricsFile], tracker: Any) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        flops: Flops,
+        batches: Prefetch,
+        metrics: Optional[MetricsFile] = None,
+        tracker: Any = None,
+        profiled: Optional[tuple[int, int]] = None,
+    ) -> None:
+        """flops: of the model. profiled: the first and the last step that a profile is made of."""
         self.plan, self.device, self.metrics, self.tracker = plan, device, metrics, tracker
-        self.throughput = Throughput(plan.start.tokens)
+        self.throughput, self.waits = Throughput(plan.start.tokens), Stopwatch()
+        self.speed = Speed(flops, device, plan.world_size, batches, self.waits)
         self.console = Console(plan.max_step, plan.start.step) if metrics is not None else None
+        self.profile = Profile(profiled, plan.run_directory / "profile", device, self.line)
         self.first_loss = self.last_loss = self.eval_loss = math.nan
         self.few_updates = 0  # logged steps in a row
 
@@ -55,6 +72,7 @@ class Log:
             return
         record = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": progress.tokens}
         record["tokens_per_second"] = rate = self.throughput.lap()
+        record |= (speed := self.speed.lap(rate))
         record["peak_memory_gib"] = memory = peak_memory_gib(self.device)
         words = ""
         if aux_loss:  # of a mixture of experts, where it is trained
@@ -67,8 +85,8 @@ class Log:
         self._write(progress.step, {**record, **more_numbers(record)})
         left = self.throughput.seconds_left(progress.step - self.plan.start.step, self.plan.max_step - progress.step)
         self.line(
-            f"{self._of(progress)}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  {words}{rate:,.0f} tokens/s  "
-            f"{memory:.2f} GiB  {duration(left)} left"
+            f"{self._of(progress)}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  {words}{rate:,.0f} tokens/s"
+            f"{self._of_each_device(speed)}  {memory:.2f} GiB  {duration(left)} left"
         )
 
     def evaluation(self, progress: Progress, loss: float) -> None:
@@ -101,6 +119,10 @@ class Log:
         """A step is done, that to `progress`."""
         failpoint("between_steps")
         self.throughput.tokens = progress.tokens
+        self.speed.steps += 1
+        if self.profile.ends(progress.step):
+            with self.untimed():
+                self.profile.write()
         if self.console is not None:
             self.console.advance()
 
@@ -121,11 +143,21 @@ class Log:
     def close(self, seconds: float) -> None:
         """Give the tracker `seconds` for what it hasn't sent yet."""
         if self.console is not None:
+            self.profile.write()
             self.console.close()
             self.tracker.close(seconds)
 
     def _of(self, progress: Progress) -> str:
         return f"step {progress.step}/{self.plan.max_step}"
+
+    def _of_each_device(self, speed: Record) -> str:
+        """What a line adds to the tokens per second of all devices."""
+        words = []
+        if self.plan.world_size > 1:
+            words.append(f"{speed['tokens_per_second_per_device']:,.0f} a device")
+        if "mfu" in speed:
+            words.append(f"MFU {speed['mfu']:.1%}")
+        return f" ({', '.join(words)})" if words else ""
 
     def _write(self, step: int, record: dict[str, Any]) -> None:
         """To metrics.jsonl and, except for verdicts, which are words, to the tracker."""
@@ -151,10 +183,11 @@ def more_numbers(record: dict[str, float]) -> dict[str, float]:
     return {}
 
 
-def open_log(fabric: Fabric, flags: Flags, plan: Plan, template: Any) -> Log:
+def open_log(fabric: Fabric, flags: Flags, plan: Plan, template: Any, batches: Prefetch) -> Log:
     """The log of a run. Rank 0 makes the run directory ready and says what the run does. template: the unwrapped model."""
+    flops = of_model(template)
     if fabric.global_rank != 0:
-        return Log(plan, fabric.device, None, None)
+        return Log(plan, fabric.device, flops, batches)
     folder = plan.run_directory
     folder.mkdir(parents=True, exist_ok=True)
     if plan.resume_from is not None:
@@ -176,7 +209,7 @@ def open_log(fabric: Fabric, flags: Flags, plan: Plan, template: Any) -> Log:
     logging = flags.logging
     tracker = trackers.open_tracker(logging.logger, folder, flags.flat(), logging.entity, logging.project)
     _introduce(plan, flags, template)
-    return Log(plan, fabric.device, metrics, tracker)
+    return Log(plan, fabric.device, flops, batches, metrics, tracker, profiled_steps(logging.profile))
 
 
 def _introduce(plan: Plan, flags: Flags, template: Any) -> None:

@@ -9,10 +9,13 @@ import time
 from pathlib import Path
 from typing import Optional
 
+import numpy as np
 import torch
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.files import fsync, write_atomically
+from fabric_llm.data.batches import Prefetch
+from fabric_llm.model.flops import Flops, peak_tflops
 from fabric_llm.run.trackers import Record
 
 
@@ -95,6 +98,46 @@ class Throughput:
     def seconds_left(self, steps_done: int, steps_left: int) -> float:
         """Time that `steps_left` steps will take at the speed so far."""
         return self.seconds / max(steps_done, 1) * steps_left
+
+
+class Stopwatch:
+    """The seconds spent inside its `with` blocks."""
+
+    def __init__(self) -> None:
+        self.seconds, self._began = 0.0, 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.monotonic() - self._began
+
+
+class Speed:
+    """What a device does in a second, and how long a step waits: on average since the last logged line."""
+
+    def __init__(
+        self, flops: Flops, device: torch.device, world_size: int, batches: Prefetch, waits: Stopwatch
+    ) -> None:
+        """batches, waits: of this rank, which stands for all. flops: of the model."""
+        self.flops, self.world_size, self.batches, self.waits = flops, world_size, batches, waits
+        self.peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self.steps = 0
+        self.before = self._totals()
+
+    def lap(self, tokens_per_second: float) -> Record:
+        """The metrics, with `mfu` where the device's peak is known. tokens_per_second: of all devices."""
+        totals = self._totals()
+        steps, read, waited, tokens_at = (now - before for now, before in zip(totals, self.before))
+        self.before = totals
+        rate = tokens_per_second / self.world_size
+        tflops = rate * self.flops.of(tokens_at) / max(int(tokens_at.sum()), 1) / 1e12
+        record = {"tokens_per_second_per_device": rate, "model_tflops_per_device": tflops}
+        record |= {} if self.peak is None else {"mfu": tflops / self.peak}
+        return {**record, "data_seconds": read / max(steps, 1), "wait_seconds": waited / max(steps, 1)}
+
+    def _totals(self) -> tuple[int, float, float, np.ndarray]:
+        return self.steps, self.batches.seconds_waited, self.waits.seconds, self.batches.tokens_at
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -72,6 +72,7 @@ class Plan(Placement):
     end: Optional[int]  # position at which number_epochs are over; None with max_step
     run_directory: Path
     resume_from: Optional[Path]
+    row_order: str  # a name of data/order.py's ORDERS
     document_end: Optional[int]  # token id that ends each packed document, None where documents aren't kept apart
     document_masking: Union[bool, str]  # as given, or as the run had it; "auto": off if the model turns out not to
     sums_in_float32: bool  # gradients of low-precision weights, over micro-batches
@@ -143,6 +144,8 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
     end = None if training.max_step is not None else training.number_epochs * len(dataset.train)
     masking = resume.document_masking(flags, resumed)
     start = Progress(**resumed["progress"]) if resumed else Progress()
+    max_step = training.max_step if end is None else last_step(start, end, global_batch_size)
+    rules.profiled_steps(flags.logging.profile, max_step)
     return Plan(
         **vars(placement),
         dataset=dataset,
@@ -155,10 +158,11 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
         micro_batches=micro_batches,
         global_batch_size=global_batch_size,
         start=start,
-        max_step=training.max_step if end is None else last_step(start, end, global_batch_size),
+        max_step=max_step,
         end=end,
         run_directory=directory,
         resume_from=resume_from,
+        row_order=resume.row_order(resumed),
         document_end=find_document_end(masking, dataset, config),
         document_masking=masking,
         sums_in_float32=training.accumulation_dtype == "float32",

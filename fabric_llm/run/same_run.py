@@ -26,6 +26,7 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
             "context_length": plan.dataset.context_length,
             "train_rows": len(plan.dataset.train),
             "train_fingerprint": plan.dataset.fingerprint,
+            "row_order": plan.row_order,
             "seed": flags.training.seed,
             "precision": flags.model.precision,
             "bf16_updates": flags.model.bf16_updates if flags.model.precision == "bf16-true" else None,

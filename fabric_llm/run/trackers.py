@@ -92,7 +92,8 @@ def _lines_so_far(folder: Path) -> list[dict[str, Any]]:
 
 CSV_COLUMNS = (
     *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory_gib"),
-    *("updated_fraction", "update_ratio", "eval_loss"),
+    *("tokens_per_second_per_device", "model_tflops_per_device", "mfu", "data_seconds", "wait_seconds"),
+    *("updated_fraction", "update_ratio", "aux_loss", "eval_loss"),
 )
 
 

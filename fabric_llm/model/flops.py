@@ -1,0 +1,147 @@
+"""How many floating-point operations a training step needs, and how many a device can do in a second.
+
+Counted as in Chowdhery et al. (2022), PaLM, https://arxiv.org/abs/2204.02311, appendix B: a multiplication and an addition are
+two operations, the backward pass takes twice the forward pass, and what activation checkpointing computes again doesn't count.
+Different from there, attention counts the pairs of tokens that see each other, and no others: those of one document, each token
+and the ones before it. PaLM counts all pairs of a row, which are twice as many for a row of one document. What the state of a
+recurrent layer (Mamba, linear attention) takes isn't counted, only its matrices.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+from torch import nn
+from transformers import PreTrainedModel
+
+OF_TRAINING = 3  # forward once, backward twice
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # what configurations call it
+CHOSEN = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k")
+
+# Dense bfloat16 peak of one device in TFLOP/s, without sparsity, from NVIDIA's data sheets (AMD's for MI); float16 where there is
+# no bfloat16 (V100, T4). The first words that are in the device's name apply.
+PEAK_TFLOPS = {
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "GH200": 989,
+    "H200 NVL": 835,
+    "H200": 989,
+    "H800 PCIe": 756,
+    "H800": 989,
+    "H20": 148,
+    "GB200": 2500,
+    "B200": 2250,
+    "A100": 312,
+    "A800": 312,
+    "A40": 150,
+    "A30": 165,
+    "A10G": 70,
+    "A10": 125,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "RTX 6000 Ada": 364,
+    "RTX A6000": 155,
+    "RTX 5090": 210,
+    "RTX 4090 D": 147,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+    "V100-PCIE": 112,
+    "V100": 125,
+    "T4": 65,
+    "MI300X": 1307,
+    "MI325X": 1307,
+}
+PARTS = ("MIG", "Laptop", "Max-Q")  # a part of a device, or a slower one
+
+
+def peak_tflops(device_name: str) -> Optional[float]:
+    """Dense bfloat16 peak of the device that torch.cuda.get_device_name names so; None for one that isn't known."""
+    if any(has_words(device_name, part) for part in PARTS):
+        return None
+    return next((float(peak) for words, peak in PEAK_TFLOPS.items() if has_words(device_name, words)), None)
+
+
+def has_words(name: str, words: str) -> bool:
+    """True if `words` are in `name`, not as a part of longer ones."""
+    return re.search(rf"(?<![A-Za-z0-9]){re.escape(words)}(?![A-Za-z0-9])", name) is not None
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of forward and backward pass."""
+
+    of_token: float  # of matrices that a token is multiplied with
+    of_pair: dict[Optional[int], float]  # of two tokens, one of which sees the other, by the layers' window in tokens
+
+    def of(self, tokens_at: np.ndarray) -> float:
+        """Operations for tokens of which `tokens_at[k]` have k tokens of their document before them, int64 [context]."""
+        sees = np.arange(1, len(tokens_at) + 1)  # itself as well
+        pairs = {w: float(tokens_at @ (sees if w is None else np.minimum(sees, w))) for w in self.of_pair}
+        return float(tokens_at.sum()) * self.of_token + sum(pairs[w] * flops for w, flops in self.of_pair.items())
+
+
+def of_model(causal_lm: PreTrainedModel) -> Flops:
+    """The operations of a model, which may be on the meta device."""
+    config = causal_lm.config.get_text_config()
+    layers: dict[Optional[int], float] = {}
+    for window in windows(config):
+        layers[window] = layers.get(window, 0.0) + OF_TRAINING * 2 * sum(head_dims(config))
+    return Flops(OF_TRAINING * 2 * multiplied(causal_lm), layers)
+
+
+def multiplied(causal_lm: PreTrainedModel) -> float:
+    """Parameters that each token is multiplied with: of all matrices but the embeddings, and of the experts that are chosen.
+
+    The output layer counts, also where it is tied to the embedding.
+    """
+    experts, chosen = experts_of(causal_lm.config.get_text_config())
+    total = 0.0
+    for path, module in causal_lm.named_modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim > 1 and not name.endswith("bias"):
+                is_expert = "experts" in path.split(".") or parameter.ndim == 3 and len(parameter) == experts
+                total += parameter.numel() * (chosen / experts if is_expert else 1.0)
+    return total
+
+
+def experts_of(config: Any) -> tuple[int, int]:
+    """(experts of a layer, those that each token goes through); 1, 1 where the configuration doesn't say."""
+    parts = [part for part in (config, getattr(config, "ffn_config", None)) if part is not None]
+
+    def first(names: tuple[str, ...]) -> Optional[int]:
+        values = (getattr(part, name, None) for part in parts for name in names)
+        return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+    experts, chosen = first(EXPERTS), first(CHOSEN)
+    return (1, 1) if experts is None or chosen is None else (experts, chosen)
+
+
+def windows(config: Any) -> list[Optional[int]]:
+    """For each layer with attention, how many tokens see each other in it: None for all."""
+    count = getattr(config, "num_hidden_layers", 0)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    window = getattr(config, "sliding_window", None)
+    if kinds is None:
+        return [window] * count if getattr(config, "num_attention_heads", None) else []
+    attention = [kind for kind in kinds if "attention" in kind and "linear" not in kind or kind == "hybrid"]
+    local = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
+    return [local.get(kind) for kind in attention]
+
+
+def head_dims(config: Any) -> tuple[int, int]:
+    """Of all heads together: what a pair is compared by, and what is taken from a token that is seen."""
+    heads = getattr(config, "num_attention_heads", None) or 0
+    if not heads:
+        return 0, 0
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    values = getattr(config, "v_head_dim", None) or size
+    if getattr(config, "qk_nope_head_dim", None) is not None:  # multi-head latent attention
+        size = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return heads * size, heads * values

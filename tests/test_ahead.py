@@ -1,0 +1,102 @@
+"""Micro-batches are made ready ahead of the step, down to their copy on the device, and the step's wait is measured."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
+from fabric_llm.data.dataset import open_dataset
+
+STEP = 4  # sequences
+
+
+class Copies:
+    """As PinnedCopies, to the CPU; says which thread did what."""
+
+    def __init__(self):
+        self.made, self.handed_out = [], []
+
+    def __call__(self, micro_batches):
+        self.made.append(threading.current_thread().name)
+        return [{name: tensor.clone() for name, tensor in batch.items()} for batch in micro_batches]
+
+    def hand_out(self, micro_batches):
+        self.handed_out.append((threading.current_thread(), micro_batches))
+
+
+def assert_same(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name].cpu(), other[name]) for name in one)
+
+
+@pytest.fixture
+def batches(toys):
+    return Batches(open_dataset(toys / "data").train, 7, 2, 2, document_end=0)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_copies_are_made_by_the_threads_that_read_ahead(batches, workers):
+    copies = Copies()
+    prefetch = Prefetch(batches, workers, copies)
+    for number, position in enumerate(range(0, 10 * STEP, STEP), 1):
+        found = prefetch.at(position)
+        assert_same(found, batches.at(position))
+        assert copies.handed_out[-1] == (threading.main_thread(), found) and len(copies.handed_out) == number
+    prefetch.close()
+    ahead = [name for name in copies.made if name.startswith("batches")]
+    assert len(ahead) >= (9 if workers else 0) and len(copies.made) - len(ahead) == (1 if workers else 10)
+    assert prefetch.rows_read.count == 10 * STEP, "and not what was only made ready"
+
+
+def test_the_next_step_is_ready_when_it_is_asked_for(batches):
+    copies = Copies()
+    prefetch = Prefetch(batches, 2, copies)
+    prefetch.at(0)
+    deadline = time.monotonic() + 60
+    while len(copies.made) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(copies.made) == 3, "of this step, and of two more, before anybody asks"
+    assert len(copies.handed_out) == 1
+    prefetch.close()
+
+
+def test_what_fails_in_a_thread_is_raised_in_the_step(batches):
+    class Fails(Copies):
+        def __call__(self, micro_batches):
+            if threading.current_thread() is threading.main_thread():
+                return super().__call__(micro_batches)
+            raise RuntimeError("no pinned memory")
+
+    prefetch = Prefetch(batches, 1, Fails())
+    prefetch.at(0)
+    with pytest.raises(RuntimeError, match="no pinned memory"):
+        prefetch.at(STEP)
+    prefetch.close()
+
+
+def test_the_wait_for_a_batch_is_measured(batches):
+    class Slow(Copies):
+        def __call__(self, micro_batches):
+            time.sleep(0.1)
+            return super().__call__(micro_batches)
+
+    prefetch = Prefetch(batches, 0, Slow())
+    for position in (0, STEP):
+        prefetch.at(position)
+    assert prefetch.seconds_waited >= 0.2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_pinned_copies_are_the_batches(batches):
+    device = torch.device("cuda", torch.cuda.current_device())
+    prefetch = Prefetch(batches, 2, PinnedCopies(device))
+    for position in range(0, 40 * STEP, STEP):
+        found = prefetch.at(position)
+        assert all(tensor.device == device for batch in found for tensor in batch.values())
+        torch.cuda._sleep(1_000_000)  # the model's stream is busy, while the next copies are made
+        sums = [{name: tensor + 0 for name, tensor in batch.items()} for batch in found]
+        del found
+        assert_same(sums, batches.at(position))
+    prefetch.close()

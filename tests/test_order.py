@@ -1,0 +1,159 @@
+"""The order of the rows: a permutation that is computed place by place, and the one that older checkpoints go on in."""
+
+import json
+import shutil
+import tracemalloc
+
+import numpy as np
+import pytest
+from ranks import metrics, toy_run, train_ranks
+from test_verify import reseal
+
+from fabric_llm.data import order
+from fabric_llm.data.order import ORDERS, claimed_rows, permuted, rows_at
+from fabric_llm.verify import __main__ as verify
+
+SIZES = [1, 2, 3, 4, 5, 7, 44, 100, 1000, *(2**k + d for k in (3, 6, 8, 9, 12, 15) for d in (-1, 0, 1))]
+BILLION = 10**9
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_every_row_has_one_place(rows):
+    for seed, epoch in ((0, 0), (1234, 7)):
+        assert sorted(permuted(np.arange(rows), rows, seed, epoch)) == list(range(rows))
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_place_does_not_depend_on_the_others(name):
+    whole, places = ORDERS[name](np.arange(100), 100, 5, 1), np.array([[99, 0, 3], [3, 50, 7]])
+    assert (ORDERS[name](places, 100, 5, 1) == whole[places]).all()
+    assert ORDERS[name](places[:, :0], 100, 5, 1).shape == (2, 0)
+
+
+def test_the_order_is_fixed_for_ever():
+    """No release of any library may change the data of a run that is under way."""
+    assert permuted(np.arange(10), 10, seed=1234, epoch=0).tolist() == [2, 4, 8, 5, 7, 0, 3, 1, 9, 6]
+    assert permuted(np.arange(10), 10, seed=1234, epoch=1).tolist() == [6, 0, 7, 4, 5, 3, 1, 9, 2, 8]
+    far = permuted(np.array([0, 1, 2, BILLION - 1]), BILLION, seed=1234, epoch=0)
+    assert far.tolist() == [111656419, 254237115, 792113187, 250832018]
+
+
+def test_positions_go_through_one_epoch_after_the_other():
+    rows = rows_at(np.arange(30).reshape(3, 10), 10, 1234)
+    assert [row.tolist() for row in rows] == [permuted(np.arange(10), 10, 1234, epoch).tolist() for epoch in range(3)]
+
+
+def test_seeds_and_epochs_have_orders_of_their_own():
+    orders = {tuple(permuted(np.arange(44), 44, seed, epoch)) for seed in range(20) for epoch in range(20)}
+    assert len(orders) == 400
+
+
+def chi_square(counts):
+    """How far counts are from even, in standard deviations of what chance gives."""
+    expected, freedom = counts.mean(), len(counts) - 1
+    return (((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("rows", [4, 44, 64, 1000])
+def test_rows_are_spread_as_by_chance(rows):
+    """Over seeds: the row at the first place, and the distance from it to the row at the next one."""
+    orders = np.stack([permuted(np.arange(min(rows, 64)), rows, seed, 3) for seed in range(600)])
+    assert abs(chi_square(np.bincount(orders[:, 0], minlength=rows))) < 5
+    distances = (orders[:, 1] - orders[:, 0]) % rows
+    assert distances.min() > 0 and abs(chi_square(np.bincount(distances, minlength=rows)[1:])) < 5
+    stays = (orders == np.arange(orders.shape[1])).sum(axis=1) * rows / orders.shape[1]
+    assert 0.8 < stays.mean() < 1.2, "a random order leaves one row in its place"
+
+
+def test_neighbours_are_not_neighbours():
+    rows = permuted(np.arange(100_000), 100_000, 1, 0)
+    assert np.mean(np.abs(np.diff(rows)) == 1) < 1e-4
+    assert (
+        abs(np.corrcoef(rows[:-1], rows[1:])[0, 1]) < 0.02 and abs(np.corrcoef(rows, np.arange(100_000))[0, 1]) < 0.02
+    )
+
+
+def test_a_billion_rows_need_no_table():
+    """Sorting took 8 GB a rank."""
+    tracemalloc.start()
+    try:
+        rows = rows_at(np.arange(3 * BILLION - 4, 3 * BILLION + 4), BILLION, 1234)
+        claimed_rows(BILLION, 1234, BILLION - 5, BILLION + 5)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(set(rows)) == 8 and rows.min() >= 0 and rows.max() < BILLION
+    assert peak < 2**20, peak
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_record_of_any_order_adds_up(name, monkeypatch):
+    whole = claimed_rows(44, 1, 0, 150, name)
+    monkeypatch.setattr(order, "POSITIONS_AT_ONCE", 7)
+    assert whole == claimed_rows(44, 1, 0, 150, name)
+    assert whole == claimed_rows(44, 1, 0, 43, name) + claimed_rows(44, 1, 43, 150, name)
+    assert whole.count == 150 and claimed_rows(44, 1, 5, 5, name).count == 0
+
+
+# ------------------------------------------------------------------------------- runs that older versions began
+
+
+def flags(toys, output, *more):
+    sizes = ("--global_batch_size", 8, "--micro_batch_size", 8, "--max_step", 9, "--save_step_interval", 3)
+    return (*toy_run(toys, output), "--run_name", "run", *sizes, "--eval_iters", 0, *more)
+
+
+def name_order(checkpoint, *names):
+    """Let progress.json name the order `names`, or none, as an older version wrote it."""
+    file = checkpoint / "trainer" / "progress.json"
+    document = json.loads(file.read_text())
+    document["fixed"].pop("row_order", None)
+    document["fixed"] |= {"row_order": name for name in names}
+    file.write_text(json.dumps(document))
+    reseal(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def older(toys, tmp_path_factory):
+    """(folder of a run that an older version did up to step 9, losses)."""
+    output = tmp_path_factory.mktemp("older")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order, "NEW_ORDER", order.OLD_ORDER)
+        train_ranks(1, *flags(toys, output))
+    for checkpoint in (output / "run").glob("step-*"):
+        name_order(checkpoint)
+    return output, metrics(output / "run")
+
+
+@pytest.mark.parametrize("branch", [False, True])
+def test_a_run_of_an_older_version_goes_on_in_its_order(toys, tmp_path, older, capsys, branch):
+    """In the middle of its first epoch, 24 of 44 rows; the order of new runs would show it some rows twice, others never."""
+    folder, losses = older
+    shutil.copytree(folder / "run", tmp_path / "run")
+    assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
+    place = ("--checkpoint", tmp_path / "run" / "step-00000003")
+    name = ("--run_name", "branch") if branch else ()
+    train_ranks(1, *flags(toys, tmp_path, "--resume", "true", *place, *name))
+    run = tmp_path / ("branch" if branch else "run")
+    assert metrics(run) == losses
+    fixed = json.loads((run / "step-00000009" / "trainer" / "progress.json").read_text())["fixed"]
+    assert fixed["row_order"] == "sorted"
+    assert verify.main([str(run), "--no_export"]) == 0
+    assert "72 sequences at positions 0 to 71 were each read" in capsys.readouterr().out
+
+
+def test_a_new_run_has_the_new_order(toys, tmp_path, older):
+    train_ranks(1, *flags(toys, tmp_path))
+    fixed = json.loads((tmp_path / "run" / "step-00000009" / "trainer" / "progress.json").read_text())["fixed"]
+    assert fixed["row_order"] == "feistel" and metrics(tmp_path / "run")[0] != older[1][0]
+
+
+@pytest.mark.parametrize("name", ["of-2031", ["feistel"], None])
+def test_an_order_that_nobody_knows_is_refused_and_found(toys, tmp_path, older, capsys, name):
+    shutil.copytree(older[0] / "run", tmp_path / "run")
+    name_order(tmp_path / "run" / "step-00000009", name)
+    again = flags(toys, tmp_path, "--resume", "true", "--resume_override", "max_step")
+    with pytest.raises(AssertionError, match=r"SystemExit: 2"):
+        train_ranks(1, *again, "--max_step", 12)
+    assert verify.main([str(tmp_path / "run"), "--no_export"]) != 0
+    assert f"rows are read in the order {name!r}; this version knows feistel, sorted" in capsys.readouterr().err
