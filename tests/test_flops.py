@@ -1,12 +1,13 @@
 """FLOPs: counted by hand, by torch's own counter, and against published numbers; what a device can do."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import CONTEXT, TOY_CONFIGS, VOCABULARY
-from families import toy_config
+from families import FAMILIES, toy_config
 from ranks import metrics, toy_run, train_ranks
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
@@ -102,6 +103,18 @@ def test_llama_2_7b_as_palm_counts():
 )
 def test_layers_that_see_a_part_of_the_row(family, windows):
     assert flops.windows(toy_config(family)) == windows
+
+
+def test_configurations_that_say_it_in_another_way_end_no_run():
+    for said in ({}, {"num_attention_heads": [4, 8]}, {"num_attention_heads": 4}, {"num_attention_heads": 0}):
+        assert flops.head_dims(SimpleNamespace(**said)) == (0, 0)
+    assert flops.head_dims(SimpleNamespace(num_attention_heads=4, hidden_size=32, head_dim=None)) == (32, 32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_counted(family):
+    counted = flops.of_model(skeleton(toy_config(family)))
+    assert counted.of_token > 6 * 131 * 32 and 0 <= counted.of(np.ones(CONTEXT, dtype=np.int64)) < 1e9
 
 
 # ------------------------------------------------------------------------------- the tokens that were seen

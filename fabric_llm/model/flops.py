@@ -127,20 +127,26 @@ def windows(config: Any) -> list[Optional[int]]:
     """For each layer with attention, how many tokens see each other in it: None for all."""
     count = getattr(config, "num_hidden_layers", 0)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    window = getattr(config, "sliding_window", None)
+    window, chunk = (
+        size if isinstance(size := getattr(config, name, None), int) and size > 0 else None
+        for name in ("sliding_window", "attention_chunk_size")
+    )
     if kinds is None:
         return [window] * count if getattr(config, "num_attention_heads", None) else []
     attention = [kind for kind in kinds if "attention" in kind and "linear" not in kind or kind == "hybrid"]
-    local = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
+    local = {"sliding_attention": window, "chunked_attention": chunk}
     return [local.get(kind) for kind in attention]
 
 
 def head_dims(config: Any) -> tuple[int, int]:
-    """Of all heads together: what a pair is compared by, and what is taken from a token that is seen."""
-    heads = getattr(config, "num_attention_heads", None) or 0
-    if not heads:
+    """Of all heads together: what a pair is compared by, and what is taken from a token that is seen.
+
+    0, 0 where the configuration has no such numbers, or others for each layer: then the pairs aren't counted.
+    """
+    heads, width, size = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size", "head_dim"))
+    if not isinstance(heads, int) or heads < 1 or not isinstance(size or width, int):
         return 0, 0
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    size = size or width // heads
     values = getattr(config, "v_head_dim", None) or size
     if getattr(config, "qk_nope_head_dim", None) is not None:  # multi-head latent attention
         size = config.qk_nope_head_dim + config.qk_rope_head_dim
