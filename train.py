@@ -18,9 +18,9 @@ from fabric_llm.run import due
 from fabric_llm.training.schedule import lr_at
 
 if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mistakes are answered at once
-    from lightning.fabric import Fabric
     from torch import nn
 
+    from fabric_llm.base.fabric import Fabric
     from fabric_llm.checkpoint.progress import Progress
     from fabric_llm.processes.watch import Watch
     from fabric_llm.run.log import Log

@@ -146,7 +146,9 @@ def write_inputs(folder: Path, options: argparse.Namespace) -> None:
 def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Start all rows, time them in turns, and count their memory."""
     start_method = multiprocessing.get_context("forkserver")  # imports once; unlike fork it goes with CUDA
-    start_method.set_forkserver_preload(["lightning.fabric", "transformers.models.llama.modeling_llama", "datasets"])
+    start_method.set_forkserver_preload(
+        ["fabric_llm.base.fabric", "transformers.models.llama.modeling_llama", "datasets"]
+    )
     rows = [{"name": name, "flags": flags(name, options), "failed": False} for name in options.only]
     for index, row in enumerate(rows):
         ranks = start(start_method, folder / f"memory-{index}", row, folder, options, counts_memory=True)

@@ -20,14 +20,23 @@ from datetime import timedelta
 from typing import Any, Callable, Optional, Union
 
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
-from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
-from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fabric_llm.base.fabric import (
+    ClusterEnvironment,
+    DDPStrategy,
+    Fabric,
+    FSDPPrecision,
+    FSDPStrategy,
+    LightningEnvironment,
+    MixedPrecision,
+    ModelParallelStrategy,
+    Precision,
+    TorchElasticEnvironment,
+    XLAFSDPStrategy,
+)
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Sharding
 
@@ -67,8 +76,6 @@ def make_fabric(
     """
     timeout = timedelta(seconds=2 * timeout_seconds + 60)
     if name == "xla":
-        from lightning.fabric.strategies import XLAFSDPStrategy
-
         return Fabric(accelerator="tpu", devices=devices, num_nodes=num_nodes, strategy=XLAFSDPStrategy())
     strategies: dict[str, Callable[[], Any]] = {
         "fsdp": lambda: AnyDeviceFSDPStrategy(timeout=timeout),
@@ -94,6 +101,10 @@ def _environment() -> ClusterEnvironment:
 
 class AnyDeviceFSDPStrategy(FSDPStrategy):
     """FSDPStrategy, also on CPU (Fabric refuses the class itself there). `wrap` makes the FSDP modules."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Leave it as `wrap` has made it. Fabric's own would look for metrics in it, and import torchmetrics for that."""
+        return module
 
 
 def _no_buffer_sync() -> dict[str, bool]:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
-from lightning.fabric import Fabric
-
 from fabric_llm.base import ranks
 from fabric_llm.base.command_line import Flags, is_rank_zero
+from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import PEER_LOST, UNEXPECTED, Fault, as_fault
 from fabric_llm.data.demo import prepare_demo
