@@ -18,7 +18,8 @@ from fabric_llm.data.batches import MicroBatch  # noqa: E402
 from fabric_llm.model.language_model import trained_loss  # noqa: E402
 from fabric_llm.model.strategy import make_fabric  # noqa: E402
 from fabric_llm.run import build, resume  # noqa: E402
-from fabric_llm.run.plan import Plan, make_plan, place  # noqa: E402
+from fabric_llm.run.placement import place  # noqa: E402
+from fabric_llm.run.plan import Plan, make_plan  # noqa: E402
 from fabric_llm.training import step  # noqa: E402
 
 

@@ -268,7 +268,7 @@ def join(rank: int, devices: int, accelerator: str, store: Path) -> str:
     """Form the process group as torchrun would, but meet in a file. Returns "cpu" or "cuda"."""
     import torch
 
-    from fabric_llm.model.strategy import resolve_devices
+    from fabric_llm.run.placement import resolve_devices
 
     os.environ.update(
         RANK=str(rank),

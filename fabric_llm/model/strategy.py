@@ -12,12 +12,11 @@
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
@@ -41,30 +40,6 @@ from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Sharding
 
 LAYER_LISTS = (nn.ModuleList, nn.ModuleDict)  # no forward of their own: never wrapped
-
-
-def resolve_devices(devices: Union[int, str], num_nodes: int, accelerator: str) -> tuple[int, int, str]:
-    """(devices per node, nodes, "cpu" or "cuda"). Raises ValueError where the machine hasn't that many."""
-    gpus = torch.cuda.device_count()
-    if accelerator in ("cuda", "gpu") and gpus == 0:
-        raise ValueError(f"--accelerator {accelerator}: this machine shows no GPU to PyTorch {torch.__version__}.")
-    kind = "cuda" if accelerator in ("cuda", "gpu") or (accelerator == "auto" and gpus) else "cpu"
-    count = (gpus if kind == "cuda" else 1) if devices == "auto" else int(devices)
-    if count < 1 or num_nodes < 1:
-        raise ValueError(f"--devices {devices} and --num_nodes {num_nodes} must be at least 1.")
-    if kind == "cuda" and count > gpus:
-        of_srun = {"SLURM_LOCALID", "LOCAL_WORLD_SIZE"} <= os.environ.keys()  # the first alone: a batch script
-        advice = "; a task of srun must see all GPUs of its machine (--gpu-bind=none)" * of_srun
-        raise ValueError(f"--devices {count}: this machine has {gpus} GPU{'s' * (gpus != 1)}{advice}.")
-    return count, num_nodes, kind
-
-
-def resolve_strategy(name: str, world_size: int, tpu: bool, precision: str, kind: str, sharding: Sharding) -> str:
-    """`check.strategy`, and whether this GPU can do it. Raises ValueError where they don't go together."""
-    name = strategy_rules.strategy(name, world_size, tpu, precision, kind, sharding)
-    if kind == "cuda" and "bf16" in precision and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ValueError(f"--precision {precision}: this GPU has no bfloat16; take 16-mixed or 32-true.")
-    return name
 
 
 def make_fabric(
