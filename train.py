@@ -9,18 +9,18 @@ import traceback
 from typing import TYPE_CHECKING, Optional
 
 from arguments import Arguments, parse_train
-from fabric_llm.base.command_line import fail, is_rank_zero
+from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.console import outlast_readers
-from fabric_llm.base.faults import code_of
 from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal
-from fabric_llm.run import due
+from fabric_llm.run import due, mistakes
+from fabric_llm.run.starting import start, told_in_one_sentence, without_collection
 from fabric_llm.training.schedule import lr_at
 
 if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mistakes are answered at once
-    from lightning.fabric import Fabric
     from torch import nn
 
+    from fabric_llm.base.fabric import Fabric
     from fabric_llm.checkpoint.progress import Progress
     from fabric_llm.processes.watch import Watch
     from fabric_llm.run.log import Log
@@ -32,22 +32,17 @@ def main(argv: Optional[list[str]] = None) -> None:
     signals = StopSignal()
     launch.adopt_launcher()
     arguments = parse_train(argv)
-    from fabric_llm.run import mistakes
-
-    try:
-        mistakes.in_training(arguments)
-    except ValueError as error:
-        signals.restore()
-        fail("train.py", str(error), code_of(error))
-    if arguments.demo and is_rank_zero():
-        print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)
-    launch.find_slurm_host()
-    from fabric_llm.run.ending import supervise, told_in_one_sentence
-    from fabric_llm.run.joining import join, plan_together
-
     try:
         with told_in_one_sentence():
-            joined = join(arguments)
+            mistakes.in_training(arguments)
+            if arguments.demo and is_rank_zero():
+                print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)
+            launch.find_slurm_host()
+            started = start(arguments)
+            with without_collection():
+                from fabric_llm.run.ending import supervise
+                from fabric_llm.run.joining import join, plan_together
+            joined = join(arguments, started)
             supervise(
                 joined,
                 arguments.devices.hang_timeout,

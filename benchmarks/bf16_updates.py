@@ -247,7 +247,7 @@ def documents() -> Iterator[str]:
 def run_train(folder: Path, name: str, argv: list[Any], torch_optimizer: bool) -> dict[str, Any]:
     """`train.py ARGV --output_dir folder --run_name name` in a process of its own. Returns what it held at the end."""
     context = multiprocessing.get_context("forkserver")  # imports once; unlike fork it goes with CUDA
-    context.set_forkserver_preload(["lightning.fabric", "transformers.models.llama.modeling_llama", "datasets"])
+    context.set_forkserver_preload(["fabric_llm.base.fabric", "transformers.models.llama.modeling_llama", "datasets"])
     argv = [str(word) for word in [*argv, "--output_dir", folder, "--run_name", name]]
     process = context.Process(target=train_and_measure, args=(argv, torch_optimizer, folder / f"{name}.json"))
     process.start()

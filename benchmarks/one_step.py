@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from lightning.fabric import Fabric  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
 
 from arguments import Arguments, parse_train  # noqa: E402
+from fabric_llm.base.fabric import Fabric  # noqa: E402
 from fabric_llm.data.batches import MicroBatch  # noqa: E402
 from fabric_llm.model.language_model import trained_loss  # noqa: E402
 from fabric_llm.model.strategy import make_fabric  # noqa: E402
 from fabric_llm.run import build, resume  # noqa: E402
-from fabric_llm.run.plan import Plan, make_plan, place  # noqa: E402
+from fabric_llm.run.placement import place  # noqa: E402
+from fabric_llm.run.plan import Plan, make_plan  # noqa: E402
 from fabric_llm.training import step  # noqa: E402
 
 

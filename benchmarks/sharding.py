@@ -146,7 +146,9 @@ def write_inputs(folder: Path, options: argparse.Namespace) -> None:
 def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Start all rows, time them in turns, and count their memory."""
     start_method = multiprocessing.get_context("forkserver")  # imports once; unlike fork it goes with CUDA
-    start_method.set_forkserver_preload(["lightning.fabric", "transformers.models.llama.modeling_llama", "datasets"])
+    start_method.set_forkserver_preload(
+        ["fabric_llm.base.fabric", "transformers.models.llama.modeling_llama", "datasets"]
+    )
     rows = [{"name": name, "flags": flags(name, options), "failed": False} for name in options.only]
     for index, row in enumerate(rows):
         ranks = start(start_method, folder / f"memory-{index}", row, folder, options, counts_memory=True)
@@ -266,7 +268,7 @@ def join(rank: int, devices: int, accelerator: str, store: Path) -> str:
     """Form the process group as torchrun would, but meet in a file. Returns "cpu" or "cuda"."""
     import torch
 
-    from fabric_llm.model.strategy import resolve_devices
+    from fabric_llm.run.placement import resolve_devices
 
     os.environ.update(
         RANK=str(rank),

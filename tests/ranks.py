@@ -210,11 +210,11 @@ def train_ranks(world_size: int, *flags: Any, timeout_seconds: float = 120) -> N
 def planned(argv: Any) -> tuple[Any, Any]:
     """(arguments, plan) of `train.py ARGV`, on this rank alone."""
     from arguments import parse_train
-    from fabric_llm.run import plan, resume, same_run
+    from fabric_llm.run import placement, plan, resume, same_run
 
     arguments = parse_train([str(word) for word in argv])
     directory = resume.directory(arguments)
-    made = plan.make_plan(arguments, plan.place(arguments), directory, resume.choose(arguments, directory))
+    made = plan.make_plan(arguments, placement.place(arguments), directory, resume.choose(arguments, directory))
     if made.resume_from is not None:
         same_run.require_same_run(made, arguments)
     return arguments, made
@@ -243,3 +243,24 @@ def metrics(run_directory: Path, key: str = "loss") -> list[Any]:
     """The values of `key` in metrics.jsonl, in order."""
     lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
     return [line[key] for line in lines if key in line]
+
+
+REFUSE = """
+import os, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in {names!r}:
+            said = [os.environ.get(variable) for variable in ("RANK", "WORLD_SIZE")]
+            raise AssertionError("rank {{}} of {{}} imports {{}}".format(*said, name))
+
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def refuse_imports(folder: Path, names: tuple[str, ...]) -> str:
+    """A PYTHONPATH of processes, and all that they start, in which an import of one of the `names` raises AssertionError."""
+    site = folder / f"without-{names[0]}"
+    site.mkdir(parents=True, exist_ok=True)
+    (site / "sitecustomize.py").write_text(REFUSE.format(names=names))
+    return os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])

@@ -17,7 +17,8 @@ import train
 from arguments import parse_train
 from fabric_llm.base.faults import as_fault
 from fabric_llm.data.dataset import open_dataset
-from fabric_llm.run.plan import make_plan, place
+from fabric_llm.run.placement import place
+from fabric_llm.run.plan import make_plan
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         raise AssertionError("too late: a model or a process would have been made")
 
     monkeypatch.setattr("fabric_llm.model.loading.load_reference", never)
-    monkeypatch.setattr("fabric_llm.run.joining.start_ranks", never)
+    monkeypatch.setattr("fabric_llm.run.starting.start_ranks", never)
     monkeypatch.setattr("builtins.input", never)
 
     def call(*flags, good=True, code=2):
@@ -131,6 +132,16 @@ def test_more_devices_than_there_are(refused, monkeypatch):
     assert "--gpu-bind=none" in refused("--devices", 4)
 
 
+def test_gpus_that_only_torch_sees_are_told_before_a_model_is_loaded(toys, tmp_path, capsys, monkeypatch):
+    """Devices are counted before torch is imported, where /dev shows no GPU: a run must not go on beside them."""
+    counts = iter([0])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: next(counts, 2))
+    with pytest.raises(SystemExit) as exit:
+        train.main([str(word) for word in (*toy_run(toys, tmp_path), "--strategy", "ddp", "--precision", "32-true")])
+    said = capsys.readouterr().err
+    assert exit.value.code == 2 and "PyTorch sees GPUs that /dev doesn't show: say --accelerator cuda" in said
+
+
 def test_yaml_keys(refused, tmp_path):
     config = tmp_path / "mine.yaml"
     config.write_text("lr: 1e-4\nwarm_up_steps: 3\n")
@@ -150,7 +161,7 @@ def test_model_and_data_belong_together(refused):
 
 
 def test_the_demo_is_not_prepared_for_a_run_that_is_not_there(refused, tmp_path, monkeypatch):
-    monkeypatch.setattr("fabric_llm.run.joining.prepare_demo", lambda *given: pytest.fail("half a minute for nothing"))
+    monkeypatch.setattr("fabric_llm.run.starting.prepare_demo", lambda *given: pytest.fail("half a minute for nothing"))
     words = ("--resume", "true", "--run_name", "other", "--output_dir", tmp_path / "runs")
     assert "no complete checkpoint" in refused(*words, good=False, code=66)
 

@@ -35,6 +35,13 @@ def test_rooms_import_only_from_floors_below():
     assert found == []
 
 
+def test_one_module_imports_lightning():
+    """Any other import of it would bring the Trainer and torchmetrics, two seconds of each start."""
+    names = ("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics")
+    found = {path for path in SOURCES for name in imported(path) if name.split(".")[0] in names}
+    assert found == {PACKAGE / "base" / "fabric.py"}
+
+
 def test_no_circle_of_imports_within_a_room():
     """What is imported for annotations alone counts as well."""
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}

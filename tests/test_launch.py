@@ -1,4 +1,7 @@
-"""Ranks that others start: SLURM's srun, and a batch script that doesn't use it. torchrun: tests/faults/test_rows.py."""
+"""Ranks that others start: SLURM's srun, and a batch script that doesn't use it; how ranks start at once.
+
+torchrun: tests/faults/test_rows.py.
+"""
 
 import os
 import socket
@@ -7,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import metrics, toy_run
+from ranks import metrics, refuse_imports, toy_run
 
 from fabric_llm.processes.launch import adopt_slurm
 
@@ -15,12 +18,16 @@ TRAIN = Path(__file__).parent.parent / "train.py"
 JOB = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost"}
 
 
+# What no run needs, and takes seconds to import: Fabric asks for torchmetrics, and that for matplotlib, where they are there.
+NEEDLESS = ("torchmetrics", "matplotlib", "lightning", "pytorch_lightning", "wandb", "tensorboard")
+
+
 def start(toys, output, *more, **slurm):
     words = [*toy_run(toys, output), "--run_name", "run"]
     words += ["--global_batch_size", 4, "--max_step", 3, "--log_step_interval", 1, "--eval_iters", 0, *more]
     return subprocess.Popen(
         [sys.executable, str(TRAIN), *map(str, words)],
-        env={**os.environ, **JOB, **slurm, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **JOB, "PYTHONPATH": refuse_imports(output, NEEDLESS), "OMP_NUM_THREADS": "1", **slurm},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -85,3 +92,11 @@ def test_a_torchrun_that_could_not_start_ranks_again_is_warned_of(toys, tmp_path
     said = task.communicate(timeout=120)[0]
     warned = "Warning: torchrun can't start lost ranks again reliably: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     assert said.count(warned) == 1 and task.returncode == 2, said
+
+
+def test_the_other_ranks_start_before_torch_is_imported(toys, tmp_path):
+    """They import it side by side. By then the run directory is locked."""
+    run = start(toys, tmp_path, "--devices", "2", PYTHONPATH=refuse_imports(tmp_path, ("torch",)))
+    said = run.communicate(timeout=60)[0]
+    assert "AssertionError: rank 0 of 2 imports torch" in said, said
+    assert (tmp_path / "run" / ".lock").is_file()

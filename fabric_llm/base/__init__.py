@@ -8,6 +8,7 @@ console     `outlast_readers`, `Console`: output that never ends a run
 ending      `in_one_sentence`, `uninterrupted`, `on_disk`: how the scripts end
 spelling    `flag_instead`, `value_instead`, `nearest`: what a mistyped word may mean
 names       `hub_name`, `nearest_of`: the same for names of models and folders
+fabric      `Fabric` and its strategies: the one import of Lightning
 hub         `answer`: what to do about an error of the Hugging Face hub
 failpoints  `failpoint`: named places where tests make a run fail
 command_line  `parse`, `Flags`: flags from dataclasses, one sentence for each mistake, YAML

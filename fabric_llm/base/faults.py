@@ -58,11 +58,6 @@ class Fault(ValueError):
         self.retryable = code in RETRYABLE if retryable is None else retryable
 
 
-def code_of(error: ValueError) -> int:
-    """The exit code of a ValueError: that of a Fault, otherwise 2."""
-    return error.code if isinstance(error, Fault) else BAD_INPUT
-
-
 def one_line(error: object) -> str:
     """The text of an error without its line breaks."""
     return " ".join(str(error).split())

@@ -34,7 +34,6 @@ from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning.fabric import Fabric
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -44,6 +43,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from transformers import PreTrainedModel
 
 from fabric_llm.base import files
+from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import NON_FINITE, OUT_OF_MEMORY, PEER_LOST, SAVE_FAILED, STOPPED, Fault, as_fault
 from fabric_llm.base.files import MANIFEST, fsync

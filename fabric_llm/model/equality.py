@@ -14,9 +14,9 @@ from typing import Callable, Optional
 
 import torch
 import torch.nn.functional as F
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
+from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import Fault
 from fabric_llm.model.strategy import original_name, reshard
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Optional
 
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from fabric_llm.base import ranks
+from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import Fault
 from fabric_llm.model.strategy import original_name, shard_group
 

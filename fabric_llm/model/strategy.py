@@ -12,50 +12,34 @@
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, Optional
 
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
-from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
-from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fabric_llm.base.fabric import (
+    ClusterEnvironment,
+    DDPStrategy,
+    Fabric,
+    FSDPPrecision,
+    FSDPStrategy,
+    LightningEnvironment,
+    MixedPrecision,
+    ModelParallelStrategy,
+    Precision,
+    TorchElasticEnvironment,
+    XLAFSDPStrategy,
+)
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Sharding
 
 LAYER_LISTS = (nn.ModuleList, nn.ModuleDict)  # no forward of their own: never wrapped
-
-
-def resolve_devices(devices: Union[int, str], num_nodes: int, accelerator: str) -> tuple[int, int, str]:
-    """(devices per node, nodes, "cpu" or "cuda"). Raises ValueError where the machine hasn't that many."""
-    gpus = torch.cuda.device_count()
-    if accelerator in ("cuda", "gpu") and gpus == 0:
-        raise ValueError(f"--accelerator {accelerator}: this machine shows no GPU to PyTorch {torch.__version__}.")
-    kind = "cuda" if accelerator in ("cuda", "gpu") or (accelerator == "auto" and gpus) else "cpu"
-    count = (gpus if kind == "cuda" else 1) if devices == "auto" else int(devices)
-    if count < 1 or num_nodes < 1:
-        raise ValueError(f"--devices {devices} and --num_nodes {num_nodes} must be at least 1.")
-    if kind == "cuda" and count > gpus:
-        of_srun = {"SLURM_LOCALID", "LOCAL_WORLD_SIZE"} <= os.environ.keys()  # the first alone: a batch script
-        advice = "; a task of srun must see all GPUs of its machine (--gpu-bind=none)" * of_srun
-        raise ValueError(f"--devices {count}: this machine has {gpus} GPU{'s' * (gpus != 1)}{advice}.")
-    return count, num_nodes, kind
-
-
-def resolve_strategy(name: str, world_size: int, tpu: bool, precision: str, kind: str, sharding: Sharding) -> str:
-    """`check.strategy`, and whether this GPU can do it. Raises ValueError where they don't go together."""
-    name = strategy_rules.strategy(name, world_size, tpu, precision, kind, sharding)
-    if kind == "cuda" and "bf16" in precision and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ValueError(f"--precision {precision}: this GPU has no bfloat16; take 16-mixed or 32-true.")
-    return name
 
 
 def make_fabric(
@@ -67,8 +51,6 @@ def make_fabric(
     """
     timeout = timedelta(seconds=2 * timeout_seconds + 60)
     if name == "xla":
-        from lightning.fabric.strategies import XLAFSDPStrategy
-
         return Fabric(accelerator="tpu", devices=devices, num_nodes=num_nodes, strategy=XLAFSDPStrategy())
     strategies: dict[str, Callable[[], Any]] = {
         "fsdp": lambda: AnyDeviceFSDPStrategy(timeout=timeout),
@@ -94,6 +76,10 @@ def _environment() -> ClusterEnvironment:
 
 class AnyDeviceFSDPStrategy(FSDPStrategy):
     """FSDPStrategy, also on CPU (Fabric refuses the class itself there). `wrap` makes the FSDP modules."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Leave it as `wrap` has made it. Fabric's own would look for metrics in it, and import torchmetrics for that."""
+        return module
 
 
 def _no_buffer_sync() -> dict[str, bool]:

@@ -88,7 +88,7 @@ def find_slurm_host() -> None:
     """In a task of srun: set where the ranks meet. (Lightning knows how SLURM writes hosts; importing it takes seconds.)"""
     if "SLURM_STEP_NODELIST" not in os.environ or not started_by_other() or "MASTER_ADDR" in os.environ:
         return
-    from lightning.fabric.plugins.environments import SLURMEnvironment
+    from fabric_llm.base.fabric import SLURMEnvironment
 
     hosts = os.environ["SLURM_STEP_NODELIST"]
     os.environ["MASTER_ADDR"] = SLURMEnvironment.resolve_root_node_address(hosts)

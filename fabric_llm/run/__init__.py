@@ -2,6 +2,8 @@
 
 mistakes       `in_training`, `in_preparation`, `in_export`: mistakes that need no torch
 flag_rules     `numbers`, `batch_sizes`, `sizes`, `profiled_steps`: ranges of flags, and how batches divide
+placement      `place`: devices and strategy, known without torch
+starting       `start`: the run directory locked, the ranks of this machine started
 joining        `join`, `plan_together`: all ranks, with the same plan
 resume         `directory`, `choose`: which run directory and checkpoint a run resumes from
 plan           `make_plan`, `Plan`: flags -> what they mean on this machine, with this dataset and model

@@ -9,12 +9,12 @@ from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 import transformers
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fabric_llm.base import ranks
 from fabric_llm.base.command_line import Flags
+from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNEXPECTED, UNWRITABLE, Fault, as_fault
 from fabric_llm.checkpoint import reading, writing

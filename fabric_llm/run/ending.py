@@ -6,14 +6,13 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from fabric_llm.base.command_line import Flags, fail, is_rank_zero
+from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import DONE, OUT_OF_MEMORY, PEER_LOST, STOPPED, UNEXPECTED, Fault, as_fault, tell_torchrun
 from fabric_llm.checkpoint.progress import Progress, step_directory
@@ -35,22 +34,6 @@ SECONDS_AFTER_THE_END, SECONDS_AFTER_A_STOP = 660.0, 10.0
 # Models of finished runs. Their last reference takes the process group with it, and gloo's destructor, run while Python
 # holds its lock, can wait for ever for a thread that needs the lock to drop a tensor. So they live as long as the process.
 kept_alive: list[Any] = []
-
-
-@contextmanager
-def told_in_one_sentence() -> Iterator[None]:
-    """Around all that train.py does: what no rank has told yet, since there were no ranks, is told here."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt) as error:
-        fault = as_fault(error) if isinstance(error, Fault) or not isinstance(error, ValueError) else Fault(str(error))
-        run_directory.leave(fault)
-        if fault.code == UNEXPECTED:
-            tell_torchrun(traceback.format_exc())
-            raise
-        if fault.code == DONE:
-            raise SystemExit(DONE) from None
-        fail("train.py", str(fault), for_launcher(fault.code))
 
 
 def supervise(joined: Joined, hang_timeout: float, body: Callable[[Watch], bool]) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a run come together: started here, or by torchrun or srun. Rank 0 has locked the run directory by then."""
+"""The ranks of a run come together: started by starting.py, or by torchrun or srun. Rank 0 has locked the run directory."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
-from lightning.fabric import Fabric
-
 from fabric_llm.base import ranks
-from fabric_llm.base.command_line import Flags, is_rank_zero
+from fabric_llm.base.command_line import Flags
+from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import PEER_LOST, UNEXPECTED, Fault, as_fault
-from fabric_llm.data.demo import prepare_demo
 from fabric_llm.model.strategy import make_fabric
-from fabric_llm.processes.launch import Children, for_launcher, has_parent, kill_parent, start_ranks, started_by_other
+from fabric_llm.processes.launch import Children, for_launcher, has_parent, kill_parent, started_by_other
 from fabric_llm.processes.meeting import SECONDS_TO_HEAR, Meeting
 from fabric_llm.run import resume, run_directory
 from fabric_llm.run.doubts import Facts, cores, doubts, positions
-from fabric_llm.run.plan import Placement, Plan, batch_sizes, make_plan, place
+from fabric_llm.run.placement import Placement, place
+from fabric_llm.run.plan import Plan, make_plan
 from fabric_llm.run.same_run import require_same_run
+from fabric_llm.run.starting import Started
 
 SECONDS_FOR_CHILDREN = 2.0  # to end by themselves
 SECONDS_TO_NAME = 1.25  # who is lost, after a connection broke
@@ -41,27 +41,11 @@ class Joined:
     plan: Optional[Plan] = None  # once it is made
 
 
-def join(flags: Flags) -> Joined:
-    """Start the other ranks of this machine, unless others did, and wait for all. Raises Fault.
-
-    What is wrong with the run directory ends the run before a rank is started.
-    """
-    placement = place(flags)
-    batch_sizes(flags, placement)
-    starts = placement.world_size > 1 and not flags.devices.tpu and not started_by_other()
-    if placement.num_nodes == 1 and not started_by_other():
-        os.environ.pop("NODE_RANK", None)  # of something else: this process is the first of its run
-    if starts and placement.num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= os.environ.keys():
-        raise Fault(
-            f"--num_nodes {placement.num_nodes}: start the command on each machine with torchrun and --devices auto, "
-            "or set MASTER_ADDR, MASTER_PORT and NODE_RANK."
-        )
-    if flags.demo:
-        prepare_demo(Path(flags.data.train_data_dir), flags.data.context_length)
-    directory, problem = _locked_directory(flags) if is_rank_zero() else (None, None)
-    if problem is not None and (placement.world_size == 1 or starts):
-        raise problem
-    children = start_ranks(placement.devices, placement.num_nodes) if starts else Children({})
+def join(flags: Flags, started: Started) -> Joined:
+    """Wait for all ranks. Raises Fault."""
+    placement, children = started.placement, started.children
+    if place(flags) != placement:  # torch is imported now
+        raise Fault("PyTorch sees GPUs that /dev doesn't show: say --accelerator cuda to use them, or cpu.")
     fabric = make_fabric(
         placement.strategy,
         devices=placement.devices,
@@ -71,7 +55,7 @@ def join(flags: Flags) -> Joined:
         timeout_seconds=flags.devices.hang_timeout,
     )
     meeting = _meeting(flags, placement, children)
-    directory = _launch(fabric, flags, meeting, directory, problem)
+    directory = _launch(fabric, flags, meeting, started.directory, started.problem)
     assert fabric.world_size == placement.world_size, (fabric.world_size, placement.world_size)
     return Joined(fabric, placement, directory, children)
 
@@ -97,17 +81,6 @@ def plan_together(joined: Joined, flags: Flags) -> Plan:
 def _chosen_by_rank_zero(flags: Flags, directory: Path) -> Optional[Path]:
     """The checkpoint to resume from, on all ranks: other machines may see fewer of them, or not have compared hashes."""
     return ranks.from_rank_zero(lambda: resume.choose(flags, directory))
-
-
-def _locked_directory(flags: Flags) -> tuple[Optional[Path], Optional[Fault]]:
-    """(the run directory, locked by this process, None), or (None, what is wrong with it)."""
-    try:
-        directory = resume.directory(flags)
-        run_directory.require_writable(directory)
-        run_directory.lock(directory)
-        return directory, None
-    except ValueError as error:
-        return None, error if isinstance(error, Fault) else Fault(str(error))
 
 
 def _warn(flags: Flags, plan: Plan) -> None:

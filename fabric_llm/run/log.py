@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
-from lightning.fabric import Fabric
 
 from fabric_llm.base.command_line import Flags, write_yaml
 from fabric_llm.base.console import Console
+from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.progress import Progress

@@ -20,7 +20,7 @@ from fabric_llm.checkpoint import reading, state_dicts
 from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.data.dataset import TokenDataset
 from fabric_llm.data.sources import open_source
-from fabric_llm.model import layers, router, strategy_rules
+from fabric_llm.model import layers, router
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.loading import (
     DTYPES,
@@ -32,26 +32,11 @@ from fabric_llm.model.loading import (
     takes_positions,
     tokenizer_beside,
 )
-from fabric_llm.model.strategy_rules import Sharding
 from fabric_llm.run import flag_rules as rules
-from fabric_llm.run import mistakes, resume
+from fabric_llm.run import resume
+from fabric_llm.run.placement import Placement, batch_sizes
 
 PROBE_TOKENS = 128  # of the validation split, at most
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Which devices a run uses, and how the model is spread over them."""
-
-    strategy: str  # a name of the table in model/strategy.py
-    sharding: Sharding
-    devices: int  # per node
-    num_nodes: int
-    kind: str  # "cpu" or "cuda"
-
-    @property
-    def world_size(self) -> int:
-        return self.devices * self.num_nodes
 
 
 @dataclass(frozen=True)
@@ -110,22 +95,6 @@ class Plan(Placement):
         return torch.tensor(self.dataset.validation[0]["input_ids"]).long()[None, :PROBE_TOKENS]
 
 
-def place(flags: Flags) -> Placement:
-    """What the flags and the launcher say of devices, without a look at model or data. Raises ValueError."""
-    fsdp, tpu, precision = flags.fsdp, flags.devices.tpu, flags.model.precision
-    devices, num_nodes, kind = strategies.resolve_devices(*mistakes.asked_world(flags), flags.devices.accelerator)
-    sharding = Sharding(
-        fsdp.auto_wrap_policy,
-        fsdp.sharding_strategy,
-        fsdp.limit_all_gathers,
-        fsdp.cpu_offload,
-        fsdp.backward_prefetch,
-        fsdp.reduce_dtype,
-    )
-    strategy = strategies.resolve_strategy(fsdp.strategy, devices * num_nodes, tpu, precision, kind, sharding)
-    return Placement(strategy, sharding, devices, num_nodes, kind)
-
-
 def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: Optional[Path]) -> Plan:
     """Resolve and check everything. Raises ValueError."""
     model, training = flags.model, flags.training
@@ -172,22 +141,6 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
         compiles=find_compiles(model.compile, skeleton, placement.kind),
         resumed=resumed,
     )
-
-
-def batch_sizes(flags: Flags, placement: Placement) -> tuple[int, int, int]:
-    """`flag_rules.batch_sizes`; the demo runs on any number of devices. Raises ValueError."""
-    training, micro_batch_size = flags.training, flags.training.micro_batch_size
-    if flags.demo and micro_batch_size and training.global_batch_size:
-        micro_batch_size = min(micro_batch_size, max(1, training.global_batch_size // placement.world_size))
-    sizes = rules.batch_sizes(
-        micro_batch_size,
-        training.gradient_accumulation_steps,
-        training.global_batch_size,
-        placement.devices,
-        placement.num_nodes,
-    )
-    strategy_rules.offload(placement.strategy, placement.sharding.cpu_offload, sizes[1])
-    return sizes
 
 
 def open_checked(flags: Flags, micro_batch_size: int, global_batch_size: int) -> TokenDataset:

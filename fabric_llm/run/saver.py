@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Callable, Optional
 
 import torch
-from lightning.fabric import Fabric
 from torch import nn
 from transformers import PreTrainedModel
 
 from fabric_llm.base import files, step_names
 from fabric_llm.base.command_line import Flags
+from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.ranks import gather
 from fabric_llm.checkpoint import keep, writing
 from fabric_llm.checkpoint.progress import Progress, step_directory

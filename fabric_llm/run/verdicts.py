@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
 from torch import nn
 
 from fabric_llm.base import ranks, step_names
 from fabric_llm.base.command_line import Flags
+from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import NON_FINITE, Fault
 from fabric_llm.checkpoint import keep, reading
 from fabric_llm.checkpoint.progress import Progress

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Optional
 
 import torch
-from lightning.fabric import Fabric
 from torch import nn
 
+from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.ranks import any_rank, sum_over_ranks
 from fabric_llm.data.batches import Batches, MicroBatch, target_count

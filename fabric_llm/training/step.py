@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
+from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.ranks import sum_over_ranks, waits_for_others
 from fabric_llm.data.batches import MicroBatch, target_count

@@ -601,10 +601,20 @@ def frozen_before_import(toys, tmp_path):
     assert_says(tmp_path / "run", "rank 1 hasn't joined", "for 5 s (--join_timeout)")
 
 
+WAIT_FOR_FROZEN_PARENT = """
+import os, time
+while os.environ.get("LOCAL_RANK") == "1" and open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[0] != "T":
+    time.sleep(0.1)
+"""
+
+
 def rank_0_frozen_before_the_others_come(toys, tmp_path):
     """It holds what the others would tell; the rank that it has started ends it, and with it itself."""
+    (tmp_path / "site").mkdir(parents=True)
+    (tmp_path / "site" / "sitecustomize.py").write_text(WAIT_FOR_FROZEN_PARENT + TAKE_AWAY)
+    path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
     words = command(toys, tmp_path, "--join_timeout", 5)
-    code, said = run_in(tmp_path, words, FABRIC_LLM_FAILPOINT="joining:rank=0:do=stop")
+    code, said = run_in(tmp_path, words, PYTHONPATH=path, FABRIC_LLM_FAILPOINT="joining:rank=0:do=stop")
     assert code == -9 and "rank 1: rank 0 hasn't joined: nobody answers at 127.0.0.1:" in said, said
     assert_says(tmp_path / "run", "rank 0 hasn't joined", "for 5 s (--join_timeout)")
 

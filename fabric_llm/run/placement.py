@@ -1,0 +1,111 @@
+"""Which devices a run uses, and how its batches divide over them: known before torch is imported, where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Union
+
+from fabric_llm.base.command_line import Flags
+from fabric_llm.model import strategy_rules
+from fabric_llm.model.strategy_rules import Sharding
+from fabric_llm.run import flag_rules, mistakes
+
+GPU_FILES = (
+    "nvidia*",
+    "nvhost*",
+    "nvmap",
+    "kfd",
+    "dxg",
+)  # in /dev: NVIDIA's, Jetson's, AMD's, those of Windows under WSL
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which devices a run uses, and how the model is spread over them."""
+
+    strategy: str  # a name of the table in model/strategy.py
+    sharding: Sharding
+    devices: int  # per node
+    num_nodes: int
+    kind: str  # "cpu" or "cuda"
+
+    @property
+    def world_size(self) -> int:
+        return self.devices * self.num_nodes
+
+
+def place(flags: Flags) -> Placement:
+    """What the flags and the launcher say of devices, without a look at model or data. Raises ValueError."""
+    fsdp, tpu, precision = flags.fsdp, flags.devices.tpu, flags.model.precision
+    devices, num_nodes, kind = resolve_devices(*mistakes.asked_world(flags), flags.devices.accelerator)
+    sharding = Sharding(
+        fsdp.auto_wrap_policy,
+        fsdp.sharding_strategy,
+        fsdp.limit_all_gathers,
+        fsdp.cpu_offload,
+        fsdp.backward_prefetch,
+        fsdp.reduce_dtype,
+    )
+    strategy = resolve_strategy(fsdp.strategy, devices * num_nodes, tpu, precision, kind, sharding)
+    return Placement(strategy, sharding, devices, num_nodes, kind)
+
+
+def resolve_devices(devices: Union[int, str], num_nodes: int, accelerator: str) -> tuple[int, int, str]:
+    """(devices per node, nodes, "cpu" or "cuda"). Raises ValueError where the machine hasn't that many."""
+    gpus = _count_gpus(accelerator)
+    kind = "cuda" if gpus else "cpu"
+    count = (gpus if kind == "cuda" else 1) if devices == "auto" else int(devices)
+    if count < 1 or num_nodes < 1:
+        raise ValueError(f"--devices {devices} and --num_nodes {num_nodes} must be at least 1.")
+    if kind == "cuda" and count > gpus:
+        of_srun = {"SLURM_LOCALID", "LOCAL_WORLD_SIZE"} <= os.environ.keys()  # the first alone: a batch script
+        advice = "; a task of srun must see all GPUs of its machine (--gpu-bind=none)" * of_srun
+        raise ValueError(f"--devices {count}: this machine has {gpus} GPU{'s' * (gpus != 1)}{advice}.")
+    return count, num_nodes, kind
+
+
+def _count_gpus(accelerator: str) -> int:
+    """How many GPUs of this machine an --accelerator may use. Raises ValueError where it needs one and there is none."""
+    if accelerator == "cpu" or (accelerator == "auto" and "torch" not in sys.modules and _has_no_gpu()):
+        return 0
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if accelerator in ("cuda", "gpu") and gpus == 0:
+        raise ValueError(f"--accelerator {accelerator}: this machine shows no GPU to PyTorch {torch.__version__}.")
+    return gpus
+
+
+def _has_no_gpu() -> bool:
+    """True where the kernel shows none; PyTorch is asked otherwise, and in any case later, see joining.py."""
+    return sys.platform == "linux" and not any(any(Path("/dev").glob(name)) for name in GPU_FILES)
+
+
+def resolve_strategy(name: str, world_size: int, tpu: bool, precision: str, kind: str, sharding: Sharding) -> str:
+    """`strategy_rules.strategy`, and whether this GPU can do it. Raises ValueError where they don't go together."""
+    name = strategy_rules.strategy(name, world_size, tpu, precision, kind, sharding)
+    if kind == "cuda" and "bf16" in precision:
+        import torch
+
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise ValueError(f"--precision {precision}: this GPU has no bfloat16; take 16-mixed or 32-true.")
+    return name
+
+
+def batch_sizes(flags: Flags, placement: Placement) -> tuple[int, int, int]:
+    """`flag_rules.batch_sizes`; the demo runs on any number of devices. Raises ValueError."""
+    training, micro_batch_size = flags.training, flags.training.micro_batch_size
+    if flags.demo and micro_batch_size and training.global_batch_size:
+        micro_batch_size = min(micro_batch_size, max(1, training.global_batch_size // placement.world_size))
+    sizes = flag_rules.batch_sizes(
+        micro_batch_size,
+        training.gradient_accumulation_steps,
+        training.global_batch_size,
+        placement.devices,
+        placement.num_nodes,
+    )
+    strategy_rules.offload(placement.strategy, placement.sharding.cpu_offload, sizes[1])
+    return sizes
