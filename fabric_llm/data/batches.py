@@ -21,8 +21,8 @@ from fabric_llm.data.columns import IGNORED, is_target, masked_labels
 from fabric_llm.data.order import NEW_ORDER, RowsRead, rows_at
 
 # input_ids and labels, attention_mask if the dataset has one, position_ids if packed documents are kept apart:
-# each int64 [rows, context]; then also document_ends and longest_document
-MicroBatch = dict[str, Any]
+# each int64 [rows, context]; then also document_ends, see there
+MicroBatch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Batches:
         if self.document_end is not None:
             begins = document_begins(batch["input_ids"], self.document_end)
             batch["position_ids"] = restarting_positions(begins)
-            batch["document_ends"], batch["longest_document"] = document_ends(batch["position_ids"])
+            batch["document_ends"] = document_ends(batch["position_ids"])
             labels[begins] = IGNORED  # the document before doesn't predict it
         if self.end is not None:
             labels[torch.from_numpy(positions >= self.end)] = IGNORED
@@ -106,16 +106,15 @@ def restarting_positions(begins: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
-def document_ends(position_ids: Tensor) -> tuple[Tensor, int]:
-    """(where each document ends in the rows laid one behind the other, after a 0; tokens of the longest document).
+def document_ends(position_ids: Tensor) -> Tensor:
+    """Where each document ends in the rows laid one behind the other, after a 0: int32 [documents + 1].
 
-    position_ids: int64 [rows, context], 0 where a document begins. Ends: int32 [documents + 1].
+    position_ids: int64 [rows, context], 0 where a document begins.
     """
     begins = position_ids == 0
     begins[:, 0] = True
     starts = begins.flatten().nonzero().flatten().to(torch.int32)
-    ends = torch.cat([starts, starts.new_tensor([position_ids.numel()])])
-    return ends, int(ends.diff().max())
+    return torch.cat([starts, starts.new_tensor([position_ids.numel()])])
 
 
 class PinnedCopies:
@@ -127,20 +126,17 @@ class PinnedCopies:
     def __call__(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """The copies, once they are there. Called in a thread that reads ahead."""
         with torch.cuda.stream(self.stream):  # and on its device: a thread begins on the first one
-            copies = [{name: self._copy(value) for name, value in batch.items()} for batch in micro_batches]
+            copies = [
+                {name: tensor.pin_memory().to(self.stream.device, non_blocking=True) for name, tensor in batch.items()}
+                for batch in micro_batches
+            ]
         self.stream.synchronize()  # only this thread waits
         return copies
 
     def hand_out(self, micro_batches: list[MicroBatch]) -> None:
         """Their memory isn't used again for another copy before the model's stream has done with it. Called in the step."""
-        for value in (value for batch in micro_batches for value in batch.values()):
-            if isinstance(value, Tensor):
-                value.record_stream(torch.cuda.current_stream(self.stream.device))
-
-    def _copy(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):  # longest_document, which the host needs
-            return value
-        return value.pin_memory().to(self.stream.device, non_blocking=True)
+        for tensor in (tensor for batch in micro_batches for tensor in batch.values()):
+            tensor.record_stream(torch.cuda.current_stream(self.stream.device))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ class LanguageModel(nn.Module):
         attention_mask: Optional[Tensor] = None,
         position_ids: Optional[Tensor] = None,
         document_ends: Optional[Tensor] = None,
-        longest_document: Optional[int] = None,
     ) -> Tensor:
         """`token_loss`; without `labels` the logits.
 
@@ -53,7 +52,7 @@ class LanguageModel(nn.Module):
         input_ids, labels, attention_mask, position_ids: int64 [rows, context]. Labels are unshifted: position t is predicted from
         the positions before it, -100 is no target. Logits: [rows, context, vocabulary]. position_ids that restart keep
         documents apart: transformers reads the attention mask from them if no other is given and nothing is cached.
-        document_ends, longest_document: what packed attention takes in place of a mask, see batches.document_ends.
+        document_ends: what packed attention takes in place of a mask, see batches.document_ends.
         """
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
         given = {name: value for name, value in given.items() if value is not None}
@@ -61,9 +60,8 @@ class LanguageModel(nn.Module):
         if balances:
             given["output_router_logits"] = True
         if self.is_packed and position_ids is not None:
-            if document_ends is None:
-                document_ends, longest_document = batches.document_ends(position_ids.cpu())
-            given |= packed_attention.arguments(document_ends, longest_document)
+            ends = batches.document_ends(position_ids.cpu()) if document_ends is None else document_ends
+            given |= packed_attention.arguments(ends, longest=input_ids.shape[1])
         inputs = {"input_ids": input_ids, **self.without_cache, **given}
         if labels is None:
             return self.causal_lm(**inputs).logits

@@ -22,7 +22,11 @@ NOT_HERE = ("softcap", "s_aux", "position_bias")  # of some models' attention: w
 
 
 def arguments(ends: Tensor, longest: int) -> dict[str, Any]:
-    """What transformers hands to the attention of each layer. ends, longest: see batches.document_ends."""
+    """What transformers hands to the attention of each layer.
+
+    ends: see batches.document_ends. longest: at least the tokens of the longest document; one number for all batches spares
+    compiled layers from being compiled again.
+    """
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
