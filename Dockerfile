@@ -1,9 +1,9 @@
 # docker build -t fabric_llm . && docker run ... as docs/clusters.md says
 FROM pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime
-# The first process of a container can't be killed from within: that is tini, not rank 0. It isn't pinned, since Ubuntu
-# keeps only the newest version of a package.
+# torch.compile and the optimizer's kernels need a compiler. The first process of a container can't be killed from within:
+# that is tini, not rank 0. Versions aren't pinned, since Ubuntu keeps only the newest of a package.
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends tini && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends tini gcc g++ libc6-dev && rm -rf /var/lib/apt/lists/*
 ENTRYPOINT ["tini", "--"]
 WORKDIR /app
 # A virtual environment, since pip leaves a Python alone that belongs to the distribution (PEP 668), over the image's own
