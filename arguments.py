@@ -124,6 +124,7 @@ class FSDPArguments:
         False,
         "recompute in the backward pass instead of storing: none, full (each layer), every:N (one layer of N), selective "
         "(layers, but for their matrix products and attention)",
+        takes="none, full, every:N (such as every:2) or selective",
     )
 
 

@@ -28,6 +28,7 @@ HEADS = {  # what a head can have between hidden states and logits
     "cohere": {"logit_scale": 0.3},
     "granite": {"logits_scaling": 7.0},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0},  # a projection after the layers
+    "bert": {"is_decoder": True, "hidden_dropout_prob": 0.0},  # a bias that two modules hold
     "gpt_oss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 

@@ -265,7 +265,7 @@ WORDS_OF_OTHERS = {  # Hugging Face's Trainer, litgpt, torchtitan, axolotl, NeMo
     },
     **{"out_dir": "output_dir", "eval_interval": "eval_step_interval", "block_size": "context_length"},
     **{"bf16": "", "fp16": "", "deepspeed": "", "warmup_ratio": "", "optim": "", "lora_r": "", "tokenizer": ""},
-    **{"tensor_parallel_degree": "", "torch_compile": "", "do_train": "", "push_to_hub": "", "local_rank": ""},
+    **{"tensor_parallel_degree": "", "torch_compile": "compile", "do_train": "", "push_to_hub": "", "local_rank": ""},
 }
 NOBODY_KNOWS = "foo tp_comm x n moe_aux_loss router_bias ignore_index label_names dropout z_loss ema_decay lb".split()
 
@@ -326,7 +326,7 @@ VALUES = [
     ("--lr_schedule constant", "take --lr_decay false."),
     ("--sharding_strategy full_shard", "take FULL_SHARD."),
     ("--grad_clip none", "0 is no clipping."),
-    ("--activation_checkpointing", "takes true or false, and nothing is given."),
+    ("--activation_checkpointing", "takes none, full, every:N (such as every:2) or selective, and nothing is given."),
     ("--no_verify_start", "Take --verify_start false."),
     ("--tpu 1", "take true."),
     ("--attention flash_attn", "take flash_attention_2, or sdpa"),

@@ -20,8 +20,9 @@ Flags = (
 )
 
 
-def flag(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def flag(default: Any, help: str, takes: Optional[str] = None) -> Any:
+    """takes: the values in words, where the type doesn't say them."""
+    return field(default=default, metadata={"help": help, "takes": takes})
 
 
 def groups(arguments_class: type) -> dict[str, type]:
@@ -65,10 +66,11 @@ def parse(
 
     flag_groups = list(flag_groups)
     types = {name: hint for group in flag_groups for name, hint in get_type_hints(group).items()}
+    takes = {f.name: f.metadata["takes"] or _type_name(types[f.name]) for group in flag_groups for f in fields(group)}
 
     class Parser(ArgumentParser):
         def error(self, message: str, ex: Optional[Exception] = None) -> NoReturn:
-            fail(program, _one_sentence(message, types))
+            fail(program, _one_sentence(message, types, takes))
 
     parser = Parser(prog=program, description=description, allow_abbrev=False, default_env=False)
     parser.add_argument("--config", action="config", help="YAML file of flags; the command line wins over it")
@@ -130,7 +132,7 @@ def _nearest(name: str, known: list[str], dashes: str = "") -> str:
     return f" {advice[0].upper()}{advice[1:]}." if advice else " See --help."
 
 
-def _one_sentence(message: str, types: dict[str, Any]) -> str:
+def _one_sentence(message: str, types: dict[str, Any], takes: dict[str, str]) -> str:
     """jsonargparse's message, several lines of Python types, as one sentence with the offending value."""
     if unknown := re.match(r"unrecognized arguments: (.*)", message, re.S):
         words = unknown[1].split()
@@ -139,11 +141,11 @@ def _one_sentence(message: str, types: dict[str, Any]) -> str:
             return f"unexpected {name!r}: every flag is written --name value."
         return f"unknown flag {name}.{_nearest(name.lstrip('-').split('=')[0], list(types), '--')}"
     if wrong := re.match(r'Parser key "(\w+)":.*(?:Got value|Given value): (.*)', message, re.S):
-        kinds, value = _type_name(types[wrong[1]]), wrong[2].strip()
+        kinds, value = takes[wrong[1]], wrong[2].strip()
         instead = value_instead(wrong[1], value, _words(types[wrong[1]]), kinds)
         return f"--{wrong[1]} takes {kinds}, not {value!r}{f': {instead}' if instead else ''}."
     if bare := re.match(r"argument --(\w+): expected one argument", message):
-        return f"--{bare[1]} takes {_type_name(types[bare[1]])}, and nothing is given." if bare[1] in types else message
+        return f"--{bare[1]} takes {takes[bare[1]]}, and nothing is given." if bare[1] in takes else message
     if missing := re.search(r'(?:Key|key) "(\w+)" is required', message):
         return f"--{missing[1]} is required."
     return " ".join(message.split()).removeprefix("argument ").rstrip(".") + "."

@@ -37,6 +37,10 @@ class LanguageModel(nn.Module):
         self.without_cache = {"use_cache": False} if takes_use_cache else {}
         self.is_packed = causal_lm.config._attn_implementation == packed_attention.NAME
 
+    def together(self) -> set[nn.Module]:
+        """Modules that strategies mustn't shard by themselves, but with the outermost unit."""
+        return set() if self.head is None else self.head.together
+
     def forward(
         self,
         input_ids: Tensor,

@@ -30,6 +30,11 @@ class Head:
         self.causal_lm, self.base = causal_lm, _layers_of(causal_lm)
         inside = set(self.base.modules())
         outside = [module for module in causal_lm.modules() if module not in inside and module is not causal_lm]
+        self.together = {
+            causal_lm,
+            self.base,
+            *outside,
+        }  # not to be sharded each by itself: they are called once for each chunk
         # By name: FSDP puts other tensors in the place of a module's parameters while it runs.
         self.places = [(module, name) for module in outside for name in module._parameters]
         self.returns: type[Any] = type(None)  # the class of the base model's outputs
@@ -42,8 +47,10 @@ class Head:
 
     def tensors(self) -> list[Tensor]:
         """The parameters that it uses, as they are now."""
-        tensors = [getattr(module, name) for module, name in self.places]
-        return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+        tensors = {id(tensor): tensor for module, name in self.places if (tensor := getattr(module, name)) is not None}
+        return [
+            tensor for tensor in tensors.values() if tensor.requires_grad
+        ]  # each once, where several modules share it
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The model's own `forward`, whose layers give `hidden`."""

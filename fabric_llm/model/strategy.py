@@ -227,7 +227,7 @@ def _wrap_fsdp(
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp.wrap import CustomPolicy
 
-    units = of_one_dtype(model, modules_to_wrap(model, how.auto_wrap_policy))
+    units = _units(model, how)
     kept = {"mixed_precision": None}  # what a unit of another dtype than the model's gets: it computes in its own
     policy = {m: kept if dtype != units[model] else True for m, dtype in units.items() if m is not model}
     sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD"
@@ -247,6 +247,11 @@ def _wrap_fsdp(
             device_id=fabric.device,
             use_orig_params=True,
         )
+
+
+def _units(model: nn.Module, how: Sharding) -> dict[nn.Module, torch.dtype]:
+    together = model.together()
+    return of_one_dtype(model, [unit for unit in modules_to_wrap(model, how.auto_wrap_policy) if unit not in together])
 
 
 def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Any:
@@ -276,7 +281,7 @@ def _wrap_fsdp2(
         param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, how.reduce_dtype), cast_forward_inputs=False
     )
     own = MixedPrecisionPolicy(cast_forward_inputs=False)
-    units = of_one_dtype(model, modules_to_wrap(model, how.auto_wrap_policy))
+    units = _units(model, how)
     for unit, dtype in units.items():
         for module in unit.modules():
             materialize(module)
