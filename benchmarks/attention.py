@@ -61,7 +61,7 @@ def main(argv: Optional[list[str]] = None) -> int:
             for part, dtype in itertools.product(options.parts, options.dtypes):
                 row = {"part": part, "context": context, "dtype": dtype}
                 flags = inputs.flags(folder, "llama", data, options.kind, turns.DTYPES[dtype])
-                flags += ["--micro_batch_size", str(tokens // context)]
+                flags += ["--micro_batch_size", str(tokens // context), "--compile", "false"]
                 contenders = [
                     turns.Contender(options, {"name": way, **row}, CONTENDERS[part], [*flags, *WAYS[way]], way) for way in WAYS
                 ]
