@@ -14,7 +14,6 @@ masks there as well). Then a whole training step (one_step.py). The largest tens
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import tempfile
@@ -63,12 +62,15 @@ def main(argv: Optional[list[str]] = None) -> int:
                 flags = inputs.flags(folder, "llama", data, options.kind, turns.DTYPES[dtype])
                 flags += ["--micro_batch_size", str(tokens // context), "--compile", "false"]
                 contenders = [
-                    turns.Contender(options, {"name": way, **row}, CONTENDERS[part], [*flags, *WAYS[way]], way) for way in WAYS
+                    turns.Contender(options, {"name": way, **row}, CONTENDERS[part], [*flags, *WAYS[way]], way)
+                    for way in WAYS
                 ]
                 found = turns.in_turns(contenders, options)
                 tables.append(f"{PARTS[part]}, context {context}, {dtype}\n\n{table(found, part)}")
                 rows += found
-    notes = [f"Model: Llama {shape}, vocabulary {vocabulary}; {tokens} tokens a step, documents of {document_tokens} on average"]
+    notes = [
+        f"Model: Llama {shape}, vocabulary {vocabulary}; {tokens} tokens a step, documents of {document_tokens} on average"
+    ]
     print(turns.page("attention.py", "Attention over packed documents", notes, options, "\n\n".join(tables)))
     turns.write("attention.py", options, rows)
     return 0
@@ -137,7 +139,9 @@ def first_attention(trainer: Any) -> tuple[Any, dict[str, Any]]:
 
     causal_lm = trainer.model.module.causal_lm
     attention, calls = causal_lm.model.layers[0].self_attn, []
-    handle = attention.register_forward_pre_hook(lambda module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    handle = attention.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
     batch = {name: value for name, value in batches_of(trainer).at(0)[0].items() if name != "labels"}
     with torch.no_grad():
         trainer.model(**trainer.fabric.to_device(batch))

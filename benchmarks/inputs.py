@@ -24,9 +24,7 @@ def write_llama(folder: Path, with_weights: bool = False, **shape: Any) -> None:
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
-def write_rows(
-    folder: Path, vocabulary: int, context: int, rows: int, document_tokens: int = 0, seed: int = 0
-) -> None:
+def write_rows(folder: Path, vocabulary: int, context: int, rows: int, document_tokens: int = 0, seed: int = 0) -> None:
     """A dataset folder for train.py with rows of uniformly random tokens.
 
     document_tokens: the rows are packed with documents of so many tokens on average (each token ends its document with the same

@@ -12,7 +12,6 @@ float64 on the same inputs.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +34,16 @@ SIZES = {  # tokens x hidden size x vocabulary
     "cuda": ["2048x512x8192", "1024x576x49152", "8192x4096x128256"],
 }
 EXACT_TOKENS = 256  # at once, in float64
-TITLES = ["", "ms", "quartiles", "times as fast as full", "additional peak, MiB", "error of loss", "of hidden states'", "of head's gradient"]
+TITLES = [
+    "",
+    "ms",
+    "quartiles",
+    "times as fast as full",
+    "additional peak, MiB",
+    "error of loss",
+    "of hidden states'",
+    "of head's gradient",
+]
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -50,7 +58,9 @@ def main(argv: Optional[list[str]] = None) -> int:
         for dtype in options.dtypes:
             numbers = tuple(map(int, size.split("x")))
             contenders = [
-                turns.Contender(options, {"name": way, "size": size, "dtype": dtype}, step, way, numbers, dtype, options.kind)
+                turns.Contender(
+                    options, {"name": way, "size": size, "dtype": dtype}, step, way, numbers, dtype, options.kind
+                )
                 for way in options.only
             ]
             tables.append(f"{size} in {dtype}\n\n{table(found := turns.in_turns(contenders, options))}")

@@ -27,7 +27,17 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import inputs, turns  # noqa: E402
 
 SECONDS_TOLERANCE, MEMORY_TOLERANCE = 0.2, 0.25  # between the exponents
-TITLES = ["", "", "tokens/s", "step, ms", "quartiles", "times the first", "operations", "additional peak, MiB", "in theory"]
+TITLES = [
+    "",
+    "",
+    "tokens/s",
+    "step, ms",
+    "quartiles",
+    "times the first",
+    "operations",
+    "additional peak, MiB",
+    "in theory",
+]
 EXPONENTS = ["", "seconds: theory", "measured", "memory: theory", "measured", ""]
 
 
@@ -89,7 +99,14 @@ AXES = {
     "accumulation": (1, 2, 4),
 }
 TOY_BASE = Point(context=16, layers=1, hidden=64, vocabulary=64, micro_batch=2)
-TOY_AXES = {"context": (16, 32), "layers": (1, 2), "hidden": (64, 128), "vocabulary": (64, 128), "ranks": (1, 2), "accumulation": (1, 2)}
+TOY_AXES = {
+    "context": (16, 32),
+    "layers": (1, 2),
+    "hidden": (64, 128),
+    "vocabulary": (64, 128),
+    "ranks": (1, 2),
+    "accumulation": (1, 2),
+}
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -119,13 +136,15 @@ def main(argv: Optional[list[str]] = None) -> int:
     return 0
 
 
-def measure(
-    folder: Path, axis: str, points: list[Point], dtype: str, options: argparse.Namespace
-) -> list[turns.Row]:
+def measure(folder: Path, axis: str, points: list[Point], dtype: str, options: argparse.Namespace) -> list[turns.Row]:
     contenders = []
     for number, point in enumerate(points):
         inside = folder / str(number)
-        shape = {"hidden_size": point.hidden, "intermediate_size": point.intermediate, "num_hidden_layers": point.layers}
+        shape = {
+            "hidden_size": point.hidden,
+            "intermediate_size": point.intermediate,
+            "num_hidden_layers": point.layers,
+        }
         heads = max(1, point.hidden // 64)
         inputs.write_llama(inside / "llama", vocab_size=point.vocabulary, num_attention_heads=heads, **shape)
         inputs.write_rows(inside / "data", point.vocabulary, point.context, 64)
@@ -133,7 +152,13 @@ def measure(
         flags += ["--devices", str(point.ranks), "--micro_batch_size", str(point.micro_batch)]
         flags += ["--gradient_accumulation_steps", str(point.accumulation)]
         flags += ["--strategy", "fsdp"] if axis == "ranks" else []
-        row = {"axis": axis, "size": getattr(point, axis), "dtype": dtype, "ranks": point.ranks, "store": inside / "store"}
+        row = {
+            "axis": axis,
+            "size": getattr(point, axis),
+            "dtype": dtype,
+            "ranks": point.ranks,
+            "store": inside / "store",
+        }
         contenders.append(turns.Contender(options, row, training, flags))
     return turns.in_turns(contenders, options)
 
@@ -183,7 +208,11 @@ def exponents(name: str, axis: str, points: list[Point], rows: list[turns.Row]) 
         slope(sizes, measured),
     ]
     of_seconds, of_memory = slopes[1] - slopes[0], slopes[3] - slopes[2]
-    found = [f"{'seconds' if d is of_seconds else 'memory'} {d:+.2f}" for d, most in ((of_seconds, SECONDS_TOLERANCE), (of_memory, MEMORY_TOLERANCE)) if abs(d) > most]
+    found = [
+        f"{'seconds' if d is of_seconds else 'memory'} {d:+.2f}"
+        for d, most in ((of_seconds, SECONDS_TOLERANCE), (of_memory, MEMORY_TOLERANCE))
+        if abs(d) > most
+    ]
     return [name, *(f"{value:.2f}" for value in slopes), ", ".join(found) or "as theory says"]
 
 

@@ -38,7 +38,15 @@ ROWS, SEED = 256, 1234
 ADAMW = {"lr": 2e-5, "betas": (0.9, 0.95), "weight_decay": 0.1}  # as train.py has them
 PLAIN = ("--loss", "full", "--attention", "sdpa", "--compile", "false")
 LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}  # nats, at the first step
-TITLES = ["", "tokens/s", "times as fast as the bare loop", "step, ms", "quartiles", "additional peak, MiB", "loss of step 1"]
+TITLES = [
+    "",
+    "tokens/s",
+    "times as fast as the bare loop",
+    "step, ms",
+    "quartiles",
+    "additional peak, MiB",
+    "loss of step 1",
+]
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -84,7 +92,12 @@ def table(rows: list[turns.Row], dtype: str, tokens: int) -> str:
             continue
         row["tokens_per_second"] = tokens / seconds
         row["times_bare"] = None if bare is None else turns.times_faster(row, bare)
-        cells = [f"{tokens / seconds:,.0f}", turns.number(row["times_bare"]), turns.milliseconds(seconds), turns.spread(row)]
+        cells = [
+            f"{tokens / seconds:,.0f}",
+            turns.number(row["times_bare"]),
+            turns.milliseconds(seconds),
+            turns.spread(row),
+        ]
         lines.append([row["name"], *cells, turns.mebibytes(row["additional_bytes"]), f"{row['losses'][0]:.4f}"])
     return turns.table(TITLES, lines)
 
@@ -156,7 +169,11 @@ def hf_trainer(turns: Any, folder: Path, dtype: str, options: argparse.Namespace
             control.should_training_stop = not turns.go_on(trainer.last_loss)
 
     batches = hf_batches(folder, options)
-    rows = [{name: tensor[row] for name, tensor in batch.items()} for batch in batches for row in range(len(batch["labels"]))]
+    rows = [
+        {name: tensor[row] for name, tensor in batch.items()}
+        for batch in batches
+        for row in range(len(batch["labels"]))
+    ]
     arguments = TrainingArguments(
         output_dir=str(folder / "hf_trainer"),
         per_device_train_batch_size=len(batches[0]["labels"]),

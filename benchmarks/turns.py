@@ -38,7 +38,9 @@ Row = dict[str, Any]
 # ------------------------------------------------------------------- options
 
 
-def parser(description: str, rounds: int = 7) -> argparse.ArgumentParser:
+def parser(
+    description: str, rounds: int = 7, output: str = "JSON file to write the numbers to"
+) -> argparse.ArgumentParser:
     """The options that all benchmarks of speed have."""
     cores = os.cpu_count() or 1
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -53,7 +55,7 @@ def parser(description: str, rounds: int = 7) -> argparse.ArgumentParser:
         help="float32, bfloat16, or both with a comma; auto: both, but float32 alone on a CPU without instructions for bfloat16",
     )
     options.add_argument("--smoke", action="store_true", help="toy sizes: whether it runs, not how fast it is")
-    options.add_argument("--output", type=Path, help="JSON file to write the numbers to")
+    options.add_argument("--output", type=Path, help=output)
     return options
 
 
@@ -219,7 +221,7 @@ class Contender:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = wait([pipe for pipe in self.pipes if pipe not in answers], left)
             if not ready:
-                raise Failed(f"took more than {within_seconds:.0f} s")
+                raise Failed(f"stopped: it didn't answer within the {max(0.0, within_seconds):.0f} s that it had left")
             for pipe in ready:
                 try:
                     kind, answers[pipe] = pipe.recv()
