@@ -1,15 +1,16 @@
 #!/usr/bin/env python
-"""Attention over packed documents: without masking, with transformers' mask, and packed: time, memory, largest tensor, error.
+"""Attention over packed documents, unmasked, masked and packed: time, memory, largest tensor, error.
 
     python benchmarks/attention.py --output attention.json
 
-`unmasked` lets documents see each other (--document_masking false), `masked` is SDPA with the mask of context x context that
-transformers makes (--attention sdpa), `packed` is this template's (--attention packed). Rows hold documents of 300 tokens on
-average. Each way is a process of its own, and the ways take turns (turns.py).
+`unmasked` lets documents see each other (--document_masking false), `masked` is SDPA with the mask of context x
+context that transformers makes (--attention sdpa), `packed` is this template's (--attention packed). Rows hold
+documents of 300 tokens on average. Each way is a process of its own, and the ways take turns (turns.py).
 
-First one decoder layer's attention alone, forward and backward, called with what the model calls it with; the mask is made once
-for all layers, outside of what is timed. Its error is relative, in the L2 norm, against the same layer in float64 (unmasked: without
-masks there as well). Then a whole training step (one_step.py). The largest tensor is the largest that any operation returns.
+First one decoder layer's attention alone, forward and backward, called with what the model calls it with; the mask
+is made once for all layers, outside of what is timed. Its error is relative, in the L2 norm, against the same layer
+in float64 (unmasked: without masks there as well). Then a whole training step (one_step.py). The largest tensor is
+the largest that any operation returns.
 """
 
 from __future__ import annotations
@@ -68,9 +69,7 @@ def main(argv: Optional[list[str]] = None) -> int:
                 found = turns.in_turns(contenders, options)
                 tables.append(f"{PARTS[part]}, context {context}, {dtype}\n\n{table(found, part)}")
                 rows += found
-    notes = [
-        f"Model: Llama {shape}, vocabulary {vocabulary}; {tokens} tokens a step, documents of {document_tokens} on average"
-    ]
+    notes = [f"Model: Llama {shape}, vocabulary {vocabulary}; {tokens} tokens a step, {document_tokens} a document"]
     print(turns.page("attention.py", "Attention over packed documents", notes, options, "\n\n".join(tables)))
     turns.write("attention.py", options, rows)
     return 0
@@ -158,7 +157,7 @@ def forward_and_backward(attention: Any, given: dict[str, Any]) -> Tensor:
 
 
 def errors(attention: Any, given: dict[str, Any]) -> dict[str, float]:
-    """Of the output and of the gradient of the input against float64, which gets a mask instead of the documents' ends."""
+    """Of the output and of the gradient of the input against float64, which gets a mask in place of documents' ends."""
     output = forward_and_backward(attention, given)
     gradient, given["hidden_states"].grad = given["hidden_states"].grad, None
     attention.zero_grad()

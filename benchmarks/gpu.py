@@ -3,18 +3,20 @@
 
     pip install . && python benchmarks/gpu.py --output gpu_results
 
-It needs this repository, its dependencies and one GPU; no network, no files. First the laws that one GPU can show, for each
-strategy at toy size in bf16-true, with train.py itself: the start is verified against plain transformers, gradients included; a
-killed run goes on bit for bit (`python -m fabric_llm.verify --drill`); the export holds the weights and logits of training. The
-strategies run side by side.
+It needs this repository, its dependencies and one GPU; no network, no files. First the laws that one GPU can show,
+for each strategy at toy size in bf16-true, with train.py itself: the start is verified against plain transformers,
+gradients included; a killed run goes on bit for bit (`python -m fabric_llm.verify --drill`); the export holds the
+weights and logits of training. The strategies run side by side.
 
-Then Llamas of 1, 3 and 8 billion parameters in bf16-true, with weights drawn on the GPU, over compilation, loss, attention,
-activation checkpointing and micro-batch. A step is train.py's (one_step.py) on rows of packed random documents that don't see
-each other. Each case is a process of its own and has a limit of time; whatever goes wrong in it is what its row says. What is
-left when the minutes are over isn't run. gpu.json and gpu.md under --output are written after each case.
+Then Llamas of 1, 3 and 8 billion parameters in bf16-true, with weights drawn on the GPU, over compilation, loss,
+attention, activation checkpointing and micro-batch. A step is train.py's (one_step.py) on rows of packed random
+documents that don't see each other. Each case is a process of its own and has a limit of time; whatever goes wrong
+in it is what its row says. What is left when the minutes are over isn't run. gpu.json and gpu.md under --output are
+written after each case.
 
-MFU counts 6 operations a parameter and token, and 12 x layers x width for each token of the own document (Chowdhery et al. 2022,
-PaLM, https://arxiv.org/abs/2204.02311, appendix B), not what is computed a second time; of the GPU's dense bfloat16 peak.
+MFU counts 6 operations a parameter and token, and 12 x layers x width for each token of the own document (Chowdhery
+et al. 2022, PaLM, https://arxiv.org/abs/2204.02311, appendix B), not what is computed a second time; of the GPU's
+dense bfloat16 peak.
 """
 
 from __future__ import annotations
@@ -224,7 +226,7 @@ def run(*words: Any) -> str:
 
 def try_case(case: Case, folder: Path, options: argparse.Namespace, deadline: float) -> turns.Row:
     row: turns.Row = {**case._asdict(), "error": None, "seconds": []}
-    needed, there = parameters(SHAPES[case.shape]) * BYTES_PER_PARAMETER, device_bytes(options.kind)
+    needed, there = parameters(SHAPES[case.shape]) * BYTES_PER_PARAMETER, options.device.get("bytes")
     if there is not None and needed > there:
         gib = f"{needed / 2**30:.0f} GiB, and this GPU has {there / 2**30:.0f}"
         return {**row, "error": f"doesn't fit: weights, gradients and moments alone take {gib}"}
@@ -290,16 +292,7 @@ def operations_per_token(shape: dict[str, Any], document_tokens: float) -> float
     return 6 * multiplied(shape) + 12 * shape["num_hidden_layers"] * shape["hidden_size"] * document_tokens
 
 
-def device_bytes(kind: str) -> Optional[int]:
-    import torch
-
-    return torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else None
-
-
-def peak_tflops(kind: str) -> Optional[float]:
-    import torch
-
-    device = torch.cuda.get_device_name() if kind == "cuda" else ""
+def peak_tflops(device: str) -> Optional[float]:
     return next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
 
 
@@ -308,7 +301,7 @@ def peak_tflops(kind: str) -> Optional[float]:
 
 def write(options: argparse.Namespace, laws: list[dict[str, Any]], rows: list[turns.Row], began: float) -> None:
     """Both files, with what there is so far."""
-    peak = peak_tflops(options.kind)
+    peak = peak_tflops(options.device.get("name", ""))
     context, documents = (TOY_CONTEXT, TOY_DOCUMENT_TOKENS) if options.smoke else (CONTEXT, DOCUMENT_TOKENS)
     for row in rows:
         if not row["error"]:
@@ -318,8 +311,8 @@ def write(options: argparse.Namespace, laws: list[dict[str, Any]], rows: list[tu
     notes = [
         f"Seconds so far: {time.monotonic() - began:.0f}",
         f"Peak of this device: {'unknown, so there is no MFU' if peak is None else f'{peak} TFLOP/s, bfloat16, dense'}",
-        f"Cases: Llama, bf16-true, stochastic rounding, packed documents of {documents} tokens on average, context {context}; "
-        "peak: the allocator's high-water mark in a step, with weights and moments",
+        f"Cases: Llama, bf16-true, stochastic rounding, packed documents of {documents} tokens on average, "
+        f"context {context}; peak: the allocator's high-water mark in a step, with weights and moments",
     ]
     lines = [
         [law["strategy"], *([law["error"], "", ""] if law["error"] else [law["start"], law["resume"], law["export"]])]

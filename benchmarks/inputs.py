@@ -11,7 +11,7 @@ DOCUMENT_TOKENS = 300  # of a document, on average
 
 
 def write_llama(folder: Path, with_weights: bool = False, **shape: Any) -> None:
-    """A Llama of this shape (fields of LlamaConfig). with_weights: random ones in float32, so that all contenders share them."""
+    """A Llama of this shape (fields of LlamaConfig). with_weights: random ones in float32, for all contenders."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
     from transformers.utils.logging import disable_progress_bar
@@ -27,8 +27,8 @@ def write_llama(folder: Path, with_weights: bool = False, **shape: Any) -> None:
 def write_rows(folder: Path, vocabulary: int, context: int, rows: int, document_tokens: int = 0, seed: int = 0) -> None:
     """A dataset folder for train.py with rows of uniformly random tokens.
 
-    document_tokens: the rows are packed with documents of so many tokens on average (each token ends its document with the same
-    probability), as prepare_data.py packs them. 0: each row is one document.
+    document_tokens: the rows are packed with documents of so many tokens on average (each token ends its document
+    with the same probability), as prepare_data.py packs them. 0: each row is one document.
     """
     import datasets
     import numpy as np

@@ -3,11 +3,11 @@
 
     python benchmarks/loss_head.py --output loss_head.json
 
-`full` makes the logits of all tokens, as transformers does. `chunked` is this template's (fabric_llm/model/loss_head.py).
-`torch` is torch.nn.functional.linear_cross_entropy, from torch 2.13. `liger` and `cce` (cut_cross_entropy) are GPU kernels, where
-their packages are installed. Each way is a process of its own for each size, and the ways take turns (turns.py). A step is the
-sum of the losses of all tokens, and the gradients of hidden states and head. Errors are relative, in the L2 norm, against
-float64 on the same inputs.
+`full` makes the logits of all tokens, as transformers does. `chunked` is this template's
+(fabric_llm/model/loss_head.py). `torch` is torch.nn.functional.linear_cross_entropy, from torch 2.13. `liger` and
+`cce` (cut_cross_entropy) are GPU kernels, where their packages are installed. Each way is a process of its own for
+each size, and the ways take turns (turns.py). A step is the sum of the losses of all tokens, and the gradients of
+hidden states and head. Errors are relative, in the L2 norm, against float64 on the same inputs.
 """
 
 from __future__ import annotations

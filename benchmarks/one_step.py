@@ -59,7 +59,7 @@ def set_up(argv: list[Any], drawn_on_device: bool = False) -> Trainer:
 
 @contextmanager
 def _drawn_on(device: torch.device) -> Iterator[None]:
-    """The reference is on the device, where it shares its memory with the model: a CPU takes minutes to draw billions of weights.
+    """The reference is on the device and shares its memory with the model: a CPU takes minutes for billions of weights.
 
     Which fast paths the model takes is measured on a small one of its class.
     """

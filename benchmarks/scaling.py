@@ -3,12 +3,13 @@
 
     python benchmarks/scaling.py --output scaling.json
 
-Around one small shape each axis is followed by itself, with the steps of training outside of a run (one_step.py). The points of
-an axis are processes of their own, which take turns (turns.py); several ranks are several processes, which meet over gloo (NCCL on
-GPUs). Beside each measured exponent, the slope of log(seconds of a step) over log(size), stands what theory says: the slope of the
-operations that a step needs, so that what is quadratic in the context or the width counts with the part that it has at this size.
-Memory is the peak of a step above parameters and optimizer state, and its theory is activations and gradients as this model
-keeps them. A last line names the axes where growth isn't what theory says.
+Around one small shape each axis is followed by itself, with the steps of training outside of a run (one_step.py).
+The points of an axis are processes of their own, which take turns (turns.py); several ranks are several processes,
+which meet over gloo (NCCL on GPUs). Beside each measured exponent, the slope of log(seconds of a step) over
+log(size), stands what theory says: the slope of the operations that a step needs, so that what is quadratic in the
+context or the width counts with the part that it has at this size. Memory is the peak of a step above parameters
+and optimizer state, and its theory is activations and gradients as this model keeps them. A last line names the
+axes where growth isn't what theory says.
 """
 
 from __future__ import annotations
@@ -70,21 +71,21 @@ class Point(NamedTuple):
         return self.layer_parameters + 2 * self.vocabulary * self.hidden
 
     def operations(self) -> float:
-        """Of a step on one rank: 6 for each parameter and token, and 12 x layers x width x context / 2 of causal attention."""
+        """Of a step on one rank: 6 for each parameter and token, and half of 12 x layers x width x context, causal."""
         of_token = 6 * (self.layer_parameters + self.vocabulary * self.hidden)
         return self.tokens / self.ranks * (of_token + 6 * self.layers * self.hidden * self.context)
 
     def additional_bytes(self) -> float:
         """Of a rank's step in float32, either where the forward pass ends or where the backward pass does.
 
-        A layer keeps 11 x width + 4 x the MLP's width numbers a token: the inputs of norms, matrix products and attention. The loss in
-        chunks (fabric_llm/model/loss_head.py) takes four copies of 2^21 logits, and makes the gradient of the head in the forward pass,
-        which needs a second one of its chunk.
+        A layer keeps 11 x width + 4 x the MLP's width numbers a token: the inputs of norms, matrix products and
+        attention. The loss in chunks (fabric_llm/model/loss_head.py) takes three copies of 2^21 logits, and makes
+        the gradient of the head in the forward pass, which needs a second one of its chunk.
         """
         tokens = self.context * self.micro_batch
         activations = tokens * self.layers * (11 * self.hidden + 4 * self.intermediate)
         head, gradients = self.vocabulary * self.hidden, self.parameters / self.ranks
-        chunk = 4 * min(2**21, tokens * self.vocabulary) + head
+        chunk = 3 * min(2**21, tokens * self.vocabulary) + head
         before = gradients if self.accumulation > 1 else 0
         return 4 * max(activations + head + chunk + before, gradients + head)
 

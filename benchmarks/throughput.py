@@ -1,18 +1,20 @@
 #!/usr/bin/env python
-"""Tokens per second of this template, of a bare PyTorch loop, of HF Trainer and of litgpt, on the same model and tokens.
+"""Tokens per second of this template, a bare PyTorch loop, HF Trainer and litgpt, on the same model and tokens.
 
     python benchmarks/throughput.py --output throughput.json
     python benchmarks/throughput.py --packed        rows of packed documents, which don't see each other
     python benchmarks/throughput.py --compile       each with its own use of torch.compile
 
-A Llama of 33 million parameters, rows of random tokens, AdamW at one learning rate, gradients clipped to 1.0. Each contender is
-a process of its own, and they take turns (turns.py). What is timed is the whole step: reading the batch, forward, backward,
-clipping, update. All start from the same weights and read the same rows, so that their first losses must be equal: the exit
-code is 1 if they aren't. Contenders whose package is missing are rows that say so.
+A Llama of 33 million parameters, rows of random tokens, AdamW at one learning rate, gradients clipped to 1.0. Each
+contender is a process of its own, and they take turns (turns.py). What is timed is the whole step: reading the
+batch, forward, backward, clipping, update. All start from the same weights and read the same rows, so that their
+first losses must be equal: the exit code is 1 if they aren't. Contenders whose package is missing are rows that say
+so.
 
-`fabric_llm` runs as train.py does by default (one_step.py), `plain` with all fast paths off. The bare loop is transformers'
-Llama with its own loss, torch.optim.AdamW and clip_grad_norm_, each with its defaults. HF Trainer logs, evaluates and saves
-nothing. litgpt's contender makes the calls of its pretraining loop; it can't keep packed documents apart.
+`fabric_llm` runs as train.py does by default (one_step.py), `plain` with all fast paths off. The bare loop is
+transformers' Llama with its own loss, torch.optim.AdamW and clip_grad_norm_, each with its defaults. HF Trainer
+logs, evaluates and saves nothing. litgpt's contender makes the calls of its pretraining loop; it can't keep packed
+documents apart.
 """
 
 from __future__ import annotations
@@ -68,9 +70,9 @@ def main(argv: Optional[list[str]] = None) -> int:
             ]
             rows += turns.in_turns(contenders, options)
     notes = [
-        f"Model: Llama {shape}, {sizes}; {'packed documents kept apart' if options.packed else 'each row one document'}; "
+        f"Model: Llama {shape}, {sizes}; {'packed documents' if options.packed else 'a document a row'}; "
         f"{'compiled' if options.compile else 'not compiled'}",
-        "Each contender in a process of its own, in turns; times as fast: the median over rounds of the ratio in a round",
+        "Each contender in a process of its own, in turns; times as fast: median over rounds of the ratio in one",
     ]
     tokens = sizes["context"] * sizes["micro_batch"]
     body = "\n\n".join(f"{dtype}\n\n{table(rows, dtype, tokens)}" for dtype in options.dtypes)

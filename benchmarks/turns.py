@@ -1,21 +1,24 @@
-"""Contenders of a benchmark, each in processes of its own, which take turns: whatever else the machine does meets all alike.
+"""Contenders of a benchmark, each in processes of its own, take turns: what else the machine does meets all alike.
 
-A contender is a function (turns, ...) that takes steps for as long as `turns.go_on(loss)` returns True. The benchmark asks one
-contender after the other for some steps, forwards in one round and backwards in the next; the others wait meanwhile and take
-no processor time. Memory is that of one more step, after the timed ones: the high-water mark above what the process held
-before it, counted as sharding.py counts it.
+A contender is a function (turns, ...) that takes steps for as long as `turns.go_on(loss)` returns True. The
+benchmark asks one contender after the other for some steps, forwards in one round and backwards in the next; the
+others wait meanwhile and take no processor time. Memory is that of one more step, after the timed ones: the most that
+tensors take in it, above those that are there between steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
+import itertools
 import json
 import multiprocessing
 import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -52,7 +55,7 @@ def parser(
     options.add_argument(
         "--dtypes",
         default="auto",
-        help="float32, bfloat16, or both with a comma; auto: both, but float32 alone on a CPU without instructions for bfloat16",
+        help="float32, bfloat16, or both with a comma; auto: not bfloat16 on a CPU without instructions for it",
     )
     options.add_argument("--smoke", action="store_true", help="toy sizes: whether it runs, not how fast it is")
     options.add_argument("--output", type=Path, help=output)
@@ -78,12 +81,22 @@ def resolve(options: argparse.ArgumentParser, argv: Optional[list[str]]) -> argp
     given.dtypes = [name.strip() for name in given.dtypes.split(",")]
     if unknown := [name for name in given.dtypes if name not in DTYPES]:
         options.error(f"--dtypes {unknown[0]!r} is none of {', '.join(DTYPES)}.")
-    given.load = os.getloadavg()[0]
+    given.load, given.device = os.getloadavg()[0], device_of(given.kind)
     return given
 
 
+def device_of(kind: str) -> dict[str, Any]:
+    """Name and bytes of memory of the GPU, {} for a CPU. Asked by another process: a context takes memory of the GPU."""
+    if kind == "cpu":
+        return {}
+    ask = "import torch; found = torch.cuda.get_device_properties(0); print(found.name, found.total_memory, sep='\\n')"
+    said = subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, check=True).stdout
+    name, count = said.splitlines()
+    return {"name": name, "bytes": int(count)}
+
+
 def has_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 matrices itself. Without that they take many times as long as float32."""
+    """Whether this processor multiplies bfloat16 matrices itself. Without that they take far longer than float32."""
     info = Path("/proc/cpuinfo")
     flags = set(info.read_text().split()) if info.exists() else set()
     return bool(flags & {"amx_bf16", "avx512_bf16"})
@@ -98,11 +111,11 @@ class Turns:
     def __init__(self, pipe: Connection, kind: str) -> None:
         self.pipe, self.kind = pipe, kind
         self.said: dict[str, Any] = {}  # by the contender, goes with each report
-        self.what, self.asked, self.left, self.began, self.held = "time", 0, 0, 0.0, None
+        self.what, self.asked, self.left, self.began, self.peak = "time", 0, 0, 0.0, Peak(kind)
         self.losses: list[Any] = []
 
     def go_on(self, loss: Any = None) -> bool:
-        """Call it before the first step, and after each with its loss. Returns when the next step is due; False: no more."""
+        """Call it before the first step, and after each with its loss. Returns when the next is due; False: no more."""
         if self.left:
             self.losses.append(loss)
             self.left -= 1
@@ -115,8 +128,7 @@ class Turns:
         self.what, self.asked = request
         self.left, self.losses = self.asked, []
         if self.what == "memory":
-            sharding.forget_peak(self.kind)
-            self.held = sharding.memory_in_use(self.kind)
+            self.peak.begin()
         self._synchronize()
         self.began = time.perf_counter()
         return True
@@ -125,9 +137,7 @@ class Turns:
         self._synchronize()
         report = {"seconds": (time.perf_counter() - self.began) / self.asked}
         if self.what == "memory":
-            peak = sharding.peak_memory(self.kind)
-            report["peak_bytes"] = peak
-            report["additional_bytes"] = None if peak is None or self.held is None else peak - self.held
+            report["peak_bytes"], report["additional_bytes"] = self.peak.end()
         losses = [float(loss) for loss in self.losses if loss is not None]
         return {**report, "losses": losses, **self.said}
 
@@ -136,6 +146,40 @@ class Turns:
 
         if self.kind == "cuda":
             torch.cuda.synchronize()
+
+
+class Peak:
+    """The most memory that tensors take in some steps: of a GPU as its allocator counts it, of a CPU as torch.profiler does.
+
+    Not the process's resident memory: what malloc keeps for later after the steps before would be counted as well.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.held, self.profiler = kind, 0, None
+
+    def begin(self) -> None:
+        import torch
+
+        gc.collect()
+        if self.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self.held = torch.cuda.memory_allocated()
+        else:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            self.profiler = torch.profiler.profile(activities=activities, profile_memory=True)
+            self.profiler.__enter__()
+
+    def end(self) -> tuple[Optional[int], int]:
+        """(bytes at the peak, None on a CPU; how many more they are than at the beginning)"""
+        import torch
+
+        if self.kind == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+            return peak, peak - self.held
+        self.profiler.__exit__(None, None, None)
+        events = [event for event in self.profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events.sort(key=lambda event: event.start_ns())
+        return None, max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
 def work(
@@ -256,7 +300,7 @@ class Contender:
 
 
 def in_turns(contenders: list[Contender], options: argparse.Namespace) -> list[Row]:
-    """The rows, with `seconds` of a step in each round, the losses of the first turn and the memory of one more step."""
+    """The rows, with `seconds` of a step in each round, losses of the first turn and the memory of one more step."""
     for contender in contenders:
         report = contender.ask("time", max(1, options.warm_up))
         contender.row.update(report and {"losses": report["losses"]} or {})
@@ -338,16 +382,15 @@ def about(script: str, options: argparse.Namespace) -> dict[str, str]:
     import torch
     import transformers
 
-    hardware = f"{sharding.cpu_name()}, {os.cpu_count()} cores, {options.threads} threads a process"
-    if options.kind == "cuda":
-        hardware = torch.cuda.get_device_name()
+    cores = f"{os.cpu_count()} cores, {options.threads} thread{'s' * (options.threads > 1)} a process"
+    hardware = options.device.get("name") or f"{sharding.cpu_name()}, {cores}"
     return {
         "command": f"`{shlex.join(['python', f'benchmarks/{script}', *options.argv])}`",
         "date": str(datetime.date.today()),
         "hardware": hardware,
         "load": f"average {options.load:.1f} before the start, {os.getloadavg()[0]:.1f} at the end",
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}, "
-        f"transformers {transformers.__version__}",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"lightning {lightning.__version__}, transformers {transformers.__version__}",
         **({"smoke": "toy sizes, these figures mean nothing"} if options.smoke else {}),
     }
 

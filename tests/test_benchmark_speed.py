@@ -1,4 +1,4 @@
-"""The benchmarks of speed at toy size: they run, and their tables have what their docs say. No test here looks at a clock."""
+"""The benchmarks of speed at toy size: they run, and their tables are whole. No test here looks at a clock."""
 
 import argparse
 import json
@@ -123,14 +123,19 @@ def test_parameters_are_counted(name):
     assert gpu.parameters(gpu.SHAPES[name]) == sum(parameter.numel() for parameter in model.parameters())
 
 
+def test_the_peak_is_that_of_the_device():
+    names = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A10": 125}
+    assert {name: gpu.peak_tflops(name) for name in names} == names
+    assert gpu.peak_tflops("Tesla K80") is None
+
+
 def test_the_shapes_have_the_parameters_of_their_names():
     counts = {name: gpu.parameters(gpu.SHAPES[name]) for name in ("1B", "3B", "8B")}
     assert counts == {"1B": 1_235_814_400, "3B": 3_212_749_824, "8B": 8_030_261_248}  # as their model cards say
 
 
-def test_a_model_that_can_not_fit_is_a_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "device_bytes", lambda kind: 40 * 2**30)
-    options = argparse.Namespace(kind="cuda")
+def test_a_model_that_can_not_fit_is_a_row(tmp_path):
+    options = argparse.Namespace(kind="cuda", device={"name": "NVIDIA A100-SXM4-40GB", "bytes": 40 * 2**30})
     row = gpu.try_case(gpu.Case("8B", 1), tmp_path, options, 0.0)
     assert row["error"] == "doesn't fit: weights, gradients and moments alone take 60 GiB, and this GPU has 40"
     assert "not run" in gpu.try_case(gpu.Case("1B", 1), tmp_path, options, 0.0)["error"]
