@@ -66,8 +66,8 @@ SHAPES = {  # of Llama 3.2 1B, 3.2 3B and 3 8B
 }
 CONTEXT, DOCUMENT_TOKENS, ROWS = 4096, 1000, 64
 TOY_CONTEXT, TOY_DOCUMENT_TOKENS = 64, 16
-BYTES_PER_PARAMETER = 8  # bf16 weights, gradients and two moments
-WARM_UP, TIMED_SECONDS, CASE_SECONDS, LAW_SECONDS, LEAST_SECONDS = 3, 4.0, 75.0, 180.0, 15.0
+BYTES_PER_PARAMETER = {"bfloat16": 8, "float32": 16}  # weights, gradients and two moments
+TIMED_SECONDS, CASE_SECONDS, LAW_SECONDS, LEAST_SECONDS = 4.0, 75.0, 180.0, 15.0
 
 
 class Case(NamedTuple):
@@ -117,34 +117,22 @@ TOY_CASES = [
 ]
 STRATEGIES = {"single": "auto", "fsdp": "fsdp", "fsdp2": "fsdp2"}  # row -> --strategy
 LAWS = ["", "start verified", "killed and resumed", "exported"]
-TITLES = [
-    "",
-    "micro-batch",
-    "compile",
-    "loss",
-    "attention",
-    "checkpointing",
-    "tokens/s",
-    "MFU",
-    "peak, GiB",
-    "step, ms",
-    "",
-]
+TITLES = ["", "dtype", "micro-batch", "compile", "loss", "attention", "checkpointing"]
+TITLES += ["tokens/s", "MFU", "peak, GiB", "step, ms", ""]
 
 
 def main(argv: Optional[list[str]] = None) -> int:
     began = time.monotonic()
     parser = turns.parser(__doc__.splitlines()[0], rounds=3, output="folder for gpu.json and gpu.md")
-    parser.set_defaults(dtypes="bfloat16", output=Path("gpu_results"))
+    parser.set_defaults(dtypes="bfloat16", warm_up=3, output=Path("gpu_results"))
     parser.add_argument("--minutes", type=float, default=7.5, help="after which nothing new is started")
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES), choices=STRATEGIES, help="of the laws")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES, help="of the cases")
     options = turns.resolve(parser, argv)
     if options.kind == "cpu" and not options.smoke:
         parser.error("this machine shows no GPU to PyTorch; --smoke runs toy sizes on the CPU.")
-    os.environ.setdefault(
-        "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-    )  # 8B fills the GPU: less is lost between blocks
+    # 8B fills a GPU: less must be lost between blocks
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     options.output.mkdir(parents=True, exist_ok=True)
     deadline = began + 60 * options.minutes
     with tempfile.TemporaryDirectory() as name:
@@ -152,9 +140,9 @@ def main(argv: Optional[list[str]] = None) -> int:
         laws = try_laws(Path(name), options)
         rows: list[turns.Row] = []
         write(options, laws, rows, began)
-        for case in TOY_CASES if options.smoke else CASES:
+        for case, dtype in itertools.product(TOY_CASES if options.smoke else CASES, options.dtypes):
             if case.shape in options.shapes:
-                rows.append(try_case(case, Path(name), options, deadline))
+                rows.append(try_case(case, dtype, Path(name), options, deadline))
                 turns.progress(" ".join(line_of(rows[-1])))
                 write(options, laws, rows, began)
     print((options.output / "gpu.md").read_text())
@@ -224,9 +212,9 @@ def run(*words: Any) -> str:
 # ------------------------------------------------------------------- the cases
 
 
-def try_case(case: Case, folder: Path, options: argparse.Namespace, deadline: float) -> turns.Row:
-    row: turns.Row = {**case._asdict(), "error": None, "seconds": []}
-    needed, there = parameters(SHAPES[case.shape]) * BYTES_PER_PARAMETER, options.device.get("bytes")
+def try_case(case: Case, dtype: str, folder: Path, options: argparse.Namespace, deadline: float) -> turns.Row:
+    row: turns.Row = {**case._asdict(), "dtype": dtype, "error": None, "seconds": []}
+    needed, there = parameters(SHAPES[case.shape]) * BYTES_PER_PARAMETER[dtype], options.device.get("bytes")
     if there is not None and needed > there:
         gib = f"{needed / 2**30:.0f} GiB, and this GPU has {there / 2**30:.0f}"
         return {**row, "error": f"doesn't fit: weights, gradients and moments alone take {gib}"}
@@ -234,12 +222,12 @@ def try_case(case: Case, folder: Path, options: argparse.Namespace, deadline: fl
         return {**row, "error": "not run: the minutes are over"}
     limit = min(CASE_SECONDS, deadline - time.monotonic())
     ends = time.monotonic() + limit
-    flags = [*inputs.flags(folder, case.shape, "data", options.kind, "bf16-true"), "--devices", "1", *case.flags()]
+    flags = [*inputs.flags(folder, case.shape, "data", options.kind, turns.DTYPES[dtype]), *case.flags()]
     contender = turns.Contender(options, row, training, flags)
-    begun = contender.ask("time", WARM_UP, limit)
+    begun = contender.ask("time", max(1, options.warm_up), limit)
     probe = begun and contender.ask("time", 1, ends - time.monotonic())
     for _ in range(options.rounds if probe else 0):
-        count = max(1, min(10, int(TIMED_SECONDS / options.rounds / probe["seconds"])))
+        count = max(options.steps, min(10, int(TIMED_SECONDS / options.rounds / probe["seconds"])))
         report = contender.ask("time", count, ends - time.monotonic())
         contender.row["seconds"] += [report["seconds"]] if report else []
     report = contender.ask("memory", 1, ends - time.monotonic()) or {}
@@ -307,11 +295,11 @@ def write(options: argparse.Namespace, laws: list[dict[str, Any]], rows: list[tu
         if not row["error"]:
             row["tokens_per_second"] = row["tokens"] / statistics.median(row["seconds"])
             row["tflops"] = row["tokens_per_second"] * row["operations_per_token"] / 1e12
-            row["mfu"] = None if peak is None else row["tflops"] / peak
+            row["mfu"] = None if peak is None or row["dtype"] != "bfloat16" else row["tflops"] / peak
     notes = [
         f"Seconds so far: {time.monotonic() - began:.0f}",
         f"Peak of this device: {'unknown, so there is no MFU' if peak is None else f'{peak} TFLOP/s, bfloat16, dense'}",
-        f"Cases: Llama, bf16-true, stochastic rounding, packed documents of {documents} tokens on average, "
+        f"Cases: Llama, bfloat16 with stochastic rounding, packed documents of {documents} tokens on average, "
         f"context {context}; peak: the allocator's high-water mark in a step, with weights and moments",
     ]
     lines = [
@@ -326,7 +314,7 @@ def write(options: argparse.Namespace, laws: list[dict[str, Any]], rows: list[tu
 
 
 def line_of(row: turns.Row) -> list[str]:
-    asked = [row["shape"], str(row["micro_batch"]), "yes" if row["compile"] else "no"]
+    asked = [row["shape"], row["dtype"], str(row["micro_batch"]), "yes" if row["compile"] else "no"]
     asked += [row["loss"], row["attention"], row["checkpointing"]]
     if row["error"] or "tokens_per_second" not in row:
         return [*asked, "", "", "", "", row["error"] or ""]

@@ -47,7 +47,19 @@ def write_rows(folder: Path, vocabulary: int, context: int, rows: int, document_
 
 
 def flags(folder: Path, model: str, data: str, kind: str, precision: str, *more: Any) -> list[str]:
-    """The flags of train.py that every benchmark gives: no file is written, and nothing is verified at the start."""
+    """The flags of train.py that every benchmark gives, for one device. The last of a flag wins."""
     words = ["--model_name", folder / model, "--train_data_dir", folder / data, "--output_dir", folder / "runs"]
-    words += ["--accelerator", kind, "--precision", precision, "--max_step", 10**6, "--verify_start", "false", *more]
+    words += [
+        "--accelerator",
+        kind,
+        "--devices",
+        1,
+        "--precision",
+        precision,
+        "--max_step",
+        10**6,
+        "--verify_start",
+        "false",
+        *more,
+    ]
     return [str(word) for word in words]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -56,6 +57,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     parser.add_argument("--packed", action="store_true", help="rows are packed documents, which don't see each other")
     parser.add_argument("--compile", action="store_true", help="each contender with its own use of torch.compile")
     parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=CONTENDERS, help="contenders to run")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # HF Trainer would take all GPUs
     options = turns.resolve(parser, argv)
     shape, sizes = (TOY_SHAPE, TOY_SIZES) if options.smoke else (SHAPE, SIZES)
     rows: list[turns.Row] = []

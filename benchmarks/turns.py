@@ -86,7 +86,7 @@ def resolve(options: argparse.ArgumentParser, argv: Optional[list[str]]) -> argp
 
 
 def device_of(kind: str) -> dict[str, Any]:
-    """Name and bytes of memory of the GPU, {} for a CPU. Asked by another process: a context takes memory of the GPU."""
+    """Name and bytes of memory of the GPU, {} for a CPU. Another process asks: a context takes memory of the GPU."""
     if kind == "cpu":
         return {}
     ask = "import torch; found = torch.cuda.get_device_properties(0); print(found.name, found.total_memory, sep='\\n')"
@@ -149,7 +149,7 @@ class Turns:
 
 
 class Peak:
-    """The most memory that tensors take in some steps: of a GPU as its allocator counts it, of a CPU as torch.profiler does.
+    """The most memory that tensors take in some steps, as the allocator of a GPU or torch.profiler on a CPU counts it.
 
     Not the process's resident memory: what malloc keeps for later after the steps before would be counted as well.
     """

@@ -136,10 +136,13 @@ def test_the_shapes_have_the_parameters_of_their_names():
 
 def test_a_model_that_can_not_fit_is_a_row(tmp_path):
     options = argparse.Namespace(kind="cuda", device={"name": "NVIDIA A100-SXM4-40GB", "bytes": 40 * 2**30})
-    row = gpu.try_case(gpu.Case("8B", 1), tmp_path, options, 0.0)
+    row = gpu.try_case(gpu.Case("8B", 1), "bfloat16", tmp_path, options, 0.0)
     assert row["error"] == "doesn't fit: weights, gradients and moments alone take 60 GiB, and this GPU has 40"
-    assert "not run" in gpu.try_case(gpu.Case("1B", 1), tmp_path, options, 0.0)["error"]
-    assert all(len(gpu.line_of(gpu.try_case(case, tmp_path, options, 0.0))) == len(gpu.TITLES) for case in gpu.CASES)
+    assert "not run" in gpu.try_case(gpu.Case("1B", 1), "bfloat16", tmp_path, options, 0.0)["error"]
+    assert all(
+        len(gpu.line_of(gpu.try_case(case, "bfloat16", tmp_path, options, 0.0))) == len(gpu.TITLES)
+        for case in gpu.CASES
+    )
 
 
 @pytest.mark.longer
