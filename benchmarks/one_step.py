@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from arguments import Arguments, parse_train  # noqa: E402
 from fabric_llm.base.fabric import Fabric  # noqa: E402
 from fabric_llm.data.batches import MicroBatch  # noqa: E402
+from fabric_llm.model import loading  # noqa: E402
 from fabric_llm.model.language_model import trained_loss  # noqa: E402
 from fabric_llm.model.strategy import make_fabric  # noqa: E402
 from fabric_llm.run import build, resume  # noqa: E402
 from fabric_llm.run.placement import place  # noqa: E402
 from fabric_llm.run.plan import Plan, make_plan  # noqa: E402
 from fabric_llm.training import step  # noqa: E402
+
+SMALL_LLAMA = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256, "head_dim": 32}
+SMALL_LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 class Trainer(NamedTuple):
@@ -33,8 +41,11 @@ class Trainer(NamedTuple):
     optimizer: Optimizer
 
 
-def set_up(argv: list[Any]) -> Trainer:
-    """`train.py ARGV` before its first step, without a run directory. All ranks call it."""
+def set_up(argv: list[Any], drawn_on_device: bool = False) -> Trainer:
+    """`train.py ARGV` before its first step, without a run directory. All ranks call it.
+
+    drawn_on_device: a Llama's weights are drawn there, whatever files there are. One device, without --verify_start.
+    """
     arguments = parse_train([str(word) for word in argv])
     directory = resume.directory(arguments)
     plan = make_plan(arguments, place(arguments), directory, resume.choose(arguments, directory))
@@ -42,8 +53,32 @@ def set_up(argv: list[Any]) -> Trainer:
         plan.strategy, devices=plan.devices, num_nodes=plan.num_nodes, kind=plan.kind, precision=plan.precision
     )
     fabric.launch()
-    plan, model, optimizer, _ = build.build_model(fabric, arguments, plan, plan.source, plan.resume_from)
+    with _drawn_on(fabric.device) if drawn_on_device else nullcontext():
+        plan, model, optimizer, _ = build.build_model(fabric, arguments, plan, plan.source, plan.resume_from)
     return Trainer(fabric, arguments, plan, model, optimizer)
+
+
+@contextmanager
+def _drawn_on(device: torch.device) -> Iterator[None]:
+    """The reference is on the device and shares its memory with the model: a CPU takes minutes for billions of weights.
+
+    Which fast paths the model takes is measured on a small one of its class.
+    """
+
+    def draw(plan: Plan, source: str, seed: int, model_flags: Any) -> tuple[build.Reference, build.Chosen]:
+        dtype = loading.DTYPES[plan.precision]
+        small = type(plan.config)(**{**plan.config.to_dict(), **SMALL_LLAMA})
+        small._attn_implementation = plan.config._attn_implementation
+        chosen = build.choose(AutoModelForCausalLM.from_config(small, dtype=dtype), plan, model_flags)
+        torch.manual_seed(seed)
+        with device:
+            return build.Reference(AutoModelForCausalLM.from_config(plan.config, dtype=dtype)), chosen
+
+    load_reference, build.load_reference = build.load_reference, draw
+    try:
+        yield
+    finally:
+        build.load_reference = load_reference
 
 
 def take_step(trainer: Trainer, number: int, micro_batches: list[MicroBatch]) -> float:
