@@ -22,7 +22,7 @@ from fabric_llm.data.batches import MicroBatch  # noqa: E402
 from fabric_llm.model import loading  # noqa: E402
 from fabric_llm.model.language_model import trained_loss  # noqa: E402
 from fabric_llm.model.strategy import make_fabric  # noqa: E402
-from fabric_llm.run import build, resume  # noqa: E402
+from fabric_llm.run import build, reference, resume  # noqa: E402
 from fabric_llm.run.placement import place  # noqa: E402
 from fabric_llm.run.plan import Plan, make_plan  # noqa: E402
 from fabric_llm.training import step  # noqa: E402
@@ -65,20 +65,20 @@ def _drawn_on(device: torch.device) -> Iterator[None]:
     Which fast paths the model takes is measured on a small one of its class.
     """
 
-    def draw(plan: Plan, source: str, seed: int, model_flags: Any) -> tuple[build.Reference, build.Chosen]:
+    def draw(plan: Plan, source: str, seed: int, model_flags: Any) -> tuple[reference.Reference, reference.Chosen]:
         dtype = loading.DTYPES[plan.precision]
         small = type(plan.config)(**{**plan.config.to_dict(), **SMALL_LLAMA})
         small._attn_implementation = plan.config._attn_implementation
-        chosen = build.choose(AutoModelForCausalLM.from_config(small, dtype=dtype), plan, model_flags)
+        chosen = reference.choose(AutoModelForCausalLM.from_config(small, dtype=dtype), plan, model_flags)
         torch.manual_seed(seed)
         with device:
-            return build.Reference(AutoModelForCausalLM.from_config(plan.config, dtype=dtype)), chosen
+            return reference.Reference(AutoModelForCausalLM.from_config(plan.config, dtype=dtype)), chosen
 
-    load_reference, build.load_reference = build.load_reference, draw
+    load, reference.load = reference.load, draw
     try:
         yield
     finally:
-        build.load_reference = load_reference
+        reference.load = load
 
 
 def take_step(trainer: Trainer, number: int, micro_batches: list[MicroBatch]) -> float:

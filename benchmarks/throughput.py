@@ -209,8 +209,9 @@ def litgpt(turns: Any, folder: Path, dtype: str, options: argparse.Namespace) ->
     if options.packed:
         raise NotHere("litgpt has no attention that keeps packed documents apart")
     import torch
-    from lightning.fabric import Fabric
     from litgpt.utils import chunked_cross_entropy, instantiate_torch_optimizer
+
+    from fabric_llm.base.fabric import Fabric
 
     fabric = Fabric(devices=1, accelerator=options.kind, precision=precision(dtype))
     with fabric.init_module(empty_init=True):

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import sharding  # noqa: E402
 
 DTYPES = {"float32": "32-true", "bfloat16": "bf16-true"}  # and what --precision calls them
-PRELOADED = ["lightning.fabric", "transformers.models.llama.modeling_llama", "datasets", "benchmarks.one_step"]
+PRELOADED = ["fabric_llm.base.fabric", "transformers.models.llama.modeling_llama", "datasets", "benchmarks.one_step"]
 Row = dict[str, Any]
 
 

@@ -9,6 +9,7 @@ resume         `directory`, `choose`: which run directory and checkpoint a run r
 plan           `make_plan`, `Plan`: flags -> what they mean on this machine, with this dataset and model
 same_run       `require_same_run`: what a resumed run may change
 doubts         `doubts`: one warning for each flag that has no effect or is hardly meant
+reference      `load`, `verify_start`: the model as transformers loads it, and what it is compared with
 build          `build`: plan -> model, optimizer, data, log, evaluation, saver
 due            `at`: what follows a step, a function of where the run is
 log            `Log`: metrics.jsonl, the tracker, and what is printed

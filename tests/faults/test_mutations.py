@@ -45,12 +45,10 @@ def inject(factors):
 
 
 def drop_parameters():
-    from fabric_llm.run import build
+    from fabric_llm.run import reference
 
-    load = build.load_reference
-    build.load_reference = lambda fabric, arguments, source, plan: load(
-        fabric, arguments, arguments.model.model_name, plan
-    )
+    load = reference.load
+    reference.load = lambda plan, source, seed, model_flags: load(plan, model_flags.model_name, seed, model_flags)
 
 
 def drop_optimizer():
