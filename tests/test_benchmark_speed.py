@@ -145,7 +145,6 @@ def test_a_model_that_can_not_fit_is_a_row(tmp_path):
     )
 
 
-@pytest.mark.longer
 @pytest.mark.parametrize("script", ["throughput.py", "loss_head.py", "attention.py", "scaling.py", "gpu.py"])
 def test_help_begins_with_a_sentence(script):
     done = subprocess.run([sys.executable, FOLDER / script, "--help"], capture_output=True, text=True, timeout=120)
