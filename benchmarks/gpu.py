@@ -14,9 +14,7 @@ documents that don't see each other. Each case is a process of its own and has a
 in it is what its row says. What is left when the minutes are over isn't run. gpu.json and gpu.md under --output are
 written after each case.
 
-MFU counts 6 operations a parameter and token, and 12 x layers x width for each token of the own document (Chowdhery
-et al. 2022, PaLM, https://arxiv.org/abs/2204.02311, appendix B), not what is computed a second time; of the GPU's
-dense bfloat16 peak.
+MFU is counted as in a run's log, see fabric_llm/model/flops.py.
 """
 
 from __future__ import annotations
@@ -39,12 +37,6 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import inputs, turns  # noqa: E402
 
-# TO BE REPLACED by fabric_llm/model/flops.py, together with peak_tflops and operations_per_token.
-PEAK_TFLOPS = {  # dense bfloat16; the first name that is in the device's applies
-    **{"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "H200": 989, "GH200": 989, "B200": 2250},
-    **{"A100": 312, "A800": 312, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121},
-    **{"RTX 6000 Ada": 364, "RTX A6000": 155, "RTX 4090": 165, "RTX 3090": 71},
-}
 VOCABULARY = 128256
 SHAPES = {  # of Llama 3.2 1B, 3.2 3B and 3 8B
     "1B": {
@@ -241,18 +233,18 @@ def try_case(case: Case, dtype: str, folder: Path, options: argparse.Namespace, 
 
 def training(turns: Any, flags: list[str]) -> None:
     from benchmarks import one_step
-    from fabric_llm.data.batches import Batches
+    from fabric_llm.data.batches import Batches, token_places
+    from fabric_llm.model import flops
 
     trainer, loss = one_step.set_up(flags, drawn_on_device=True), None
     plan = trainer.plan
     batches = Batches(plan.dataset.train, 1, plan.micro_batch_size, 1, document_end=plan.document_end)
-    lengths = batches.at(0)[0]["document_ends"].diff().double()
-    config = plan.config
+    tokens_at = token_places(batches.at(0))
     turns.said = {
         "tokens": plan.micro_batch_size * plan.dataset.context_length,
-        "operations_per_token": operations_per_token(config.to_dict(), (lengths.square().sum() / lengths.sum()).item()),
+        "operations_per_token": flops.of_model(trainer.model.causal_lm).of(tokens_at) / int(tokens_at.sum()),
         "loss": plan.loss,
-        "attention": config._attn_implementation,
+        "attention": plan.config._attn_implementation,
     }
     for step in itertools.count():
         if not turns.go_on(loss):
@@ -260,28 +252,12 @@ def training(turns: Any, flags: list[str]) -> None:
         loss = one_step.take_step(trainer, step, batches.at(step * batches.global_batch_size))
 
 
-def multiplied(shape: dict[str, Any]) -> int:
-    """Parameters of a Llama that a token is multiplied with: all matrices but the embedding."""
-    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
-    attention = 2 * hidden**2 + 2 * hidden * shape["num_key_value_heads"] * hidden // heads
-    return (
-        shape["num_hidden_layers"] * (attention + 3 * hidden * shape["intermediate_size"])
-        + shape["vocab_size"] * hidden
-    )
-
-
 def parameters(shape: dict[str, Any]) -> int:
-    norms = (2 * shape["num_hidden_layers"] + 1) * shape["hidden_size"]
-    return multiplied(shape) + norms + (not shape["tie_word_embeddings"]) * shape["vocab_size"] * shape["hidden_size"]
-
-
-def operations_per_token(shape: dict[str, Any], document_tokens: float) -> float:
-    """Of a training step; document_tokens: of the document that a token is in, on average over tokens."""
-    return 6 * multiplied(shape) + 12 * shape["num_hidden_layers"] * shape["hidden_size"] * document_tokens
-
-
-def peak_tflops(device: str) -> Optional[float]:
-    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
+    """Of a Llama of this shape, before anything imports torch."""
+    hidden, layers, heads = shape["hidden_size"], shape["num_hidden_layers"], shape["num_attention_heads"]
+    attention = 2 * hidden**2 + 2 * hidden * shape["num_key_value_heads"] * hidden // heads
+    embeddings = (1 if shape["tie_word_embeddings"] else 2) * shape["vocab_size"] * hidden
+    return layers * (attention + 3 * hidden * shape["intermediate_size"]) + embeddings + (2 * layers + 1) * hidden
 
 
 # ------------------------------------------------------------------- what is written
@@ -289,6 +265,8 @@ def peak_tflops(device: str) -> Optional[float]:
 
 def write(options: argparse.Namespace, laws: list[dict[str, Any]], rows: list[turns.Row], began: float) -> None:
     """Both files, with what there is so far."""
+    from fabric_llm.model.flops import peak_tflops
+
     peak = peak_tflops(options.device.get("name", ""))
     context, documents = (TOY_CONTEXT, TOY_DOCUMENT_TOKENS) if options.smoke else (CONTEXT, DOCUMENT_TOKENS)
     for row in rows:

@@ -133,8 +133,6 @@ QUICK = {
     "test_a_drill_of_a_run_that_cannot_start": None,
     "test_sharded_rows_hold_half_and_whole_rows_hold_all": None,
     "test_each_entry_has_a_test": None,
-    "test_sharded_rows_hold_half_and_whole_rows_hold_all": None,
-    "test_ddp_holds_the_parameters_of_the_model_and_two_moments": None,
     "test_losses_agree_and_fall": None,
     "test_the_table_has_a_line_for_each_row": None,
     "test_another_loss_is_an_error": None,
