@@ -154,6 +154,17 @@ def test_packed_attention_makes_no_mask():
     assert sizes[0] >= context**2 > 2 * sizes[1]
 
 
+def test_rows_of_one_document_are_computed_side_by_side():
+    assert packed_attention._runs([[8], [8], [3, 5], [3, 5], [8]]) == [(2, [8]), (1, [3, 5]), (1, [3, 5]), (1, [8])]
+    model, inputs = causal_lm("llama"), packed(rows=5)
+    inputs["position_ids"][[0, 1, 4]] = torch.arange(CONTEXT)
+    masked = gradients(LanguageModel(model), inputs)
+    with fast_paths.attention(model, packed_attention.NAME):
+        ours = gradients(LanguageModel(model), inputs)
+    for one, other in zip(ours[1], masked[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_where_documents_end():
     ends = document_ends(torch.tensor([[0, 1, 2, 0, 1], [3, 4, 0, 0, 1]]))
     assert ends.tolist() == [0, 3, 5, 7, 8, 10] and ends.dtype == torch.int32
