@@ -9,9 +9,12 @@ from ranks import metrics, run_ranks, toy_run, train_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fabric_llm.checkpoint.keep import checkpoint_at as find
+from fabric_llm.checkpoint.reading import read_probe
 from fabric_llm.data.batches import document_ends
 from fabric_llm.model import fast_paths, gradient_equality, layers, loss_head, packed_attention
 from fabric_llm.model.language_model import LanguageModel
+from fabric_llm.verify.export import export
 
 VOCABULARY, CONTEXT = 131, 24
 COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -299,6 +302,50 @@ def test_a_run_on_fast_paths_is_the_run_on_plain_ones(toys, tmp_path, packed_dat
         found.append((metrics(run), metrics(run, "grad_norm")))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
+
+
+FAST = ("--loss", "chunked", "--attention", "packed", "--compile", "true")
+PLAIN = ("--loss", "full", "--attention", "sdpa", "--compile", "false", "--verify_start", "false")
+
+
+@pytest.mark.longer
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "kind"),
+    [("auto", 1, "full"), ("ddp", 2, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 2, "sharded"), ("fsdp2", 2, "full")],
+)
+def test_laws_1_to_4_hold_on_all_fast_paths(toys, tmp_path, packed_data, strategy, ranks, kind):
+    steps, half = 8, 4
+    every = ["--precision", "32-true", "--lr", 1e-3, "--max_step", steps, "--save_step_interval", half]
+    every += ["--state_dict_type", kind, "--grad_clip", 1.0]
+    fast = [*flags(toys, tmp_path, packed_data, strategy, *every, *FAST), "--micro_batch_size", 1]
+    train_ranks(ranks, *fast, "--run_name", "whole", timeout_seconds=300)
+
+    plain = flags(toys, tmp_path, packed_data, "auto", *every, *PLAIN)
+    train_ranks(1, *plain, "--micro_batch_size", 4, "--run_name", "plain")
+    for key in ("loss", "grad_norm"):  # law 1: micro-batches on ranks are one big batch
+        assert metrics(tmp_path / "whole", key) == pytest.approx(metrics(tmp_path / "plain", key), rel=1e-5), key
+
+    expected = {key: metrics(tmp_path / "whole", key) for key in ("loss", "grad_norm")}
+    checkpoint = tmp_path / "whole" / f"step-{half:08d}"
+    go_on = ("--run_name", "whole", "--resume", "true", "--checkpoint", checkpoint)
+    train_ranks(ranks, *fast, *go_on, timeout_seconds=300)
+    for key, values in expected.items():  # law 2: bit for bit
+        assert metrics(tmp_path / "whole", key) == values, key
+    other = ("--strategy", strategy if ranks == 1 else "auto")
+    train_ranks(1, *fast, *go_on, *other, timeout_seconds=300)
+    for key, values in expected.items():  # law 3: on another number of ranks
+        assert metrics(tmp_path / "whole", key) == pytest.approx(values, rel=2e-6), key
+
+    last = find(tmp_path / "whole")
+    if kind == "sharded":
+        export(last, tmp_path / "hf")
+        last = tmp_path / "hf"
+    trained = AutoModelForCausalLM.from_pretrained(last).eval()
+    probe = read_probe(find(tmp_path / "whole"))
+    with torch.no_grad():  # law 4: plain transformers gives the logits of the model in training
+        logits = trained(probe["input_ids"]).logits[0, probe["positions"]]
+    assert (logits - probe["logits"]).abs().mean() / probe["logits"].std() < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def clip(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, max
 def share(fabric: Fabric, total: Tensor, asked: Sequence[int]) -> tuple[list[float], list[int]]:
     """The sums over all ranks of `total`, float32 scalar or vector, and of the small numbers that each rank asks.
 
-    Both take one collective: reading its result is the one time in a step that the host waits for a GPU.
+    Both take one collective. Reading its result, and the norm in `clip` just before, is all that the host waits for in a step.
     """
     numbers = torch.cat([total.flatten(), torch.tensor(asked, dtype=total.dtype, device=total.device)])
     summed = sum_over_ranks(fabric, numbers).tolist()
