@@ -127,5 +127,9 @@ def _add(before: Optional[Tensor], gradient: Optional[Tensor]) -> Optional[Tenso
 
 
 def _tokens_at_once(causal_lm: PreTrainedModel, hidden: Tensor) -> int:
-    kind = "cpu" if hidden.device.type == "cpu" else "cuda"
-    return max(1, LOGITS_AT_ONCE[kind] // causal_lm.config.get_text_config().vocab_size)
+    vocabulary = causal_lm.config.get_text_config().vocab_size
+    if hidden.device.type != "cpu":
+        return max(1, LOGITS_AT_ONCE["cuda"] // vocabulary)
+    # Each chunk makes a gradient of the whole head. With fewer tokens than a hidden state has elements, that gradient would be
+    # larger than the logits, and moving it would take most of the time: 2.2 times that of all logits at 42 tokens of 576.
+    return max(hidden.shape[-1], LOGITS_AT_ONCE["cpu"] // vocabulary)
