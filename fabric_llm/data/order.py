@@ -5,6 +5,7 @@ ORDERS has each order under the name that checkpoints give it. A run keeps the o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -110,8 +111,13 @@ class RowsRead:
 
 def claimed_rows(row_count: int, seed: int, first: int, end: int, order: str = NEW_ORDER) -> RowsRead:
     """The record of all ranks together for the positions `first` to `end` - 1 of a dataset of `row_count` rows."""
+    return claimed_by(lambda positions: rows_at(positions, row_count, seed, order), first, end)
+
+
+def claimed_by(rows_of: Callable[[np.ndarray], np.ndarray], first: int, end: int) -> RowsRead:
+    """The same for any order of rows: a function of positions."""
     read = RowsRead()
     for start in range(first, end, POSITIONS_AT_ONCE):
         positions = np.arange(start, min(start + POSITIONS_AT_ONCE, end))
-        read += RowsRead.of(positions, rows_at(positions, row_count, seed, order))
+        read += RowsRead.of(positions, rows_of(positions))
     return read

@@ -14,7 +14,7 @@ import torch
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.files import fsync, write_atomically
-from fabric_llm.data.batches import Prefetch
+from fabric_llm.data.batches import Prefetch, added
 from fabric_llm.model.flops import Flops, peak_tflops
 from fabric_llm.run.trackers import Record
 
@@ -128,7 +128,8 @@ class Speed:
     def lap(self, tokens_per_second: float) -> Record:
         """The metrics, with `mfu` where the device's peak is known. tokens_per_second: of all devices."""
         totals = self._totals()
-        steps, read, waited, tokens_at = (now - before for now, before in zip(totals, self.before))
+        steps, read, waited = (now - before for now, before in zip(totals[:3], self.before))
+        tokens_at = added(totals[3], -self.before[3])
         self.before = totals
         rate = tokens_per_second / self.world_size
         tflops = rate * self.flops.of(tokens_at) / max(int(tokens_at.sum()), 1) / 1e12
