@@ -250,6 +250,19 @@ def described(blend: Blend) -> str:
     return "; ".join([*stages, *([f"max_epochs {', '.join(capped)}"] if capped else [])])
 
 
+def require_one_length(blend: Blend, contexts: Sequence[Optional[int]]) -> None:
+    """contexts: tokens in a row of each source, None where it isn't known. Raises ValueError where a stage has several."""
+    for stage in blend.stages:
+        found = {c: name for name, c, weight in zip(blend.names, contexts, stage.weights) if weight and c is not None}
+        if len(found) > 1:
+            words = " and ".join(f"{context} in source {name!r}" for context, name in found.items())
+            where = f" from {float(stage.begins):g} of the run on" if stage.begins else ""
+            raise ValueError(
+                f"--data_mix: rows that are read together{where} must hold equally many tokens, which are {words}; "
+                "prepare them alike, or put them in different stages."
+            )
+
+
 def _shares(names: Sequence[str], weights: Sequence[int]) -> dict[str, str]:
     return {name: f"{weight / sum(weights):.10g}" for name, weight in zip(names, weights) if weight}
 

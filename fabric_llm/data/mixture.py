@@ -16,7 +16,7 @@ import numpy as np
 
 from fabric_llm.data import blend
 from fabric_llm.data.blend import Segment
-from fabric_llm.data.order import NEW_ORDER, random_key, rows_at
+from fabric_llm.data.order import NEW_ORDER, ORDERS, random_key, rows_at
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,22 @@ def segments_of(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tupl
     if any(not 0 < sum(segment.weights) <= blend.MOST_SLOTS for segment in found):
         raise ValueError("the weights of the mixture can't be read")
     return found
+
+
+def mixture_of(document: Mapping[str, Any]) -> Mixture:
+    """The mixture of a run, of which `document` is the progress.json. Raises ValueError for one that can't be read."""
+    try:
+        fixed, said = document["fixed"], document["mixture"]
+        names = tuple(said["sources"])
+        rows, contexts = (tuple(fixed[key][name] for name in names) for key in ("train_rows", "context_length"))
+        end, numbers = said["end"], [fixed["seed"] + 1, *rows, *contexts]
+        if not names or any(type(number) is not int or number < 1 for number in numbers):
+            raise ValueError("the sources of its mixture can't be read")
+        if not (end is None or type(end) is int and end >= 0) or fixed["row_order"] not in list(ORDERS):
+            raise ValueError("the order of its mixture can't be read")
+        return Mixture(names, rows, contexts, segments_of(said["segments"], names), fixed["seed"], fixed["row_order"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("its mixture can't be read") from error
 
 
 @lru_cache(maxsize=256)

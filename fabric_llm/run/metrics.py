@@ -7,7 +7,7 @@ import math
 import resource
 import time
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -45,16 +45,20 @@ class MetricsFile:
 
     def write(self, step: int, record: Record) -> None:
         """Append one line."""
-        finite = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
-        }  # JSON has no NaN
         with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **finite}) + "\n")
+            file.write(json.dumps({"step": step, **_finite(record)}) + "\n")
 
     def make_durable(self) -> None:
         """On the disk, before a checkpoint says that these steps are done."""
         if self.path.exists():
             fsync(self.path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: str) -> float:
