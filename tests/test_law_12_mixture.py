@@ -23,7 +23,7 @@ from fabric_llm.data.views import Rows
 from fabric_llm.verify import __main__ as verify
 
 # The same examples in each run: a property that is found to be wrong stays wrong.
-same = settings(max_examples=60, derandomize=True, deadline=None, database=None)
+same = settings(max_examples=40, derandomize=True, deadline=None, database=None)
 weights = st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any).map(tuple)
 
 
@@ -35,7 +35,7 @@ def mixtures(draw):
     lengths = draw(st.lists(st.integers(1, 60), max_size=3))
     begins = np.cumsum([0, *lengths]).tolist()
     segments = tuple(Segment(begin, draw(of_segment)) for begin in begins)
-    rows = tuple(draw(st.lists(st.integers(1, 30), min_size=count, max_size=count)))
+    rows = tuple(draw(st.lists(st.integers(3, 30), min_size=count, max_size=count)))
     names = tuple("abcd"[:count])
     return Mixture(names, rows, (CONTEXT,) * count, segments, draw(st.integers(0, 99)))
 
@@ -75,7 +75,7 @@ def test_the_closed_form_is_what_one_counts_position_by_position(mixture):
 
 
 @same
-@given(mixtures(), st.integers(1, 400))
+@given(mixtures(), st.integers(1, 120))
 def test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments(mixture, end):
     rows = mixture.rows_at(np.arange(end))
     assert (mixture.rows_at(np.arange(end).reshape(1, -1)[:, ::-1])[0] == rows[::-1]).all(), "whatever else is asked for"
@@ -90,7 +90,7 @@ def test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments(mixture, e
 @given(st.data())
 def test_weights_changed_on_purpose_change_only_what_comes_after(data):
     count = data.draw(st.integers(1, 4))
-    rows = data.draw(st.lists(st.integers(1, 30), min_size=count, max_size=count))
+    rows = data.draw(st.lists(st.integers(3, 30), min_size=count, max_size=count))
     here, step, batch, before = Here(), 0, data.draw(st.integers(1, 8)), None
     for _ in range(3):
         of_stage = st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
@@ -145,8 +145,8 @@ def test_the_order_is_fixed_for_ever():
     assert mixture.rows_at(np.arange(16)).tolist() == ROWS_OF_MIXTURE
 
 
-PATTERNS = []
-ROWS_OF_MIXTURE = []
+PATTERNS = [(0, 0, 0, 1), (*(0, 0, 0, 1) * 4, 0, 0, 0, 2)]
+ROWS_OF_MIXTURE = [3, 2, 1, 5, 4, 0, 3, 8, 0, 10, 1, 6, 4, 9, 2, 11]
 
 
 def test_what_progress_json_holds_is_the_mixture():
@@ -352,7 +352,7 @@ def test_weights_change_on_purpose_and_only_from_there_on(toys, sources, short, 
     mix, output = short
     branch = flags(toys, tmp_path, mix, "--run_name", "branch", "--resume", "true", "--eval_iters", 0)
     branch += ("--checkpoint", output / "run" / "step-00000004")
-    changed = mix.replace("0.75", "0.5").replace("0.25", "0.25") + f",more={sources / 'long'}:0"
+    changed = mix.replace("0.75", "0.5") + f",more={sources / 'long'}:0"
     said = refused([*branch, "--data_mix", changed])
     assert "was written with data_mix new 0.75, old 0.25, not new 0.6666666667, old 0.3333333333." in said
     assert said.endswith("To change that on purpose: --resume_override data_mix.")
@@ -364,8 +364,8 @@ def test_weights_change_on_purpose_and_only_from_there_on(toys, sources, short, 
     behind, rest = np.arange(4 * BATCH), np.arange(STEPS * BATCH)
     assert (ours.rows_at(behind) == theirs.rows_at(behind)).all()
     counts = np.bincount(ours.rows_at(rest), minlength=101)
-    assert set(counts[:31]) == {2, 3} or set(counts[:31]) <= {1, 2, 3} and counts[:31].max() - counts[:31].min() == 1
-    assert set(counts[31:]) <= {0, 1}
+    assert counts[:31].sum() == 24 + 43 and set(counts[:31]) == {2, 3}, "of new: 24 rows of 32, then 43 of 64"
+    assert counts[31:].sum() == 8 + 21 and set(counts[31:]) == {0, 1}
     assert metrics(tmp_path / "branch")[:4] == metrics(output / "run")[:4]
     assert metrics(tmp_path / "branch")[5:] != metrics(output / "run")[5:]
     assert verify.main([str(tmp_path / "branch"), "--no_export"]) == 0

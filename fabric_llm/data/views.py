@@ -59,7 +59,8 @@ class Behind:
         return int(self.starts[-1])
 
     def __getitem__(self, numbers: Any) -> dict[str, np.ndarray]:
-        places = np.asarray(numbers)
+        wanted = np.asarray(numbers)
+        places = np.atleast_1d(wanted)
         inside = np.searchsorted(self.starts, places, side="right") - 1
         columns: dict[str, np.ndarray] = {}
         for part in np.unique(inside):
@@ -68,7 +69,7 @@ class Behind:
                 values = np.asarray(values)
                 out = columns.setdefault(name, np.empty((len(places), *values.shape[1:]), dtype=np.int64))
                 out[there] = values
-        return columns
+        return columns if wanted.ndim else {name: values[0] for name, values in columns.items()}
 
 
 def one_behind_the_other(splits: Sequence[Any]) -> Any:
