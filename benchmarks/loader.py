@@ -88,7 +88,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="uint16", help="of a token in the files")
     parser.add_argument("--steps", type=int, default=200, help="of each contender in a round")
     parser.add_argument("--rounds", type=int, default=5, help="warm ones; a table has medians")
-    parser.add_argument("--step_tokens_per_second", type=float, default=3000.0, help="what a run here needs, for the ratio")
+    parser.add_argument(
+        "--step_tokens_per_second", type=float, default=3000.0, help="what a run here needs, for the ratio"
+    )
     parser.add_argument("--folder", type=Path, help="where to write the datasets (default: the system's)")
     parser.add_argument("--markdown", type=Path, help="file to write the tables to")
     return parser.parse_args(argv)
@@ -111,7 +113,9 @@ def write(folder: Path, options: argparse.Namespace) -> int:
     return rows * SOURCES * context * np.dtype(numpy_type).itemsize
 
 
-def write_split(folder: Path, rows: int, context: int, generator: Any, numpy_type: Any, arrow_type: Any, features: Any) -> None:
+def write_split(
+    folder: Path, rows: int, context: int, generator: Any, numpy_type: Any, arrow_type: Any, features: Any
+) -> None:
     """An Arrow file as `save_to_disk` writes it, one record batch after the other, at constant memory."""
     one = datasets.Dataset.from_dict({"input_ids": [[0] * context]}, features=features)
     one.save_to_disk(str(folder))
@@ -141,9 +145,13 @@ def contenders(opened: list[TokenDataset], folder: Path, options: argparse.Names
         found.append(Contender("fabric_llm", 1, workers, lambda w=workers: prefetched(of_one, w, options.steps)))
         found.append(Contender("fabric_llm", SOURCES, workers, lambda w=workers: prefetched(of_five, w, options.steps)))
     fallback = Batches(whole, SEED, batch, 1, mixture=mixture)
-    found.append(Contender("the same, rows by `datasets` indexing", SOURCES, 0, lambda: prefetched(fallback, 0, options.steps)))
+    found.append(
+        Contender("the same, rows by `datasets` indexing", SOURCES, 0, lambda: prefetched(fallback, 0, options.steps))
+    )
     for workers in (0, 4):
-        found.append(Contender("torch DataLoader on `datasets`", SOURCES, workers, lambda w=workers: loaded(torched, w, options)))
+        found.append(
+            Contender("torch DataLoader on `datasets`", SOURCES, workers, lambda w=workers: loaded(torched, w, options))
+        )
     return found
 
 
@@ -170,7 +178,9 @@ def measure(found: list[Contender], folder: Path, options: argparse.Namespace) -
     for number, contender in enumerate(found):
         forget(folder)
         cold[number] = rate(contender, options)
-        progress(f"cold: {contender.name}, {contender.sources} sources, {contender.workers} workers: {cold[number]:,.0f} rows/s")
+        progress(
+            f"cold: {contender.name}, {contender.sources} sources, {contender.workers} workers: {cold[number]:,.0f} rows/s"
+        )
     warm_up(folder)
     warm: dict[int, list[float]] = {number: [] for number in range(len(found))}
     for _ in range(options.rounds):

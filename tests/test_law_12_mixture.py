@@ -78,7 +78,9 @@ def test_the_closed_form_is_what_one_counts_position_by_position(mixture):
 @given(mixtures(), st.integers(1, 120))
 def test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments(mixture, end):
     rows = mixture.rows_at(np.arange(end))
-    assert (mixture.rows_at(np.arange(end).reshape(1, -1)[:, ::-1])[0] == rows[::-1]).all(), "whatever else is asked for"
+    assert (mixture.rows_at(np.arange(end).reshape(1, -1)[:, ::-1])[0] == rows[::-1]).all(), (
+        "whatever else is asked for"
+    )
     for base, count in zip(mixture.bases, mixture.rows):
         mine = rows[(base <= rows) & (rows < base + count)] - base
         for epoch in range(0, len(mine), count):
@@ -153,7 +155,13 @@ def test_what_progress_json_holds_is_the_mixture():
     mixture = Mixture(("new", "old"), (5, 7), (8, 8), (Segment(0, (3, 1)), Segment(8, (1, 1))), 1234)
     said = json.loads(json.dumps(mixture.as_json()))
     assert segments_of(said, mixture.names) == mixture.segments
-    for wrong in ([], [{"begins": 1, "weights": {"new": 1}}], [{"begins": 0, "weights": {"other": 1}}], said[::-1], None):
+    for wrong in (
+        [],
+        [{"begins": 1, "weights": {"new": 1}}],
+        [{"begins": 0, "weights": {"other": 1}}],
+        said[::-1],
+        None,
+    ):
         with pytest.raises((ValueError, TypeError)):
             segments_of(wrong, mixture.names)
 
@@ -210,7 +218,9 @@ def test_any_ranks_and_workers_read_the_same_rows(ranks, micro_batch_size, worke
     segments = (Segment(0, (3, 1)), Segment(40, (1, 1)))
     mixture = Mixture(("a", "b"), (20, 30), (3, 3), segments, 5)
     rows = datasets.Dataset.from_dict({"input_ids": [[i, i, i] for i in range(50)]})
-    readers = [Prefetch(Batches(rows, 5, micro_batch_size, 2, r, ranks, mixture=mixture), workers) for r in range(ranks)]
+    readers = [
+        Prefetch(Batches(rows, 5, micro_batch_size, 2, r, ranks, mixture=mixture), workers) for r in range(ranks)
+    ]
     for position in range(0, 96, 8):
         seen = [int(row[0]) for reader in readers for batch in reader.at(position) for row in batch["input_ids"]]
         assert sorted(seen) == sorted(mixture.rows_at(np.arange(position, position + 8)))
@@ -305,7 +315,9 @@ def test_a_run_resumed_twice_is_the_undisturbed_run_bit_for_bit(toys, whole, tmp
     train_ranks(2, *run, "--checkpoint", tmp_path / "run" / "step-00000008", "--num_workers", 3)
     for key in ("step", "loss", "grad_norm", "tokens", "sources", "eval_loss", "eval_loss_by_source"):
         assert metrics(tmp_path / "run", key) == metrics(output / "whole", key), key
-    ours, theirs = (load_file(folder / f"step-{STEPS:08d}" / "model.safetensors") for folder in (tmp_path / "run", output / "whole"))
+    ours, theirs = (
+        load_file(folder / f"step-{STEPS:08d}" / "model.safetensors") for folder in (tmp_path / "run", output / "whole")
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
 
@@ -313,7 +325,9 @@ def test_a_run_resumed_twice_is_the_undisturbed_run_bit_for_bit(toys, whole, tmp
 def test_two_ranks_then_one_then_four_read_the_same_rows(toys, whole, tmp_path, capsys):
     mix, output = whole
     run = flags(toys, tmp_path, mix, "--run_name", "run", "--resume", "true")
-    train_ranks(1, *run, "--checkpoint", output / "whole" / "step-00000004", "--num_workers", 2, "--micro_batch_size", 4)
+    train_ranks(
+        1, *run, "--checkpoint", output / "whole" / "step-00000004", "--num_workers", 2, "--micro_batch_size", 4
+    )
     train_ranks(4, *run, "--checkpoint", tmp_path / "run" / "step-00000008", "--strategy", "fsdp2", "--num_workers", 1)
     ours, theirs = (document_of(folder, STEPS) for folder in (tmp_path / "run", output / "whole"))
     assert ours["rows_read"] == theirs["rows_read"] and ours["rows_read"]["count"] == STEPS * BATCH
@@ -370,7 +384,13 @@ def test_weights_change_on_purpose_and_only_from_there_on(toys, sources, short, 
     assert metrics(tmp_path / "branch")[5:] != metrics(output / "run")[5:]
     assert verify.main([str(tmp_path / "branch"), "--no_export"]) == 0
     # and goes on from there, with no word of it
-    again = [*branch[: branch.index("--checkpoint")], "--data_mix", changed, "--checkpoint", tmp_path / "branch" / "step-00000008"]
+    again = [
+        *branch[: branch.index("--checkpoint")],
+        "--data_mix",
+        changed,
+        "--checkpoint",
+        tmp_path / "branch" / "step-00000008",
+    ]
     _, plan = planned([*again, "--devices", 1])
     assert plan.mixture.as_json() == after["mixture"]["segments"]
 
@@ -414,14 +434,17 @@ def test_mixtures_that_do_not_go_together_are_refused(toys, sources, tmp_path):
     def said(mix, *more):
         return refused(flags(toys, tmp_path, mix, *more))
 
-    assert "would be read 2.32 times in 12 steps (72 of 31 rows), more than its max_epochs, 2: take at most --max_step 10" in said(
-        f"new={new}:0.75:2,old={old}:0.25"
+    assert (
+        "would be read 2.32 times in 12 steps (72 of 31 rows), more than its max_epochs, 2: take at most --max_step 10"
+        in said(f"new={new}:0.75:2,old={old}:0.25")
     )
     assert "must hold equally many tokens, which are 24 in source 'new' and 48 in source 'long'" in said(
         f"new={new}:1,long={sources / 'long'}:1"
     )
     assert "--context_length 99: the rows of" in said(f"new={new}:1,old={old}:1", "--context_length", 99)
-    assert "have different columns: input_ids, and input_ids, labels." in said(f"new={new}:1,ragged={toys / 'ragged'}:1")
+    assert "have different columns: input_ids, and input_ids, labels." in said(
+        f"new={new}:1,ragged={toys / 'ragged'}:1"
+    )
     late = {**staged(sources), "stages": [{"from": 0.99, "weights": {"new": 1}}]}
     late["sources"]["long"]["weight"] = 0
     assert "the stage from 0.99 on has no step: it begins after step 12 of 12" in said(json.dumps(late))

@@ -79,10 +79,10 @@ def place(toys, tmp_path_factory):
         ("empty", 0, 64, ["train", "validation"]),
         ("long", 9, 128, ["train", "validation"]),
     ):
-        (folder / "other" / name).mkdir()
-        (folder / "other" / name / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
+        (folder / "sets" / name).mkdir(parents=True)
+        (folder / "sets" / name / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
         said = {"packed": True, "context_length": context, "splits": {"train": {"rows": rows}}}
-        (folder / "other" / name / "manifest.json").write_text(json.dumps(said))
+        (folder / "sets" / name / "manifest.json").write_text(json.dumps(said))
     for name, text in {
         "unknown": "{sources: {old: {path: prepared, weight: 1}}, stages: [{from: 0.5, weights: {lod: 1}}]}",
         "key": "{sources: {new: {path: prepared, wieght: 1}}}",
@@ -177,10 +177,10 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     ("--train_data_dir null --data_mix unknown.yaml", 2, "names 'lod', which isn't a source. Did you mean 'old'?"),
     ("--train_data_dir null --data_mix key.yaml", 2, "unknown key 'wieght' of source 'new'. Did you mean 'weight'?"),
     ("--train_data_dir null --data_mix twice.yaml", 2, "'new' is in 'twice.yaml' twice."),
-    ("--train_data_dir null --data_mix a=prepared:1:2,b=other/prepared:1 --max_step 99 --accelerator cpu", 2, "max_epochs, 2"),
-    ("--train_data_dir null --data_mix a=prepared:1,b=other/unsplit:1", 2, "has no split 'validation', only 'train'."),
-    ("--train_data_dir null --data_mix a=prepared:1,b=other/empty:1", 2, "The split 'train' of 'other/empty' is empty."),
-    ("--train_data_dir null --data_mix a=prepared:1,b=other/long:1", 2, "64 in source 'a' and 128 in source 'b'"),
+    ("--train_data_dir null --data_mix a=prepared:1:2,b=sets/prepared:1 --max_step 99 --accelerator cpu", 2, "max_epochs, 2"),
+    ("--train_data_dir null --data_mix a=prepared:1,b=sets/unsplit:1", 2, "has no split 'validation', only 'train'."),
+    ("--train_data_dir null --data_mix a=prepared:1,b=sets/empty:1", 2, "The split 'train' of 'sets/empty' is empty."),
+    ("--train_data_dir null --data_mix a=prepared:1,b=sets/long:1", 2, "64 in source 'a' and 128 in source 'b'"),
     ("--config none.yaml", 2, "--config 'none.yaml' can't be read: No such file"),
 ]
 OTHERS = [

@@ -101,7 +101,9 @@ def parse(given: str) -> Blend:
     found = [(Fraction(0), weights, "the mixture")] + [_stage(said, names) for said in stages]
     used = {name for _, given, _ in found for name in given}
     if unused := [name for name in names if name not in used]:
-        raise ValueError(f"--data_mix: source {unused[0]!r} has no weight; a source that isn't read any more has weight 0.")
+        raise ValueError(
+            f"--data_mix: source {unused[0]!r} has no weight; a source that isn't read any more has weight 0."
+        )
     _require_apart(sources)
     found.sort(key=lambda stage: stage[0])
     for (begins, _, _), (other, _, _) in zip(found, found[1:]):
@@ -180,7 +182,9 @@ def _stage(said: Any, names: list[str]) -> tuple[Fraction, dict[str, Fraction], 
     for name in weights:
         if str(name) not in names:
             close = nearest(str(name), names)
-            meant = f"Did you mean {close[0]!r}?" if len(close) == 1 else f"The sources are {', '.join(map(repr, names))}."
+            meant = (
+                f"Did you mean {close[0]!r}?" if len(close) == 1 else f"The sources are {', '.join(map(repr, names))}."
+            )
             raise ValueError(f"--data_mix: {where} names {_shown(str(name))}, which isn't a source. {meant}")
     return begins, {str(n): _number(w, f"the weight of source {n!r} in {where}") for n, w in weights.items()}, where
 
@@ -329,7 +333,9 @@ def position_of(segments: Sequence[Segment], source: int, number: int) -> Option
         weight = segment.weights[source]
         left = number - read_before(segments, segment.begins)[source]
         if weight and left >= 0:
-            position = segment.begins + left // weight * sum(segment.weights) + places(segment.weights)[source][left % weight]
+            position = (
+                segment.begins + left // weight * sum(segment.weights) + places(segment.weights)[source][left % weight]
+            )
             if index + 1 == len(segments) or position < segments[index + 1].begins:
                 return position
     return None

@@ -82,7 +82,9 @@ class Mixture:
 
     def as_json(self) -> list[dict[str, Any]]:
         """The segments, for progress.json."""
-        return [{"begins": segment.begins, "weights": dict(zip(self.names, segment.weights))} for segment in self.segments]
+        return [
+            {"begins": segment.begins, "weights": dict(zip(self.names, segment.weights))} for segment in self.segments
+        ]
 
 
 def segments_of(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[Segment, ...]:

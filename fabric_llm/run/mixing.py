@@ -65,7 +65,9 @@ def _require_alike(first: TokenDataset, other: TokenDataset, masks_documents: bo
         _require_one_tokenizer(first, other, both, None not in hashes)
     ends = [one.manifest["eos_token_id"] if one.manifest.get("packed") else None for one in (first, other)]
     if masks_documents and ends[0] != ends[1]:
-        words = ["not packed by prepare_data.py" if end is None else f"packed, token {end} ends a document" for end in ends]
+        words = [
+            "not packed by prepare_data.py" if end is None else f"packed, token {end} ends a document" for end in ends
+        ]
         raise ValueError(
             f"--data_mix: {both} can't be kept apart by documents alike: {words[0]}, and {words[1]}; take "
             "--document_masking false."
@@ -135,7 +137,9 @@ def _layout(
     ):
         end = resumed["mixture"].get("end")
         last = max_step or start.step - (start.position - end) // batch
-        return Layout(had.segments, end, last if end is None else min(last, start.step - (start.position - end) // batch))
+        return Layout(
+            had.segments, end, last if end is None else min(last, start.step - (start.position - end) // batch)
+        )
     return blends.lay_out(blend, rows, batch, max_step, number_epochs, Here(start.step, start.position, had.segments))
 
 
@@ -155,7 +159,9 @@ def described(plan: Any) -> list[str]:
         if after is not None and after <= plan.start.position:
             continue
         shares = plan.mixture.shares_at(segment.begins)
-        words = ", ".join(f"{name} {share:.4%}".replace("0000%", "%").replace(".%", "%") for name, share in shares.items())
+        words = ", ".join(
+            f"{name} {share:.4%}".replace("0000%", "%").replace(".%", "%") for name, share in shares.items()
+        )
         sequences = max(segment.begins - plan.start.position, 0)
         since = plan.start.step + sequences // plan.global_batch_size
         lines.append(f"{words} after step {since}" if since > plan.start.step else words)
