@@ -159,7 +159,10 @@ class CheckpointArguments:
 class TrainingArguments:
     """Training (a step is an optimizer step)"""
 
-    number_epochs: int = flag(1, "passes over the training split, of a mixture over the first source to come to them; not used where max_step is given")
+    number_epochs: int = flag(
+        1,
+        "passes over the training split, of a mixture over the first source to come to them; not used where max_step is given",
+    )
     max_step: Optional[int] = flag(None, "steps of the whole run (default: what number_epochs needs)")
     max_hours: Optional[float] = flag(
         None,

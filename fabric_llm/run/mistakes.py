@@ -55,7 +55,9 @@ def in_flags(flags: Flags) -> None:
         if not value:
             raise ValueError(f"--{name} is missing: a run needs --model_name and --train_data_dir (or --data_mix).")
     if flags.data.train_data_dir and flags.data.data_mix:
-        raise ValueError("--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture of several.")
+        raise ValueError(
+            "--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture of several."
+        )
     if flags.data.data_mix:
         blend.parse(flags.data.data_mix)
     flag_rules.numbers(flags.flat())

@@ -137,7 +137,9 @@ class Saver:
         hashes = {f"{name}_sha256": _sha256(path) for name, path in made_from.items()}
         if plan.mixture is None:
             return {**hashes, "data_fingerprint": plan.dataset.fingerprint}
-        hashes["data_sha256"] = {name: _sha256(source.folder / "manifest.json") for name, source in plan.sources.items()}
+        hashes["data_sha256"] = {
+            name: _sha256(source.folder / "manifest.json") for name, source in plan.sources.items()
+        }
         return {**hashes, "data_fingerprint": {name: source.fingerprint for name, source in plan.sources.items()}}
 
 

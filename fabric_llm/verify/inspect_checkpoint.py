@@ -192,7 +192,9 @@ def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
     rows = rows if mixture is None else sum(mixture.rows)
     if rows <= 0 or end - first > MOST_ROWS or order == OLD_ORDER and rows > MOST_ROWS:
         report.note(f"{str(file)!r}: too many rows to compare each; their number is right.")
-    elif read != (claimed_by(mixture.rows_at, first, end) if mixture else claimed_rows(rows, fixed["seed"], first, end, order)):
+    elif read != (
+        claimed_by(mixture.rows_at, first, end) if mixture else claimed_rows(rows, fixed["seed"], first, end, order)
+    ):
         report.find(f"{str(file)!r} claims {span}, but other rows were read: some twice or out of turn, others never.")
         return "other rows were read than those of the run's position"
     return f"{span} were each read by one rank"
