@@ -1,6 +1,7 @@
 """Law 12: a mixture is exact: after any prefix each source has its share, nothing twice before all of it once, at any ranks."""
 
 import json
+import shutil
 from fractions import Fraction
 
 import datasets
@@ -13,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ranks import metrics, planned, train_ranks
 from safetensors.torch import load_file
+from test_verify import reseal
 
 from fabric_llm.data.batches import Batches, Prefetch
 from fabric_llm.data.blend import Blend, Here, Segment, Source, Stage, lay_out, parse, pattern, position_of, read_before
@@ -337,6 +339,23 @@ def test_two_ranks_then_one_then_four_read_the_same_rows(toys, whole, tmp_path, 
     assert metrics(tmp_path / "run", "sources") == metrics(output / "whole", "sources")
     assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
     assert "96 sequences at positions 0 to 95 were each read" in capsys.readouterr().out
+
+
+def test_rows_that_were_not_read_are_found(whole, tmp_path, capsys):
+    """A row of another source in place of the right one; and a log that counts them otherwise."""
+    shutil.copytree(whole[1] / "whole", tmp_path / "whole")
+    last = tmp_path / "whole" / f"step-{STEPS:08d}"
+    file = last / "trainer" / "progress.json"
+    document = json.loads(file.read_text())
+    document["rows_read"]["hash_sum"] += 1
+    file.write_text(json.dumps(document))
+    reseal(last)
+    lines = (tmp_path / "whole" / "metrics.jsonl").read_text()
+    (tmp_path / "whole" / "metrics.jsonl").write_text(lines.replace('"epochs": 1.0}', '"epochs": 0.5}'))
+    assert verify.main([str(tmp_path / "whole"), "--no_export"]) == 66
+    said = capsys.readouterr().out
+    assert "claims 96 sequences at positions 0 to 95, but other rows were read" in said
+    assert "was read at step 12, its checkpoint" in said
 
 
 def test_arguments_yaml_repeats_the_run_whatever_became_of_the_mixture_s_file(toys, whole, tmp_path):

@@ -17,9 +17,8 @@ from fabric_llm.run.flag_rules import profiled_steps
 # 0.02 (initializer_range in transformers): above that one step replaces what they hold.
 LARGEST_LR = 0.02
 LARGEST_DECAY = 0.01  # of a weight in one step: a third is left after a hundred
-MOST_EPOCHS = (
-    4  # that are nearly as good as new text: Muennighoff et al. 2023, Scaling Data-Constrained Language Models
-)
+# Nearly as good as new text: Muennighoff et al. 2023, Scaling Data-Constrained Language Models, arXiv 2305.16264.
+MOST_EPOCHS = 4
 FSDP_FLAGS = ("auto_wrap_policy", "sharding_strategy", "limit_all_gathers", "backward_prefetch", "reduce_dtype")
 IGNORED = {  # by strategy; --cpu_offload without FSDP is refused
     "fsdp": (),
