@@ -76,7 +76,7 @@ def test_the_closed_form_is_what_one_counts_position_by_position(mixture):
         counts[source] += 1
 
 
-@same
+@settings(same, max_examples=25)
 @given(mixtures(), st.integers(1, 120))
 def test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments(mixture, end):
     rows = mixture.rows_at(np.arange(end))
@@ -90,7 +90,7 @@ def test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments(mixture, e
             assert len(set(part)) == len(part) and (len(part) < count or set(part) == set(range(count)))
 
 
-@same
+@settings(same, max_examples=10)
 @given(st.data())
 def test_weights_changed_on_purpose_change_only_what_comes_after(data):
     count = data.draw(st.integers(1, 4))
@@ -275,7 +275,7 @@ def document_of(run, step):
 def whole(toys, sources, tmp_path_factory):
     """(the YAML file, the output folder with the run `whole`): undisturbed, two ranks with FSDP, two workers."""
     output = tmp_path_factory.mktemp("mixture")
-    (output / "mix.yaml").write_text(yaml.safe_dump(staged(sources)))
+    (output / "mix.yaml").write_text(yaml.safe_dump(staged(sources), sort_keys=False))
     run = flags(toys, output, output / "mix.yaml", "--strategy", "fsdp", "--num_workers", 2)
     train_ranks(2, *run, "--run_name", "whole")
     return output / "mix.yaml", output
@@ -351,11 +351,11 @@ def test_rows_that_were_not_read_are_found(whole, tmp_path, capsys):
     file.write_text(json.dumps(document))
     reseal(last)
     lines = (tmp_path / "whole" / "metrics.jsonl").read_text()
-    (tmp_path / "whole" / "metrics.jsonl").write_text(lines.replace('"epochs": 1.0}', '"epochs": 0.5}'))
+    (tmp_path / "whole" / "metrics.jsonl").write_text(lines.replace('"epochs": 0.2}', '"epochs": 0.3}'))
     assert verify.main([str(tmp_path / "whole"), "--no_export"]) == 66
     said = capsys.readouterr().out
     assert "claims 96 sequences at positions 0 to 95, but other rows were read" in said
-    assert "was read at step 12, its checkpoint" in said
+    assert "was read at step 8, its checkpoint" in said
 
 
 def test_arguments_yaml_repeats_the_run_whatever_became_of_the_mixture_s_file(toys, whole, tmp_path):
