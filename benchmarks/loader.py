@@ -46,7 +46,7 @@ DTYPES = {"uint16": (np.uint16, pa.uint16()), "int32": (np.int32, pa.int32())}
 
 
 class Contender(NamedTuple):
-    """steps(): yields a number for each step, once its micro-batch is there."""
+    """steps(): yields micro-batches, each once it is there."""
 
     name: str
     sources: int
@@ -84,7 +84,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=10.0, help="size of all datasets together")
     parser.add_argument("--context_length", type=int, default=2048, help="tokens of a row")
-    parser.add_argument("--micro_batch_size", type=int, default=8, help="rows of a step")
+    parser.add_argument("--micro_batch_size", type=int, default=8, help="rows of a micro-batch")
+    parser.add_argument("--micro_batches", type=int, default=4, help="of a step")
     parser.add_argument("--dtype", choices=DTYPES, default="uint16", help="of a token in the files")
     parser.add_argument("--steps", type=int, default=200, help="of each contender in a round")
     parser.add_argument("--rounds", type=int, default=5, help="warm ones; a table has medians")
@@ -138,13 +139,13 @@ def contenders(opened: list[TokenDataset], folder: Path, options: argparse.Names
     whole = datasets.concatenate_datasets(plain)
     mixed = together(opened).train
     torched = datasets.concatenate_datasets([one.with_format("torch") for one in plain])
-    of_one = Batches(mixed, SEED, batch, 1)
-    of_five = Batches(mixed, SEED, batch, 1, mixture=mixture)
+    of_one = Batches(mixed, SEED, batch, options.micro_batches)
+    of_five = Batches(mixed, SEED, batch, options.micro_batches, mixture=mixture)
     found = []
     for workers in (0, 4):
         found.append(Contender("fabric_llm", 1, workers, lambda w=workers: prefetched(of_one, w, options.steps)))
         found.append(Contender("fabric_llm", SOURCES, workers, lambda w=workers: prefetched(of_five, w, options.steps)))
-    fallback = Batches(whole, SEED, batch, 1, mixture=mixture)
+    fallback = Batches(whole, SEED, batch, options.micro_batches, mixture=mixture)
     found.append(
         Contender("the same, rows by `datasets` indexing", SOURCES, 0, lambda: prefetched(fallback, 0, options.steps))
     )
@@ -159,13 +160,13 @@ def prefetched(batches: Batches, workers: int, steps: int) -> Iterator[Any]:
     start = int.from_bytes(os.urandom(4), "big") * batches.global_batch_size  # other rows in each round
     prefetch = Prefetch(batches, workers)
     for step in range(steps):
-        yield prefetch.at(start + step * batches.global_batch_size)
+        yield from prefetch.at(start + step * batches.global_batch_size)
     prefetch.close()
 
 
 def loaded(rows: Any, workers: int, options: argparse.Namespace) -> Iterator[Any]:
     """As trainers do: a sampler of random rows, the dataset's own formatting, default collation."""
-    count = options.steps * options.micro_batch_size
+    count = options.steps * options.micro_batch_size * options.micro_batches
     chosen = np.random.default_rng().integers(0, len(rows), count).tolist()
     loader = torch.utils.data.DataLoader(rows, options.micro_batch_size, sampler=chosen, num_workers=workers)
     for batch in loader:
@@ -199,11 +200,12 @@ def measure(found: list[Contender], folder: Path, options: argparse.Namespace) -
 
 
 def rate(contender: Contender, options: argparse.Namespace) -> float:
-    """Rows per second, the start of workers left out: from the first micro-batch on."""
-    steps = contender.steps()
-    next(steps)
+    """Rows per second, the start of workers left out: from the second step on."""
+    micro_batches = contender.steps()
+    for _ in range(options.micro_batches):
+        next(micro_batches)
     began = time.perf_counter()
-    count = sum(1 for _ in steps)
+    count = sum(1 for _ in micro_batches)
     return count * options.micro_batch_size / (time.perf_counter() - began)
 
 
@@ -240,7 +242,7 @@ def header(argv: list[str], options: argparse.Namespace, written: int, load: flo
 - Load: average {load:.1f} before the start, {os.getloadavg()[0]:.1f} at the end
 - Versions: {versions}
 - Data: {written / 2**30:.2f} GiB of random {options.dtype} tokens in {SOURCES} datasets, rows of {options.context_length} tokens
-- A step is {options.micro_batch_size} rows; {options.steps} steps a round; warm: medians of {options.rounds} rounds, in turns
+- A step is {options.micro_batches} micro-batches of {options.micro_batch_size} rows; {options.steps} steps a round; warm: medians of {options.rounds} rounds, in turns
 - A step needs: {options.step_tokens_per_second:,.0f} tokens/s, {options.step_tokens_per_second / options.context_length:,.1f} rows/s
 - Memory of the process at the end, without the page cache: {memory:.2f} GiB
 
