@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from fractions import Fraction
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -12,7 +15,7 @@ import yaml
 from conftest import CONTEXT, VOCABULARY
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from ranks import metrics, planned, train_ranks
+from ranks import Job, metrics, planned, train_ranks
 from safetensors.torch import load_file
 from test_verify import reseal
 
@@ -442,6 +445,56 @@ def test_a_mixture_ends_before_a_source_is_read_too_often(toys, sources, tmp_pat
     last = metrics(tmp_path / "run", "sources")[-1]
     assert last["new"]["epochs"] == 2.0 and last["old"]["epochs"] < 1
     assert (tmp_path / "run" / "step-00000011").is_dir(), "82 sequences: ten steps of eight, and two more"
+    again = ("--run_name", "run", "--resume", "true", "--devices", 1)
+    _, plan = planned([*run, *again, "--checkpoint", tmp_path / "run" / "step-00000008"])
+    assert (plan.end, plan.max_step, plan.start.position) == (82, 11, 64)
+    with pytest.raises(ValueError, match="is where this run ends"):
+        planned([*run, *again])
+
+
+@pytest.mark.slow
+def test_a_drill_of_a_mixture(toys, whole, tmp_path):
+    """Killed with SIGKILL and resumed, as a user rehearses it."""
+    mix, _ = whole
+    words = ("--drill", "--steps", 9, "--seed", 3, "--output_dir", tmp_path, "--", *flags(toys, tmp_path, mix))
+    done = subprocess.run(
+        [sys.executable, "-m", "fabric_llm.verify", *map(str, words), "--devices", "2", "--strategy", "fsdp"],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and "identical" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_spike_that_rewinds_a_mixture(toys, whole, tmp_path):
+    """The data of the spike is passed over: the log counts it as read, and each row is where it would have been."""
+
+    def poison():
+
+        from fabric_llm.training import step
+
+        share, calls = step.share, []
+
+        def spiked(fabric, total, asked):
+            (loss, *aux), answers = share(fabric, total, asked)
+            calls.append(loss)
+            return ((loss * 50 if len(calls) == 6 else loss), *aux), answers
+
+        step.share = spiked
+
+    mix, _ = whole
+    more = ("--spike_threshold", 8, "--spike_window", 3, "--spike_action", "rewind", "--run_name", "run")
+    job = Job(1, *flags(toys, tmp_path, mix, *more), before=poison)
+    assert job.wait() == [0], job.output
+    document = document_of(tmp_path / "run", STEPS)
+    assert document["guard"]["rewinds"] == 1 and document["progress"]["position"] == (STEPS + 2) * BATCH
+    last = metrics(tmp_path / "run", "sources")[-1]
+    assert sum(one["epochs"] * rows for one, rows in zip(last.values(), (31, 70, 40))) == pytest.approx(
+        (STEPS + 2) * BATCH
+    )
+    assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
 
 
 # ------------------------------------------------------------------------------- what is refused
