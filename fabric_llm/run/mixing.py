@@ -159,9 +159,7 @@ def described(plan: Any) -> list[str]:
         if after is not None and after <= plan.start.position:
             continue
         shares = plan.mixture.shares_at(segment.begins)
-        words = ", ".join(
-            f"{name} {share:.4%}".replace("0000%", "%").replace(".%", "%") for name, share in shares.items()
-        )
+        words = ", ".join(f"{name} {100 * share:.6g} %" for name, share in shares.items())
         sequences = max(segment.begins - plan.start.position, 0)
         since = plan.start.step + sequences // plan.global_batch_size
         lines.append(f"{words} after step {since}" if since > plan.start.step else words)
