@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
-from fabric_llm.base.command_line import flag, groups, parse
+from fabric_llm.base.command_line import fail, flag, groups, parse
+from fabric_llm.data.blend import text_of
 from fabric_llm.run.trackers import TRACKERS
 from fabric_llm.training.schedule import SCHEDULES
 
@@ -50,6 +51,12 @@ class DataArguments:
     """Data"""
 
     train_data_dir: Optional[str] = flag(None, "dataset folder that prepare_data.py wrote, or any with input_ids")
+    data_mix: Optional[str] = flag(
+        None,
+        "instead of --train_data_dir, several of them: a YAML file (docs/mixture.md), or name=folder:weight[:max_epochs],... "
+        "with weights that are shares of tokens, such as new=data/new:0.75,old=data/old:0.25:4",
+        takes="a YAML file, or name=folder:weight, comma-separated, such as new=data/new:0.75,old=data/old:0.25",
+    )
     context_length: Optional[int] = flag(None, "tokens per sequence; must be what the dataset holds (default: that)")
     verify_data: Literal["auto", "full", "size"] = flag(
         "auto", "compare the dataset's files with prepare_data.py's hashes, or only sizes; auto: hashes up to 1 GiB"
@@ -152,7 +159,10 @@ class CheckpointArguments:
 class TrainingArguments:
     """Training (a step is an optimizer step)"""
 
-    number_epochs: int = flag(1, "passes over the training split; not used where max_step is given")
+    number_epochs: int = flag(
+        1,
+        "passes over the training split, of a mixture over the first source to come to them; not used where max_step is given",
+    )
     max_step: Optional[int] = flag(None, "steps of the whole run (default: what number_epochs needs)")
     max_hours: Optional[float] = flag(
         None,
@@ -313,13 +323,14 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     named = any(re.match(r"--(config|model_name|train_data_dir|help|print_config)(=|$)|-h$", word) for word in argv)
     on_command_line = frozenset(re.findall(r"^--(\w+)", "\n".join(argv), re.M))
     resumed = None if named else _arguments_of_resumed_run(argv)
-    demo = not named and resumed is None
-    if not named:
+    demo = not named and resumed is None and "data_mix" not in on_command_line
+    if demo or resumed is not None:
         # A run goes on where it is: not where its file, which may be another's, would have it.
         place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
         argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
     description = "Train a Hugging Face causal language model. Without arguments: a demo on the standard library."
     flat = parse("train.py", description, groups(Arguments).values(), argv, () if resumed is None else WHICH_RUN)
+    flat["data_mix"] = _mixture(flat["data_mix"])
     if demo:  # the preset's paths are those of this repository, wherever it is started from
         for name in ("model_name", "train_data_dir"):
             flat[name] = str(ROOT / flat[name])
@@ -327,6 +338,14 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
         name: group(**{f.name: flat[f.name] for f in fields(group)}) for name, group in groups(Arguments).items()
     }
     return Arguments(**by_group, demo=demo, on_command_line=on_command_line)
+
+
+def _mixture(given: Optional[str]) -> Optional[str]:
+    """What arguments.yaml keeps of --data_mix: the mixture itself, as its file may change."""
+    try:
+        return given and text_of(given)
+    except ValueError as error:
+        fail("train.py", str(error))
 
 
 def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:

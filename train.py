@@ -114,13 +114,13 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
 
 
 def evaluate(evaluation: Evaluation, model: nn.Module, progress: Progress, log: Log, watch: Watch) -> bool:
-    """Log the validation loss. False where a request to stop came first. All ranks call it."""
+    """Log the validation losses. False where a request to stop came first. All ranks call it."""
     with log.untimed():
-        loss = evaluation.loss(model)
+        losses = evaluation.losses(model)
     watch.mark(progress.step, "in the next step")
-    if loss is not None and evaluation.is_on:
-        log.evaluation(progress, loss)
-    return loss is not None
+    if losses is not None and evaluation.is_on:
+        log.evaluation(progress, losses)
+    return losses is not None
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ KILLS, ROWS, DAMAGE = "tests/faults/test_kills.py", "tests/faults/test_rows.py",
 CHECKPOINT, SECURITY, STOP = "tests/test_checkpoint.py", "tests/test_security.py", "tests/test_stop.py"
 EVALUATION, WORLD, FALLBACK = "tests/test_evaluation.py", "tests/test_launched_world.py", "tests/test_fallback.py"
 BAD_INPUT, NON_FINITE = "tests/test_bad_input.py", "tests/faults/test_non_finite.py"
+MIXTURE = "tests/test_law_12_mixture.py"
 
 
 @dataclass(frozen=True)
@@ -423,6 +424,12 @@ MECHANISMS = [
               lambda original: lambda folder, manifest, verify: "written" in manifest, DAMAGE, "dataset"),
     Mechanism("dataset", "token ids fit the vocabulary", f"{PLAN}:open_checked",
               lambda original: lambda *args: replace(original(*args), max_token_id=0), BAD_INPUT, "test_datasets"),
+    Mechanism("mixture", "no source is read more often than it may be", "fabric_llm.data.blend:_refuse_passed",
+              gives(None), MIXTURE, "do_not_go_together"),
+    Mechanism("mixture", "all sources have one tokenizer", "fabric_llm.run.mixing:_require_one_tokenizer",
+              gives(None), MIXTURE, "different_tokenizers"),
+    Mechanism("mixture", "what was read is recorded", "fabric_llm.verify.inspect_checkpoint:claimed_by",
+              gives(Anything()), MIXTURE, "that_were_not_read"),
     Mechanism("dataset", "a batch without targets", f"{STEP}:_at_least_one",
               lambda original: lambda count: count, "tests/test_numerics.py", "without_any_target"),
     Mechanism("not finite", "the step is left out", f"{GUARD}:Guard._judge",

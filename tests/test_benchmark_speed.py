@@ -144,3 +144,15 @@ def test_help_begins_with_a_sentence(script):
     done = subprocess.run([sys.executable, FOLDER / script, "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "--rounds" in done.stdout and "--output" in done.stdout
     assert ". " in done.stdout.replace("\n", " ")
+
+
+@pytest.mark.longer
+def test_loader(tmp_path):
+    words = ["--gib", 0.005, "--context_length", 64, "--rounds", 1, "--steps", 5, "--folder", tmp_path]
+    done = subprocess.run(
+        list(map(str, [sys.executable, FOLDER / "loader.py", *words])), capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith(("| fabric_llm", "| torch", "| the same"))]
+    assert len(rows) == 7 and all(float(row[5].replace(",", "")) > 0 for row in rows)
+    assert not list(tmp_path.iterdir()), "the datasets are removed"

@@ -73,6 +73,22 @@ def place(toys, tmp_path_factory):
     }.items():
         (folder / name).mkdir(parents=True)
         (folder / name / file).write_text('{"base_model_name_or_path": "org/base"}')
+    for name, rows, context, splits in (
+        ("prepared", 9, 64, ["train", "validation"]),
+        ("unsplit", 9, 64, ["train"]),
+        ("empty", 0, 64, ["train", "validation"]),
+        ("long", 9, 128, ["train", "validation"]),
+    ):
+        (folder / "sets" / name).mkdir(parents=True)
+        (folder / "sets" / name / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
+        said = {"packed": True, "context_length": context, "splits": {"train": {"rows": rows}}}
+        (folder / "sets" / name / "manifest.json").write_text(json.dumps(said))
+    for name, text in {
+        "unknown": "{sources: {old: {path: prepared, weight: 1}}, stages: [{from: 0.5, weights: {lod: 1}}]}",
+        "key": "{sources: {new: {path: prepared, wieght: 1}}}",
+        "twice": "{sources: {new: {path: prepared, weight: 1}, new: {path: data, weight: 1}}}",
+    }.items():
+        (folder / f"{name}.yaml").write_text(text)
     return folder
 
 
@@ -149,6 +165,42 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     ("--resume true --checkpoint checkpoints/run/step-5", 66, "'checkpoints/run' has step-00000009, step-00000100."),
     ("--resume auto --model_name ./modle", 2, "No model './modle'"),
     ("--output_dir corpus/a.txt", 73, "can't be written"),
+    (
+        "--train_data_dir null --data_mix a=data:1,b=nowhere:1",
+        2,
+        "No dataset at 'nowhere'. Make one with prepare_data.py",
+    ),
+    ("--data_mix a=data:1", 2, "--train_data_dir and --data_mix are both given"),
+    (
+        "--train_data_dir null --data_mix a=data:1,b=data:1",
+        2,
+        "sources 'a' and 'b' are both 'data'; give one of them more",
+    ),
+    ("--train_data_dir null --data_mix a=data:0,b=prepared:0", 2, "the weights of the mixture add up to 0."),
+    (
+        "--train_data_dir null --data_mix a=data:-1",
+        2,
+        "the weight of source 'a' must be a number of 0 or more, not '-1'.",
+    ),
+    ("--train_data_dir null --data_mix a=data:nan", 2, "must be a number of 0 or more, not 'nan'."),
+    (
+        "--train_data_dir null --data_mix a=data:1e-9,b=prepared:1",
+        2,
+        "less than one row in 10,000, which rounds to none.",
+    ),
+    ("--train_data_dir null --data_mix data", 2, "--data_mix takes a YAML file, or name=folder:weight"),
+    ("--train_data_dir null --data_mix none.yaml", 2, "--data_mix 'none.yaml' can't be read: No such file"),
+    ("--train_data_dir null --data_mix unknown.yaml", 2, "names 'lod', which isn't a source. Did you mean 'old'?"),
+    ("--train_data_dir null --data_mix key.yaml", 2, "unknown key 'wieght' of source 'new'. Did you mean 'weight'?"),
+    ("--train_data_dir null --data_mix twice.yaml", 2, "'new' is in 'twice.yaml' twice."),
+    (
+        "--train_data_dir null --data_mix a=prepared:1:2,b=sets/prepared:1 --max_step 99 --accelerator cpu",
+        2,
+        "max_epochs, 2",
+    ),
+    ("--train_data_dir null --data_mix a=prepared:1,b=sets/unsplit:1", 2, "has no split 'validation', only 'train'."),
+    ("--train_data_dir null --data_mix a=prepared:1,b=sets/empty:1", 2, "The split 'train' of 'sets/empty' is empty."),
+    ("--train_data_dir null --data_mix a=prepared:1,b=sets/long:1", 2, "64 in source 'a' and 128 in source 'b'"),
     ("--config none.yaml", 2, "--config 'none.yaml' can't be read: No such file"),
 ]
 OTHERS = [

@@ -30,6 +30,7 @@ model_name: model model_name_or_path base_model checkpoint_dir pretrained_model 
 model_name: pretrained_model_name_or_path init_from hf_model
 train_data_dir: data dataset dataset_name train_file data_path data_dir dataset_path train_data dataset_dir
 train_data_dir: train_dataset datasets
+data_mix: data_mixture dataset_mix data_blend blend mixture mixture_config dataset_probs dataset_weights
 context_length: max_seq_length seq_length seq_len sequence_len block_size max_length cutoff_len max_seq_len
 context_length: sequence_length model_max_length
 grad_clip: max_grad_norm gradient_clip_val max_norm clip_grad gradient_clipping grad_clip_norm clip_grad_norm

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.data.columns import IGNORED, is_target, masked_labels
+from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.order import NEW_ORDER, RowsRead, rows_at
 
 # input_ids and labels, attention_mask if the dataset has one, position_ids if packed documents are kept apart:
@@ -43,6 +44,7 @@ class Batches:
     end: Optional[int] = None  # sequences; None: one epoch after the other, without end
     document_end: Optional[int] = None  # id of the token that ends each document, if packed documents are kept apart
     order: str = NEW_ORDER  # of the rows, a name of order.ORDERS
+    mixture: Optional[Mixture] = None  # which says instead of `seed` and `order` which rows are read
 
     @property
     def global_batch_size(self) -> int:
@@ -50,6 +52,8 @@ class Batches:
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Row numbers in the dataset of the sequences at `positions`, int64, same shape."""
+        if self.mixture is not None:
+            return self.mixture.rows_at(positions)
         if not self.shuffle:
             return positions % len(self.rows)
         return rows_at(positions, len(self.rows), self.seed, self.order)
@@ -66,8 +70,8 @@ class Batches:
     def read(self, position: int) -> tuple[list[MicroBatch], RowsRead]:
         """The micro-batches of `at`, and a record of the rows in them."""
         micro_batches, read = [], RowsRead()
-        for positions in self.positions(position):
-            rows = self.indices(positions)
+        of_step = self.positions(position)
+        for positions, rows in zip(of_step, self.indices(of_step)):  # all at once: the order costs most for a few rows
             micro_batches.append(self._micro_batch(positions, rows))
             counted = slice(None) if self.end is None else positions < self.end
             read += RowsRead.of(positions[counted], rows[counted])
@@ -80,7 +84,7 @@ class Batches:
     def _micro_batch(self, positions: np.ndarray, rows: np.ndarray) -> MicroBatch:
         failpoint("read_data")
         table = self.rows[rows]
-        columns = {name: np.asarray(table[name]).astype(np.int64) for name in table}
+        columns = {name: np.asarray(table[name]).astype(np.int64, copy=False) for name in table}
         batch = {name: torch.from_numpy(values) for name, values in columns.items()}
         labels = torch.from_numpy(masked_labels(columns))
         if self.document_end is not None:
@@ -167,7 +171,7 @@ class Prefetch:
         ready = self._ready(position)
         self.seconds_waited += time.monotonic() - began
         self.rows_read += ready.read
-        self.tokens_at = self.tokens_at + ready.tokens_at
+        self.tokens_at = added(self.tokens_at, ready.tokens_at)
         if self.copies is not None:
             self.copies.hand_out(ready.micro_batches)
         return ready.micro_batches
@@ -207,6 +211,12 @@ def token_places(micro_batches: list[MicroBatch]) -> np.ndarray:
         else:
             places.append(np.bincount(positions.numpy().ravel(), minlength=context))
     return np.sum(places, axis=0, dtype=np.int64)
+
+
+def added(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The sum of two arrays, as long as the longer one: the rows of two stages needn't have one length."""
+    length = max(len(one), len(other))
+    return np.pad(one, (0, length - len(one))) + np.pad(other, (0, length - len(other)))
 
 
 def target_count(micro_batch: MicroBatch) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import datasets
 from fabric_llm.base import files
 from fabric_llm.base.faults import BAD_INPUT, Fault, one_line
 from fabric_llm.data.columns import columns_of, fixed_length, scan
+from fabric_llm.data.views import one_behind_the_other, views
 
 VALIDATION_NAMES = ("validation", "valid")
 SMALL_BYTES = 2**30  # datasets up to this size are hashed at each start
@@ -41,6 +43,16 @@ class TokenDataset:
         count = len(self.train)
         rows = self.train[sorted({index * (count - 1) // 63 for index in range(64)})]["input_ids"]
         return hashlib.sha256(json.dumps([count, [list(map(int, row)) for row in rows]]).encode()).hexdigest()
+
+
+def together(sources: Sequence[TokenDataset]) -> TokenDataset:
+    """Several datasets as one: their training splits one behind the other, and the validation split of the first."""
+    return replace(
+        sources[0],
+        train=one_behind_the_other([source.train for source in sources]),
+        context_length=max(source.context_length for source in sources),
+        max_token_id=max(source.max_token_id for source in sources),
+    )
 
 
 def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
@@ -73,7 +85,9 @@ def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
                 f"The {where} holds rows of {length} tokens with ids up to {max_token_id}, but manifest.json says "
                 f"{said[0]} and {said[1]}."
             )
-        splits.append(split.select_columns(columns[-1]).with_format("numpy"))
+        split = split.select_columns(columns[-1])
+        seen = views(split, length)
+        splits.append(split.with_format("numpy") if seen is None else seen)
         lengths.add(length)
         max_token_ids.append(max_token_id)
     if len(lengths) > 1:

@@ -5,12 +5,14 @@ ORDERS has each order under the name that checkpoints give it. A run keeps the o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 POSITIONS_AT_ONCE = 2**18
+FEW, MASK = 32, 2**64 - 1  # places for which Python is faster than numpy
 ROUNDS, LEAST_BITS = 8, 6  # fewer of either, and some orders of a few rows come up more often than others
 
 
@@ -23,15 +25,17 @@ def permuted(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.n
     et al. 2014), and not with a library's generator, so that no release of a library can change the order of a run.
     """
     bits = max((row_count - 1).bit_length(), LEAST_BITS)
+    keys = _keys(seed, epoch)
+    if offsets.size <= FEW:
+        rows = [_row(int(place), row_count, bits, keys) for place in offsets.ravel()]
+        return np.array(rows, dtype=np.int64).reshape(offsets.shape)
     half = np.uint64(bits // 2)
     masks = np.uint64(2 ** (bits - bits // 2) - 1), np.uint64(2 ** (bits // 2) - 1)  # the halves differ if bits is odd
-    with np.errstate(over="ignore"):
-        keys = _splitmix64(random_key(seed, epoch) + np.arange(ROUNDS, dtype=np.uint64))
 
     def network(places: np.ndarray) -> np.ndarray:
         left, right = places >> half, places & masks[1]
         for number, key in enumerate(keys):
-            left, right = right, (left ^ _splitmix64(right + key)) & masks[number % 2]
+            left, right = right, (left ^ _splitmix64(right + np.uint64(key))) & masks[number % 2]
         return (left << half) | right
 
     rows = offsets.astype(np.uint64)
@@ -41,6 +45,28 @@ def permuted(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.n
             rows[outside] = network(rows[outside])
             outside = rows >= row_count
     return rows.astype(np.int64)
+
+
+def _row(place: int, row_count: int, bits: int, keys: Sequence[int]) -> int:
+    """The same for one place, in Python's integers: a micro-batch has so few that calls of numpy would cost more."""
+    half, masks = bits // 2, (2 ** (bits - bits // 2) - 1, 2 ** (bits // 2) - 1)
+    while True:
+        left, right = place >> half, place & masks[1]
+        for number, key in enumerate(keys):
+            x = (right + key + 0x9E3779B97F4A7C15) & MASK
+            x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+            x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+            left, right = right, (left ^ x ^ (x >> 31)) & masks[number & 1]
+        place = (left << half) | right
+        if place < row_count:
+            return place
+
+
+@lru_cache(maxsize=256)
+def _keys(seed: int, epoch: int) -> tuple[int, ...]:
+    """Of the rounds of `permuted`."""
+    with np.errstate(over="ignore"):
+        return tuple(_splitmix64(random_key(seed, epoch) + np.arange(ROUNDS, dtype=np.uint64)).tolist())
 
 
 def sorted_by_hash(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.ndarray:
@@ -110,8 +136,13 @@ class RowsRead:
 
 def claimed_rows(row_count: int, seed: int, first: int, end: int, order: str = NEW_ORDER) -> RowsRead:
     """The record of all ranks together for the positions `first` to `end` - 1 of a dataset of `row_count` rows."""
+    return claimed_by(lambda positions: rows_at(positions, row_count, seed, order), first, end)
+
+
+def claimed_by(rows_of: Callable[[np.ndarray], np.ndarray], first: int, end: int) -> RowsRead:
+    """The same for any order of rows: a function of positions."""
     read = RowsRead()
     for start in range(first, end, POSITIONS_AT_ONCE):
         positions = np.arange(start, min(start + POSITIONS_AT_ONCE, end))
-        read += RowsRead.of(positions, rows_at(positions, row_count, seed, order))
+        read += RowsRead.of(positions, rows_of(positions))
     return read

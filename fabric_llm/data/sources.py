@@ -55,6 +55,19 @@ def check_dataset_folder(name: str | Path) -> None:
         )
 
 
+def check_splits(folder: Path) -> None:
+    """Raises ValueError where the list of a folder's splits, or its manifest, says that one of them isn't there, or empty."""
+    try:
+        names = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return  # another source's, or one that `open_source` has more to say of
+    if "train" not in names or not {"validation", "valid"} & set(map(str, names)):
+        missing = "validation" if "train" in names else "train"
+        raise ValueError(f"{str(folder)!r} has no split {missing!r}, only {', '.join(map(repr, names))}.")
+    if (said := said_of_rows(folder)) is not None and said[0] <= 0:
+        raise ValueError(f"The split 'train' of {str(folder)!r} is empty.")
+
+
 def said_of_rows(folder: Path) -> Optional[tuple[int, int]]:
     """(training rows, tokens in each) as a manifest of prepare_data.py says, unchecked; None without a manifest."""
     try:

@@ -62,7 +62,8 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
         restore(fabric, guard, plan.resumed)
     common = {"rank": fabric.global_rank, "world_size": fabric.world_size, "document_end": plan.document_end}
     sizes = plan.micro_batch_size, plan.micro_batches
-    training = Batches(plan.dataset.train, flags.training.seed, *sizes, end=plan.end, order=plan.row_order, **common)
+    reads = {"end": plan.end, "order": plan.row_order, "mixture": plan.mixture}
+    training = Batches(plan.dataset.train, flags.training.seed, *sizes, **reads, **common)
     copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
     batches = Prefetch(training, flags.data.num_workers, copies)
     looks = fabric.global_rank == 0  # for all ranks
@@ -71,7 +72,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     log = open_log(fabric, flags, plan, template, batches)
     evaluation = Evaluation(
         fabric,
-        evaluation_batches(plan, flags, **common),
+        {name: evaluation_batches(split, flags, **common) for name, split in plan.validation_splits().items()},
         requests.is_to_stop,
         lambda: watch.mark(watch.step, "evaluating"),
     )
@@ -79,9 +80,11 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     return Parts(plan, model, optimizer, guard, batches, log, evaluation, saver, requests)
 
 
-def evaluation_batches(plan: Plan, flags: Flags, *, rank: int, world_size: int, document_end: Optional[int]) -> Batches:
-    """The first --eval_iters batches of the validation split, not past its end; as many on each rank."""
-    validation, size = plan.dataset.validation, flags.evaluation.eval_batch_size
+def evaluation_batches(
+    validation: Any, flags: Flags, *, rank: int, world_size: int, document_end: Optional[int]
+) -> Batches:
+    """The first --eval_iters batches of a validation split, not past its end; as many on each rank."""
+    size = flags.evaluation.eval_batch_size
     count = min(flags.evaluation.eval_iters, -(-len(validation) // size))
     return Batches(
         validation,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flags, groups
@@ -17,6 +17,8 @@ from fabric_llm.run.flag_rules import profiled_steps
 # 0.02 (initializer_range in transformers): above that one step replaces what they hold.
 LARGEST_LR = 0.02
 LARGEST_DECAY = 0.01  # of a weight in one step: a third is left after a hundred
+# Nearly as good as new text: Muennighoff et al. 2023, Scaling Data-Constrained Language Models, arXiv 2305.16264.
+MOST_EPOCHS = 4
 FSDP_FLAGS = ("auto_wrap_policy", "sharding_strategy", "limit_all_gathers", "backward_prefetch", "reduce_dtype")
 IGNORED = {  # by strategy; --cpu_offload without FSDP is refused
     "fsdp": (),
@@ -40,6 +42,7 @@ class Facts:
     context_length: int  # tokens
     positions: Optional[int]  # that the model was made for, None where it has no such number
     start_step: int = 0  # steps that are done already
+    epochs: Mapping[str, float] = field(default_factory=dict)  # how often each source of a mixture will be read
 
 
 def doubts(flags: Flags, facts: Facts) -> list[str]:
@@ -91,6 +94,7 @@ def _of_devices(flat: Mapping[str, Any], given: Mapping[str, Any], facts: Facts)
 def _of_training(flat: Mapping[str, Any], given: Mapping[str, Any], facts: Facts) -> list[tuple[bool, str]]:
     lr, warmup, last = flat["lr"], flat["warmup_steps"], facts.max_step
     without_decay = [name for name in ("min_lr", "lr_schedule") if name in given and not flat["lr_decay"]]
+    often = [f"{name} {count:.1f} times" for name, count in facts.epochs.items() if count > MOST_EPOCHS]
     without_threshold = [name for name in ("spike_window", "spike_action") if name in given]
     return [
         (
@@ -115,6 +119,11 @@ def _of_training(flat: Mapping[str, Any], given: Mapping[str, Any], facts: Facts
             warmup > 0 and warmup >= last,
             f"--warmup_steps {warmup} isn't less than the run's {last} steps: the learning rate only rises, to "
             f"{lr * min(1, last / max(warmup, 1)):g}.",
+        ),
+        (
+            bool(often),
+            f"the run reads {', '.join(often)}: beyond {MOST_EPOCHS} epochs, repeated text has been seen to teach less and less "
+            "(arXiv 2305.16264).",
         ),
         (bool(without_decay), f"{_listed(without_decay)} no effect with --lr_decay false."),
         (

@@ -102,15 +102,20 @@ def batch_sizes(
     return micro_batch_size, needed, global_batch_size
 
 
-def sizes(
-    folder: str, rows: int, context_length: int, asked: Optional[int], micro_batch_size: int, global_batch_size: int
-) -> None:
-    """Batches against the training split: `rows` sequences of `context_length` tokens. asked: --context_length."""
+def row_length(folder: str, context_length: int, asked: Optional[int]) -> None:
+    """--context_length, `asked`, against what the rows of a dataset hold."""
     if asked not in (None, context_length):
         raise ValueError(
             f"--context_length {asked}: the rows of {folder!r} hold {context_length} tokens; "
             f"run prepare_data.py again with --context_length {asked}."
         )
+
+
+def sizes(
+    folder: str, rows: int, context_length: int, asked: Optional[int], micro_batch_size: int, global_batch_size: int
+) -> None:
+    """Batches against the training split: `rows` sequences of `context_length` tokens. asked: --context_length."""
+    row_length(folder, context_length, asked)
     if micro_batch_size > rows:
         raise ValueError(
             f"--micro_batch_size {micro_batch_size} is larger than the training split of {folder!r}: {rows} sequences."

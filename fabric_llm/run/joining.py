@@ -19,7 +19,7 @@ from fabric_llm.base.faults import PEER_LOST, UNEXPECTED, Fault, as_fault
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.processes.launch import Children, for_launcher, has_parent, kill_parent, started_by_other
 from fabric_llm.processes.meeting import SECONDS_TO_HEAR, Meeting
-from fabric_llm.run import resume, run_directory
+from fabric_llm.run import mixing, resume, run_directory
 from fabric_llm.run.doubts import Facts, cores, doubts, positions
 from fabric_llm.run.placement import Placement, place
 from fabric_llm.run.plan import Plan, make_plan
@@ -90,6 +90,7 @@ def _warn(flags: Flags, plan: Plan) -> None:
         context_length=plan.dataset.context_length,
         positions=positions(plan.config.get_text_config()),
         start_step=plan.start.step,
+        epochs=mixing.epochs(plan),
     )
     for sentence in doubts(flags, facts):
         print(f"Warning: {sentence}", flush=True)

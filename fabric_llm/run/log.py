@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Optional
 
@@ -20,7 +20,7 @@ from fabric_llm.data.batches import Prefetch
 from fabric_llm.model import router
 from fabric_llm.model.flops import Flops, of_model
 from fabric_llm.model.loading import has_weights
-from fabric_llm.run import run_directory, same_run, trackers
+from fabric_llm.run import mixing, run_directory, same_run, trackers
 from fabric_llm.run.flag_rules import profiled_steps
 from fabric_llm.run.metrics import MetricsFile, Speed, Stopwatch, Throughput, duration, peak_memory_gib
 from fabric_llm.run.plan import Plan
@@ -82,18 +82,24 @@ class Log:
             record["updated_fraction"], record["update_ratio"] = update
             words += f"{update.fraction:.1%} of weights changed  "
             self._warn_of_few_updates(update.fraction)
-        self._write(progress.step, {**record, **more_numbers(record)})
+        read, more = self._read_of_sources(progress)
+        self._write(progress.step, {**record, **read, **more_numbers(record)})
         left = self.throughput.seconds_left(progress.step - self.plan.start.step, self.plan.max_step - progress.step)
         self.line(
             f"{self._of(progress)}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  {words}{rate:,.0f} tokens/s"
-            f"{self._of_each_device(speed)}  {memory:.2f} GiB  {duration(left)} left"
+            f"{self._of_each_device(speed)}  {memory:.2f} GiB  {duration(left)} left{more}"
         )
 
-    def evaluation(self, progress: Progress, loss: float) -> None:
-        """The validation loss after the step that leads to `progress`."""
-        self.eval_loss = loss
-        self._write(progress.step, {"eval_loss": loss})
-        self.line(f"{self._of(progress)}  validation loss {loss:.4f}")
+    def evaluation(self, progress: Progress, losses: Mapping[str, float]) -> None:
+        """The validation losses after the step that leads to `progress`; together they count as the sources are read."""
+        shares = self.plan.shares_at(progress.position)
+        self.eval_loss = loss = sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
+        record, words = {"eval_loss": loss}, ""
+        if self.plan.mixture is not None:
+            record["eval_loss_by_source"] = dict(losses)
+            words = f" ({', '.join(f'{name} {one:.4f}' for name, one in losses.items())})"
+        self._write(progress.step, record)
+        self.line(f"{self._of(progress)}  validation loss {loss:.4f}{words}")
 
     def verdict(self, before: Progress, progress: Progress, guard: Guard) -> None:
         """A step that was left out, or looked odd, and where its data is."""
@@ -150,6 +156,14 @@ class Log:
     def _of(self, progress: Progress) -> str:
         return f"step {progress.step}/{self.plan.max_step}"
 
+    def _read_of_sources(self, progress: Progress) -> tuple[Record, str]:
+        """Of a mixture: what was read of each source, for metrics.jsonl and for a line."""
+        if self.plan.mixture is None:
+            return {}, ""
+        read = self.plan.mixture.read_before(progress.position)
+        words = (f"{name} {one['epochs']:.2f} epochs ({one['tokens']:,} tokens)" for name, one in read.items())
+        return {"sources": read}, f"  {', '.join(words)}"
+
     def _of_each_device(self, speed: Record) -> str:
         """What a line adds to the tokens per second of all devices."""
         words = []
@@ -164,7 +178,7 @@ class Log:
         if self.metrics is not None:
             self.metrics.write(step, record)
             if "verdict" not in record:
-                self.tracker.log(step, record)
+                self.tracker.log(step, flat(record))
 
     def _warn_of_few_updates(self, fraction: float) -> None:
         """Warn once where the number stays low that says whether training in bfloat16 has any effect."""
@@ -176,6 +190,15 @@ class Log:
                 else "on average nothing is lost, but if the loss stalls, try a larger --lr"
             )
             self.line(f"Warning: only {fraction:.1%} of the weights change in a step; {advice} (docs/numerics.md).")
+
+
+def flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    """{"sources": {"new": {"tokens": 8}}} -> {"sources/new/tokens": 8}, as trackers name what belongs together."""
+    found: dict[str, Any] = {}
+    for name, value in record.items():
+        inner = flat(value) if isinstance(value, Mapping) else None
+        found |= {name: value} if inner is None else {f"{name}/{key}": one for key, one in inner.items()}
+    return found
 
 
 def more_numbers(record: dict[str, float]) -> dict[str, float]:
@@ -223,10 +246,12 @@ def _introduce(plan: Plan, flags: Flags, template: Any) -> None:
     print(
         f"{type(template).__name__}, {parameters / 1e6:,.1f} M parameters, {', '.join([plan.precision, *paths, start])}; "
         f"{plan.strategy} on {plan.world_size} {plan.kind} device{'s' * (plan.world_size > 1)}; "
-        f"{plan.global_batch_size} sequences of {plan.dataset.context_length} tokens a step, "
+        f"{plan.global_batch_size} sequences of {' or '.join(map(str, plan.contexts))} tokens a step, "
         f"{plan.max_step} steps; {plan.run_directory}",
         flush=True,
     )
+    for line in mixing.described(plan):
+        print(line, flush=True)
     if flags.save.save_step_interval is None and plan.max_step - plan.start.step >= MANY_STEPS:
         print("Warning: no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it.")
     if said := router.warning(template):

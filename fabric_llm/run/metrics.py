@@ -7,14 +7,14 @@ import math
 import resource
 import time
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
 import torch
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.files import fsync, write_atomically
-from fabric_llm.data.batches import Prefetch
+from fabric_llm.data.batches import Prefetch, added
 from fabric_llm.model.flops import Flops, peak_tflops
 from fabric_llm.run.trackers import Record
 
@@ -45,16 +45,20 @@ class MetricsFile:
 
     def write(self, step: int, record: Record) -> None:
         """Append one line."""
-        finite = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
-        }  # JSON has no NaN
         with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **finite}) + "\n")
+            file.write(json.dumps({"step": step, **_finite(record)}) + "\n")
 
     def make_durable(self) -> None:
         """On the disk, before a checkpoint says that these steps are done."""
         if self.path.exists():
             fsync(self.path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: str) -> float:
@@ -128,7 +132,8 @@ class Speed:
     def lap(self, tokens_per_second: float) -> Record:
         """The metrics, with `mfu` where the device's peak is known. tokens_per_second: of all devices."""
         totals = self._totals()
-        steps, read, waited, tokens_at = (now - before for now, before in zip(totals, self.before))
+        steps, read, waited = (now - before for now, before in zip(totals[:3], self.before))
+        tokens_at = added(totals[3], -self.before[3])
         self.before = totals
         rate = tokens_per_second / self.world_size
         tflops = rate * self.flops.of(tokens_at) / max(int(tokens_at.sum()), 1) / 1e12

@@ -15,8 +15,9 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import hub_name
 from fabric_llm.checkpoint import keep
+from fabric_llm.data import blend
 from fabric_llm.data.inputs import DEFAULT_PATTERNS, preparation, prepared_output, text_input
-from fabric_llm.data.sources import check_dataset_folder, said_of_rows
+from fabric_llm.data.sources import check_dataset_folder, check_splits, said_of_rows
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.processes.launch import launched_world, started_by_other
@@ -32,9 +33,10 @@ def in_training(flags: Flags) -> None:
     in_flags(flags)
     if flags.checkpoint.resume and (started_by_other() or flags.devices.num_nodes > 1):
         return
-    folder = flags.data.train_data_dir
-    if not flags.demo:
-        check_dataset_folder(folder)
+    if flags.data.data_mix:
+        in_mixture(flags)
+    elif not flags.demo:
+        check_dataset_folder(flags.data.train_data_dir)
         in_dataset(flags)
     directory = resume.directory(flags)
     if flags.checkpoint.resume:
@@ -48,10 +50,16 @@ def in_flags(flags: Flags) -> None:
     """The flags of train.py by themselves. Raises ValueError."""
     for name, value in (
         ("model_name", flags.model.model_name),
-        ("train_data_dir", flags.data.train_data_dir),
+        ("train_data_dir", flags.data.train_data_dir or flags.data.data_mix),
     ):
         if not value:
-            raise ValueError(f"--{name} is missing: a run needs --model_name and --train_data_dir.")
+            raise ValueError(f"--{name} is missing: a run needs --model_name and --train_data_dir (or --data_mix).")
+    if flags.data.train_data_dir and flags.data.data_mix:
+        raise ValueError(
+            "--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture of several."
+        )
+    if flags.data.data_mix:
+        blend.parse(flags.data.data_mix)
     flag_rules.numbers(flags.flat())
     devices, num_nodes = known_devices(flags)
     world_size = None if devices is None else devices * num_nodes
@@ -76,6 +84,29 @@ def in_dataset(flags: Flags) -> None:
     if said is not None:
         micro_batch_size, _, global_batch_size = batches or (1, 1, 1)
         flag_rules.sizes(str(folder), *said, flags.data.context_length, micro_batch_size, global_batch_size)
+
+
+def in_mixture(flags: Flags) -> None:
+    """The folders of --data_mix, and what their manifests say of them. Raises ValueError."""
+    mix = blend.parse(flags.data.data_mix)
+    for source in mix.sources:
+        check_dataset_folder(source.path)
+        check_splits(Path(source.path))
+    said = [said_of_rows(Path(source.path)) for source in mix.sources]
+    for source, numbers in zip(mix.sources, said):
+        if numbers is not None:
+            flag_rules.row_length(source.path, numbers[1], flags.data.context_length)
+    blend.require_one_length(mix, [None if numbers is None else numbers[1] for numbers in said])
+
+
+def in_length(flags: Flags, global_batch_size: int) -> None:
+    """--data_mix over a run that starts, as far as manifests say how many rows there are. Raises ValueError."""
+    if not flags.data.data_mix or flags.checkpoint.resume:
+        return
+    mix, training = blend.parse(flags.data.data_mix), flags.training
+    said = [said_of_rows(Path(source.path)) for source in mix.sources]
+    if None not in said:
+        blend.lay_out(mix, [rows for rows, _ in said], global_batch_size, training.max_step, training.number_epochs)
 
 
 def asked_world(flags: Flags) -> tuple[Union[int, str], int]:

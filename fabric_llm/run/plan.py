@@ -5,6 +5,7 @@ Each check raises ValueError in one sentence with the offending value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -18,7 +19,9 @@ from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.checkpoint import reading, state_dicts
 from fabric_llm.checkpoint.progress import Progress
+from fabric_llm.data.blend import Blend
 from fabric_llm.data.dataset import TokenDataset
+from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.sources import open_source
 from fabric_llm.model import layers, router
 from fabric_llm.model import strategy as strategies
@@ -33,9 +36,10 @@ from fabric_llm.model.loading import (
     tokenizer_beside,
 )
 from fabric_llm.run import flag_rules as rules
-from fabric_llm.run import resume
+from fabric_llm.run import mixing, resume
 from fabric_llm.run.placement import Placement, batch_sizes
 
+ONE_SET = "validation"  # the name of what is evaluated, where there is one
 PROBE_TOKENS = 128  # of the validation split, at most
 
 
@@ -43,7 +47,7 @@ PROBE_TOKENS = 128  # of the validation split, at most
 class Plan(Placement):
     """What the flags come to: nothing is left to decide."""
 
-    dataset: TokenDataset
+    dataset: TokenDataset  # of a mixture: all its training splits, and the validation split of its first source
     source: str  # hub name or directory that the weights and their config come from
     config: Any  # the model's transformers configuration
     tokenizer: Optional[Any]
@@ -66,6 +70,9 @@ class Plan(Placement):
     activation_checkpointing: str  # none, full, every:N or selective
     compiles: bool  # each layer
     resumed: dict[str, Any] = field(default_factory=dict)  # progress.json of `resume_from`
+    sources: dict[str, TokenDataset] = field(default_factory=dict)  # of a mixture
+    blend: Optional[Blend] = None  # --data_mix
+    mixture: Optional[Mixture] = None  # that over this run
 
     @property
     def syncs_every_micro_batch(self) -> bool:
@@ -79,12 +86,34 @@ class Plan(Placement):
     def after(self, progress: Progress) -> Progress:
         """Where the run is one step later: a global batch, or what is left of the last epoch, is consumed."""
         left = self.global_batch_size if self.end is None else self.end - progress.position
-        return progress.advance(min(self.global_batch_size, left), self.dataset.context_length)
+        return progress.advance(min(self.global_batch_size, left), self.context_at(progress.position))
+
+    def context_at(self, position: int) -> int:
+        """Tokens of the sequences of the step that starts at `position`."""
+        return self.dataset.context_length if self.mixture is None else self.mixture.context_at(position)
+
+    @property
+    def contexts(self) -> list[int]:
+        """All tokens per sequence that the run has."""
+        return sorted({source.context_length for source in self.sources.values()} or {self.dataset.context_length})
+
+    def end_of_run(self) -> int:
+        """The position after the last step."""
+        last = self.start.position + (self.max_step - self.start.step) * self.global_batch_size
+        return last if self.end is None else min(last, self.end)
+
+    def validation_splits(self) -> dict[str, Any]:
+        """What is evaluated, by name."""
+        return {name: source.validation for name, source in self.sources.items()} or {ONE_SET: self.dataset.validation}
+
+    def shares_at(self, position: int) -> dict[str, float]:
+        """What each of the `validation_splits` counts after the step that leads to `position`."""
+        return {ONE_SET: 1.0} if self.mixture is None else self.mixture.shares_at(max(position - 1, 0))
 
     def resolved(self) -> dict[str, Any]:
         """What arguments.yaml holds instead of what was given: the same step on any devices that its batch divides by."""
         return {
-            "context_length": self.dataset.context_length,
+            "context_length": self.contexts[0] if len(self.contexts) == 1 else None,
             "global_batch_size": self.global_batch_size,
             "micro_batch_size": self.micro_batch_size,
             "gradient_accumulation_steps": None,
@@ -99,36 +128,33 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
     """Resolve and check everything. Raises ValueError."""
     model, training = flags.model, flags.training
     micro_batch_size, micro_batches, global_batch_size = batch_sizes(flags, placement)
-    dataset = open_checked(flags, micro_batch_size, global_batch_size)
+    resumed = {} if resume_from is None else reading.verified(resume_from)
+    start = Progress(**resumed["progress"]) if resumed else Progress()
+    data = plan_data(flags, micro_batch_size, global_batch_size, start, resumed)
+    dataset, sources = data["dataset"], list(data.get("sources", {}).values()) or [data["dataset"]]
     source = model.model_name if resume_from is None else str(resume_from)
     if resume_from is None:
         check_start(flags, Path(source))
     config = load_config(source)
     config._attn_implementation = resolve_attention(causal_lm_class(config), model.attention, placement.kind)
-    resumed = {} if resume_from is None else reading.verified(resume_from)
     sharded = placement.strategy in ("fsdp", "fsdp2")
-    skeleton = check_model(flags, config, dataset, source, sharded)
+    skeleton = check_model(flags, config, sources, source, sharded)
     if resume_from is not None and model.model_name not in (source, resumed.get("model_name")):
         check_same_model(flags, skeleton, resume_from)
-    end = None if training.max_step is not None else training.number_epochs * len(dataset.train)
     masking = resume.document_masking(flags, resumed)
-    start = Progress(**resumed["progress"]) if resumed else Progress()
-    max_step = training.max_step if end is None else last_step(start, end, global_batch_size)
-    rules.profiled_steps(flags.logging.profile, max_step)
+    rules.profiled_steps(flags.logging.profile, data["max_step"])
     return Plan(
         **vars(placement),
-        dataset=dataset,
+        **data,
         source=source,
         config=config,
-        tokenizer=check_tokenizer(source, dataset),
+        tokenizer=check_tokenizer(source, sources),
         precision=model.precision,
         bf16_updates=model.bf16_updates,
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
         global_batch_size=global_batch_size,
         start=start,
-        max_step=max_step,
-        end=end,
         run_directory=directory,
         resume_from=resume_from,
         row_order=resume.row_order(resumed),
@@ -141,6 +167,20 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
         compiles=find_compiles(model.compile, skeleton, placement.kind),
         resumed=resumed,
     )
+
+
+def plan_data(
+    flags: Flags, micro_batch_size: int, global_batch_size: int, start: Progress, resumed: dict[str, Any]
+) -> dict[str, Any]:
+    """The fields of a Plan that the data decides: what is read, and when that ends. Raises ValueError."""
+    training = flags.training
+    if flags.data.data_mix:
+        return mixing.plan_mixture(flags, global_batch_size, start, resumed)
+    dataset = open_checked(flags, micro_batch_size, global_batch_size)
+    if training.max_step is not None:
+        return {"dataset": dataset, "end": None, "max_step": training.max_step}
+    end = training.number_epochs * len(dataset.train)
+    return {"dataset": dataset, "end": end, "max_step": last_step(start, end, global_batch_size)}
 
 
 def open_checked(flags: Flags, micro_batch_size: int, global_batch_size: int) -> TokenDataset:
@@ -173,9 +213,8 @@ def check_start(flags: Flags, source: Path) -> None:
         raise Fault(f"{str(source)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
 
 
-def check_model(flags: Flags, config: Any, dataset: TokenDataset, source: str, sharded: bool) -> Any:
-    """The model against the flags and the dataset. Returns it on the meta device. Raises ValueError."""
-    text_config = config.get_text_config()
+def check_rows(text_config: Any, dataset: TokenDataset, source: str) -> None:
+    """The rows of a dataset against the model. Raises ValueError."""
     if dataset.max_token_id >= text_config.vocab_size:
         raise ValueError(
             f"{str(dataset.folder)!r} holds token id {dataset.max_token_id}, but the vocabulary of {source!r} "
@@ -188,6 +227,12 @@ def check_model(flags: Flags, config: Any, dataset: TokenDataset, source: str, s
             f"Rows of {str(dataset.folder)!r} hold {dataset.context_length} tokens, "
             f"but {source!r} has positions for {longest}."
         )
+
+
+def check_model(flags: Flags, config: Any, datasets: Sequence[TokenDataset], source: str, sharded: bool) -> Any:
+    """The model against the flags and the data. Returns it on the meta device. Raises ValueError."""
+    for dataset in datasets:
+        check_rows(config.get_text_config(), dataset, source)
     skeleton = checked_skeleton(source, config, DTYPES[flags.model.precision])
     units = strategies.modules_to_wrap(skeleton, flags.fsdp.auto_wrap_policy)
     if sharded:
@@ -229,21 +274,19 @@ def check_same_model(flags: Flags, skeleton: Any, resume_from: Path) -> None:
         )
 
 
-def check_tokenizer(source: str, dataset: TokenDataset) -> Optional[Any]:
-    """The tokenizer that goes with checkpoints, if any. Raises ValueError where that of the dataset is another."""
-    of_model, of_data = tokenizer_beside(source), tokenizer_beside(str(dataset.folder / "tokenizer"))
-    if of_model is not None and of_data is not None and of_model.get_vocab() != of_data.get_vocab():
-        ids, others = of_model.get_vocab(), of_data.get_vocab()
-        differing = sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))
-        words = ", ".join(
-            f"{token!r} is {others.get(token, 'none')}, not {ids.get(token, 'none')}"
-            for token in differing[: resume.MOST_DIFFERENCES]
-        )
-        raise ValueError(
-            f"{str(dataset.folder)!r} was made with another tokenizer than that of {source!r}: {len(differing)} tokens "
-            f"differ: {words}; run prepare_data.py with --tokenizer {source}."
-        )
-    return of_model or of_data
+def check_tokenizer(source: str, datasets: Sequence[TokenDataset]) -> Optional[Any]:
+    """The tokenizer that goes with checkpoints, if any. Raises ValueError where that of a dataset is another."""
+    found = of_model = tokenizer_beside(source)
+    for dataset in datasets:
+        of_data = tokenizer_beside(str(dataset.folder / "tokenizer"))
+        if of_model is not None and of_data is not None and of_model.get_vocab() != of_data.get_vocab():
+            raise ValueError(
+                f"{str(dataset.folder)!r} was made with another tokenizer than that of {source!r}"
+                f"{mixing.differing_tokens(of_model.get_vocab(), of_data.get_vocab())}; run prepare_data.py with "
+                f"--tokenizer {source}."
+            )
+        found = found or of_data
+    return found
 
 
 def find_document_end(masking: Union[bool, str], dataset: TokenDataset, config: Any) -> Optional[int]:

@@ -12,14 +12,16 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.checkpoint import keep
+from fabric_llm.data import blend
 from fabric_llm.run import run_directory
 
 MOST_DIFFERENCES = 10  # named in an error
+MOST_CHARACTERS = 80  # of a mixture's sources in a run's name
 # Flags that a resumed run may change if --resume_override names them; all are saved in checkpoints.
 OVERRIDABLE = (
     *("max_step", "number_epochs", "lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps"),
     *("weight_decay", "beta1", "beta2", "grad_clip", "global_batch_size", "document_masking"),
-    "router_aux_loss_coef",
+    *("router_aux_loss_coef", "data_mix"),
 )
 
 
@@ -28,7 +30,9 @@ def directory(flags: Flags) -> Path:
     checkpoint, given = flags.checkpoint, given_checkpoint(flags)
     if given is not None and not checkpoint.resume:
         raise ValueError("--checkpoint says where to resume, so it goes with --resume true.")
-    default = run_directory.default_name(flags.model.model_name, flags.data.train_data_dir)
+    data = flags.data
+    names = "-".join(blend.parse(data.data_mix).names)[:MOST_CHARACTERS] if data.data_mix else data.train_data_dir
+    default = run_directory.default_name(flags.model.model_name, names)
     return run_directory.choose(checkpoint.output_dir, checkpoint.run_name, default, checkpoint.resume, given)
 
 

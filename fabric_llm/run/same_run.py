@@ -7,10 +7,13 @@ from typing import Any
 from fabric_llm.base import step_names
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
+from fabric_llm.data.blend import described
+from fabric_llm.data.dataset import TokenDataset
 from fabric_llm.run.plan import Plan
 from fabric_llm.run.resume import MOST_DIFFERENCES, OVERRIDABLE, given_checkpoint, overrides
 from fabric_llm.training.schedule import SCHEDULES, lr_at
 
+DATA_FACTS = ("context_length", "train_rows", "train_fingerprint")
 ROWS_READ = ("from_position", "count", "hash_sum")  # in progress.json; not in that of older versions
 
 
@@ -21,22 +24,44 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
     masking = plan.document_end is not None if packed else bool(plan.document_masking)
     schedule = {name: flat[name] for name in OVERRIDABLE}
     schedule |= {"global_batch_size": plan.global_batch_size, "document_masking": masking}
+    if plan.blend is None:
+        schedule.pop("data_mix")
+    else:
+        schedule["data_mix"] = described(plan.blend)
     return {
         "fixed": {
-            "context_length": plan.dataset.context_length,
-            "train_rows": len(plan.dataset.train),
-            "train_fingerprint": plan.dataset.fingerprint,
+            **data_facts(plan),
             "row_order": plan.row_order,
             "seed": flags.training.seed,
             "precision": flags.model.precision,
             "bf16_updates": flags.model.bf16_updates if flags.model.precision == "bf16-true" else None,
         },
         "schedule": schedule,
+        **mixture_facts(plan),
         "end_step": plan.max_step,
         "logged": {"every": flags.logging.log_step_interval, "after": plan.start.step},
         "model_name": flags.model.model_name,
         "rolled_back_to": given.name if (given := given_checkpoint(flags)) is not None else None,
     }
+
+
+def data_facts(plan: Plan) -> dict[str, Any]:
+    """What the data is; of a mixture that of each source by name."""
+    if not plan.sources:
+        return _of_dataset(plan.dataset)
+    each = {name: _of_dataset(source) for name, source in plan.sources.items()}
+    return {fact: {name: of_one[fact] for name, of_one in each.items()} for fact in DATA_FACTS}
+
+
+def _of_dataset(dataset: TokenDataset) -> dict[str, Any]:
+    return dict(zip(DATA_FACTS, (dataset.context_length, len(dataset.train), dataset.fingerprint)))
+
+
+def mixture_facts(plan: Plan) -> dict[str, Any]:
+    """Of a mixture: the order of its sources, its segments, and the position that it may not pass."""
+    if plan.mixture is None:
+        return {}
+    return {"mixture": {"sources": plan.mixture.names, "segments": plan.mixture.as_json(), "end": plan.end}}
 
 
 def require_same_run(plan: Plan, flags: Flags) -> None:
@@ -45,7 +70,10 @@ def require_same_run(plan: Plan, flags: Flags) -> None:
     if not _is_whole(document):
         raise Fault(f"{str(plan.resume_from)!r} is damaged: trainer/progress.json isn't a run's.", NO_CHECKPOINT)
     now = facts(plan, flags)
-    fixed, schedule = (_differences(document[kind], now[kind]) for kind in ("fixed", "schedule"))
+    fixed, schedule = (_differences(_flat(document[kind]), _flat(now[kind])) for kind in ("fixed", "schedule"))
+    if ("mixture" in document) != ("mixture" in now):
+        words = [f"--{'data_mix' if 'mixture' in one else 'train_data_dir'}" for one in (document, now)]
+        fixed = {"data": words, **fixed}
     if now["schedule"]["max_step"] is not None and "max_step" not in schedule:
         schedule.pop("number_epochs", None)  # isn't used
     if fixed:
@@ -80,6 +108,14 @@ def _is_whole(document: dict[str, Any]) -> bool:
     except (KeyError, TypeError, ValueError, AttributeError):
         return False
     return known and all(isinstance(number, (int, float)) for number in numbers)
+
+
+def _flat(facts: dict[str, Any]) -> dict[str, Any]:
+    """Numbers of a mixture's sources each by itself: one that is new differs from nothing."""
+    found: dict[str, Any] = {}
+    for name, value in facts.items():
+        found |= {f"{name} of {key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+    return found
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

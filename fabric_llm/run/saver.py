@@ -128,11 +128,20 @@ class Saver:
         """Hashes of what the run is made from, for manifests."""
         if self.fabric.global_rank != 0:
             return {}
-        data = Path(self.plan.dataset.folder)
-        sources = {
-            "arguments": self.plan.run_directory / "arguments.yaml",
+        plan, data = self.plan, Path(self.plan.dataset.folder)
+        made_from = {
+            "arguments": plan.run_directory / "arguments.yaml",
             "data": data / "manifest.json",
             "tokenizer": data / "tokenizer" / "tokenizer.json",
         }
-        hashes = {f"{name}_sha256": files.sha256(path) if path.is_file() else None for name, path in sources.items()}
-        return {**hashes, "data_fingerprint": self.plan.dataset.fingerprint}
+        hashes = {f"{name}_sha256": _sha256(path) for name, path in made_from.items()}
+        if plan.mixture is None:
+            return {**hashes, "data_fingerprint": plan.dataset.fingerprint}
+        hashes["data_sha256"] = {
+            name: _sha256(source.folder / "manifest.json") for name, source in plan.sources.items()
+        }
+        return {**hashes, "data_fingerprint": {name: source.fingerprint for name, source in plan.sources.items()}}
+
+
+def _sha256(path: Path) -> Optional[str]:
+    return files.sha256(path) if path.is_file() else None

@@ -19,7 +19,7 @@ from fabric_llm.base.command_line import Flags, fail, is_rank_zero
 from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_fault, tell_torchrun
 from fabric_llm.data.demo import prepare_demo
 from fabric_llm.processes.launch import Children, for_launcher, start_ranks, started_by_other
-from fabric_llm.run import resume, run_directory
+from fabric_llm.run import mistakes, resume, run_directory
 from fabric_llm.run.placement import Placement, batch_sizes, place
 
 
@@ -69,7 +69,7 @@ def start(flags: Flags) -> Started:
     What is wrong with the run directory ends the run before a rank is started.
     """
     placement = place(flags)
-    batch_sizes(flags, placement)
+    mistakes.in_length(flags, batch_sizes(flags, placement)[2])
     starts = placement.world_size > 1 and not flags.devices.tpu and not started_by_other()
     if placement.num_nodes == 1 and not started_by_other():
         os.environ.pop("NODE_RANK", None)  # of something else: this process is the first of its run

@@ -59,7 +59,7 @@ def rewind(
     restore(fabric, guard, {**document, "guard": {**document["guard"], "rewinds": guard.rewinds + 1}})
     there = replace(back, position=progress.position)
     if plan.end is not None:  # there are fewer steps to the end of the data than there were
-        plan = replace(plan, max_step=last_step(there, plan.end, plan.global_batch_size))
+        plan = replace(plan, max_step=min(plan.max_step, last_step(there, plan.end, plan.global_batch_size)))
     saver.plan = plan
     if fabric.global_rank == 0:
         keep.move_aside(plan.run_directory, back.step)  # those that are damaged

@@ -1,8 +1,8 @@
-"""The validation loss: the same number on any number of devices."""
+"""The validation loss of each validation split: the same number on any number of devices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Optional
 
 import torch
@@ -16,36 +16,39 @@ from fabric_llm.model.strategy import reshard
 
 
 class Evaluation:
-    """Evaluates a model on the first batches of the validation split.
+    """Evaluates a model on the first batches of validation splits.
 
-    batches: of one rank, read from position 0. is_asked_to_stop(): of this rank; one rank's request ends it on all ranks.
+    batches: of one rank, read from position 0, of each split by name. is_asked_to_stop(): of this rank; one rank's request ends it on all ranks.
     working(): called before each batch, to say that this rank goes on.
     """
 
     def __init__(
         self,
         fabric: Fabric,
-        batches: Batches,
+        batches: Mapping[str, Batches],
         is_asked_to_stop: Callable[[], bool],
         working: Callable[[], None],
     ) -> None:
         self.fabric, self.batches = fabric, batches
         self.is_asked_to_stop, self.working = is_asked_to_stop, working
         self.was_stopped = False
-        self.is_on = batches.micro_batches > 0
+        self.is_on = any(one.micro_batches > 0 for one in batches.values())
 
-    def loss(self, model: nn.Module) -> Optional[float]:
-        """Mean loss over the targets of the batches, nats; None where a request to stop came before their end.
+    def losses(self, model: nn.Module) -> Optional[dict[str, float]]:
+        """Mean loss over the targets of each split's batches, nats; None where a request to stop came before their end.
 
         0 where there are no batches.
         """
-        self.was_stopped = False
-        loss = mean_loss(self.fabric, model, self._until_stopped())
-        return None if self.was_stopped else loss
+        self.was_stopped, losses = False, {}
+        for name, batches in self.batches.items():
+            losses[name] = mean_loss(self.fabric, model, self._until_stopped(batches, is_first=not losses))
+            if self.was_stopped:
+                return None
+        return losses
 
-    def _until_stopped(self) -> Iterator[MicroBatch]:
-        for number, batch in enumerate(self.batches.stream(0)):
-            if number > 0 and any_rank(self.fabric, self.is_asked_to_stop()):
+    def _until_stopped(self, batches: Batches, is_first: bool) -> Iterator[MicroBatch]:
+        for number, batch in enumerate(batches.stream(0)):
+            if (number > 0 or not is_first) and any_rank(self.fabric, self.is_asked_to_stop()):
                 self.was_stopped = True
                 return
             self.working()

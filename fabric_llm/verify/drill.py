@@ -37,7 +37,9 @@ OWN = {  # flags of train.py
     **{"checkpoint": "null", "resume_override": "null"},
 }
 MOST_RESUMES = 3  # a start may fail for reasons of the machine, such as a port in use
-COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")  # of metrics.jsonl; the rest is speed and memory
+COMPARED = (  # of metrics.jsonl; the rest is speed and memory
+    *("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval_loss_by_source"),
+)
 SHOWN = ("step ", "train.py: ", "Warning: ")  # lines of train.py that are shown
 SECONDS_FOR_LAUNCHER = 40.0  # torchrun gives its ranks 30 s to end
 SECONDS_FOR_RANKS = 5.0  # to disappear after SIGKILL

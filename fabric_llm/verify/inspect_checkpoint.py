@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from fabric_llm.base import files, step_names
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.checkpoint import reading, state_dicts
-from fabric_llm.data.order import OLD_ORDER, ORDERS, RowsRead, claimed_rows
+from fabric_llm.data.mixture import mixture_of
+from fabric_llm.data.order import OLD_ORDER, ORDERS, RowsRead, claimed_by, claimed_rows
 from fabric_llm.model.loading import DTYPES, build_skeleton, load_config
 from fabric_llm.verify.report import Report, listed, say
 
@@ -27,7 +28,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
-    """Inspect the checkpoint `path`. Returns its manifest with "tokens" and "logged" of progress.json, or None if damaged."""
+    """Inspect the checkpoint `path`. Returns its manifest with "tokens", "sources" and "logged" of progress.json, or None if damaged."""
     say(f"{path}: hashing")
     before = len(report.findings)
     try:
@@ -52,7 +53,10 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
     report.look(check_finite, path)
     report.look(check_rows, path / "trainer" / "progress.json", progress)
     whole = len(report.findings) == before
-    return {**document, "tokens": progress["progress"]["tokens"], "logged": progress["logged"]} if whole else None
+    if not whole:
+        return None
+    read = mixture_of(progress).read_before(progress["progress"]["position"]) if "mixture" in progress else None
+    return {**document, "tokens": progress["progress"]["tokens"], "sources": read, "logged": progress["logged"]}
 
 
 def all_faults(path: Path, first: Fault | OSError) -> list[Fault]:
@@ -184,9 +188,13 @@ def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
     if order not in list(ORDERS):
         report.find(f"{str(file)!r}: rows are read in the order {order!r}; this version knows {', '.join(ORDERS)}.")
         return "an unknown order of rows"
+    mixture = mixture_of(progress) if "mixture" in progress else None
+    rows = rows if mixture is None else sum(mixture.rows)
     if rows <= 0 or end - first > MOST_ROWS or order == OLD_ORDER and rows > MOST_ROWS:
         report.note(f"{str(file)!r}: too many rows to compare each; their number is right.")
-    elif read != claimed_rows(rows, fixed["seed"], first, end, order):
+    elif read != (
+        claimed_by(mixture.rows_at, first, end) if mixture else claimed_rows(rows, fixed["seed"], first, end, order)
+    ):
         report.find(f"{str(file)!r} claims {span}, but other rows were read: some twice or out of turn, others never.")
         return "other rows were read than those of the run's position"
     return f"{span} were each read by one rank"

@@ -55,6 +55,7 @@ def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dic
         sentence = f"{str(file)!r} has lines of steps {late[0]} to {late[-1]}, after the last checkpoint"
         report.find(f"{sentence}.") if over else report.note(f"{sentence}: a resumed run writes them anew.")
     check_complete(file, {record["step"]: record["tokens"] for _, record in training}, durable, documents, report)
+    check_sources(file, {record["step"]: record.get("sources") for _, record in training}, documents, report)
     report.count("training_lines", len(training))
     return f"{file.name}: {len(training)} training lines and {len(evaluation)} evaluations, in order"
 
@@ -111,3 +112,11 @@ def check_complete(
         saved = documents[step]["tokens"]
         if tokens[step] != saved:
             report.find(f"{str(file)!r} says {tokens[step]} tokens at step {step}, its checkpoint {saved}.")
+
+
+def check_sources(file: Path, sources: dict[int, Any], documents: dict[int, dict[str, Any]], report: Report) -> None:
+    """Check what was read of each source of a mixture. sources: {step: {source: tokens and epochs}} of the training lines."""
+    for step in sorted(documents.keys() & sources.keys()):
+        if documents[step]["sources"] != sources[step]:
+            saved = documents[step]["sources"]
+            report.find(f"{str(file)!r} says that {sources[step]} was read at step {step}, its checkpoint {saved}.")

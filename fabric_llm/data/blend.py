@@ -1,0 +1,453 @@
+"""--data_mix: its text, and from numbers alone which source stands at which position. Nothing here imports numpy or torch.
+
+A mixture is a list of segments. In a segment the sources stand in a pattern that repeats, so that the source of a position,
+and how many rows of it came before, are computed without going through the positions before it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from fabric_llm.base.spelling import nearest
+
+MOST_SLOTS = 10_000  # of a pattern: finer shares are rounded
+MOST_CHARACTERS = 60  # of a value in a message
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+NUMBER = r"\d{1,15}(\.\d{1,15})?([eE][+-]?\d{1,2})?|\d{1,9}/0*[1-9]\d{0,8}"
+KEYS = {"the mixture": ("sources", "stages"), "source": ("path", "weight", "max_epochs"), "stage": ("from", "weights")}
+SHORT = "name=folder:weight, comma-separated, such as new=data/new:0.75,old=data/old:0.25"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset of a mixture."""
+
+    name: str
+    path: str
+    max_epochs: Optional[Fraction] = None  # how often it may be read
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Weights that hold from a share of the run on."""
+
+    begins: Fraction  # share of the run
+    weights: tuple[int, ...]  # of each source: slots of the pattern, without a common divisor
+
+
+@dataclass(frozen=True)
+class Blend:
+    """What --data_mix says."""
+
+    sources: tuple[Source, ...]
+    stages: tuple[Stage, ...]  # the first begins at 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(source.name for source in self.sources)
+
+    def in_order(self, names: Sequence[str]) -> Blend:
+        """The same with the sources `names` first."""
+        index = {name: self.names.index(name) for name in names}
+        order = [*index.values(), *(i for i, name in enumerate(self.names) if name not in index)]
+        stages = tuple(replace(stage, weights=tuple(stage.weights[i] for i in order)) for stage in self.stages)
+        return Blend(tuple(self.sources[i] for i in order), stages)
+
+
+# ------------------------------------------------------------------------------- what is written
+
+
+def text_of(given: str) -> str:
+    """The mixture as one line: what --data_mix says, or what is in the YAML file that it names. Raises ValueError."""
+    if not given.endswith((".yaml", ".yml")):
+        return given
+    import yaml
+
+    try:
+        text = Path(given).read_text()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it isn't text"
+        raise ValueError(f"--data_mix {given!r} can't be read: {why}.") from error
+    return yaml.safe_dump(_loaded(text, repr(given)), default_flow_style=True, sort_keys=False, width=10**9).strip()
+
+
+def parse(given: str) -> Blend:
+    """The mixture that --data_mix describes. Raises ValueError in one sentence; no folder is looked at."""
+    text = text_of(given.strip())
+    values = _loaded(text, "it") if text.startswith("{") else _of_short_form(text)
+    _require_keys(values, "the mixture", "the mixture")
+    listed, stages = values.get("sources"), values.get("stages") or []
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError("--data_mix needs `sources`: a name for each, with its path and weight.")
+    if not isinstance(stages, list):
+        raise ValueError("--data_mix: `stages` is a list of {from: ..., weights: {...}}.")
+    sources, weights = [], {}
+    for key, said in listed.items():
+        source, weight = _source(str(key), said)
+        sources.append(source)
+        if weight is not None:
+            weights[source.name] = weight
+    names = [source.name for source in sources]
+    found = [(Fraction(0), weights, "the mixture")] + [_stage(said, names) for said in stages]
+    used = {name for _, given, _ in found for name in given}
+    if unused := [name for name in names if name not in used]:
+        raise ValueError(
+            f"--data_mix: source {unused[0]!r} has no weight; a source that isn't read any more has weight 0."
+        )
+    _require_apart(sources)
+    found.sort(key=lambda stage: stage[0])
+    for (begins, _, _), (other, _, _) in zip(found, found[1:]):
+        if begins == other:
+            raise ValueError(f"--data_mix: two stages begin at {float(begins):g} of the run.")
+    return Blend(tuple(sources), tuple(Stage(begins, _slots(given, names, where)) for begins, given, where in found))
+
+
+def _loaded(text: str, where: str) -> dict[str, Any]:
+    """YAML -> a mapping, in which no key is given twice."""
+    import yaml
+
+    try:
+        if twice := next(_repeated(yaml.compose(text, Loader=yaml.SafeLoader)), None):
+            raise ValueError(f"--data_mix: {twice!r} is in {where} twice.")
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"--data_mix: {where} isn't valid YAML: {' '.join(str(error).split())[:300]}.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"--data_mix: {where} must hold `sources`, and maybe `stages`, not {type(values).__name__}.")
+    return values
+
+
+def _repeated(node: Any) -> Iterable[str]:
+    children = getattr(node, "value", None)
+    if not isinstance(children, list):
+        return
+    keys = [pair[0].value for pair in children if isinstance(pair, tuple) and isinstance(pair[0].value, str)]
+    yield from (key for number, key in enumerate(keys) if key in keys[:number])
+    for child in children:
+        yield from _repeated(child[1] if isinstance(child, tuple) else child)
+
+
+def _of_short_form(text: str) -> dict[str, Any]:
+    """new=data/x:0.75:4 -> {"new": {"path": "data/x", "weight": "0.75", "max_epochs": "4"}}"""
+    sources: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        found = re.fullmatch(r"([^=:]+)=(.+?):([^:=/]*(?:/\d+)?)(?::([^:=/]*))?", part)
+        if found is None:
+            raise ValueError(f"--data_mix takes a YAML file, or {SHORT}; not {_shown(part)}.")
+        name, path, weight, max_epochs = found.groups()
+        if name.strip() in sources:
+            raise ValueError(f"--data_mix: source {name.strip()!r} is there twice.")
+        sources[name.strip()] = {"path": path, "weight": weight}
+        if max_epochs is not None:
+            sources[name.strip()]["max_epochs"] = max_epochs
+    if not sources:
+        raise ValueError(f"--data_mix is empty; it takes a YAML file, or {SHORT}.")
+    return {"sources": sources}
+
+
+def _source(name: str, said: Any) -> tuple[Source, Optional[Fraction]]:
+    """(the source, its weight at the start of the run, None where none is given)."""
+    if not re.fullmatch(NAME, name):
+        raise ValueError(f"--data_mix: a source's name has letters, digits, '_', '-' and '.', unlike {_shown(name)}.")
+    where = f"source {name!r}"
+    _require_keys(said, "source", where)
+    path = said.get("path")
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"--data_mix: {where} needs a path, the folder of its dataset.")
+    max_epochs, weight = said.get("max_epochs"), said.get("weight")
+    most = None if max_epochs is None else _number(max_epochs, f"max_epochs of {where}")
+    if most == 0:
+        raise ValueError(f"--data_mix: max_epochs of {where} must be positive, not {max_epochs}.")
+    return Source(name, path, most), None if weight is None else _number(weight, f"the weight of {where}")
+
+
+def _stage(said: Any, names: list[str]) -> tuple[Fraction, dict[str, Fraction], str]:
+    _require_keys(said, "stage", "a stage")
+    begins = _number(said.get("from"), "`from` of a stage")
+    if not 0 < begins < 1:
+        raise ValueError(f"--data_mix: `from` of a stage is a share of the run, between 0 and 1, not {said['from']}.")
+    where, weights = f"the stage from {float(begins):g} on", said.get("weights")
+    if not isinstance(weights, dict) or not weights:
+        raise ValueError(f"--data_mix: {where} needs `weights`, such as {{{names[0]}: 1}}.")
+    for name in weights:
+        if str(name) not in names:
+            close = nearest(str(name), names)
+            meant = (
+                f"Did you mean {close[0]!r}?" if len(close) == 1 else f"The sources are {', '.join(map(repr, names))}."
+            )
+            raise ValueError(f"--data_mix: {where} names {_shown(str(name))}, which isn't a source. {meant}")
+    return begins, {str(n): _number(w, f"the weight of source {n!r} in {where}") for n, w in weights.items()}, where
+
+
+def _require_keys(said: Any, kind: str, where: str) -> None:
+    if not isinstance(said, dict):
+        raise ValueError(f"--data_mix: {where} must be a mapping with {', '.join(KEYS[kind])}, not {_shown(said)}.")
+    for key in said:
+        if key not in KEYS[kind]:
+            close = nearest(str(key), KEYS[kind])
+            meant = f"Did you mean {close[0]!r}?" if len(close) == 1 else f"It takes {', '.join(KEYS[kind])}."
+            raise ValueError(f"--data_mix: unknown key {_shown(str(key))} of {where}. {meant}")
+
+
+def _require_apart(sources: Sequence[Source]) -> None:
+    folders: dict[str, str] = {}
+    for source in sources:
+        other = folders.setdefault(os.path.realpath(source.path), source.name)
+        if other != source.name:
+            raise ValueError(
+                f"--data_mix: sources {other!r} and {source.name!r} are both {source.path!r}; give one of them more weight."
+            )
+
+
+def _number(value: Any, what: str) -> Fraction:
+    """Exactly the decimal that is written."""
+    if isinstance(value, bool) or not re.fullmatch(NUMBER, str(value)):
+        raise ValueError(f"--data_mix: {what} must be a number of 0 or more, not {_shown(value)}.")
+    return Fraction(str(value))
+
+
+def _shown(value: Any) -> str:
+    said = value if isinstance(value, str) else str(value)
+    return repr(said[:MOST_CHARACTERS] + "..." * (len(said) > MOST_CHARACTERS)) if isinstance(value, str) else said
+
+
+def _slots(given: Mapping[str, Fraction], names: Sequence[str], where: str) -> tuple[int, ...]:
+    """Whole weights without a common divisor, at most MOST_SLOTS together: finer ones by the largest remainders."""
+    total = sum(given.values())
+    if total == 0:
+        raise ValueError(f"--data_mix: the weights of {where} add up to 0.")
+    shares = [given.get(name, Fraction(0)) / total for name in names]
+    period = math.lcm(*(share.denominator for share in shares))
+    if period <= MOST_SLOTS:
+        return tuple(int(share * period) for share in shares)
+    counts = [int(share * MOST_SLOTS) for share in shares]
+    rest = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * MOST_SLOTS)
+    for i in rest[: MOST_SLOTS - sum(counts)]:
+        counts[i] += 1
+    for name, share, count in zip(names, shares, counts):
+        if share > 0 and count == 0:
+            raise ValueError(
+                f"--data_mix: the share of source {name!r} in {where}, {float(share):.2g}, is less than one row in "
+                f"{MOST_SLOTS:,}, which rounds to none."
+            )
+    divisor = math.gcd(*counts)
+    return tuple(count // divisor for count in counts)
+
+
+def described(blend: Blend) -> str:
+    """The mixture in words, without folders: what two runs of the same mixture have in common."""
+    stages = []
+    for stage in blend.stages:
+        words = ", ".join(f"{name} {share}" for name, share in sorted(_shares(blend.names, stage.weights).items()))
+        stages.append(f"from {float(stage.begins):.10g} on {words}" if stage.begins else words)
+    capped = sorted(f"{source.name} {float(source.max_epochs):g}" for source in blend.sources if source.max_epochs)
+    return "; ".join([*stages, *([f"max_epochs {', '.join(capped)}"] if capped else [])])
+
+
+def require_one_length(blend: Blend, contexts: Sequence[Optional[int]]) -> None:
+    """contexts: tokens in a row of each source, None where it isn't known. Raises ValueError where a stage has several."""
+    for stage in blend.stages:
+        found = {c: name for name, c, weight in zip(blend.names, contexts, stage.weights) if weight and c is not None}
+        if len(found) > 1:
+            words = " and ".join(f"{context} in source {name!r}" for context, name in found.items())
+            where = f" from {float(stage.begins):g} of the run on" if stage.begins else ""
+            raise ValueError(
+                f"--data_mix: rows that are read together{where} must hold equally many tokens, which are {words}; "
+                "prepare them alike, or put them in different stages."
+            )
+
+
+def _shares(names: Sequence[str], weights: Sequence[int]) -> dict[str, str]:
+    return {name: f"{weight / sum(weights):.10g}" for name, weight in zip(names, weights) if weight}
+
+
+# ------------------------------------------------------------------------------- which source stands where
+
+
+class Segment(NamedTuple):
+    """Positions from `begins` to the next segment, in which the sources stand with these weights."""
+
+    begins: int  # position
+    weights: tuple[int, ...]  # of each source: slots of the pattern
+
+
+@lru_cache(maxsize=64)
+def pattern(weights: tuple[int, ...]) -> tuple[int, ...]:
+    """The source of each slot of a period: after any number of slots each source has its share, less than one row off.
+
+    The j-th row of a source of weight w comes between j/w and (j+1)/w of the period, widened to whole slots, and the row
+    that is due first comes first: earliest deadlines on these windows, Baruah, Cohen, Plaxton and Varvel (1996),
+    Proportionate Progress, Algorithmica 15. It solves Tijdeman's chairman assignment problem (1980).
+    """
+    period, taken = sum(weights), [0] * len(weights)
+    waiting = [(0, source) for source, weight in enumerate(weights) if weight]  # (slot from which it may come, source)
+    ready: list[tuple[int, int]] = []  # (slot before which it must come, source)
+    slots = []
+    for slot in range(period):
+        while waiting and waiting[0][0] <= slot:
+            source = heapq.heappop(waiting)[1]
+            heapq.heappush(ready, (-(-(taken[source] + 1) * period // weights[source]), source))
+        source = heapq.heappop(ready)[1]
+        slots.append(source)
+        taken[source] += 1
+        if taken[source] < weights[source]:
+            heapq.heappush(waiting, (taken[source] * period // weights[source], source))
+    return tuple(slots)
+
+
+@lru_cache(maxsize=64)
+def places(weights: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The slots of each source in the pattern, in order."""
+    found: list[list[int]] = [[] for _ in weights]
+    for slot, source in enumerate(pattern(weights)):
+        found[source].append(slot)
+    return tuple(map(tuple, found))
+
+
+def read_before(segments: Sequence[Segment], position: int) -> tuple[int, ...]:
+    """How many rows of each source stand before `position`."""
+    counts = [0] * len(segments[0].weights)
+    ends = [segment.begins for segment in segments[1:]] + [position]
+    for segment, end in zip(segments, ends):
+        length = min(end, position) - segment.begins
+        if length > 0:
+            periods, rest = divmod(length, sum(segment.weights))
+            for source, (weight, slots) in enumerate(zip(segment.weights, places(segment.weights))):
+                counts[source] += periods * weight + bisect_left(slots, rest)
+    return tuple(counts)
+
+
+def position_of(segments: Sequence[Segment], source: int, number: int) -> Optional[int]:
+    """The position at which the row `number` of a source is read, counted from 0; None if that never comes."""
+    for index, segment in enumerate(segments):
+        weight = segment.weights[source]
+        left = number - read_before(segments, segment.begins)[source]
+        if weight and left >= 0:
+            position = (
+                segment.begins + left // weight * sum(segment.weights) + places(segment.weights)[source][left % weight]
+            )
+            if index + 1 == len(segments) or position < segments[index + 1].begins:
+                return position
+    return None
+
+
+def segment_at(segments: Sequence[Segment], position: int) -> Segment:
+    """The segment that holds `position`."""
+    return segments[max(i for i, segment in enumerate(segments) if segment.begins <= position or i == 0)]
+
+
+# ------------------------------------------------------------------------------- a run
+
+
+class Layout(NamedTuple):
+    """A mixture over a run."""
+
+    segments: tuple[Segment, ...]
+    end: Optional[int]  # position that the run may not pass, None if there is none
+    max_step: int
+
+
+class Here(NamedTuple):
+    """Where a run is, and the segments that it has had."""
+
+    step: int = 0
+    position: int = 0
+    segments: tuple[Segment, ...] = ()
+
+
+def lay_out(
+    blend: Blend, rows: Sequence[int], batch: int, max_step: Optional[int], number_epochs: int, here: Here = Here()
+) -> Layout:
+    """The segments of a run of `max_step` steps, or, without it, until a source would be read more than `number_epochs` times.
+
+    rows: of each source's training split. A source with max_epochs may be read that often instead. Raises ValueError where
+    a source would be read more often, or a stage has no step.
+    """
+    limits = [
+        math.floor(source.max_epochs * count) if source.max_epochs else None if max_step else number_epochs * count
+        for source, count in zip(blend.sources, rows)
+    ]
+    if max_step is None:
+        layout = _until_read(blend, limits, batch, here)
+    else:
+        segments = _segments(blend, max_step, batch, here)
+        end = _first_passed(segments, limits)
+        layout = Layout(segments, None if end is None else end[0], max_step)
+        if end is not None and end[0] < here.position + (max_step - here.step) * batch:
+            _refuse_passed(blend, rows, batch, max_step, here, segments, *end)
+    begins = [round(stage.begins * layout.max_step) for stage in blend.stages] + [layout.max_step]
+    for stage, first, after in zip(blend.stages, begins, begins[1:]):
+        if first >= after and after > here.step:
+            raise ValueError(
+                f"--data_mix: the stage from {float(stage.begins):g} on has no step: it begins after step {first} of "
+                f"{layout.max_step}, and ends there."
+            )
+    return layout
+
+
+def _segments(blend: Blend, max_step: int, batch: int, here: Here) -> tuple[Segment, ...]:
+    """Those that lie behind, and the stages from here on; a stage whose weights are already in use just goes on."""
+    added = (0,) * (len(blend.sources) - len(here.segments[0].weights)) if here.segments else ()
+    found = [Segment(old.begins, old.weights + added) for old in here.segments if old.begins < here.position]
+    begins = [round(stage.begins * max_step) for stage in blend.stages]
+    for stage, first, after in zip(blend.stages, begins, [*begins[1:], math.inf]):
+        if first < after and after > here.step and not (found and found[-1].weights == stage.weights):
+            found.append(Segment(here.position + max(first - here.step, 0) * batch, stage.weights))
+    return tuple(found)
+
+
+def _first_passed(segments: Sequence[Segment], limits: Sequence[Optional[int]]) -> Optional[tuple[int, int]]:
+    """(the first position at which a source would be read more often than it may, that source)."""
+    found = [(position_of(segments, i, limit), i) for i, limit in enumerate(limits) if limit is not None]
+    return min(((position, i) for position, i in found if position is not None), default=None)
+
+
+def _until_read(blend: Blend, limits: Sequence[int], batch: int, here: Here) -> Layout:
+    """As many steps as fit, the last one with what is left of a batch."""
+
+    def layout(steps: int) -> tuple[tuple[Segment, ...], int]:
+        segments = _segments(blend, here.step + steps, batch, here)
+        end = _first_passed(segments, limits)
+        assert end is not None, "some source is read at the end, so it comes to its limit"
+        return segments, min(end[0], here.position + steps * batch)
+
+    fits, too_many = 0, (sum(limits) - here.position) // batch + 2
+    while too_many - fits > 1:
+        steps = (fits + too_many) // 2
+        if layout(steps)[1] == here.position + steps * batch:
+            fits = steps
+        else:
+            too_many = steps
+    for steps in (fits + 1, fits):
+        segments, end = layout(steps)
+        if end > here.position + (steps - 1) * batch:
+            break
+    if end <= here.position or here.step == 0 and fits == 0:
+        _, source = _first_passed(segments, limits)
+        raise ValueError(
+            f"A step takes {batch} sequences, of which source {blend.names[source]!r} would give more than the "
+            f"{limits[source]} that --number_epochs and max_epochs let it: take smaller batches, a smaller weight, or more data."
+        )
+    return Layout(segments, end, here.step + steps)
+
+
+def _refuse_passed(
+    blend: Blend, rows: Sequence[int], batch: int, max_step: int, here: Here, segments: Any, end: int, source: int
+) -> None:
+    would = read_before(segments, here.position + (max_step - here.step) * batch)[source]
+    name, most = blend.names[source], blend.sources[source].max_epochs
+    raise ValueError(
+        f"Source {name!r} would be read {would / rows[source]:.2f} times in {max_step} steps ({would:,} of {rows[source]:,} "
+        f"rows), more than its max_epochs, {float(most):g}: take at most --max_step {here.step + (end - here.position) // batch}, "
+        "a smaller weight, or more data."
+    )

@@ -1,0 +1,137 @@
+"""(mixture, seed, position) -> rows: a function without hidden state. blend.py says which source stands at which position.
+
+The n-th row that is read of a source, over all segments of a run, is at place n of that source's own order, one epoch after
+the other. So nothing of a source is read twice before all of it was read once, whatever its weights were meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from fabric_llm.data import blend
+from fabric_llm.data.blend import Segment
+from fabric_llm.data.order import NEW_ORDER, ORDERS, random_key, rows_at
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The rows of a run over several sources, which are numbered one source behind the other."""
+
+    names: tuple[str, ...]
+    rows: tuple[int, ...]  # of each source's training split
+    contexts: tuple[int, ...]  # tokens of a row of each
+    segments: tuple[Segment, ...]
+    seed: int
+    order: str = NEW_ORDER  # of each source's rows, a name of order.ORDERS
+
+    @cached_property
+    def bases(self) -> np.ndarray:
+        """The number of each source's first row, int64."""
+        return np.cumsum([0, *self.rows[:-1]])
+
+    @cached_property
+    def _before(self) -> np.ndarray:
+        """Rows of each source before each segment, int64 [segments, sources]."""
+        return np.array([blend.read_before(self.segments, segment.begins) for segment in self.segments])
+
+    def places_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source, how many rows of it were read before) at each position, int64, same shape."""
+        sources, numbers = np.empty_like(positions), np.empty_like(positions)
+        segment_at = np.searchsorted([segment.begins for segment in self.segments], positions, side="right") - 1
+        for index in np.unique(segment_at):
+            there, segment = segment_at == index, self.segments[index]
+            source_of, occurrence, weights = _tables(segment.weights)
+            periods, slots = np.divmod(positions[there] - segment.begins, len(source_of))
+            sources[there] = source = source_of[slots]
+            numbers[there] = self._before[index][source] + periods * weights[source] + occurrence[slots]
+        return sources, numbers
+
+    def rows_at(self, positions: np.ndarray) -> np.ndarray:
+        """The rows that are read at `positions`, int64, same shape."""
+        sources, numbers = self.places_at(positions)
+        rows = np.empty_like(positions)
+        for source in np.unique(sources):
+            there = sources == source
+            seed = seed_of(self.seed, self.names[source])
+            rows[there] = self.bases[source] + rows_at(numbers[there], self.rows[source], seed, self.order)
+        return rows
+
+    def context_at(self, position: int) -> int:
+        """Tokens of the row at `position`, and of all rows of its stage."""
+        weights = blend.segment_at(self.segments, position).weights
+        return next(context for context, weight in zip(self.contexts, weights) if weight)
+
+    def shares_at(self, position: int) -> dict[str, float]:
+        """The share of each source that is read at `position`."""
+        weights = blend.segment_at(self.segments, position).weights
+        return {name: weight / sum(weights) for name, weight in zip(self.names, weights) if weight}
+
+    def read_before(self, position: int) -> dict[str, dict[str, Any]]:
+        """{name: {"tokens", "epochs"}} that were read of each source before `position`, also where a run went back since."""
+        counts = blend.read_before(self.segments, position)
+        return {
+            name: {"tokens": count * context, "epochs": count / rows}
+            for name, count, context, rows in zip(self.names, counts, self.contexts, self.rows)
+        }
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """The segments, for progress.json."""
+        return [
+            {"begins": segment.begins, "weights": dict(zip(self.names, segment.weights))} for segment in self.segments
+        ]
+
+
+def segments_of(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[Segment, ...]:
+    """The segments that `as_json` wrote. Raises ValueError for anything else."""
+    try:
+        found = tuple(Segment(one["begins"], tuple(one["weights"].get(name, 0) for name in names)) for one in said)
+        numbers = [number for segment in found for number in (segment.begins, *segment.weights)]
+        fit = all(type(number) is int and 0 <= number < 2**60 for number in numbers)
+        begins = [segment.begins for segment in found]
+        known = all(set(one["weights"]) <= set(names) for one in said)
+    except (KeyError, TypeError, AttributeError):
+        fit = known = False
+    if not (fit and known and found) or begins != sorted(set(begins)) or begins[0] != 0:
+        raise ValueError("the segments of the mixture can't be read")
+    if any(not 0 < sum(segment.weights) <= blend.MOST_SLOTS for segment in found):
+        raise ValueError("the weights of the mixture can't be read")
+    return found
+
+
+def mixture_of(document: Mapping[str, Any]) -> Mixture:
+    """The mixture of a run, of which `document` is the progress.json. Raises ValueError for one that can't be read."""
+    try:
+        fixed, said = document["fixed"], document["mixture"]
+        names = tuple(said["sources"])
+        rows, contexts = (tuple(fixed[key][name] for name in names) for key in ("train_rows", "context_length"))
+        end, numbers = said["end"], [fixed["seed"] + 1, *rows, *contexts]
+        if not names or any(type(number) is not int or number < 1 for number in numbers):
+            raise ValueError("the sources of its mixture can't be read")
+        if not (end is None or type(end) is int and end >= 0) or fixed["row_order"] not in list(ORDERS):
+            raise ValueError("the order of its mixture can't be read")
+        return Mixture(names, rows, contexts, segments_of(said["segments"], names), fixed["seed"], fixed["row_order"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("its mixture can't be read") from error
+
+
+@lru_cache(maxsize=256)
+def seed_of(seed: int, name: str) -> int:
+    """Of a source's own order: another for each name."""
+    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+    return int(random_key(seed, key))
+
+
+@lru_cache(maxsize=64)
+def _tables(weights: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(source of each slot, how many slots of that source come before it, weights), int64."""
+    sources = np.array(blend.pattern(weights))
+    occurrence = np.empty_like(sources)
+    for slots in blend.places(weights):
+        occurrence[list(slots)] = np.arange(len(slots))
+    return sources, occurrence, np.array(weights)

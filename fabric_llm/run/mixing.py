@@ -1,0 +1,167 @@
+"""--data_mix in a run: its sources opened and compared, and its segments, of which those behind a checkpoint stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Optional
+
+from fabric_llm.base.command_line import Flags, is_first_of_machine
+from fabric_llm.base.faults import NO_CHECKPOINT, Fault
+from fabric_llm.checkpoint.progress import Progress
+from fabric_llm.data import blend as blends
+from fabric_llm.data.blend import Blend, Here, Layout
+from fabric_llm.data.dataset import TokenDataset, together
+from fabric_llm.data.mixture import Mixture, mixture_of
+from fabric_llm.data.sources import open_source
+from fabric_llm.model.loading import tokenizer_beside
+from fabric_llm.run import flag_rules, resume
+
+Document = dict[str, Any]  # progress.json of the checkpoint that is resumed, {} for a run that starts
+
+
+def plan_mixture(flags: Flags, batch: int, start: Progress, resumed: Document) -> dict[str, Any]:
+    """The fields of a Plan that --data_mix decides. batch: sequences of a step. Raises ValueError."""
+    had = _had(resumed)
+    blend = _in_order(blends.parse(flags.data.data_mix), had)
+    sources = open_sources(flags, blend)
+    rows, contexts = (
+        tuple(len(source.train) for source in sources.values()),
+        tuple(source.context_length for source in sources.values()),
+    )
+    blends.require_one_length(blend, contexts)
+    layout = _layout(flags, blend, rows, batch, start, resumed, had)
+    mixture = Mixture(blend.names, rows, contexts, layout.segments, flags.training.seed, resume.row_order(resumed))
+    return {
+        "dataset": together(list(sources.values())),
+        "sources": sources,
+        "blend": blend,
+        "mixture": mixture,
+        "end": layout.end,
+        "max_step": layout.max_step,
+    }
+
+
+def open_sources(flags: Flags, blend: Blend) -> dict[str, TokenDataset]:
+    """{name: its dataset}, which go together. One rank of each machine compares hashes. Raises ValueError."""
+    data = flags.data
+    verify = data.verify_data if is_first_of_machine() else "size"
+    sources = {source.name: open_source(Path(source.path), verify) for source in blend.sources}
+    first, *others = sources.values()
+    for source in sources.values():
+        flag_rules.row_length(str(source.folder), source.context_length, data.context_length)
+    for other in others:
+        _require_alike(first, other, data.document_masking is not False)
+    return sources
+
+
+def _require_alike(first: TokenDataset, other: TokenDataset, masks_documents: bool) -> None:
+    """Raises ValueError unless rows of both can follow each other in one run."""
+    both = f"{str(first.folder)!r} and {str(other.folder)!r}"
+    columns, others = sorted(first.train[0]), sorted(other.train[0])
+    if columns != others:
+        raise ValueError(f"--data_mix: {both} have different columns: {', '.join(columns)}, and {', '.join(others)}.")
+    hashes = first.manifest.get("tokenizer_sha256"), other.manifest.get("tokenizer_sha256")
+    if hashes[0] != hashes[1] or hashes[0] is None:
+        _require_one_tokenizer(first, other, both, None not in hashes)
+    ends = [one.manifest["eos_token_id"] if one.manifest.get("packed") else None for one in (first, other)]
+    if masks_documents and ends[0] != ends[1]:
+        words = [
+            "not packed by prepare_data.py" if end is None else f"packed, token {end} ends a document" for end in ends
+        ]
+        raise ValueError(
+            f"--data_mix: {both} can't be kept apart by documents alike: {words[0]}, and {words[1]}; take "
+            "--document_masking false."
+        )
+
+
+def _require_one_tokenizer(first: TokenDataset, other: TokenDataset, both: str, differ: bool) -> None:
+    """differ: both manifests have a hash of the tokenizer, and they aren't the same."""
+    one, another = (tokenizer_beside(str(source.folder / "tokenizer")) for source in (first, other))
+    ids, theirs = (None if tokenizer is None else tokenizer.get_vocab() for tokenizer in (one, another))
+    if not differ and (ids is None or theirs is None or ids == theirs):
+        return
+    words = differing_tokens(ids, theirs) if ids is not None and theirs is not None and ids != theirs else ""
+    raise ValueError(
+        f"--data_mix: {both} were made with different tokenizers{words}; run prepare_data.py for both with one --tokenizer."
+    )
+
+
+def differing_tokens(ids: dict[str, int], others: dict[str, int]) -> str:
+    """The first tokens that two vocabularies number differently, as a part of a sentence."""
+    differing = sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))
+    words = ", ".join(
+        f"{token!r} is {others.get(token, 'none')}, not {ids.get(token, 'none')}"
+        for token in differing[: resume.MOST_DIFFERENCES]
+    )
+    return f": {len(differing)} tokens differ: {words}"
+
+
+def _had(resumed: Document) -> Optional[Mixture]:
+    """The mixture that the checkpoint was written with, if any. Raises Fault (66) where it can't be read."""
+    if "mixture" not in resumed:
+        return None
+    try:
+        return mixture_of(resumed)
+    except ValueError as error:
+        raise Fault(f"The checkpoint is damaged: trainer/progress.json: {error}.", NO_CHECKPOINT) from error
+
+
+def _in_order(blend: Blend, had: Optional[Mixture]) -> Blend:
+    """With the sources that the run has had before in front: rows keep their numbers."""
+    names = () if had is None else had.names
+    if missing := [name for name in names if name not in blend.names]:
+        raise ValueError(
+            f"--data_mix leaves out source {missing[0]!r}, which belongs to the run that is resumed: give it weight 0."
+        )
+    return blend.in_order(names)
+
+
+def _layout(
+    flags: Flags,
+    blend: Blend,
+    rows: tuple[int, ...],
+    batch: int,
+    start: Progress,
+    resumed: Document,
+    had: Optional[Mixture],
+) -> Layout:
+    """The segments of the run: as they were planned, or anew from where it is, if something was changed on purpose."""
+    max_step, number_epochs = flags.training.max_step, flags.training.number_epochs
+    if had is None:
+        return blends.lay_out(blend, rows, batch, max_step, number_epochs)
+    then = resumed["schedule"]
+    now = (blends.described(blend), batch, max_step, max_step or number_epochs)
+    if now == tuple(
+        (then.get("data_mix"), then.get("global_batch_size"), then.get("max_step"))
+        + (then.get("max_step") or then.get("number_epochs"),)
+    ):
+        end = resumed["mixture"].get("end")
+        last = max_step or start.step - (start.position - end) // batch
+        return Layout(
+            had.segments, end, last if end is None else min(last, start.step - (start.position - end) // batch)
+        )
+    return blends.lay_out(blend, rows, batch, max_step, number_epochs, Here(start.step, start.position, had.segments))
+
+
+def epochs(plan: Any) -> dict[str, float]:
+    """{source: how often the run of `plan` will have read it}, {} where it has one dataset."""
+    if plan.mixture is None:
+        return {}
+    return {name: read["epochs"] for name, read in plan.mixture.read_before(plan.end_of_run()).items()}
+
+
+def described(plan: Any) -> list[str]:
+    """Lines that say what the run of `plan` reads: the shares as they are used, and how often each source."""
+    if plan.mixture is None:
+        return []
+    lines, segments = [], plan.mixture.segments
+    for segment, after in zip(segments, [*(one.begins for one in segments[1:]), None]):
+        if after is not None and after <= plan.start.position:
+            continue
+        shares = plan.mixture.shares_at(segment.begins)
+        words = ", ".join(f"{name} {100 * share:.6g} %" for name, share in shares.items())
+        sequences = max(segment.begins - plan.start.position, 0)
+        since = plan.start.step + sequences // plan.global_batch_size
+        lines.append(f"{words} after step {since}" if since > plan.start.step else words)
+    read = ", ".join(f"{name} {count:.2f} times" for name, count in epochs(plan).items())
+    return [f"Mixture: {'; '.join(lines)}. At the end each source was read: {read}."]

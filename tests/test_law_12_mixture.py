@@ -1,0 +1,538 @@
+"""Law 12: a mixture is exact: after any prefix each source has its share, nothing twice before all of it once, at any ranks."""
+
+import json
+import shutil
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import CONTEXT, VOCABULARY
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from ranks import Job, metrics, planned, train_ranks
+from safetensors.torch import load_file
+from test_verify import reseal
+
+from fabric_llm.data.batches import Batches, Prefetch
+from fabric_llm.data.blend import Blend, Here, Segment, Source, Stage, lay_out, parse, pattern, position_of, read_before
+from fabric_llm.data.dataset import open_dataset
+from fabric_llm.data.mixture import Mixture, mixture_of, segments_of
+from fabric_llm.data.order import RowsRead, claimed_by
+from fabric_llm.data.views import Rows
+from fabric_llm.verify import __main__ as verify
+
+# The same examples in each run: a property that is found to be wrong stays wrong.
+same = settings(max_examples=40, derandomize=True, deadline=None, database=None)
+weights = st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any).map(tuple)
+
+
+@st.composite
+def mixtures(draw):
+    """A mixture of up to four sources of a few rows, in up to four segments."""
+    count = draw(st.integers(1, 4))
+    of_segment = st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
+    lengths = draw(st.lists(st.integers(1, 60), max_size=3))
+    begins = np.cumsum([0, *lengths]).tolist()
+    segments = tuple(Segment(begin, draw(of_segment)) for begin in begins)
+    rows = tuple(draw(st.lists(st.integers(3, 30), min_size=count, max_size=count)))
+    names = tuple("abcd"[:count])
+    return Mixture(names, rows, (CONTEXT,) * count, segments, draw(st.integers(0, 99)))
+
+
+# ------------------------------------------------------------------------------- from numbers alone
+
+
+@same
+@given(weights)
+def test_after_any_prefix_each_source_is_less_than_one_row_from_its_share(given_weights):
+    period = sum(given_weights)
+    taken = np.cumsum(np.eye(len(given_weights), dtype=int)[list(pattern(given_weights))], axis=0)
+    ideal = np.outer(np.arange(1, period + 1), given_weights)
+    assert (np.abs(taken * period - ideal) < period).all()
+    assert tuple(taken[-1]) == given_weights
+
+
+def test_after_any_prefix_with_ten_thousand_slots():
+    for given_weights in ((7499, 2500, 1), (3333, 3333, 3334), (9999, 1), (1,) * 50):
+        test_after_any_prefix_each_source_is_less_than_one_row_from_its_share.hypothesis.inner_test(given_weights)
+
+
+@same
+@given(mixtures())
+def test_the_closed_form_is_what_one_counts_position_by_position(mixture):
+    sources, numbers = mixture.places_at(np.arange(300))
+    counts, index = [0] * len(mixture.names), 0
+    for position in range(300):
+        assert read_before(mixture.segments, position) == tuple(counts)
+        while index + 1 < len(mixture.segments) and mixture.segments[index + 1].begins <= position:
+            index += 1
+        segment = mixture.segments[index]
+        source = pattern(segment.weights)[(position - segment.begins) % sum(segment.weights)]
+        assert (sources[position], numbers[position]) == (source, counts[source])
+        assert position_of(mixture.segments, source, counts[source]) == position
+        counts[source] += 1
+
+
+@settings(same, max_examples=25)
+@given(mixtures(), st.integers(1, 120))
+def test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments(mixture, end):
+    rows = mixture.rows_at(np.arange(end))
+    assert (mixture.rows_at(np.arange(end).reshape(1, -1)[:, ::-1])[0] == rows[::-1]).all(), (
+        "whatever else is asked for"
+    )
+    for base, count in zip(mixture.bases, mixture.rows):
+        mine = rows[(base <= rows) & (rows < base + count)] - base
+        for epoch in range(0, len(mine), count):
+            part = mine[epoch : epoch + count]
+            assert len(set(part)) == len(part) and (len(part) < count or set(part) == set(range(count)))
+
+
+@settings(same, max_examples=10)
+@given(st.data())
+def test_weights_changed_on_purpose_change_only_what_comes_after(data):
+    count = data.draw(st.integers(1, 4))
+    rows = data.draw(st.lists(st.integers(3, 30), min_size=count, max_size=count))
+    here, step, batch, before = Here(), 0, data.draw(st.integers(1, 8)), None
+    for _ in range(3):
+        of_stage = st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
+        stages = (Stage(Fraction(0), data.draw(of_stage)), Stage(Fraction(1, 2), data.draw(of_stage)))
+        mix = Blend(tuple(Source(name, name) for name in "abcd"[:count]), stages)
+        segments = lay_out(mix, rows, batch, step + 10, 1, here).segments
+        mixture = Mixture(mix.names, tuple(rows), (CONTEXT,) * count, segments, 1)
+        if before is not None:
+            behind = np.arange(here.position)
+            assert (mixture.rows_at(behind) == before.rows_at(behind)).all()
+        taken = data.draw(st.integers(1, 9))
+        step, before = step + taken, mixture
+        here = Here(step, here.position + taken * batch, segments)
+        test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments.hypothesis.inner_test(mixture, here.position)
+
+
+@same
+@given(st.data())
+def test_no_source_is_read_more_often_than_it_may_be(data):
+    count = data.draw(st.integers(1, 4))
+    rows = data.draw(st.lists(st.integers(5, 60), min_size=count, max_size=count))
+    caps = data.draw(st.lists(st.none() | st.integers(1, 4).map(Fraction), min_size=count, max_size=count))
+    of_stage = st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
+    stages = tuple(Stage(Fraction(part, 4), data.draw(of_stage)) for part in range(data.draw(st.integers(1, 3))))
+    mix = Blend(tuple(Source(name, name, cap) for name, cap in zip("abcd", caps)), stages)
+    batch, epochs = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    most = [int(n * (cap or epochs)) for n, cap in zip(rows, caps)]
+    try:
+        segments, end, max_step = lay_out(mix, rows, batch, None, epochs)
+    except ValueError as error:
+        assert "A step takes" in str(error) or "has no step" in str(error)
+        assume(False)
+    assert all(had <= may for had, may in zip(read_before(segments, end), most))
+    assert -(-end // batch) == max_step
+    with_more = lay_out(Blend(tuple(Source(n, n) for n in mix.names), stages), rows, batch, max_step + 1, 1).segments
+    over = read_before(with_more, (max_step + 1) * batch)
+    assert any(had > may for had, may in zip(over, most)), "one more step would have been too many"
+
+
+def test_a_share_is_the_decimal_that_is_written():
+    assert parse("a=x:0.75,b=y:0.2,c=z:0.05").stages[0].weights == (15, 4, 1)
+    assert parse("a=x:0.1,b=y:0.2").stages[0].weights == parse("a=x:1,b=y:2").stages[0].weights == (1, 2)
+    assert parse("a=x:1/3,b=y:2/3").stages[0].weights == (1, 2)
+    rounded = parse("a=x:0.333333,b=y:0.333333,c=z:0.333334").stages[0].weights
+    assert sum(rounded) == 10_000 and sorted(rounded) == [3333, 3333, 3334]
+
+
+def test_the_order_is_fixed_for_ever():
+    """No release of any library may change the data of a run that is under way."""
+    mixture = Mixture(("new", "old"), (5, 7), (8, 8), (Segment(0, (3, 1)), Segment(8, (1, 1))), 1234)
+    assert [pattern(w) for w in ((3, 1), (15, 4, 1))] == PATTERNS
+    assert mixture.rows_at(np.arange(16)).tolist() == ROWS_OF_MIXTURE
+
+
+PATTERNS = [(0, 0, 0, 1), (*(0, 0, 0, 1) * 4, 0, 0, 0, 2)]
+ROWS_OF_MIXTURE = [3, 2, 1, 5, 4, 0, 3, 8, 0, 10, 1, 6, 4, 9, 2, 11]
+
+
+def test_what_progress_json_holds_is_the_mixture():
+    mixture = Mixture(("new", "old"), (5, 7), (8, 8), (Segment(0, (3, 1)), Segment(8, (1, 1))), 1234)
+    said = json.loads(json.dumps(mixture.as_json()))
+    assert segments_of(said, mixture.names) == mixture.segments
+    for wrong in (
+        [],
+        [{"begins": 1, "weights": {"new": 1}}],
+        [{"begins": 0, "weights": {"other": 1}}],
+        said[::-1],
+        None,
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            segments_of(wrong, mixture.names)
+
+
+# ------------------------------------------------------------------------------- rows of files
+
+
+def save(folder, rows, context=CONTEXT, seed=0, value_type="int32", shards=1, **more):
+    """A dataset with rows of one length, as prepare_data.py writes them; the first token of a row is its number."""
+
+    def split(count):
+        tokens = np.random.default_rng(seed).integers(0, VOCABULARY, (count, context))
+        tokens[:, 1::2] = (tokens[:, ::2] * (seed + 2) + 3) % VOCABULARY
+        tokens[:, 0] = np.arange(count) % VOCABULARY
+        features = {"input_ids": datasets.List(datasets.Value(value_type), length=context)}
+        return datasets.Dataset.from_dict({"input_ids": list(tokens)}, features=datasets.Features(features))
+
+    both = datasets.DatasetDict({"train": split(rows), "validation": split(9)})
+    both.save_to_disk(str(folder), num_shards={"train": shards, "validation": 1})
+    if more:
+        (folder / "manifest.json").write_text(json.dumps(more))
+    return folder
+
+
+@pytest.mark.parametrize("value_type", ["int32", "uint16", "int64"])
+def test_rows_are_read_from_the_memory_map_as_datasets_reads_them(tmp_path, value_type):
+    folder = save(tmp_path / "data", 2500, value_type=value_type, shards=3)
+    opened = open_dataset(folder)
+    assert isinstance(opened.train, Rows) and len(opened.train.chunks) >= 3 and len(opened.train) == 2500
+    assert all(not chunk["input_ids"].flags.owndata for chunk in opened.train.chunks), "no copy of the table"
+    other = datasets.load_from_disk(str(folder))["train"].with_format("numpy")
+    for numbers in (np.array([2499, 0, 1000, 1000, 999]), [3], slice(2495, None)):
+        found = opened.train[numbers]["input_ids"]
+        assert found.dtype == np.int64 and (found == other[numbers]["input_ids"]).all()
+    assert (opened.train[7]["input_ids"] == other[7]["input_ids"]).all()
+    for outside in (2500, -1, [0, 2500]):
+        with pytest.raises(IndexError):
+            opened.train[outside]
+
+
+def test_lists_without_a_fixed_length_are_views_and_masks_of_bits_are_not(toys, tmp_path):
+    ragged = open_dataset(toys / "ragged").train
+    assert isinstance(ragged, Rows) and sorted(ragged[0]) == ["input_ids", "labels"]
+    masked = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 4, "attention_mask": [[True, True, False]] * 4})
+    datasets.DatasetDict({"train": masked, "validation": masked}).save_to_disk(str(tmp_path / "masked"))
+    masks = open_dataset(tmp_path / "masked").train
+    assert not isinstance(masks, Rows)
+    assert Batches(masks, 1, 2, 1).at(0)[0]["attention_mask"].tolist() == [[1, 1, 0]] * 2
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize(("ranks", "micro_batch_size"), [(1, 4), (2, 2), (4, 1)])
+def test_any_ranks_and_workers_read_the_same_rows(ranks, micro_batch_size, workers):
+    segments = (Segment(0, (3, 1)), Segment(40, (1, 1)))
+    mixture = Mixture(("a", "b"), (20, 30), (3, 3), segments, 5)
+    rows = datasets.Dataset.from_dict({"input_ids": [[i, i, i] for i in range(50)]})
+    readers = [
+        Prefetch(Batches(rows, 5, micro_batch_size, 2, r, ranks, mixture=mixture), workers) for r in range(ranks)
+    ]
+    for position in range(0, 96, 8):
+        seen = [int(row[0]) for reader in readers for batch in reader.at(position) for row in batch["input_ids"]]
+        assert sorted(seen) == sorted(mixture.rows_at(np.arange(position, position + 8)))
+    for reader in readers:
+        reader.close()
+    read = sum((reader.rows_read for reader in readers), RowsRead())
+    assert read == claimed_by(mixture.rows_at, 0, 96)
+
+
+# ------------------------------------------------------------------------------- runs
+
+STEPS, BATCH = 12, 8
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Folders `new`, `old` and, with rows twice as long, `long`."""
+    folder = tmp_path_factory.mktemp("sources")
+    save(folder / "new", 31, seed=1)
+    save(folder / "old", 70, seed=2)
+    save(folder / "long", 40, context=2 * CONTEXT, seed=3)
+    return folder
+
+
+def staged(sources):
+    """A mixture of two sources, and of a third, with longer rows, for the last third of the run."""
+    return {
+        "sources": {
+            "new": {"path": str(sources / "new"), "weight": 0.75},
+            "old": {"path": str(sources / "old"), "weight": 0.25},
+            "long": {"path": str(sources / "long"), "max_epochs": 2},
+        },
+        "stages": [{"from": 0.6, "weights": {"long": 1}}],
+    }
+
+
+def flags(toys, output, mix, *more):
+    return (
+        *("--model_name", toys / "llama", "--data_mix", mix, "--output_dir", output, "--precision", "32-true"),
+        *("--global_batch_size", BATCH, "--max_step", STEPS, "--save_step_interval", 4, "--lr", 1e-3),
+        *("--eval_iters", 4, "--eval_batch_size", 2, *more),
+    )
+
+
+def document_of(run, step):
+    return json.loads((run / f"step-{step:08d}" / "trainer" / "progress.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(toys, sources, tmp_path_factory):
+    """(the YAML file, the output folder with the run `whole`): undisturbed, two ranks with FSDP, two workers."""
+    output = tmp_path_factory.mktemp("mixture")
+    (output / "mix.yaml").write_text(yaml.safe_dump(staged(sources), sort_keys=False))
+    run = flags(toys, output, output / "mix.yaml", "--strategy", "fsdp", "--num_workers", 2)
+    train_ranks(2, *run, "--run_name", "whole")
+    return output / "mix.yaml", output
+
+
+def test_the_log_counts_tokens_and_epochs_of_each_source(whole):
+    _, output = whole
+    sources = metrics(output / "whole", "sources")
+    assert len(sources) == STEPS
+    # 7 of 12 steps at 3 to 1, then longer rows of a third source
+    assert sources[6] == {
+        "new": {"tokens": 42 * CONTEXT, "epochs": 42 / 31},
+        "old": {"tokens": 14 * CONTEXT, "epochs": 14 / 70},
+        "long": {"tokens": 0, "epochs": 0.0},
+    }
+    assert sources[-1]["long"] == {"tokens": 40 * 2 * CONTEXT, "epochs": 1.0}
+    tokens = metrics(output / "whole", "tokens")
+    assert tokens == [sum(one["tokens"] for one in each.values()) for each in sources]
+
+
+def test_each_validation_split_is_evaluated_and_the_loss_is_that_of_the_shares(whole):
+    _, output = whole
+    losses, together = (metrics(output / "whole", key) for key in ("eval_loss_by_source", "eval_loss"))
+    assert all(sorted(one) == ["long", "new", "old"] for one in losses)
+    assert together[0] == pytest.approx(0.75 * losses[0]["new"] + 0.25 * losses[0]["old"], rel=1e-12)
+    assert together[-1] == losses[-1]["long"]
+
+
+def test_the_data_of_a_run_is_in_its_manifest(whole, sources):
+    _, output = whole
+    manifest = json.loads((output / "whole" / f"step-{STEPS:08d}" / "MANIFEST.json").read_text())
+    assert manifest["data_fingerprint"] == {n: open_dataset(sources / n).fingerprint for n in ("new", "old", "long")}
+
+
+def test_a_run_resumed_twice_is_the_undisturbed_run_bit_for_bit(toys, whole, tmp_path):
+    mix, output = whole
+    run = flags(toys, tmp_path, mix, "--strategy", "fsdp", "--run_name", "run", "--resume", "true")
+    train_ranks(2, *run, "--checkpoint", output / "whole" / "step-00000004", "--num_workers", 0)
+    train_ranks(2, *run, "--checkpoint", tmp_path / "run" / "step-00000008", "--num_workers", 3)
+    for key in ("step", "loss", "grad_norm", "tokens", "sources", "eval_loss", "eval_loss_by_source"):
+        assert metrics(tmp_path / "run", key) == metrics(output / "whole", key), key
+    ours, theirs = (
+        load_file(folder / f"step-{STEPS:08d}" / "model.safetensors") for folder in (tmp_path / "run", output / "whole")
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
+
+
+def test_two_ranks_then_one_then_four_read_the_same_rows(toys, whole, tmp_path, capsys):
+    mix, output = whole
+    run = flags(toys, tmp_path, mix, "--run_name", "run", "--resume", "true")
+    train_ranks(
+        1, *run, "--checkpoint", output / "whole" / "step-00000004", "--num_workers", 2, "--micro_batch_size", 4
+    )
+    train_ranks(4, *run, "--checkpoint", tmp_path / "run" / "step-00000008", "--strategy", "fsdp2", "--num_workers", 1)
+    ours, theirs = (document_of(folder, STEPS) for folder in (tmp_path / "run", output / "whole"))
+    assert ours["rows_read"] == theirs["rows_read"] and ours["rows_read"]["count"] == STEPS * BATCH
+    assert ours["mixture"] == theirs["mixture"] and ours["progress"] == theirs["progress"]
+    for key in ("loss", "eval_loss"):
+        assert metrics(tmp_path / "run", key) == pytest.approx(metrics(output / "whole", key), rel=2e-6)
+    assert metrics(tmp_path / "run", "sources") == metrics(output / "whole", "sources")
+    assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
+    assert "96 sequences at positions 0 to 95 were each read" in capsys.readouterr().out
+
+
+def test_rows_that_were_not_read_are_found(whole, tmp_path, capsys):
+    """A row of another source in place of the right one; and a log that counts them otherwise."""
+    shutil.copytree(whole[1] / "whole", tmp_path / "whole")
+    last = tmp_path / "whole" / f"step-{STEPS:08d}"
+    file = last / "trainer" / "progress.json"
+    document = json.loads(file.read_text())
+    document["rows_read"]["hash_sum"] += 1
+    file.write_text(json.dumps(document))
+    reseal(last)
+    lines = (tmp_path / "whole" / "metrics.jsonl").read_text()
+    (tmp_path / "whole" / "metrics.jsonl").write_text(lines.replace('"epochs": 0.2}', '"epochs": 0.3}'))
+    assert verify.main([str(tmp_path / "whole"), "--no_export"]) == 66
+    said = capsys.readouterr().out
+    assert "claims 96 sequences at positions 0 to 95, but other rows were read" in said
+    assert "was read at step 8, its checkpoint" in said
+
+
+def test_arguments_yaml_repeats_the_run_whatever_became_of_the_mixture_s_file(toys, whole, tmp_path):
+    _, output = whole
+    kept = output / "whole" / "arguments.yaml"
+    said = yaml.safe_load(kept.read_text())
+    assert parse(said["data_mix"]).names == ("new", "old", "long") and said["context_length"] is None
+    _, plan = planned(["--config", kept, "--run_name", "again", "--output_dir", tmp_path, "--devices", 2])
+    assert plan.mixture.as_json() == document_of(output / "whole", STEPS)["mixture"]["segments"]
+
+
+@pytest.fixture(scope="module")
+def short(toys, sources, tmp_path_factory):
+    """(the mixture, the output folder with the run `run`): two sources at 3 to 1 on one rank."""
+    output, mix = tmp_path_factory.mktemp("short"), f"new={sources / 'new'}:0.75,old={sources / 'old'}:0.25"
+    train_ranks(1, *flags(toys, output, mix, "--run_name", "run", "--eval_iters", 0))
+    return mix, output
+
+
+def refused(argv):
+    with pytest.raises(ValueError) as error:
+        planned([*argv, "--devices", 1])
+    return str(error.value)
+
+
+def test_weights_change_on_purpose_and_only_from_there_on(toys, sources, short, tmp_path, capfd):
+    mix, output = short
+    branch = flags(toys, tmp_path, mix, "--run_name", "branch", "--resume", "true", "--eval_iters", 0)
+    branch += ("--checkpoint", output / "run" / "step-00000004")
+    changed = mix.replace("0.75", "0.5") + f",more={sources / 'long'}:0"
+    said = refused([*branch, "--data_mix", changed])
+    assert "was written with data_mix new 0.75, old 0.25, not new 0.6666666667, old 0.3333333333." in said
+    assert said.endswith("To change that on purpose: --resume_override data_mix.")
+    train_ranks(1, *branch, "--data_mix", changed, "--resume_override", "data_mix")
+    before, after = document_of(output / "run", STEPS), document_of(tmp_path / "branch", STEPS)
+    assert [one["begins"] for one in after["mixture"]["segments"]] == [0, 4 * BATCH]
+    assert after["mixture"]["segments"][1]["weights"] == {"new": 2, "old": 1, "more": 0}
+    ours, theirs = mixture_of(after), mixture_of(before)
+    behind, rest = np.arange(4 * BATCH), np.arange(STEPS * BATCH)
+    assert (ours.rows_at(behind) == theirs.rows_at(behind)).all()
+    counts = np.bincount(ours.rows_at(rest), minlength=101)
+    assert counts[:31].sum() == 24 + 43 and set(counts[:31]) == {2, 3}, "of new: 24 rows of 32, then 43 of 64"
+    assert counts[31:].sum() == 8 + 21 and set(counts[31:]) == {0, 1}
+    assert metrics(tmp_path / "branch")[:4] == metrics(output / "run")[:4]
+    assert metrics(tmp_path / "branch")[5:] != metrics(output / "run")[5:]
+    assert verify.main([str(tmp_path / "branch"), "--no_export"]) == 0
+    # and goes on from there, with no word of it
+    again = [
+        *branch[: branch.index("--checkpoint")],
+        "--data_mix",
+        changed,
+        "--checkpoint",
+        tmp_path / "branch" / "step-00000008",
+    ]
+    _, plan = planned([*again, "--devices", 1])
+    assert plan.mixture.as_json() == after["mixture"]["segments"]
+
+
+def test_a_run_that_is_extended_keeps_its_pattern(toys, short, tmp_path):
+    mix, output = short
+    words = flags(toys, output, mix, "--run_name", "run", "--resume", "true", "--eval_iters", 0)
+    _, plan = planned([*words, "--max_step", 20, "--resume_override", "max_step", "--devices", 1])
+    assert plan.mixture.as_json() == document_of(output / "run", STEPS)["mixture"]["segments"] and plan.max_step == 20
+
+
+def test_what_a_resumed_run_may_not_change(toys, sources, short):
+    mix, output = short
+    run = flags(toys, output, mix, "--run_name", "run", "--resume", "true", "--max_step", 20)
+    override = ("--resume_override", "max_step,data_mix")
+    only_new = f"new={sources / 'new'}:1"
+    assert "leaves out source 'old'" in refused([*run, *override, "--data_mix", only_new])
+    swapped = f"new={sources / 'old'}:0.75,old={sources / 'new'}:0.25"
+    said = refused([*run, *override, "--data_mix", swapped])
+    assert "train_rows of new 31, not 70" in said and "train_rows of old 70, not 31" in said
+    one = [word for word in run if word not in ("--data_mix", mix)]
+    said = refused([*one, *override, "--train_data_dir", sources / "new"])
+    assert "was written with data --data_mix, not --train_data_dir" in said
+
+
+def test_a_mixture_ends_before_a_source_is_read_too_often(toys, sources, tmp_path):
+    mix = f"new={sources / 'new'}:0.75:2,old={sources / 'old'}:0.25"
+    run = [word for word in flags(toys, tmp_path, mix, "--eval_iters", 0) if word not in ("--max_step", STEPS)]
+    train_ranks(1, *run, "--run_name", "run")
+    last = metrics(tmp_path / "run", "sources")[-1]
+    assert last["new"]["epochs"] == 2.0 and last["old"]["epochs"] < 1
+    assert (tmp_path / "run" / "step-00000011").is_dir(), "82 sequences: ten steps of eight, and two more"
+    again = ("--run_name", "run", "--resume", "true", "--devices", 1)
+    _, plan = planned([*run, *again, "--checkpoint", tmp_path / "run" / "step-00000008"])
+    assert (plan.end, plan.max_step, plan.start.position) == (82, 11, 64)
+    with pytest.raises(ValueError, match="is where this run ends"):
+        planned([*run, *again])
+
+
+@pytest.mark.slow
+def test_a_drill_of_a_mixture(toys, whole, tmp_path):
+    """Killed with SIGKILL and resumed, as a user rehearses it."""
+    mix, _ = whole
+    words = ("--drill", "--steps", 9, "--seed", 3, "--output_dir", tmp_path, "--", *flags(toys, tmp_path, mix))
+    done = subprocess.run(
+        [sys.executable, "-m", "fabric_llm.verify", *map(str, words), "--devices", "2", "--strategy", "fsdp"],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and "identical" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_spike_that_rewinds_a_mixture(toys, whole, tmp_path):
+    """The data of the spike is passed over: the log counts it as read, and each row is where it would have been."""
+
+    def poison():
+
+        from fabric_llm.training import step
+
+        share, calls = step.share, []
+
+        def spiked(fabric, total, asked):
+            (loss, *aux), answers = share(fabric, total, asked)
+            calls.append(loss)
+            return ((loss * 50 if len(calls) == 6 else loss), *aux), answers
+
+        step.share = spiked
+
+    mix, _ = whole
+    more = ("--spike_threshold", 8, "--spike_window", 3, "--spike_action", "rewind", "--run_name", "run")
+    job = Job(1, *flags(toys, tmp_path, mix, *more), before=poison)
+    assert job.wait() == [0], job.output
+    document = document_of(tmp_path / "run", STEPS)
+    assert document["guard"]["rewinds"] == 1 and document["progress"]["position"] == (STEPS + 2) * BATCH
+    last = metrics(tmp_path / "run", "sources")[-1]
+    assert sum(one["epochs"] * rows for one, rows in zip(last.values(), (31, 70, 40))) == pytest.approx(
+        (STEPS + 2) * BATCH
+    )
+    assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+def test_mixtures_that_do_not_go_together_are_refused(toys, sources, tmp_path):
+    new, old = sources / "new", sources / "old"
+
+    def said(mix, *more):
+        return refused(flags(toys, tmp_path, mix, *more))
+
+    assert (
+        "would be read 2.32 times in 12 steps (72 of 31 rows), more than its max_epochs, 2: take at most --max_step 10"
+        in said(f"new={new}:0.75:2,old={old}:0.25")
+    )
+    assert "must hold equally many tokens, which are 24 in source 'new' and 48 in source 'long'" in said(
+        f"new={new}:1,long={sources / 'long'}:1"
+    )
+    assert "--context_length 99: the rows of" in said(f"new={new}:1,old={old}:1", "--context_length", 99)
+    assert "have different columns: input_ids, and input_ids, labels." in said(
+        f"new={new}:1,ragged={toys / 'ragged'}:1"
+    )
+    late = {**staged(sources), "stages": [{"from": 0.99, "weights": {"new": 1}}]}
+    late["sources"]["long"]["weight"] = 0
+    assert "the stage from 0.99 on has no step: it begins after step 12 of 12" in said(json.dumps(late))
+
+
+def test_sources_of_different_tokenizers_are_refused(toys, sources, tmp_path):
+    manifest = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1, "eos_token_id": 0}
+    for name, more in {
+        "one": {"tokenizer_sha256": "a"},
+        "two": {"tokenizer_sha256": "b"},
+        "end": {"tokenizer_sha256": "a", "eos_token_id": 5},
+    }.items():
+        save(tmp_path / name, 20, **{**manifest, **more})
+    run = flags(toys, tmp_path, f"one={tmp_path / 'one'}:1,two={tmp_path / 'two'}:1")
+    assert "were made with different tokenizers; run prepare_data.py for both with one --tokenizer." in refused(run)
+    run = flags(toys, tmp_path, f"one={tmp_path / 'one'}:1,end={tmp_path / 'end'}:1")
+    assert "packed, token 0 ends a document, and packed, token 5 ends a document; take" in refused(run)
+    run = flags(toys, tmp_path, f"one={tmp_path / 'one'}:1,new={sources / 'new'}:1", "--document_masking", "true")
+    assert "and not packed by prepare_data.py" in refused(run)
