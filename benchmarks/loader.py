@@ -36,9 +36,9 @@ import torch  # noqa: E402
 
 from benchmarks.bf16_updates import cpu_name, markdown, progress  # noqa: E402
 from fabric_llm.data.batches import Batches, Prefetch  # noqa: E402
-from fabric_llm.data.blend import Segment  # noqa: E402
 from fabric_llm.data.dataset import TokenDataset, open_dataset, together  # noqa: E402
 from fabric_llm.data.mixture import Mixture  # noqa: E402
+from fabric_llm.data.pattern import Segment  # noqa: E402
 
 NOTES = """
 Workers are threads that read ahead while the step computes. Here nothing computes, so they only show that they don't hold the

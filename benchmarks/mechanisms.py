@@ -424,7 +424,7 @@ MECHANISMS = [
               lambda original: lambda folder, manifest, verify: "written" in manifest, DAMAGE, "dataset"),
     Mechanism("dataset", "token ids fit the vocabulary", f"{PLAN}:open_checked",
               lambda original: lambda *args: replace(original(*args), max_token_id=0), BAD_INPUT, "test_datasets"),
-    Mechanism("mixture", "no source is read more often than it may be", "fabric_llm.data.blend:_refuse_passed",
+    Mechanism("mixture", "no source is read more often than it may be", "fabric_llm.run.stages:_refuse_passed",
               gives(None), MIXTURE, "do_not_go_together"),
     Mechanism("mixture", "all sources have one tokenizer", "fabric_llm.run.mixing:_require_one_tokenizer",
               gives(None), MIXTURE, "different_tokenizers"),

@@ -153,6 +153,10 @@ def test_loader(tmp_path):
         list(map(str, [sys.executable, FOLDER / "loader.py", *words])), capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith(("| fabric_llm", "| torch", "| the same"))]
+    rows = [
+        line.split("|")
+        for line in done.stdout.splitlines()
+        if line.startswith(("| fabric_llm", "| torch", "| the same"))
+    ]
     assert len(rows) == 7 and all(float(row[5].replace(",", "")) > 0 for row in rows)
     assert not list(tmp_path.iterdir()), "the datasets are removed"

@@ -20,11 +20,13 @@ from safetensors.torch import load_file
 from test_verify import reseal
 
 from fabric_llm.data.batches import Batches, Prefetch
-from fabric_llm.data.blend import Blend, Here, Segment, Source, Stage, lay_out, parse, pattern, position_of, read_before
+from fabric_llm.data.blend import Blend, Source, Stage, parse
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.data.mixture import Mixture, mixture_of, segments_of
 from fabric_llm.data.order import RowsRead, claimed_by
+from fabric_llm.data.pattern import Segment, pattern, position_of, read_before
 from fabric_llm.data.views import Rows
+from fabric_llm.run.stages import Here, lay_out
 from fabric_llm.verify import __main__ as verify
 
 # The same examples in each run: a property that is found to be wrong stays wrong.

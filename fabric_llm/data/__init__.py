@@ -10,7 +10,8 @@ demo       `prepare_demo`: the dataset of --demo
 columns    the columns of a dataset, and which tokens are targets
 dataset    `open_dataset`: a checked `TokenDataset`
 order      `permuted`, `random_key`, `RowsRead`: which row is read at which position
-blend      `parse`, `lay_out`: --data_mix, and which source stands at which position; imports nothing slow
+blend      `parse`: what --data_mix says: sources, weights, stages
+pattern    `pattern`, `read_before`: which source of a mixture stands at which position
 mixture    `Mixture`: which row of which source is read at which position
 views      `Rows`: rows of Arrow files as numpy sees them, without a copy
 batches    `Batches`, `Prefetch`: the micro-batches of a rank at a position

@@ -1,26 +1,19 @@
-"""--data_mix: its text, and from numbers alone which source stands at which position. Nothing here imports numpy or torch.
-
-A mixture is a list of segments. In a segment the sources stand in a pattern that repeats, so that the source of a position,
-and how many rows of it came before, are computed without going through the positions before it.
-"""
+"""What --data_mix says: sources, weights and stages, from a YAML file or one line. Nothing here imports numpy or torch."""
 
 from __future__ import annotations
 
-import heapq
 import math
 import os
 import re
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from fabric_llm.base.spelling import nearest
+from fabric_llm.data.pattern import MOST_SLOTS
 
-MOST_SLOTS = 10_000  # of a pattern: finer shares are rounded
 MOST_CHARACTERS = 60  # of a value in a message
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 NUMBER = r"\d{1,15}(\.\d{1,15})?([eE][+-]?\d{1,2})?|\d{1,9}/0*[1-9]\d{0,8}"
@@ -62,9 +55,6 @@ class Blend:
         order = [*index.values(), *(i for i, name in enumerate(self.names) if name not in index)]
         stages = tuple(replace(stage, weights=tuple(stage.weights[i] for i in order)) for stage in self.stages)
         return Blend(tuple(self.sources[i] for i in order), stages)
-
-
-# ------------------------------------------------------------------------------- what is written
 
 
 def text_of(given: str) -> str:
@@ -269,185 +259,3 @@ def require_one_length(blend: Blend, contexts: Sequence[Optional[int]]) -> None:
 
 def _shares(names: Sequence[str], weights: Sequence[int]) -> dict[str, str]:
     return {name: f"{weight / sum(weights):.10g}" for name, weight in zip(names, weights) if weight}
-
-
-# ------------------------------------------------------------------------------- which source stands where
-
-
-class Segment(NamedTuple):
-    """Positions from `begins` to the next segment, in which the sources stand with these weights."""
-
-    begins: int  # position
-    weights: tuple[int, ...]  # of each source: slots of the pattern
-
-
-@lru_cache(maxsize=64)
-def pattern(weights: tuple[int, ...]) -> tuple[int, ...]:
-    """The source of each slot of a period: after any number of slots each source has its share, less than one row off.
-
-    The j-th row of a source of weight w comes between j/w and (j+1)/w of the period, widened to whole slots, and the row
-    that is due first comes first: earliest deadlines on these windows, Baruah, Cohen, Plaxton and Varvel (1996),
-    Proportionate Progress, Algorithmica 15. It solves Tijdeman's chairman assignment problem (1980).
-    """
-    period, taken = sum(weights), [0] * len(weights)
-    waiting = [(0, source) for source, weight in enumerate(weights) if weight]  # (slot from which it may come, source)
-    ready: list[tuple[int, int]] = []  # (slot before which it must come, source)
-    slots = []
-    for slot in range(period):
-        while waiting and waiting[0][0] <= slot:
-            source = heapq.heappop(waiting)[1]
-            heapq.heappush(ready, (-(-(taken[source] + 1) * period // weights[source]), source))
-        source = heapq.heappop(ready)[1]
-        slots.append(source)
-        taken[source] += 1
-        if taken[source] < weights[source]:
-            heapq.heappush(waiting, (taken[source] * period // weights[source], source))
-    return tuple(slots)
-
-
-@lru_cache(maxsize=64)
-def places(weights: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The slots of each source in the pattern, in order."""
-    found: list[list[int]] = [[] for _ in weights]
-    for slot, source in enumerate(pattern(weights)):
-        found[source].append(slot)
-    return tuple(map(tuple, found))
-
-
-def read_before(segments: Sequence[Segment], position: int) -> tuple[int, ...]:
-    """How many rows of each source stand before `position`."""
-    counts = [0] * len(segments[0].weights)
-    ends = [segment.begins for segment in segments[1:]] + [position]
-    for segment, end in zip(segments, ends):
-        length = min(end, position) - segment.begins
-        if length > 0:
-            periods, rest = divmod(length, sum(segment.weights))
-            for source, (weight, slots) in enumerate(zip(segment.weights, places(segment.weights))):
-                counts[source] += periods * weight + bisect_left(slots, rest)
-    return tuple(counts)
-
-
-def position_of(segments: Sequence[Segment], source: int, number: int) -> Optional[int]:
-    """The position at which the row `number` of a source is read, counted from 0; None if that never comes."""
-    for index, segment in enumerate(segments):
-        weight = segment.weights[source]
-        left = number - read_before(segments, segment.begins)[source]
-        if weight and left >= 0:
-            position = (
-                segment.begins + left // weight * sum(segment.weights) + places(segment.weights)[source][left % weight]
-            )
-            if index + 1 == len(segments) or position < segments[index + 1].begins:
-                return position
-    return None
-
-
-def segment_at(segments: Sequence[Segment], position: int) -> Segment:
-    """The segment that holds `position`."""
-    return segments[max(i for i, segment in enumerate(segments) if segment.begins <= position or i == 0)]
-
-
-# ------------------------------------------------------------------------------- a run
-
-
-class Layout(NamedTuple):
-    """A mixture over a run."""
-
-    segments: tuple[Segment, ...]
-    end: Optional[int]  # position that the run may not pass, None if there is none
-    max_step: int
-
-
-class Here(NamedTuple):
-    """Where a run is, and the segments that it has had."""
-
-    step: int = 0
-    position: int = 0
-    segments: tuple[Segment, ...] = ()
-
-
-def lay_out(
-    blend: Blend, rows: Sequence[int], batch: int, max_step: Optional[int], number_epochs: int, here: Here = Here()
-) -> Layout:
-    """The segments of a run of `max_step` steps, or, without it, until a source would be read more than `number_epochs` times.
-
-    rows: of each source's training split. A source with max_epochs may be read that often instead. Raises ValueError where
-    a source would be read more often, or a stage has no step.
-    """
-    limits = [
-        math.floor(source.max_epochs * count) if source.max_epochs else None if max_step else number_epochs * count
-        for source, count in zip(blend.sources, rows)
-    ]
-    if max_step is None:
-        layout = _until_read(blend, limits, batch, here)
-    else:
-        segments = _segments(blend, max_step, batch, here)
-        end = _first_passed(segments, limits)
-        layout = Layout(segments, None if end is None else end[0], max_step)
-        if end is not None and end[0] < here.position + (max_step - here.step) * batch:
-            _refuse_passed(blend, rows, batch, max_step, here, segments, *end)
-    begins = [round(stage.begins * layout.max_step) for stage in blend.stages] + [layout.max_step]
-    for stage, first, after in zip(blend.stages, begins, begins[1:]):
-        if first >= after and after > here.step:
-            raise ValueError(
-                f"--data_mix: the stage from {float(stage.begins):g} on has no step: it begins after step {first} of "
-                f"{layout.max_step}, and ends there."
-            )
-    return layout
-
-
-def _segments(blend: Blend, max_step: int, batch: int, here: Here) -> tuple[Segment, ...]:
-    """Those that lie behind, and the stages from here on; a stage whose weights are already in use just goes on."""
-    added = (0,) * (len(blend.sources) - len(here.segments[0].weights)) if here.segments else ()
-    found = [Segment(old.begins, old.weights + added) for old in here.segments if old.begins < here.position]
-    begins = [round(stage.begins * max_step) for stage in blend.stages]
-    for stage, first, after in zip(blend.stages, begins, [*begins[1:], math.inf]):
-        if first < after and after > here.step and not (found and found[-1].weights == stage.weights):
-            found.append(Segment(here.position + max(first - here.step, 0) * batch, stage.weights))
-    return tuple(found)
-
-
-def _first_passed(segments: Sequence[Segment], limits: Sequence[Optional[int]]) -> Optional[tuple[int, int]]:
-    """(the first position at which a source would be read more often than it may, that source)."""
-    found = [(position_of(segments, i, limit), i) for i, limit in enumerate(limits) if limit is not None]
-    return min(((position, i) for position, i in found if position is not None), default=None)
-
-
-def _until_read(blend: Blend, limits: Sequence[int], batch: int, here: Here) -> Layout:
-    """As many steps as fit, the last one with what is left of a batch."""
-
-    def layout(steps: int) -> tuple[tuple[Segment, ...], int]:
-        segments = _segments(blend, here.step + steps, batch, here)
-        end = _first_passed(segments, limits)
-        assert end is not None, "some source is read at the end, so it comes to its limit"
-        return segments, min(end[0], here.position + steps * batch)
-
-    fits, too_many = 0, (sum(limits) - here.position) // batch + 2
-    while too_many - fits > 1:
-        steps = (fits + too_many) // 2
-        if layout(steps)[1] == here.position + steps * batch:
-            fits = steps
-        else:
-            too_many = steps
-    for steps in (fits + 1, fits):
-        segments, end = layout(steps)
-        if end > here.position + (steps - 1) * batch:
-            break
-    if end <= here.position or here.step == 0 and fits == 0:
-        _, source = _first_passed(segments, limits)
-        raise ValueError(
-            f"A step takes {batch} sequences, of which source {blend.names[source]!r} would give more than the "
-            f"{limits[source]} that --number_epochs and max_epochs let it: take smaller batches, a smaller weight, or more data."
-        )
-    return Layout(segments, end, here.step + steps)
-
-
-def _refuse_passed(
-    blend: Blend, rows: Sequence[int], batch: int, max_step: int, here: Here, segments: Any, end: int, source: int
-) -> None:
-    would = read_before(segments, here.position + (max_step - here.step) * batch)[source]
-    name, most = blend.names[source], blend.sources[source].max_epochs
-    raise ValueError(
-        f"Source {name!r} would be read {would / rows[source]:.2f} times in {max_step} steps ({would:,} of {rows[source]:,} "
-        f"rows), more than its max_epochs, {float(most):g}: take at most --max_step {here.step + (end - here.position) // batch}, "
-        "a smaller weight, or more data."
-    )

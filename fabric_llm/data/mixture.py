@@ -1,4 +1,4 @@
-"""(mixture, seed, position) -> rows: a function without hidden state. blend.py says which source stands at which position.
+"""(mixture, seed, position) -> rows: a function without hidden state. pattern.py says which source stands at which position.
 
 The n-th row that is read of a source, over all segments of a run, is at place n of that source's own order, one epoch after
 the other. So nothing of a source is read twice before all of it was read once, whatever its weights were meanwhile.
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from fabric_llm.data import blend
-from fabric_llm.data.blend import Segment
+from fabric_llm.data import pattern
 from fabric_llm.data.order import NEW_ORDER, ORDERS, random_key, rows_at
+from fabric_llm.data.pattern import Segment
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Mixture:
     @cached_property
     def _before(self) -> np.ndarray:
         """Rows of each source before each segment, int64 [segments, sources]."""
-        return np.array([blend.read_before(self.segments, segment.begins) for segment in self.segments])
+        return np.array([pattern.read_before(self.segments, segment.begins) for segment in self.segments])
 
     def places_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, how many rows of it were read before) at each position, int64, same shape."""
@@ -64,17 +64,17 @@ class Mixture:
 
     def context_at(self, position: int) -> int:
         """Tokens of the row at `position`, and of all rows of its stage."""
-        weights = blend.segment_at(self.segments, position).weights
+        weights = pattern.segment_at(self.segments, position).weights
         return next(context for context, weight in zip(self.contexts, weights) if weight)
 
     def shares_at(self, position: int) -> dict[str, float]:
         """The share of each source that is read at `position`."""
-        weights = blend.segment_at(self.segments, position).weights
+        weights = pattern.segment_at(self.segments, position).weights
         return {name: weight / sum(weights) for name, weight in zip(self.names, weights) if weight}
 
     def read_before(self, position: int) -> dict[str, dict[str, Any]]:
         """{name: {"tokens", "epochs"}} that were read of each source before `position`, also where a run went back since."""
-        counts = blend.read_before(self.segments, position)
+        counts = pattern.read_before(self.segments, position)
         return {
             name: {"tokens": count * context, "epochs": count / rows}
             for name, count, context, rows in zip(self.names, counts, self.contexts, self.rows)
@@ -99,7 +99,7 @@ def segments_of(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tupl
         fit = known = False
     if not (fit and known and found) or begins != sorted(set(begins)) or begins[0] != 0:
         raise ValueError("the segments of the mixture can't be read")
-    if any(not 0 < sum(segment.weights) <= blend.MOST_SLOTS for segment in found):
+    if any(not 0 < sum(segment.weights) <= pattern.MOST_SLOTS for segment in found):
         raise ValueError("the weights of the mixture can't be read")
     return found
 
@@ -130,8 +130,8 @@ def seed_of(seed: int, name: str) -> int:
 @lru_cache(maxsize=64)
 def _tables(weights: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(source of each slot, how many slots of that source come before it, weights), int64."""
-    sources = np.array(blend.pattern(weights))
+    sources = np.array(pattern.pattern(weights))
     occurrence = np.empty_like(sources)
-    for slots in blend.places(weights):
+    for slots in pattern.places(weights):
         occurrence[list(slots)] = np.arange(len(slots))
     return sources, occurrence, np.array(weights)

@@ -6,6 +6,7 @@ placement      `place`: devices and strategy, known without torch
 starting       `start`: the run directory locked, the ranks of this machine started
 joining        `join`, `plan_together`: all ranks, with the same plan
 resume         `directory`, `choose`: which run directory and checkpoint a run resumes from
+stages         `lay_out`: where each stage of a mixture begins, and where the run ends
 mixing         `plan_mixture`: the sources of --data_mix, and their mixture over a run
 plan           `make_plan`, `Plan`: flags -> what they mean on this machine, with this dataset and model
 same_run       `require_same_run`: what a resumed run may change

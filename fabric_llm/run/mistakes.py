@@ -22,6 +22,7 @@ from fabric_llm.model import strategy_rules
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.processes.launch import launched_world, started_by_other
 from fabric_llm.run import flag_rules, resume, run_directory
+from fabric_llm.run.stages import lay_out
 
 
 def in_training(flags: Flags) -> None:
@@ -106,7 +107,7 @@ def in_length(flags: Flags, global_batch_size: int) -> None:
     mix, training = blend.parse(flags.data.data_mix), flags.training
     said = [said_of_rows(Path(source.path)) for source in mix.sources]
     if None not in said:
-        blend.lay_out(mix, [rows for rows, _ in said], global_batch_size, training.max_step, training.number_epochs)
+        lay_out(mix, [rows for rows, _ in said], global_batch_size, training.max_step, training.number_epochs)
 
 
 def asked_world(flags: Flags) -> tuple[Union[int, str], int]:

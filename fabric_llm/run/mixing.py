@@ -9,12 +9,13 @@ from fabric_llm.base.command_line import Flags, is_first_of_machine
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.data import blend as blends
-from fabric_llm.data.blend import Blend, Here, Layout
+from fabric_llm.data.blend import Blend
 from fabric_llm.data.dataset import TokenDataset, together
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.sources import open_source
 from fabric_llm.model.loading import tokenizer_beside
 from fabric_llm.run import flag_rules, resume
+from fabric_llm.run.stages import Here, Layout, lay_out
 
 Document = dict[str, Any]  # progress.json of the checkpoint that is resumed, {} for a run that starts
 
@@ -128,7 +129,7 @@ def _layout(
     """The segments of the run: as they were planned, or anew from where it is, if something was changed on purpose."""
     max_step, number_epochs = flags.training.max_step, flags.training.number_epochs
     if had is None:
-        return blends.lay_out(blend, rows, batch, max_step, number_epochs)
+        return lay_out(blend, rows, batch, max_step, number_epochs)
     then = resumed["schedule"]
     now = (blends.described(blend), batch, max_step, max_step or number_epochs)
     if now == tuple(
@@ -140,7 +141,7 @@ def _layout(
         return Layout(
             had.segments, end, last if end is None else min(last, start.step - (start.position - end) // batch)
         )
-    return blends.lay_out(blend, rows, batch, max_step, number_epochs, Here(start.step, start.position, had.segments))
+    return lay_out(blend, rows, batch, max_step, number_epochs, Here(start.step, start.position, had.segments))
 
 
 def epochs(plan: Any) -> dict[str, float]:
