@@ -94,9 +94,12 @@ class Batches:
 
 
 def document_begins(input_ids: Tensor, document_end: int) -> Tensor:
-    """True at the first token of each document but the first of a row. bool [rows, context]"""
+    """True at the first token of each document but the first of a row. bool [rows, context]
+
+    An end behind an end is padding (columns.Unpadded), which belongs to the document before it.
+    """
     begins = torch.zeros_like(input_ids, dtype=torch.bool)
-    begins[:, 1:] = input_ids[:, :-1] == document_end
+    begins[:, 1:] = (input_ids[:, :-1] == document_end) & (input_ids[:, 1:] != document_end)
     return begins
 
 

@@ -30,6 +30,25 @@ def is_target(labels: Any) -> Any:
     return labels[:, 1:] != IGNORED
 
 
+class Unpadded:
+    """A split of rows that end with padding, as best_fit packs them: its `labels` have IGNORED there.
+
+    Exactly one EOS ends each document, so that EOS after EOS is padding.
+    """
+
+    def __init__(self, split: Any, eos: int) -> None:
+        self.split, self.eos = split, eos
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, numbers: Any) -> dict[str, np.ndarray]:
+        ids = np.asarray(self.split[numbers]["input_ids"])
+        labels = ids.astype(np.int64)
+        labels[..., 1:][(ids[..., 1:] == self.eos) & (ids[..., :-1] == self.eos)] = IGNORED
+        return {"input_ids": ids, "labels": labels}
+
+
 def columns_of(split: datasets.Dataset, where: str) -> list[str]:
     """The columns of COLUMNS that `split` has.
 
