@@ -235,7 +235,9 @@ def test_spelling_that_the_model_itself_takes_for_eos_is_an_error(make, tmp_path
     with pytest.raises(ValueError, match=r"001\.txt holds text that this tokenizer turns into .* </s>: take it out"):
         make(folder, tokenizer=tokenizer, context_length=2, on_error="stop")
     write_texts(tmp_path / "more", ["a a", "a a a a"])
-    with pytest.warns(UserWarning, match=r"skipped 1 bad records \(1 with a special token\), the first: .*001\.txt holds"):
+    with pytest.warns(
+        UserWarning, match=r"skipped 1 bad records \(1 with a special token\), the first: .*001\.txt holds"
+    ):
         manifest = make(folder, tmp_path / "more", tokenizer=tokenizer, context_length=2)
     assert sum(split["documents"] for split in manifest["splits"].values()) == 3
 
@@ -729,7 +731,9 @@ def test_file_that_comes_in_twice(make, tmp_path, texts):
 
 def test_single_text_file_without_a_blank_line_cannot_be_split(make, tmp_path):
     (tmp_path / "a.txt").write_text("one long book " * 1000)
-    with pytest.raises(ValueError, match=r"0 tokens in 0 of 1 documents, .* one document unless --document_separator says"):
+    with pytest.raises(
+        ValueError, match=r"0 tokens in 0 of 1 documents, .* one document unless --document_separator says"
+    ):
         make(tmp_path / "a.txt")
 
 

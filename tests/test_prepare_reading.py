@@ -76,7 +76,9 @@ def read(path, text_field="text", **more):
     texts, bad, begun = [], [], ""
     for record in read_part(part, text_field):
         if isinstance(record, Bad):
-            bad.append(f"{where(part, record.number, lines_before(part))} {record.message}".replace(f"{path.parent}/", ""))
+            bad.append(
+                f"{where(part, record.number, lines_before(part))} {record.message}".replace(f"{path.parent}/", "")
+            )
             begun = ""
         else:
             begun += record[1]
@@ -283,15 +285,15 @@ def test_bad_rows_of_csv(tmp_path):
 
 @pytest.mark.parametrize("head", [b"id,body\n", b"", b"text,text\n"])
 def test_csv_without_the_column(tmp_path, head):
-    with pytest.raises(ValueError, match=r'a\.csv has no field "text" \(fields: (id, body|none|text, text)\)'):
+    with pytest.raises(ValueError, match=r'a\.csv has no field "text" \(fields: (id, body|1, a|text, text)\)'):
         read(write(tmp_path / "a.csv", head + b"1,a\n"))
 
 
 @pytest.mark.parametrize("packed", [".gz", ".zst", ".bz2", ".xz"])
 def test_of_a_truncated_archive_what_comes_before_its_end_is_read(tmp_path, packed):
     texts = ["".join(map(chr, np.random.default_rng(n).integers(97, 123, 3000))) for n in range(300)]
-    one_frame = zstandard.compress if packed == ".zst" else PACK[packed]
-    data = one_frame(as_lines(texts))
+    in_blocks = {".zst": zstandard.compress, ".bz2": lambda data: bz2.compress(data, 1)}
+    data = in_blocks.get(packed, PACK[packed])(as_lines(texts))
     found, bad = read(write(tmp_path / f"a.jsonl{packed}", data[: len(data) * 3 // 4]))
     assert found == texts[: len(found)] and 0 < len(found) < 300
     assert len(bad) == 1 and f"a.jsonl{packed} is not a complete " in bad[0]
@@ -310,7 +312,9 @@ def test_a_broken_json_array(tmp_path, cut):
 @pytest.fixture
 def make(tmp_path):
     def make(*paths, **changes):
-        given = dict(train_tokenizer=300, context_length=8, validation_fraction=0.3, progress=False, output=tmp_path / "o")
+        given = dict(
+            train_tokenizer=300, context_length=8, validation_fraction=0.3, progress=False, output=tmp_path / "o"
+        )
         return prepare(inputs=list(paths), **{**given, **changes})
 
     return make
@@ -372,7 +376,9 @@ def test_what_cannot_hold_text_is_refused_by_name(tmp_path, make, name):
 def test_a_file_of_which_every_record_is_bad_is_an_error(tmp_path, make):
     good = write(tmp_path / "good.jsonl", as_lines(TEXTS))
     bad = write(tmp_path / "bad.jsonl", b'{"body": "a"}\n{"body": "b"}\n')
-    with pytest.raises(ValueError, match=r'none of the 2 records of .*bad\.jsonl can be read: .*bad\.jsonl:1 has no field'):
+    with pytest.raises(
+        ValueError, match=r"none of the 2 records of .*bad\.jsonl can be read: .*bad\.jsonl:1 has no field"
+    ):
         make(good, bad)
 
 

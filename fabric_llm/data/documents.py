@@ -43,7 +43,9 @@ class Part(NamedTuple):
     split: str = ""  # of a dataset
     own_validation: bool = False  # the dataset itself has put it there
     draws: bool = True  # False: its validation split is its own
-    separator: Optional[str] = None  # regular expression between documents of plain text; None: the file is one document
+    separator: Optional[str] = (
+        None  # regular expression between documents of plain text; None: the file is one document
+    )
 
 
 class Bad(NamedTuple):
@@ -136,7 +138,11 @@ def _cut(file: BinaryIO, part: Part) -> Iterator[tuple[int, bytes, bool]]:
     separator = None if part.separator is None else re.compile(part.separator.encode())
     if part.start:
         file.seek(part.start)
-    begin, place, buffer = part.start, part.start, b""  # `buffer` begins at `place`, in the document that begins at `begin`
+    begin, place, buffer = (
+        part.start,
+        part.start,
+        b"",
+    )  # `buffer` begins at `place`, in the document that begins at `begin`
     while True:
         room = BLOCK_BYTES if part.end is None else min(BLOCK_BYTES, part.end - place - len(buffer))
         block = file.read(room)
@@ -227,8 +233,8 @@ def _read_json(part: Part, text_field: str, handles: list) -> Iterator[Record]:
         yield from _read_json_lines(part, text_field, handles)
         return
     with _open(part.path, handles) as file:
-        if file.read(3) != codecs.BOM_UTF8:
-            file.seek(0)
+        if file.peek(3)[:3] == codecs.BOM_UTF8:
+            file.read(3)
         number = 0
         try:
             for number, record in enumerate(
@@ -429,7 +435,11 @@ def _is_text(record: Any) -> bool:
     if record.rec_type == "conversion":
         return True
     headers = record.http_headers
-    return record.rec_type == "response" and headers and (headers.get_header("Content-Type") or "").startswith("text/plain")
+    return (
+        record.rec_type == "response"
+        and headers
+        and (headers.get_header("Content-Type") or "").startswith("text/plain")
+    )
 
 
 READERS: dict[str, Reader] = {

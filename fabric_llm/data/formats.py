@@ -30,7 +30,7 @@ NOT_TEXT = frozenset(
 )
 PROBE_BYTES = 64 * 1024  # of a file of another suffix, which must be UTF-8
 HEAD_BYTES = 10
-MAGIC = {"gzip": b"\x1f\x8b", "zstandard": b"\x28\xb5\x2f\xfd", "bzip2": b"BZh[1-9]1AY&SY", "xz": b"\xfd7zXZ\0"}
+MAGIC = {"gzip": b"\x1f\x8b", "zstandard": b"\\x28\xb5\x2f\xfd", "bzip2": b"BZh[1-9]1AY&SY", "xz": b"\xfd7zXZ\0"}
 ZSTD_INPUT_BYTES = 16 * 1024  # decompressed at once: what it becomes is held in memory
 
 
@@ -110,7 +110,7 @@ def is_damage(error: BaseException) -> bool:
     """Whether a file that is being decompressed ends too early or isn't what its first bytes say."""
     if isinstance(error, (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)):
         return True
-    of_bz2 = isinstance(error, OSError) and error.errno is None
+    of_bz2 = isinstance(error, OSError) and error.errno is None and not isinstance(error, io.UnsupportedOperation)
     return of_bz2 or type(error).__name__ == "ZstdError"
 
 

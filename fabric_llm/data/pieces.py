@@ -139,9 +139,7 @@ def fingerprint(found: Found, pieces: Iterable[Piece]) -> str:
     return digest.hexdigest()
 
 
-def _parts_of(
-    source: Source, found: Found, text_field: str, separator: Optional[str]
-) -> Iterator[tuple[Part, int]]:
+def _parts_of(source: Source, found: Found, text_field: str, separator: Optional[str]) -> Iterator[tuple[Part, int]]:
     if source.kind in ("dataset", "hub"):
         yield from _dataset_parts(source, found, text_field)
         return

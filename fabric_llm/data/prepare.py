@@ -108,7 +108,9 @@ def prepare(**arguments: Any) -> dict:
     pieces = plan(found, options.text_field, checks.separator(options.document_separator))
     if not options.validation_fraction and not found.own_validation:
         raise ValueError("validation_fraction is 0, and no input has a validation split of its own: take more than 0")
-    given = None if options.tokenizer is None else packing_tokenizer(options.tokenizer)  # fails before anything is written
+    given = (
+        None if options.tokenizer is None else packing_tokenizer(options.tokenizer)
+    )  # fails before anything is written
     needs = "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over 65,536"
     with work_folder(target, mine is not None, lambda folder: _all_done(folder, pieces)) as folder:
         with on_disk(target, folder, needs):
@@ -244,7 +246,8 @@ def _rows(folder: Path, marks: list[Mark], options: Options, hf_tokenizer: PreTr
     shutil.rmtree(made, ignore_errors=True)
     dtype = _job(folder, options, hf_tokenizer).convention.dtype
     tokens = sum(mark.tokens for mark in marks)
-    room = 2 * tokens * (2 if dtype == "uint16" else 4)
+    # The tokens of the splits, their packed rows, and the dataset.
+    room = tokens * (2 if dtype == "uint16" else 4) * (3 if options.packing == "best_fit" else 2)
     files.room(folder, room, "The dataset", "make room, or take an --output on another disk")
     same = None
     if options.deduplicate == "exact":

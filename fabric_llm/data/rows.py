@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Optional
@@ -17,7 +17,6 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.data.encoding import Lengths
 from fabric_llm.data.packing import pack
@@ -120,7 +119,9 @@ def with_both_splits(choice: Choice) -> Choice:
         counts += [(~some.repeated & ~some.in_validation).sum(), (~some.repeated & some.in_validation).sum()]
         if counts.all():
             return choice
-        distance = np.abs(document_hashes(choice.seed, np.arange(first, first + len(lengths))) - choice.validation_fraction)
+        distance = np.abs(
+            document_hashes(choice.seed, np.arange(first, first + len(lengths))) - choice.validation_fraction
+        )
         distance[some.repeated | ~draws] = 3.0
         at = int(distance.argmin())
         nearest = min(nearest, (float(distance[at]), first + at))
@@ -181,10 +182,8 @@ def save_rows(
 ) -> dict[str, dict]:
     """Write the rows of each split as a DatasetDict into `folder`. Returns `splits` of the manifest.
 
-    Raises ValueError for a split without a row, Fault (74) where the disk hasn't the room.
+    Raises ValueError for a split without a row.
     """
-    needed = sum(split.tokens * split.dtype.itemsize for split in splits.values()) * (2 if packing == "best_fit" else 1)
-    files.room(folder, needed, "The dataset", "make room, or take an --output on another disk")
     failpoint("prepare.rows")
     for name, split in splits.items():
         if split.tokens < (1 if packing == "best_fit" else context_length):

@@ -150,7 +150,9 @@ def encode_on_ray(pieces: Sequence[Piece], job: Job, report: Report) -> None:
     started = not ray.is_initialized()
     if started:
         package = str(Path(__file__).parents[2])
-        ray.init(log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": package, "TOKENIZERS_PARALLELISM": "false"}})
+        ray.init(
+            log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": package, "TOKENIZERS_PARALLELISM": "false"}}
+        )
     try:
         task = ray.remote(num_cpus=1, max_retries=3)(_on_ray)
         given = ray.put(job)

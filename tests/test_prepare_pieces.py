@@ -1,0 +1,209 @@
+"""However often prepare_data.py is killed, and whoever makes the pieces: the same bytes."""
+
+import filecmp
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fabric_llm.base.failpoints import VARIABLE
+from fabric_llm.data import pieces
+from fabric_llm.data.prepare import prepare, summary
+from fabric_llm.data.tokenizer import train_byte_level_bpe
+from fabric_llm.data.work_folder import beside, work_folder
+
+ROOT = Path(__file__).parents[1]
+SMALL = "fabric_llm.data.pieces.PIECE_BYTES = 4000; encoding.MARK_CHARACTERS = 1500; encoding.BATCH_CHARACTERS = 400"
+RUN = f"""
+import sys, json
+import fabric_llm.data.pieces
+from fabric_llm.data import encoding, workers
+{SMALL}
+encoding.BATCH_CHARACTERS_A_THREAD = 200
+from fabric_llm.base.ending import in_one_sentence
+with in_one_sentence("prepare_data.py"):
+    from fabric_llm.data.prepare import prepare
+    prepare(**json.loads(sys.argv[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A tokenizer, and text of about 60 KB in several kinds of files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    generator = random.Random(0)
+    words = [Path(os.__file__).read_text()[at : at + 6] for at in range(0, 6000, 6)]
+    texts = [" ".join(generator.choices(words, k=generator.randrange(1, 60))) for _ in range(300)]
+    train_byte_level_bpe(texts, vocab_size=400).save_pretrained(folder / "tokenizer")
+    (folder / "in").mkdir()
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    lines[17] = "broken\n"
+    (folder / "in" / "a.jsonl").write_text("".join(lines[:200]))
+    (folder / "in" / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[200:280]).encode()))
+    (folder / "in" / "c.txt").write_text("\n\n".join(texts[280:]) + "\n\n" + "a long line\n" * 400)
+    for number, text in enumerate(texts[:30]):
+        (folder / "in" / f"d{number}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus, tmp_path_factory):
+    """A preparation that nobody disturbed, by one process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = call(corpus, folder / "out")
+    assert done.returncode == 0, done.stderr
+    return folder / "out"
+
+
+def command(corpus, output, **changes):
+    given = dict(
+        inputs=[str(corpus / "in")],
+        output=str(output),
+        tokenizer=str(corpus / "tokenizer"),
+        context_length=32,
+        validation_fraction=0.1,
+        document_separator="\\n\\n",
+        deduplicate="exact",
+    )
+    return [sys.executable, "-W", "ignore", "-c", RUN, json.dumps({**given, **changes})]
+
+
+def call(corpus, output, failpoint=None, **changes):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **({VARIABLE: failpoint} if failpoint else {})}
+    words = command(corpus, output, **changes)
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def assert_same(one, other):
+    names = sorted(str(path.relative_to(one)) for path in one.rglob("*") if path.is_file())
+    assert names == sorted(str(path.relative_to(other)) for path in other.rglob("*") if path.is_file())
+    manifests = [
+        json.loads((folder / "manifest.json").read_text()) | {"output": "", "sha256": ""} for folder in (one, other)
+    ]
+    assert manifests[0] == manifests[1]
+    same, differing, errors = filecmp.cmpfiles(one, other, [n for n in names if n != "manifest.json"], shallow=False)
+    assert differing == errors == [] and len(same) == len(names) - 1
+
+
+def test_kills_at_named_places_change_nothing(corpus, undisturbed, tmp_path):
+    points = [
+        "prepare.documents:count=150",
+        "prepare.mark",
+        "prepare.marked:count=3",
+        "prepare.mark:count=4",
+        "prepare.rows",
+    ]
+    for point in points:
+        done = call(corpus, tmp_path / "out", f"{point}:do=kill")
+        assert done.returncode == -signal.SIGKILL, (point, done.stderr)
+        assert not (tmp_path / "out").exists()
+    done = call(corpus, tmp_path / "out")
+    assert done.returncode == 0 and "Going on: " not in done.stderr  # all pieces were done
+    assert_same(tmp_path / "out", undisturbed)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_processes_change_nothing_and_one_that_dies_is_named(corpus, undisturbed, tmp_path):
+    done = call(corpus, tmp_path / "out", "prepare.marked:count=2:do=kill", num_workers=2)
+    assert done.returncode == 71 and "a process that tokenizes was killed by SIGKILL" in done.stderr
+    assert "the same command goes on" in done.stderr
+    done = call(corpus, tmp_path / "out", num_workers=2)
+    assert done.returncode == 0, done.stderr
+    assert "Going on: " in done.stderr
+    assert_same(tmp_path / "out", undisturbed)
+
+
+def test_a_full_disk_in_a_process_is_one_sentence(corpus, tmp_path):
+    done = call(corpus, tmp_path / "out", "prepare.mark:count=2:do=enospc", num_workers=2)
+    assert done.returncode == 74 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_shards_make_what_one_machine_makes(corpus, undisturbed, tmp_path):
+    for shard in ("1/3", "3/3"):
+        assert call(corpus, tmp_path / "out", shard=shard).returncode == 0
+        assert not (tmp_path / "out").exists()
+    done = call(corpus, tmp_path / "out")  # does what the second would have done
+    assert done.returncode == 0 and "pieces are done" in done.stderr, done.stderr
+    assert_same(tmp_path / "out", undisturbed)
+
+
+def test_what_a_shard_says(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4000)
+    given = json.loads(command(corpus, tmp_path / "out")[-1])
+    first = prepare(**given, shard="1/2")
+    assert 0 < first["left"] and "pieces of other shards are left" in summary(first)
+    second = prepare(**given, shard="2/2")
+    assert second["left"] == 0 and "The same command without --shard writes the dataset." in summary(second)
+    with pytest.raises(
+        ValueError, match=r"were begun with other inputs or flags \(deduplicate\): start all of them alike"
+    ):
+        prepare(**{**given, "deduplicate": "none"}, shard="2/2")
+
+
+def test_another_preparation_of_the_same_output_is_told(corpus, tmp_path):
+    given = json.loads(command(corpus, tmp_path / "out")[-1])
+    with work_folder(tmp_path / "out", False, lambda folder: False):
+        with pytest.raises(ValueError, match="out is being prepared by another process, in .*: wait for it") as raised:
+            prepare(**given)
+    assert raised.value.code == 73
+    assert beside(tmp_path / "out").name == ".out.preparing"
+
+
+def test_work_of_other_inputs_is_thrown_away(corpus, undisturbed, tmp_path):
+    assert call(corpus, tmp_path / "out", "prepare.rows:do=kill", deduplicate="none").returncode == -signal.SIGKILL
+    done = call(corpus, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "The work of a former preparation with other inputs or flags was thrown away." in done.stderr
+    assert_same(tmp_path / "out", undisturbed)
+
+
+def test_another_packing_keeps_what_is_tokenized(corpus, tmp_path):
+    def times():
+        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".out.preparing").glob("0*.json")}
+
+    killed = call(corpus, tmp_path / "out", "prepare.rows:do=kill", context_length=16)
+    before = times()
+    assert killed.returncode == -signal.SIGKILL and len(before) > 5
+    killed = call(corpus, tmp_path / "out", "prepare.publish:do=kill", packing="best_fit")
+    assert killed.returncode == -signal.SIGKILL and times() == before
+
+
+@pytest.mark.slow
+def test_a_hundred_kills_at_random_times_change_nothing(corpus, undisturbed, tmp_path):
+    generator, kills, finished = random.Random(1), 0, 0
+    words = command(corpus, tmp_path / "out", num_workers=2, overwrite=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    longest = 0.0
+    while kills < 100:
+        began = time.monotonic()
+        process = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL)
+        try:
+            code = process.wait(generator.uniform(0.6, 1.05) * longest if longest else None)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills += 1
+            continue
+        assert code == 0
+        longest = max(longest, time.monotonic() - began)
+        finished += 1
+        assert_same(tmp_path / "out", undisturbed)
+    process = subprocess.run(words, env=environment, stderr=subprocess.DEVNULL)
+    assert process.returncode == 0 and finished > 1
+    assert_same(tmp_path / "out", undisturbed)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_makes_what_one_machine_makes(corpus, undisturbed, tmp_path):
+    pytest.importorskip("ray")
+    done = call(corpus, tmp_path / "out", engine="ray")
+    assert done.returncode == 0, done.stderr
+    assert_same(tmp_path / "out", undisturbed)
