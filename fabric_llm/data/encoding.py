@@ -3,7 +3,7 @@
 In the work folder a piece with number 7 is:
 
     000007.tokens   the documents' tokens, one behind the other
-    000007.lengths  uint64 for each document: twice its tokens, plus 1 if its dataset has put it into validation, see `Lengths`
+    000007.lengths  uint64 for each document: its tokens, and what is known of its split, see `Lengths`
     000007.hashes   16 bytes for each document, the hash of its text, where duplicates are to be found
     000007.json     the mark: how much of them is on the disk, and what was read for it
 
@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import os
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -230,7 +231,9 @@ def _encoded(batches: Iterable[list[Item]], backend: Tokenizer, threads: int) ->
 
 def _write(batch: list[Item], encodings: list, out: PieceFiles, job: Job, piece: Piece) -> None:
     """Append the documents of a batch, and count those that are left out."""
-    sections = [np.array(encoding.ids, dtype=job.convention.dtype) for encoding in encodings]
+    # Through array.array: three times as fast as numpy with a list of int.
+    ids = (np.frombuffer(array("I", encoding.ids), dtype=np.uint32) for encoding in encodings)
+    sections = [one.astype(job.convention.dtype) for one in ids]
     forbidden = np.array([token for token, _ in job.convention.forbidden], dtype=job.convention.dtype)
     suspicious = bool(sections) and np.isin(np.concatenate(sections), forbidden).any()
     following = iter(sections)

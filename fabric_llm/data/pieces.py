@@ -73,7 +73,8 @@ def find_sources(
     """
     found, origin = Found([]), {}
     for given in (path for name in inputs for path in expanded(str(name))):
-        for source in _sources_of(given, pattern, exclude, output, found.not_read):
+        not_read = found.not_read if list(pattern) == formats.DEFAULT_PATTERNS else None  # else they were not wanted
+        for source in _sources_of(given, pattern, exclude, output, not_read):
             # A text in both train and validation would make the validation loss meaningless.
             path = os.path.abspath(source.name)
             if path in origin:
@@ -86,7 +87,7 @@ def find_sources(
 
 
 def _sources_of(
-    given: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, not_read: Counter
+    given: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, not_read: Optional[Counter]
 ) -> list[Source]:
     if not os.path.exists(given):
         return [Source(given, "hub", None)]  # `plan` asks the hub
