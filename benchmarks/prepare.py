@@ -222,7 +222,9 @@ def turn(name: str, folder: Path, cores: int, context: int) -> dict[str, Any]:
         last = (error.strip().splitlines() or ["?"])[-1]
         report: dict[str, Any] = {"error": last[:120].replace("|", "/")}
     else:
-        left = sum(file.stat().st_size for file in output.rglob("*") if file.is_file() and "tokenizer" not in file.parts)
+        left = sum(
+            file.stat().st_size for file in output.rglob("*") if file.is_file() and "tokenizer" not in file.parts
+        )
         report = {**json.loads(out.splitlines()[-1]), "peak_bytes": peak[0], "left_bytes": left}
     shutil.rmtree(output)
     return report

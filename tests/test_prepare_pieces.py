@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,18 +22,36 @@ from fabric_llm.data.tokenizer import train_byte_level_bpe
 from fabric_llm.data.work_folder import beside, work_folder
 
 ROOT = Path(__file__).parents[1]
-SMALL = "fabric_llm.data.pieces.PIECE_BYTES = 4000; encoding.MARK_CHARACTERS = 1500; encoding.BATCH_CHARACTERS = 400"
-RUN = f"""
-import sys, json
-import fabric_llm.data.pieces
-from fabric_llm.data import encoding, workers
-{SMALL}
-encoding.BATCH_CHARACTERS_A_THREAD = 200
+# Imports take many times as long as what is tested: this process has made them, and starts a fresh copy of itself for each
+# line of its input, {"arguments", "environment", "errors"}. It prints the copy's number, and then its exit code.
+SERVER = """
+import json, os, sys, warnings
+import fabric_llm.data.prepare
 from fabric_llm.base.ending import in_one_sentence
-with in_one_sentence("prepare_data.py"):
-    from fabric_llm.data.prepare import prepare
-    prepare(**json.loads(sys.argv[1]))
+from fabric_llm.data import encoding, pieces
+pieces.PIECE_BYTES = 4000
+encoding.MARK_CHARACTERS, encoding.BATCH_CHARACTERS, encoding.BATCH_CHARACTERS_A_THREAD = 1500, 400, 200
+warnings.simplefilter("ignore")
+for line in sys.stdin:
+    given = json.loads(line)
+    if not (child := os.fork()):
+        os.dup2(os.open(given["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 2)
+        os.environ.update(given["environment"])
+        try:
+            with in_one_sentence("prepare_data.py"):
+                fabric_llm.data.prepare.prepare(**given["arguments"])
+        except SystemExit as end:
+            os._exit(end.code)
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+
+
+@dataclass
+class Done:
+    returncode: int
+    stderr: str
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +74,54 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(corpus, tmp_path_factory):
+def start(corpus):
+    """start(output, failpoint, **changes): begins a preparation; returns (its process, what waits for its end)."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+    def start(output, failpoint=None, **changes):
+        errors = output.parent / "errors"
+        environment = {VARIABLE: failpoint} if failpoint else {}
+        given = {
+            "arguments": {**arguments(corpus, output), **changes},
+            "environment": environment,
+            "errors": str(errors),
+        }
+        print(json.dumps(given), file=server.stdin, flush=True)
+        child = int(server.stdout.readline())
+
+        def wait():
+            code = int(server.stdout.readline())
+            stderr = errors.read_text()
+            errors.unlink()
+            return Done(code, stderr)
+
+        return child, wait
+
+    yield start
+    server.stdin.close()
+    assert server.wait() == 0
+    server.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def call(start):
+    return lambda *words, **changes: start(*words, **changes)[1]()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(call, tmp_path_factory):
     """A preparation that nobody disturbed, by one process."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = call(corpus, folder / "out")
+    done = call(folder / "out")
     assert done.returncode == 0, done.stderr
     return folder / "out"
 
 
-def command(corpus, output, **changes):
-    given = dict(
+def arguments(corpus, output):
+    return dict(
         inputs=[str(corpus / "in")],
         output=str(output),
         tokenizer=str(corpus / "tokenizer"),
@@ -72,13 +130,6 @@ def command(corpus, output, **changes):
         document_separator="\\n\\n",
         deduplicate="exact",
     )
-    return [sys.executable, "-W", "ignore", "-c", RUN, json.dumps({**given, **changes})]
-
-
-def call(corpus, output, failpoint=None, **changes):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **({VARIABLE: failpoint} if failpoint else {})}
-    words = command(corpus, output, **changes)
-    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def assert_same(one, other):
@@ -92,7 +143,7 @@ def assert_same(one, other):
     assert differing == errors == [] and len(same) == len(names) - 1
 
 
-def test_kills_at_named_places_change_nothing(corpus, undisturbed, tmp_path):
+def test_kills_at_named_places_change_nothing(call, undisturbed, tmp_path):
     points = [
         "prepare.documents:count=150",
         "prepare.mark",
@@ -101,42 +152,42 @@ def test_kills_at_named_places_change_nothing(corpus, undisturbed, tmp_path):
         "prepare.rows",
     ]
     for point in points:
-        done = call(corpus, tmp_path / "out", f"{point}:do=kill")
+        done = call(tmp_path / "out", f"{point}:do=kill")
         assert done.returncode == -signal.SIGKILL, (point, done.stderr)
         assert not (tmp_path / "out").exists()
-    done = call(corpus, tmp_path / "out")
+    done = call(tmp_path / "out")
     assert done.returncode == 0 and "Going on: " not in done.stderr  # all pieces were done
     assert_same(tmp_path / "out", undisturbed)
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_processes_change_nothing_and_one_that_dies_is_named(corpus, undisturbed, tmp_path):
-    done = call(corpus, tmp_path / "out", "prepare.marked:count=2:do=kill", num_workers=2)
+def test_processes_change_nothing_and_one_that_dies_is_named(call, undisturbed, tmp_path):
+    done = call(tmp_path / "out", "prepare.marked:count=2:do=kill", num_workers=2)
     assert done.returncode == 71 and "a process that tokenizes was killed by SIGKILL" in done.stderr
     assert "the same command goes on" in done.stderr
-    done = call(corpus, tmp_path / "out", num_workers=2)
+    done = call(tmp_path / "out", num_workers=2)
     assert done.returncode == 0, done.stderr
     assert "Going on: " in done.stderr
     assert_same(tmp_path / "out", undisturbed)
 
 
-def test_a_full_disk_in_a_process_is_one_sentence(corpus, tmp_path):
-    done = call(corpus, tmp_path / "out", "prepare.mark:count=2:do=enospc", num_workers=2)
+def test_a_full_disk_in_a_process_is_one_sentence(call, tmp_path):
+    done = call(tmp_path / "out", "prepare.mark:count=2:do=enospc", num_workers=2)
     assert done.returncode == 74 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_shards_make_what_one_machine_makes(corpus, undisturbed, tmp_path):
+def test_shards_make_what_one_machine_makes(call, undisturbed, tmp_path):
     for shard in ("1/3", "3/3"):
-        assert call(corpus, tmp_path / "out", shard=shard).returncode == 0
+        assert call(tmp_path / "out", shard=shard).returncode == 0
         assert not (tmp_path / "out").exists()
-    done = call(corpus, tmp_path / "out")  # does what the second would have done
+    done = call(tmp_path / "out")  # does what the second would have done
     assert done.returncode == 0 and "pieces are done" in done.stderr, done.stderr
     assert_same(tmp_path / "out", undisturbed)
 
 
 def test_what_a_shard_says(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_BYTES", 4000)
-    given = json.loads(command(corpus, tmp_path / "out")[-1])
+    given = arguments(corpus, tmp_path / "out")
     first = prepare(**given, shard="1/2")
     assert 0 < first["left"] and "pieces of other shards are left" in summary(first)
     second = prepare(**given, shard="2/2")
@@ -148,7 +199,7 @@ def test_what_a_shard_says(corpus, tmp_path, monkeypatch):
 
 
 def test_another_preparation_of_the_same_output_is_told(corpus, tmp_path):
-    given = json.loads(command(corpus, tmp_path / "out")[-1])
+    given = arguments(corpus, tmp_path / "out")
     with work_folder(tmp_path / "out", False, lambda folder: False):
         with pytest.raises(ValueError, match="out is being prepared by another process, in .*: wait for it") as raised:
             prepare(**given)
@@ -156,54 +207,49 @@ def test_another_preparation_of_the_same_output_is_told(corpus, tmp_path):
     assert beside(tmp_path / "out").name == ".out.preparing"
 
 
-def test_work_of_other_inputs_is_thrown_away(corpus, undisturbed, tmp_path):
-    assert call(corpus, tmp_path / "out", "prepare.rows:do=kill", deduplicate="none").returncode == -signal.SIGKILL
-    done = call(corpus, tmp_path / "out")
+def test_work_of_other_inputs_is_thrown_away(call, undisturbed, tmp_path):
+    assert call(tmp_path / "out", "prepare.rows:do=kill", deduplicate="none").returncode == -signal.SIGKILL
+    done = call(tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "The work of a former preparation with other inputs or flags was thrown away." in done.stderr
     assert_same(tmp_path / "out", undisturbed)
 
 
-def test_another_packing_keeps_what_is_tokenized(corpus, tmp_path):
+def test_another_packing_keeps_what_is_tokenized(call, tmp_path):
     def times():
         return {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".out.preparing").glob("0*.json")}
 
-    killed = call(corpus, tmp_path / "out", "prepare.rows:do=kill", context_length=16)
+    killed = call(tmp_path / "out", "prepare.rows:do=kill", context_length=16)
     before = times()
     assert killed.returncode == -signal.SIGKILL and len(before) > 5
-    killed = call(corpus, tmp_path / "out", "prepare.publish:do=kill", packing="best_fit")
+    killed = call(tmp_path / "out", "prepare.publish:do=kill", packing="best_fit")
     assert killed.returncode == -signal.SIGKILL and times() == before
 
 
 @pytest.mark.slow
-def test_a_hundred_kills_at_random_times_change_nothing(corpus, undisturbed, tmp_path):
-    generator, kills, finished = random.Random(1), 0, 0
-    words = command(corpus, tmp_path / "out", num_workers=2, overwrite=True)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    longest = 0.0
-    while kills < 100:
+def test_a_hundred_kills_at_random_times_change_nothing(start, undisturbed, tmp_path):
+    generator, kills, finished, longest = random.Random(1), 0, 0, 0.0
+    while kills < 100 or finished < 3:
         began = time.monotonic()
-        process = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL)
-        try:
-            code = process.wait(generator.uniform(0.6, 1.05) * longest if longest else None)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        child, wait = start(tmp_path / "out", num_workers=2, overwrite=True)
+        if longest and kills < 100:
+            time.sleep(generator.uniform(0, 1.1) * longest)
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        done = wait()
+        if done.returncode == -signal.SIGKILL:
             kills += 1
             continue
-        assert code == 0
-        longest = max(longest, time.monotonic() - began)
+        assert done.returncode == 0, done.stderr
+        longest = longest or time.monotonic() - began
         finished += 1
         assert_same(tmp_path / "out", undisturbed)
-    process = subprocess.run(words, env=environment, stderr=subprocess.DEVNULL)
-    assert process.returncode == 0 and finished > 1
-    assert_same(tmp_path / "out", undisturbed)
     assert os.listdir(tmp_path) == ["out"]
 
 
 @pytest.mark.slow
-def test_a_ray_cluster_makes_what_one_machine_makes(corpus, undisturbed, tmp_path):
+def test_a_ray_cluster_makes_what_one_machine_makes(call, undisturbed, tmp_path):
     pytest.importorskip("ray")
-    done = call(corpus, tmp_path / "out", engine="ray")
+    done = call(tmp_path / "out", engine="ray")
     assert done.returncode == 0, done.stderr
     assert_same(tmp_path / "out", undisturbed)

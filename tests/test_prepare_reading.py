@@ -39,16 +39,19 @@ def as_parquet(texts):
     return out.getvalue()
 
 
-def as_wet(texts):
-    from warcio.warcwriter import WARCWriter
+def warc_record(kind, content, mime="text/plain"):
+    head = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: http://a.b/\r\nContent-Type: {mime}\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content + b"\r\n\r\n"
 
-    out = io.BytesIO()
-    writer = WARCWriter(out, gzip=False)
-    writer.write_record(writer.create_warcinfo_record("a.wet", {"software": "test"}))
-    for text in texts:
-        payload = io.BytesIO(text.encode())
-        writer.write_record(writer.create_warc_record("http://a.b/", "conversion", payload=payload))
-    return out.getvalue()
+
+def as_wet(texts):
+    return warc_record("warcinfo", b"software: test") + b"".join(warc_record("conversion", t.encode()) for t in texts)
+
+
+def response(mime, body):
+    content = f"HTTP/1.0 200 OK\r\nContent-Type: {mime}\r\n\r\n".encode() + body
+    return warc_record("response", content, "application/http; msgtype=response")
 
 
 MAKE = {
@@ -136,29 +139,20 @@ def test_one_json_object(tmp_path):
 
 
 def test_of_a_web_archive_the_text_is_read(tmp_path):
-    from warcio.statusandheaders import StatusAndHeaders
-    from warcio.warcwriter import WARCWriter
+    records = [response("text/plain; charset=utf-8", b"plain"), response("text/html", b"<p>page")]
+    assert read(write(tmp_path / "a.warc.gz", b"".join(map(gzip.compress, records)))) == (["plain"], [])
 
-    out = io.BytesIO()
-    writer = WARCWriter(out, gzip=True)
-    for kind, text in (("text/plain; charset=utf-8", "plain"), ("text/html", "<p>page")):
-        headers = StatusAndHeaders("200 OK", [("Content-Type", kind)], protocol="HTTP/1.0")
-        payload = io.BytesIO(text.encode())
-        writer.write_record(writer.create_warc_record("http://a.b/", "response", payload=payload, http_headers=headers))
-    assert read(write(tmp_path / "a.warc.gz", out.getvalue())) == (["plain"], [])
+
+@pytest.mark.parametrize("broken", [b"junk", b"WARC/1.0\r\nWARC-Type: response\r\nContent-Length: 3\r\n\r\nabc"])
+def test_a_broken_web_archive(tmp_path, broken):
+    texts, bad = read(write(tmp_path / "a.wet", as_wet(TEXTS[:3]) + broken))
+    assert texts == TEXTS[:3]
+    assert len(bad) == 1 and bad[0].startswith("a.wet record 5 can't be read, and what comes after it: ")
 
 
 def test_a_web_archive_without_text(tmp_path):
-    from warcio.statusandheaders import StatusAndHeaders
-    from warcio.warcwriter import WARCWriter
-
-    out = io.BytesIO()
-    writer = WARCWriter(out, gzip=False)
-    headers = StatusAndHeaders("200 OK", [("Content-Type", "text/html")], protocol="HTTP/1.0")
-    record = writer.create_warc_record("http://a.b/", "response", payload=io.BytesIO(b"<p>"), http_headers=headers)
-    writer.write_record(record)
     with pytest.raises(ValueError, match=r"a\.warc holds no text, only web pages: take the WET file"):
-        read(write(tmp_path / "a.warc", out.getvalue()))
+        read(write(tmp_path / "a.warc", response("text/html", b"<p>")))
 
 
 # ------------------------------------------------------------------------- text into documents

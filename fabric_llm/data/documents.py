@@ -425,7 +425,7 @@ def _read_warc(part: Part, text_field: str, handles: list) -> Iterator[Record]:
                     yield from sections(number, data.decode("utf-8-sig"))
                 except UnicodeDecodeError:
                     yield Bad(NOT_UTF8, number, "is not valid UTF-8")
-        except ArchiveLoadFailed as error:
+        except (ArchiveLoadFailed, AttributeError, ValueError) as error:  # warcio raises all three
             yield Bad(BROKEN, number + 1, f"can't be read, and what comes after it: {one_line(error)}")
     if number and not of_text:
         raise ValueError(f"{part.path} holds no text, only web pages: take the WET file of the same crawl")
