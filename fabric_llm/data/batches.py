@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.data.columns import IGNORED, is_target, masked_labels
+from fabric_llm.data.columns import IGNORED, Unpadded, is_target, masked_labels
 from fabric_llm.data.order import NEW_ORDER, RowsRead, rows_at
 
 # input_ids and labels, attention_mask if the dataset has one, position_ids if packed documents are kept apart:
@@ -85,6 +85,8 @@ class Batches:
         labels = torch.from_numpy(masked_labels(columns))
         if self.document_end is not None:
             begins = document_begins(batch["input_ids"], self.document_end)
+            if isinstance(self.rows, Unpadded):  # an end behind an end is padding, which belongs to the document before it
+                begins &= batch["input_ids"] != self.document_end
             batch["position_ids"] = restarting_positions(begins)
             batch["document_ends"] = document_ends(batch["position_ids"])
             labels[begins] = IGNORED  # the document before doesn't predict it
@@ -94,12 +96,9 @@ class Batches:
 
 
 def document_begins(input_ids: Tensor, document_end: int) -> Tensor:
-    """True at the first token of each document but the first of a row. bool [rows, context]
-
-    An end behind an end is padding (columns.Unpadded), which belongs to the document before it.
-    """
+    """True at the first token of each document but the first of a row. bool [rows, context]"""
     begins = torch.zeros_like(input_ids, dtype=torch.bool)
-    begins[:, 1:] = (input_ids[:, :-1] == document_end) & (input_ids[:, 1:] != document_end)
+    begins[:, 1:] = input_ids[:, :-1] == document_end
     return begins
 
 
