@@ -17,6 +17,7 @@ import pytest
 
 from fabric_llm.base.failpoints import VARIABLE
 from fabric_llm.data import pieces
+from fabric_llm.data import work_folder as work_folder_module
 from fabric_llm.data.prepare import prepare, summary
 from fabric_llm.data.tokenizer import train_byte_level_bpe
 from fabric_llm.data.work_folder import beside, work_folder
@@ -215,6 +216,18 @@ def test_work_of_other_inputs_is_thrown_away(call, undisturbed, tmp_path):
     assert_same(tmp_path / "out", undisturbed)
 
 
+def test_work_that_was_half_removed_is_not_used(call, undisturbed, tmp_path):
+    assert call(tmp_path / "out", "prepare.rows:do=kill").returncode == -signal.SIGKILL
+    work = tmp_path / ".out.preparing"
+    removing = work_folder_module.shutil.rmtree
+    with pytest.MonkeyPatch.context() as patch:  # killed after it has begun to remove
+        patch.setattr(work_folder_module.shutil, "rmtree", lambda folder, **more: (folder / "000002.tokens").unlink())
+        work_folder_module._remove(work)
+    assert removing is work_folder_module.shutil.rmtree and (work / "000002.json").is_file()
+    assert call(tmp_path / "out").returncode == 0
+    assert_same(tmp_path / "out", undisturbed)
+
+
 def test_another_packing_keeps_what_is_tokenized(call, tmp_path):
     def times():
         return {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".out.preparing").glob("0*.json")}
@@ -228,8 +241,8 @@ def test_another_packing_keeps_what_is_tokenized(call, tmp_path):
 
 @pytest.mark.slow
 def test_a_hundred_kills_at_random_times_change_nothing(start, undisturbed, tmp_path):
-    generator, kills, finished, longest = random.Random(1), 0, 0, 0.0
-    while kills < 100 or finished < 3:
+    generator, kills, ended, longest = random.Random(1), 0, False, 0.0
+    while kills < 100 or not ended:  # the last is left alone
         began = time.monotonic()
         child, wait = start(tmp_path / "out", num_workers=2, overwrite=True)
         if longest and kills < 100:
@@ -237,12 +250,12 @@ def test_a_hundred_kills_at_random_times_change_nothing(start, undisturbed, tmp_
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         done = wait()
+        ended = done.returncode == 0
         if done.returncode == -signal.SIGKILL:
             kills += 1
             continue
         assert done.returncode == 0, done.stderr
         longest = longest or time.monotonic() - began
-        finished += 1
         assert_same(tmp_path / "out", undisturbed)
     assert os.listdir(tmp_path) == ["out"]
 

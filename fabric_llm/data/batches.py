@@ -85,7 +85,9 @@ class Batches:
         labels = torch.from_numpy(masked_labels(columns))
         if self.document_end is not None:
             begins = document_begins(batch["input_ids"], self.document_end)
-            if isinstance(self.rows, Unpadded):  # an end behind an end is padding, which belongs to the document before it
+            if isinstance(
+                self.rows, Unpadded
+            ):  # an end behind an end is padding, which belongs to the document before it
                 begins &= batch["input_ids"] != self.document_end
             batch["position_ids"] = restarting_positions(begins)
             batch["document_ends"] = document_ends(batch["position_ids"])

@@ -50,10 +50,18 @@ def work_folder(output: Path, shared: bool, is_encoded: Callable[[Path], bool]) 
         except BaseException as error:
             is_mistake = isinstance(error, ValueError) and getattr(error, "code", BAD_INPUT) == BAD_INPUT
             if not shared and (not has_work(folder) or is_mistake and is_encoded(folder)):
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
             raise
     finally:
         os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Killed in the middle of it, what is left looks like the work of others, which the next start throws away."""
+    with suppress(OSError):
+        (folder / KEY).unlink(missing_ok=True)
+        files.fsync(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def has_work(folder: Path) -> bool:
@@ -80,6 +88,8 @@ def begin(folder: Path, key: dict[str, Any], shared: bool) -> bool:
         )
     thrown_away = has_work(folder)
     if not shared:
+        (folder / KEY).unlink(missing_ok=True)  # first, see `_remove`
+        files.fsync(folder)
         for path in folder.iterdir():
             if path.name != "lock":
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -110,4 +120,4 @@ def publish(folder: Path, made: Path, output: Path) -> None:
         failpoint("prepare.publish")
         made.rename(output)
         files.fsync(output.parent)
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
