@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import mmap
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -16,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, Optional
 import datasets
 import numpy as np
 import pyarrow as pa
+from tqdm import tqdm
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.data.encoding import Lengths
@@ -23,7 +26,7 @@ from fabric_llm.data.packing import pack
 
 COPY_TOKENS = 4 * 2**20
 CHUNK_DOCUMENTS = 2**18
-MAX_SHARD_SIZE = "1GB"
+SHARD_BYTES = 10**9
 SPLITS = ("train", "validation")
 
 
@@ -166,12 +169,18 @@ def _copy(
             end = begin + len(tokens)
             first, last = np.searchsorted(ends, begin, side="right"), np.searchsorted(ends, end, side="left") + 1
             inside = np.minimum(ends[first:last], end) - np.maximum((ends - some.lengths)[first:last], begin)
+            places = np.concatenate([[0], np.cumsum(inside)])
+            largest = int(tokens.max())
             for name, split in splits.items():
-                mine = chosen[name][first:last]
-                ids = tokens if mine.all() else tokens[np.repeat(mine, inside)]
-                if len(ids):
-                    out[name].write(ids.data)
-                    split.max_token_id = max(split.max_token_id, int(ids.max()))
+                for one, other in _runs(chosen[name][first:last]):
+                    out[name].write(tokens[places[one] : places[other]].data)
+                    split.max_token_id = max(split.max_token_id, largest)
+
+
+def _runs(mine: np.ndarray) -> Iterator[tuple[int, int]]:
+    """(first, behind the last) of each run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mine, [False]])))
+    return zip(edges[::2].tolist(), edges[1::2].tolist())
 
 
 # --------------------------------------------------------------------------- rows
@@ -180,7 +189,7 @@ def _copy(
 def save_rows(
     splits: dict[str, Split], folder: Path, context_length: int, packing: str, eos: int, progress: bool
 ) -> dict[str, dict]:
-    """Write the rows of each split as a DatasetDict into `folder`. Returns `splits` of the manifest.
+    """Write the rows of each split as a DatasetDict into the new `folder`. Returns `splits` of the manifest.
 
     Raises ValueError for a split without a row.
     """
@@ -188,31 +197,24 @@ def save_rows(
     for name, split in splits.items():
         if split.tokens < (1 if packing == "best_fit" else context_length):
             raise ValueError(_no_row(name, splits, context_length))
-    described, prepared = {}, {}
+    described = {}
     for name, split in splits.items():
         if packing == "best_fit":
             _pack(split, context_length, eos)
         else:
             split.rows = split.tokens // context_length
             split.more = {"dropped_tokens": split.tokens - split.rows * context_length}
-        tokens = np.memmap(split.path, dtype=split.dtype, mode="r", shape=split.rows * context_length)
-        digest = hashlib.sha256()
-        for position in range(0, len(tokens), COPY_TOKENS):
-            digest.update(tokens[position : position + COPY_TOKENS].data)
+        digest = _save_split(split, folder / name, context_length, progress)
         described[name] = {
             "documents": split.documents,
             "tokens": split.tokens,
             "rows": split.rows,
             **split.more,
-            "sha256": digest.hexdigest(),
+            "sha256": digest,
         }
-        prepared[name] = _fixed_size_dataset(tokens, context_length, name, fingerprint=digest.hexdigest()[:16])
-
-    with _datasets_bars(shown=progress and sys.stderr.isatty()):
-        datasets.DatasetDict(prepared).save_to_disk(folder, max_shard_size=MAX_SHARD_SIZE)
-    for split in splits.values():
         split.path.unlink()
         split.lengths.unlink()
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
     return described
 
 
@@ -230,40 +232,85 @@ def _no_row(name: str, splits: dict[str, Split], context_length: int) -> str:
 def _pack(split: Split, context_length: int, eos: int) -> None:
     """Replace the flat file of a split by that of its packed rows."""
     packed_path = split.path.with_suffix(".packed")
-    tokens = np.memmap(split.path, dtype=split.dtype, mode="r")
-    lengths = np.memmap(split.lengths, dtype="<i8", mode="r")
-    with open(packed_path, "wb") as file:
-        done = pack(tokens, lengths, context_length, eos, lambda rows: file.write(np.ascontiguousarray(rows).data))
+    with open(split.path, "rb") as flat, open(split.lengths, "rb") as of_documents, open(packed_path, "wb") as file:
+        tokens = mmap.mmap(flat.fileno(), 0, access=mmap.ACCESS_READ)
+        lengths = mmap.mmap(of_documents.fileno(), 0, access=mmap.ACCESS_READ)
+
+        def write(rows: np.ndarray) -> None:
+            file.write(np.ascontiguousarray(rows).data)
+            tokens.madvise(mmap.MADV_DONTNEED)  # else all that was read would count as memory of this process
+
+        arrays = np.frombuffer(tokens, split.dtype), np.frombuffer(lengths, "<i8")
+        done = pack(*arrays, context_length, eos, write)
     packed_path.replace(split.path)
     split.rows = done.rows
-    used = split.tokens / (done.rows * context_length)
     split.more = {
         "dropped_tokens": 0,
         "padding_tokens": done.padding_tokens,
         "documents_cut": done.documents_cut,
-        "row_use_percent": round(100 * used, 3),
+        "row_use_percent": round(100 * split.tokens / (done.rows * context_length), 3),
     }
 
 
-def _fixed_size_dataset(tokens: np.ndarray, context_length: int, name: str, fingerprint: str) -> datasets.Dataset:
-    kind = str(tokens.dtype)
-    features = datasets.Features({"input_ids": datasets.List(datasets.Value(kind), length=context_length)})
-    # The memory map itself becomes the column, so that nothing is copied or read yet.
-    flat = pa.Array.from_buffers(pa.from_numpy_dtype(tokens.dtype), len(tokens), [None, pa.py_buffer(tokens)])
-    column = pa.FixedSizeListArray.from_arrays(flat, context_length)
-    # Without a fingerprint, `datasets` would pickle the whole table to compute one.
+def _save_split(split: Split, folder: Path, context_length: int, progress: bool) -> str:
+    """Write the rows of a flat file as `datasets.save_to_disk` would; returns the sha256 of their tokens.
+
+    `datasets` itself writes the first row, and with it all that it says of a split. The other rows are appended here, since
+    it would map the whole file into memory.
+    """
+    with open(split.path, "rb") as file:
+        first = np.fromfile(file, split.dtype, context_length)
+    with _without_bars_of_datasets():
+        _fixed_size_dataset(first, context_length, folder.name).save_to_disk(folder)
+    state = json.loads((folder / "state.json").read_text())
+    [only] = state["_data_files"]
+    with pa.ipc.open_stream(str(folder / only["filename"])) as stream:
+        schema = stream.schema
+    (folder / only["filename"]).unlink()
+    shards = -(-split.rows * context_length * split.dtype.itemsize // SHARD_BYTES)
+    names = [f"data-{number:05d}-of-{shards:05d}.arrow" for number in range(shards)]
+    digest = hashlib.sha256()
+    show = progress and sys.stderr.isatty()
+    with open(split.path, "rb") as file, tqdm(desc=f"writing {folder.name}", total=split.rows, disable=not show) as bar:
+        for number, name in enumerate(names):
+            rows = split.rows * (number + 1) // shards - split.rows * number // shards
+            _write_shard(file, folder / name, schema, rows, split.dtype, digest, bar)
+    state.update(_data_files=[{"filename": name} for name in names], _fingerprint=digest.hexdigest()[:16])
+    (folder / "state.json").write_text(json.dumps(state, indent=2, sort_keys=True))
+    return digest.hexdigest()
+
+
+def _write_shard(
+    file: BinaryIO, path: Path, schema: pa.Schema, rows: int, dtype: np.dtype, digest: Any, bar: tqdm
+) -> None:
+    """Append the next `rows` of a flat file to an Arrow file, some at a time."""
+    context_length = schema.field("input_ids").type.list_size
+    at_once = max(1, COPY_TOKENS // context_length)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        for begin in range(0, rows, at_once):
+            count = min(at_once, rows - begin)
+            tokens = np.fromfile(file, dtype, count * context_length)
+            digest.update(tokens.data)
+            column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), context_length)
+            writer.write_batch(pa.record_batch([column.cast(schema.field("input_ids").type)], schema=schema))
+            bar.update(count)
+
+
+def _fixed_size_dataset(tokens: np.ndarray, context_length: int, name: str) -> datasets.Dataset:
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value(str(tokens.dtype)), length=context_length)})
+    column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), context_length)
     return datasets.Dataset(
         pa.table({"input_ids": column}),
         info=datasets.DatasetInfo(features=features),
         split=datasets.NamedSplit(name),
-        fingerprint=fingerprint,
+        fingerprint="0",
     )
 
 
 @contextlib.contextmanager
-def _datasets_bars(shown: bool) -> Iterator[None]:
-    """Hide the progress bars of `datasets` unless `shown`. Its switch is global, so it is set back."""
-    switch = not shown and not datasets.utils.are_progress_bars_disabled()
+def _without_bars_of_datasets() -> Iterator[None]:
+    """Hide the progress bars of `datasets`. Its switch is global, so it is set back."""
+    switch = not datasets.utils.are_progress_bars_disabled()
     if switch:
         datasets.utils.disable_progress_bars()
     try:
