@@ -376,6 +376,19 @@ def test_a_file_of_which_every_record_is_bad_is_an_error(tmp_path, make):
         make(good, bad)
 
 
+def test_a_file_in_several_pieces_of_which_every_record_is_bad_is_an_error(tmp_path, make, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 100)
+    good = write(tmp_path / "good.jsonl", as_lines(TEXTS))
+    lines = as_lines(TEXTS).replace(b'"text"', b'"body"')
+    with pytest.raises(
+        ValueError, match=r"none of the records of .*bad\.jsonl can be read: .*bad\.jsonl:1 has no field"
+    ):
+        make(good, write(tmp_path / "bad.jsonl", lines))
+    mixed = write(tmp_path / "mixed.jsonl", lines + as_lines(TEXTS[:1]))
+    with pytest.warns(UserWarning, match="skipped 20 bad records"):
+        make(good, mixed)
+
+
 def test_bad_records_are_counted_by_kind_and_named(tmp_path, make):
     lines = b'{"text": \n{"text": 5}\n{"body": ""}\n' + as_lines(TEXTS)
     path = write(tmp_path / "a.jsonl", lines)

@@ -42,6 +42,7 @@ BATCH_CHARACTERS = 1_000_000
 BATCH_CHARACTERS_A_THREAD = 500_000
 MARK_CHARACTERS = 64_000_000  # encoded between two marks
 MAX_NAMED = 20  # bad records
+MUCH_BYTES = 2**24
 HASH_BYTES = 16
 
 
@@ -161,7 +162,8 @@ class Reading:
             read += item.is_last
             if self.items > self.skip:
                 yield item
-        if first is not None and bad == read and not (part.kind == "text" and part.separator is None):
+        one_document = part.kind == "text" and part.separator is None
+        if first is not None and bad == read and not one_document and _is_much(part):
             raise ValueError(
                 f"none of the {read} records of {part.path} can be read: {where(part, first.number, lines_before(part))}"
                 f" {first.message}"
@@ -176,6 +178,12 @@ class Reading:
     def bytes_read(self) -> int:
         """About how many bytes of the piece were read."""
         return self.parts_bytes + (self.bytes_of_part(self.piece.parts[-1]) if len(self.piece.parts) == 1 else 0)
+
+
+def _is_much(part: Part) -> bool:
+    """Whether a part of which every record is bad is a mistake: a whole file, or much of it. See also `counted`."""
+    is_range = part.kind in ("text", "json_lines", "parquet") and part.end is not None
+    return not is_range or part.kind != "parquet" and part.end - part.start >= MUCH_BYTES
 
 
 def lines_before(part: Part) -> int:
@@ -393,7 +401,11 @@ def lock(descriptor: int, taken: str, shared: bool = False) -> None:
 
 
 def counted(marks: Iterable[Mark], pieces: list[Piece]) -> dict[str, Any]:
-    """What was left out, over all pieces. The names of bad records are those of the first ones."""
+    """What was left out, over all pieces. The names of bad records are those of the first ones.
+
+    Raises ValueError for a file in several pieces of which every record is bad.
+    """
+    good: dict[str, Optional[str]] = {}  # None where something of a file was read, else a bad record
     bad: Counter = Counter()
     named: list[str] = []
     total = {"empty": 0, "long": 0, "characters": 0}
@@ -404,4 +416,12 @@ def counted(marks: Iterable[Mark], pieces: list[Piece]) -> dict[str, Any]:
         for part_number, number, message in mark.named[: MAX_NAMED - len(named)]:
             part = piece.parts[part_number]
             named.append(f"{where(part, number, lines_before(part))} {message}")
+        if len(piece.parts) == 1 and mark.named and not mark.documents + mark.empty:
+            part, (_, number, message) = piece.parts[0], mark.named[0]
+            good.setdefault(part.path, f"{where(part, number, lines_before(part))} {message}")
+        else:
+            good.update({part.path: None for part in piece.parts})
+    for path, message in good.items():
+        if message is not None and sum(part.path == path for piece in pieces for part in piece.parts) > 1:
+            raise ValueError(f"none of the records of {path} can be read: {message}")
     return {**total, "bad": dict(sorted(bad.items())), "named": named}

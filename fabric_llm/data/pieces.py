@@ -1,4 +1,4 @@
-"""What `--input` names -> sources -> pieces of about 32 MB, in a fixed order, which processes and machines share.
+"""What `--input` names -> sources -> pieces of 1 to 32 MB, in a fixed order, which processes and machines share.
 
 A piece is one or more parts: ranges of large files, cut after a line or between documents, ranges of row groups or rows,
 and many small files. The plan depends on the inputs alone, never on the number of processes.
@@ -28,7 +28,9 @@ from fabric_llm.data.documents import (
 )
 from fabric_llm.data.inputs import expanded, files_of, is_dataset_folder, no_match
 
-PIECE_BYTES = 32 * 2**20
+PIECE_BYTES = 32 * 2**20  # of a large corpus
+SMALL_PIECE_BYTES = 2**20  # of a small one, at least: many pieces keep all cores busy to the end
+PIECES = 256
 LONG_TEXT_BYTES = 16 * 2**20  # a text file from this size on is split at blank lines unless told otherwise
 OWN_VALIDATION = ("validation", "valid", "dev")  # names of splits
 
@@ -59,6 +61,7 @@ class Found:
     not_read: Counter = field(default_factory=Counter)  # files of folders, by suffix
     own_validation: list[str] = field(default_factory=list)  # datasets whose validation split stays theirs
     left_out: list[str] = field(default_factory=list)  # splits
+    piece_bytes: int = PIECE_BYTES
     split_texts: list[str] = field(default_factory=list)  # files that are split at blank lines without being told to
 
 
@@ -117,12 +120,14 @@ def plan(found: Found, text_field: str, separator: Optional[str]) -> list[Piece]
 
     Raises ValueError for a dataset or table without `text_field`, and one that can't be opened.
     """
+    total = sum(source.bytes or 0 for source in found.sources)
+    found.piece_bytes = min(PIECE_BYTES, max(SMALL_PIECE_BYTES, total // PIECES))
     pieces: list[Piece] = []
     parts: list[Part] = []
     size = 0
     for source in found.sources:
         for part, part_bytes in _parts_of(source, found, text_field, separator):
-            if parts and size + part_bytes > PIECE_BYTES:
+            if parts and size + part_bytes > found.piece_bytes:
                 pieces.append(Piece(len(pieces), size, parts))
                 parts, size = [], 0
             parts.append(part)
@@ -147,14 +152,14 @@ def _parts_of(source: Source, found: Found, text_field: str, separator: Optional
     part = Part(source.name, source.kind)
     if source.kind == "text":
         part = part._replace(separator=_separator_of(source, found, separator))
-    if source.bytes <= PIECE_BYTES or source.kind in ("json", "csv", "warc"):
+    if source.bytes <= found.piece_bytes or source.kind in ("json", "csv", "warc"):
         yield part, source.bytes
     elif source.kind == "parquet":
-        yield from _parquet_parts(part, source.bytes, text_field)
+        yield from _parquet_parts(part, source.bytes, found.piece_bytes, text_field)
     elif formats.is_packed(source.name) or source.kind == "text" and part.separator is None:
         yield part, source.bytes
     else:
-        yield from _ranges(part, source.bytes)
+        yield from _ranges(part, source.bytes, found.piece_bytes)
 
 
 def _separator_of(source: Source, found: Found, separator: Optional[str]) -> Optional[str]:
@@ -166,13 +171,13 @@ def _separator_of(source: Source, found: Found, separator: Optional[str]) -> Opt
     return BLANK_LINES
 
 
-def _ranges(part: Part, size: int) -> Iterator[tuple[Part, int]]:
-    """Byte ranges that end with a line or a separator. None of them is small: bad records of one would look like all."""
+def _ranges(part: Part, size: int, piece_bytes: int) -> Iterator[tuple[Part, int]]:
+    """Byte ranges that end with a line or a separator. The last isn't small, so that none of a process's time is lost to it."""
     pattern = re.compile((part.separator or "\n").encode())
     start = 0
     with open(part.path, "rb") as file:
         while start < size:
-            end = size if size - start < 1.5 * PIECE_BYTES else _next_cut(file, start + PIECE_BYTES, size, pattern)
+            end = size if size - start < 1.5 * piece_bytes else _next_cut(file, start + piece_bytes, size, pattern)
             yield part._replace(start=start, end=end), end - start
             start = end
 
@@ -191,11 +196,11 @@ def _next_cut(file: Any, place: int, size: int, pattern: re.Pattern) -> int:
     return size
 
 
-def _parquet_parts(part: Part, size: int, text_field: str) -> Iterator[tuple[Part, int]]:
+def _parquet_parts(part: Part, size: int, piece_bytes: int, text_field: str) -> Iterator[tuple[Part, int]]:
     with parquet_file(part.path) as file:
         parquet_column(part.path, file.schema_arrow, text_field)
         groups = file.num_row_groups
-    step = max(1, groups * PIECE_BYTES // size)
+    step = max(1, groups * piece_bytes // size)
     for start in range(0, groups, step):
         end = min(groups, start + step)
         yield part._replace(start=start, end=end), size * (end - start) // groups
@@ -215,7 +220,7 @@ def _dataset_parts(source: Source, found: Found, text_field: str) -> Iterator[tu
         if source.kind == "hub":
             yield part, 0
             continue
-        step = max(1, rows * PIECE_BYTES // max(1, source.bytes))
+        step = max(1, rows * found.piece_bytes // max(1, source.bytes))
         for start in range(0, len(split), step):
             end = min(len(split), start + step)
             yield part._replace(start=start, end=end), (source.bytes or 0) * (end - start) // rows
