@@ -15,6 +15,7 @@ import datetime
 import json
 import os
 import platform
+import resource
 import shlex
 import shutil
 import statistics
@@ -74,7 +75,30 @@ def make_corpus(folder: Path, most_bytes: int) -> None:
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
+def sample_of(folder: Path, most_bytes: int) -> Path:
+    """A folder with every n-th document of the corpus, about `most_bytes` of them, and the tokenizer of the whole."""
+    facts = json.loads((folder / "facts.json").read_text())
+    every = max(1, round(facts["bytes"] / most_bytes))
+    part = folder / "sample"
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(folder / "tokenizer", part / "tokenizer")
+    documents, size = 0, 0
+    with open(folder / "corpus.jsonl") as lines, open(part / "corpus.jsonl", "w") as file:
+        for number, line in enumerate(lines):
+            if number % every == 0:
+                file.write(line)
+                documents, size = documents + 1, size + len(json.loads(line)["text"].encode())
+    (part / "facts.json").write_text(json.dumps({"documents": documents, "bytes": size, "trained": facts["bytes"]}))
+    return part
+
+
 # ------------------------------------------------------------------------- the contenders
+
+
+def processor_seconds() -> float:
+    """Of this process and those of its children that have ended."""
+    times = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in times)
 
 
 def texts_of(folder: Path) -> list[str]:
@@ -87,10 +111,11 @@ def tokenizer_itself(folder: Path, output: Path, cores: int, context: int) -> di
     from tokenizers import Tokenizer
 
     texts, backend = texts_of(folder), Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    processor_began = processor_seconds()
     began, tokens = time.perf_counter(), 0
     for at in range(0, len(texts), 1000):
         tokens += sum(len(one) for one in backend.encode_batch_fast(texts[at : at + 1000], add_special_tokens=False))
-    return {"seconds": time.perf_counter() - began, "tokens": tokens}
+    return {"seconds": time.perf_counter() - began, "tokens": tokens, "processor_began": processor_began}
 
 
 def prepared(folder: Path, output: Path, cores: int, context: int, packing: str = "concat") -> dict[str, Any]:
@@ -106,6 +131,7 @@ def prepared(folder: Path, output: Path, cores: int, context: int, packing: str 
         return result
 
     prepare._rows = timed
+    processor_began = processor_seconds()
     began = time.perf_counter()
     manifest = prepare.prepare(
         inputs=[folder / "corpus.jsonl"],
@@ -119,6 +145,7 @@ def prepared(folder: Path, output: Path, cores: int, context: int, packing: str 
     return {
         "seconds": time.perf_counter() - began,
         "rows_seconds": rows_seconds[0],
+        "processor_began": processor_began,
         "tokens": sum(split["tokens"] for split in splits),
         "padding": sum(split.get("padding_tokens", 0) for split in splits) / sum(s["rows"] * context for s in splits),
     }
@@ -141,6 +168,7 @@ def mapped(folder: Path, output: Path, cores: int, context: int) -> dict[str, An
         made = tokenizer([text + tokenizer.eos_token for text in batch["text"]], **given)
         return {"input_ids": made["input_ids"], "attention_mask": made["attention_mask"]}
 
+    processor_began = processor_seconds()
     began = time.perf_counter()
     loaded = datasets.load_dataset(
         "json", data_files=str(folder / "corpus.jsonl"), split="train", cache_dir=str(output / "cache")
@@ -150,7 +178,8 @@ def mapped(folder: Path, output: Path, cores: int, context: int) -> dict[str, An
     seconds = time.perf_counter() - began
     shutil.rmtree(output / "cache")
     tokens = sum(int(sum(map(sum, batch["attention_mask"]))) for batch in done.iter(1000))
-    return {"seconds": seconds, "tokens": tokens, "padding": 1 - tokens / (len(done) * context)}
+    padding = 1 - tokens / (len(done) * context)
+    return {"seconds": seconds, "tokens": tokens, "padding": padding, "processor_began": processor_began}
 
 
 def litdata_optimized(folder: Path, output: Path, cores: int, context: int) -> dict[str, Any]:
@@ -179,6 +208,7 @@ def litdata_optimized(folder: Path, output: Path, cores: int, context: int) -> d
                 ids = loaded["backend"].encode(json.loads(file.readline())["text"]).ids
                 yield torch.tensor([*ids, 0], dtype=torch.uint16)
 
+    processor_began = processor_seconds()
     began = time.perf_counter()
     litdata.optimize(
         fn=encode,
@@ -191,7 +221,8 @@ def litdata_optimized(folder: Path, output: Path, cores: int, context: int) -> d
     )
     seconds = time.perf_counter() - began
     index = json.loads((output / "index.json").read_text())
-    return {"seconds": seconds, "tokens": sum(chunk["dim"] for chunk in index["chunks"])}
+    tokens = sum(chunk["dim"] for chunk in index["chunks"])
+    return {"seconds": seconds, "tokens": tokens, "processor_began": processor_began}
 
 
 CONTENDERS: dict[str, Callable[[Path, Path, int, int], dict[str, Any]]] = {
@@ -253,6 +284,7 @@ def work(name: str, folder: str, output: str, cores: str, context: str) -> None:
     """The process of a contender."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(cores)])
     report = CONTENDERS[name](Path(folder), Path(output), int(cores), int(context))
+    report["processor_seconds"] = processor_seconds() - report.pop("processor_began")
     print(json.dumps(report), flush=True)
 
 
@@ -261,14 +293,18 @@ def work(name: str, folder: str, output: str, cores: str, context: str) -> None:
 
 def table(reports: dict[str, list[dict[str, Any]]], text_bytes: int) -> str:
     first = reports["the tokenizer itself"]
-    lines = ["| | seconds | MB/s of text | tokens/s | of the tokenizer | bytes a token | padding | peak memory, MiB |"]
-    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|")
+    lines = [
+        "| | seconds | MB/s of text | tokens/s | of the tokenizer | processor seconds | of the tokenizer | bytes a token | padding | peak memory, MiB |"
+    ]
+    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for name, rounds in reports.items():
         failed = next((one["error"] for one in rounds if "error" in one), None)
         if failed:
-            lines.append(f"| {name} | {failed} | | | | | | |")
+            lines.append(f"| {name} | {failed} | | | | | | | | |")
             continue
         seconds = statistics.median(one["seconds"] for one in rounds)
+        work = [one["processor_seconds"] for one in rounds]
+        of_work = statistics.median(a["processor_seconds"] / b for a, b in zip(first, work, strict=True))
         ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in zip(first, rounds, strict=True))
         last = rounds[-1]
         per_token = f"{last['left_bytes'] / last['tokens']:.2f}" if last["left_bytes"] else ""
@@ -276,6 +312,7 @@ def table(reports: dict[str, list[dict[str, Any]]], text_bytes: int) -> str:
         peak = statistics.median(one["peak_bytes"] for one in rounds) / 2**20
         lines.append(
             f"| {name} | {seconds:.1f} | {text_bytes / seconds / 1e6:.2f} | {last['tokens'] / seconds:,.0f} | {ratio:.3f} |"
+            f" {statistics.median(work):.1f} | {of_work:.3f} |"
             f" {per_token} | {padding} | {peak:,.0f} |"
         )
     return "\n".join(lines)
@@ -293,13 +330,15 @@ def page(options: argparse.Namespace, facts: dict, results: dict[int, dict[str, 
         "",
         f"- Command: `{shlex.join(['python', 'benchmarks/prepare.py', *sys.argv[1:]])}`",
         f"- Date: {datetime.date.today()}",
-        f"- Hardware: {model}, {os.cpu_count()} cores",
+        f"- Hardware: {model}, {os.cpu_count()} cores; load average {options.load:.1f} at the start,"
+        f" {os.getloadavg()[0]:.1f} at the end",
         f"- Versions: Python {platform.python_version()}, "
         + ", ".join(f"{name} {module.__version__}" for name, module in versions.items()),
         f"- Text: {facts['bytes'] / 1e6:,.0f} MB in {facts['documents']:,} documents, sources and documentation of installed"
-        f" packages; byte-level BPE of {VOCABULARY:,} tokens trained on it; rows of {options.context} tokens",
+        f" packages; byte-level BPE of {VOCABULARY:,} tokens trained on {facts.get('trained', facts['bytes']) / 1e6:,.0f} MB; rows of {options.context} tokens",
         f"- Rounds: {options.rounds}, in turns. Seconds and memory are medians, ratios medians of the same round. Start-up of the"
-        " contender's process (imports) is left out, that of the processes it starts is not",
+        " contender's process (imports) is left out, that of the processes it starts is not. Processor seconds are those of all"
+        " processes, and say more than seconds where others use the machine",
         "",
     ]
     for cores, reports in results.items():
@@ -321,17 +360,21 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=100, help="of text (default: 100)")
+    parser.add_argument("--measure_megabytes", type=int, help="measure on every n-th document, so much of the text")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cores", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--context", type=int, default=2048, help="tokens in a row (default: 2048)")
     parser.add_argument("--only", nargs="+", default=list(CONTENDERS), help="contenders (default: all)")
     parser.add_argument("--folder", help="keep the corpus here and take it from here (default: a temporary folder)")
     options = parser.parse_args()
+    options.load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(options.folder or temporary)
         folder.mkdir(exist_ok=True)
         if not (folder / "facts.json").is_file():
             make_corpus(folder, options.megabytes * 10**6)
+        if options.measure_megabytes:
+            folder = sample_of(folder, options.measure_megabytes * 10**6)
         facts: dict = json.loads((folder / "facts.json").read_text())
         results: dict[int, dict[str, list]] = {cores: {name: [] for name in options.only} for cores in options.cores}
         for number in range(options.rounds):

@@ -244,7 +244,7 @@ def test_spelling_that_the_model_itself_takes_for_eos_is_an_error(make, tmp_path
         make(folder, tokenizer=tokenizer, context_length=2, on_error="stop")
     write_texts(tmp_path / "more", ["a a", "a a a a"])
     with pytest.warns(
-        UserWarning, match=r"skipped 1 bad records \(1 with a special token\), the first: .*001\.txt holds"
+        UserWarning, match=r"skipped 1 bad record \(1 with a special token\), the first: .*001\.txt holds"
     ):
         manifest = make(folder, tmp_path / "more", tokenizer=tokenizer, context_length=2)
     assert sum(split["documents"] for split in manifest["splits"].values()) == 3

@@ -1,4 +1,4 @@
-"""What `--input` names -> sources -> pieces of 1 to 32 MB, in a fixed order, which processes and machines share.
+"""What `--input` names -> sources -> pieces of 2 to 32 MB, in a fixed order, which processes and machines share.
 
 A piece is one or more parts: ranges of large files, cut after a line or between documents, ranges of row groups or rows,
 and many small files. The plan depends on the inputs alone, never on the number of processes.
@@ -29,7 +29,9 @@ from fabric_llm.data.documents import (
 from fabric_llm.data.inputs import expanded, files_of, is_dataset_folder, no_match
 
 PIECE_BYTES = 32 * 2**20  # of a large corpus
-SMALL_PIECE_BYTES = 2**20  # of a small one, at least: many pieces keep all cores busy to the end
+SMALL_PIECE_BYTES = (
+    2**21
+)  # of a small one, at least: many pieces keep all cores busy to the end, but each is flushed to the disk
 PIECES = 256
 LONG_TEXT_BYTES = 16 * 2**20  # a text file from this size on is split at blank lines unless told otherwise
 OWN_VALIDATION = ("validation", "valid", "dev")  # names of splits

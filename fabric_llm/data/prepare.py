@@ -56,6 +56,7 @@ from fabric_llm.data.work_folder import begin, new_folder, publish, work_folder
 MANIFEST_FORMAT = 1
 MAX_LISTED_FILES = 10_000
 MUCH_PADDING_PERCENT = 1.0
+MANY_ROWS = 50  # among fewer, the last one says little of the documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +221,7 @@ def _left_out(found: Found, pieces: list[Piece], marks: list[Mark], on_error: st
         raise ValueError(skipped["named"][0])
     if bad:
         warnings.warn(
-            f"skipped {bad:,} bad records ({_kinds(skipped['bad'])}), the first: {skipped['named'][0]};"
+            f"skipped {bad:,} bad record{'s' * (bad != 1)} ({_kinds(skipped['bad'])}), the first: {skipped['named'][0]};"
             f" manifest.json names up to {MAX_NAMED}",
             stacklevel=3,
         )
@@ -355,7 +356,7 @@ def _split_line(name: str, split: dict, context_length: int) -> str:
     if "padding_tokens" not in split:
         return f"{line} ({split['dropped_tokens']} tokens of the last, unfilled row dropped)"
     line += f" ({split['row_use_percent']} % of them text, {split['documents_cut']:,} documents cut)"
-    if 100 - split["row_use_percent"] > MUCH_PADDING_PERCENT and split["rows"] > 1:
+    if 100 - split["row_use_percent"] > MUCH_PADDING_PERCENT and split["rows"] >= MANY_ROWS:
         line += (
             "\n           these documents leave much padding: few fit beside each other; --packing concat leaves none, and a"
             " larger --context_length less"
@@ -366,7 +367,8 @@ def _split_line(name: str, split: dict, context_length: int) -> str:
 def _reading_lines(manifest: dict) -> list[str]:
     skipped, lines = manifest["skipped"], []
     if skipped["empty"] or skipped["bad"]:
-        kinds = f", {sum(skipped['bad'].values()):,} bad records ({_kinds(skipped['bad'])})" if skipped["bad"] else ""
+        bad = sum(skipped["bad"].values())
+        kinds = f", {bad:,} bad record{'s' * (bad != 1)} ({_kinds(skipped['bad'])})" if bad else ""
         lines.append(f"skipped    {skipped['empty']:,} empty documents{kinds}")
         lines += [f"           {name}" for name in skipped["bad_records"]]
     if manifest["deduplicate"] != "none":
