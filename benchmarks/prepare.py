@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import os
 import platform
@@ -182,12 +183,29 @@ def mapped(folder: Path, output: Path, cores: int, context: int) -> dict[str, An
     return {"seconds": seconds, "tokens": tokens, "padding": padding, "processor_began": processor_began}
 
 
+@functools.cache
+def backend_of(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+
+
+def encode_lines(folder: Path, part: tuple[str, int, int]) -> Iterator[Any]:
+    """The tokens of some lines of a file, for litdata."""
+    import torch
+
+    path, start, count = part
+    with open(path, "rb") as file:
+        file.seek(start)
+        for _ in range(count):
+            ids = backend_of(folder).encode(json.loads(file.readline())["text"]).ids
+            yield torch.tensor([*ids, 0], dtype=torch.uint16)
+
+
 def litdata_optimized(folder: Path, output: Path, cores: int, context: int) -> dict[str, Any]:
     """litdata.optimize, with its token format: one document after the other."""
     import litdata
-    import torch
     from litdata.streaming.item_loader import TokensLoader
-    from tokenizers import Tokenizer
 
     with open(folder / "corpus.jsonl", "rb") as file:
         lines = file.readlines()
@@ -196,22 +214,10 @@ def litdata_optimized(folder: Path, output: Path, cores: int, context: int) -> d
         if number % 500 == 0:
             starts.append((str(folder / "corpus.jsonl"), at, len(lines[number : number + 500])))
         at += len(line)
-    loaded: dict[str, Any] = {}
-
-    def encode(part: tuple[str, int, int]) -> Iterator[Any]:
-        if not loaded:
-            loaded["backend"] = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
-        path, start, count = part
-        with open(path, "rb") as file:
-            file.seek(start)
-            for _ in range(count):
-                ids = loaded["backend"].encode(json.loads(file.readline())["text"]).ids
-                yield torch.tensor([*ids, 0], dtype=torch.uint16)
-
     processor_began = processor_seconds()
     began = time.perf_counter()
     litdata.optimize(
-        fn=encode,
+        fn=functools.partial(encode_lines, folder),
         inputs=starts,
         output_dir=str(output),
         num_workers=cores,
@@ -298,21 +304,23 @@ def table(reports: dict[str, list[dict[str, Any]]], text_bytes: int) -> str:
     ]
     lines.append("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for name, rounds in reports.items():
-        failed = next((one["error"] for one in rounds if "error" in one), None)
-        if failed:
-            lines.append(f"| {name} | {failed} | | | | | | | | |")
+        pairs = [(a, b) for a, b in zip(first, rounds) if "error" not in a and "error" not in b]
+        if not pairs:
+            lines.append(f"| {name} | {rounds[0].get('error', '')} | | | | | | | | |")
             continue
         seconds = statistics.median(one["seconds"] for one in rounds)
-        work = [one["processor_seconds"] for one in rounds]
-        of_work = statistics.median(a["processor_seconds"] / b for a, b in zip(first, work, strict=True))
-        ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in zip(first, rounds, strict=True))
+        rounds = [b for _, b in pairs]
+        seconds = statistics.median(one["seconds"] for one in rounds)
+        ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
+        work = statistics.median(one["processor_seconds"] for one in rounds)
+        of_work = statistics.median(a["processor_seconds"] / b["processor_seconds"] for a, b in pairs)
         last = rounds[-1]
         per_token = f"{last['left_bytes'] / last['tokens']:.2f}" if last["left_bytes"] else ""
         padding = f"{100 * last['padding']:.2f} %" if "padding" in last else ""
         peak = statistics.median(one["peak_bytes"] for one in rounds) / 2**20
         lines.append(
             f"| {name} | {seconds:.1f} | {text_bytes / seconds / 1e6:.2f} | {last['tokens'] / seconds:,.0f} | {ratio:.3f} |"
-            f" {statistics.median(work):.1f} | {of_work:.3f} |"
+            f" {work:.1f} | {of_work:.3f} |"
             f" {per_token} | {padding} | {peak:,.0f} |"
         )
     return "\n".join(lines)
