@@ -147,7 +147,7 @@ def test_a_dataset_packed_by_best_fit_says_what_it_holds(corpus, tmp_path):
 
 def test_lengths_that_leave_padding_are_said(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_text("\n\n".join("abcdefghijklmnopqrstuvwxyz" * 2 for _ in range(60)))
+    path.write_text("\n\n".join("abcdefghijklmnopqrstuvwxyz" * 2 for _ in range(120)))
     manifest = made(path, tmp_path / "out", train_tokenizer=257, context_length=80)
     assert "these documents leave much padding" in summary(manifest)
     assert manifest["splits"]["train"]["rows"] == manifest["splits"]["train"]["documents"]
