@@ -283,16 +283,41 @@ class Arguments:
 class PrepareArguments:
     """Options"""
 
-    input: list[str] = flag(None, "files or folders of .txt, .md, .jsonl[.gz], .parquet; or a dataset folder or name")
+    input: list[str] = flag(
+        None,
+        "files, folders or globs of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, .wet, also with .gz, .zst, .bz2, "
+        ".xz; dataset folders; names of datasets on the hub",
+    )
     output: str = flag(None, "dataset folder to write, such as data/mine")
     tokenizer: Optional[str] = flag(None, "hub name or local directory of the tokenizer (that of your model)")
     train_tokenizer: Optional[int] = flag(None, "train a byte-level BPE tokenizer of this many tokens instead")
     context_length: int = flag(2048, "tokens per sequence")
-    validation_fraction: float = flag(0.01, "part of the documents that goes to validation")
-    text_field: str = flag("text", "field of .jsonl, .parquet and datasets that holds the text")
+    validation_fraction: float = flag(
+        0.01, "part of the documents that goes to validation; none of a dataset with a validation split of its own"
+    )
+    text_field: str = flag("text", "field of .jsonl, .json, .csv, .parquet and datasets that holds the text")
+    document_separator: Optional[str] = flag(
+        None,
+        "string between the documents of a text file, such as '\\n---\\n'; none: each file is one document (default: blank "
+        "lines in a single text file and in those over 16 MiB, else none)",
+    )
+    packing: Literal["concat", "best_fit"] = flag(
+        "concat", "concat: documents are cut where a row ends; best_fit: only those longer than a row, with padding"
+    )
+    deduplicate: Literal["none", "exact"] = flag("none", "exact: drop documents whose text has come before")
+    on_error: Literal["skip", "stop"] = flag(
+        "skip", "bad records (broken JSON, not UTF-8, no field): skip and count, or stop"
+    )
     pattern: Optional[list[str]] = flag(None, "file name patterns to take from folders, such as '*.py'")
     exclude: Optional[list[str]] = flag(None, "names of folders to leave out")
     seed: int = flag(1234, "of the split")
+    num_workers: Optional[int] = flag(None, "processes that tokenize (default: one a core)")
+    shard: Optional[str] = flag(
+        None, "K/N: tokenize the K-th of N parts into the work folder beside the output, on a disk that machines share"
+    )
+    engine: Literal["local", "ray"] = flag(
+        "local", "ray: tokenize on the machines of a Ray cluster, which share the disk"
+    )
     overwrite: bool = flag(False, "replace an existing output folder")
 
 

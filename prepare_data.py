@@ -18,25 +18,28 @@ def main(argv: Optional[list[str]] = None) -> None:
 
         ending.left = f"nothing was written to {arguments.output}"
         mistakes.in_preparation(arguments)
-        from fabric_llm.data.inputs import DEFAULT_PATTERNS
+        from fabric_llm.data.formats import DEFAULT_PATTERNS
         from fabric_llm.data.prepare import prepare, summary
 
-        manifest = prepare(
-            inputs=arguments.input,
-            output=Path(arguments.output),
-            tokenizer=arguments.tokenizer,
-            train_tokenizer=arguments.train_tokenizer,
-            context_length=arguments.context_length,
-            validation_fraction=arguments.validation_fraction,
-            text_field=arguments.text_field,
-            pattern=arguments.pattern or DEFAULT_PATTERNS,
-            exclude=arguments.exclude or [],
-            seed=arguments.seed,
-            overwrite=arguments.overwrite,
-        )
-        ending.left = f"{arguments.output} is complete"
-        print(summary(manifest))
-        print(f"Next: python train.py --model_name NAME_OR_DIR --train_data_dir {arguments.output}", flush=True)
+        given = {name: value for name, value in vars(arguments).items() if value is not None}
+        inputs, pattern = given.pop("input"), given.pop("pattern", DEFAULT_PATTERNS)
+        try:
+            manifest = prepare(inputs=inputs, pattern=pattern, **given)
+        except BaseException:
+            if goes_on(arguments.output):
+                ending.left += "; the same command goes on from there"
+            raise
+        print(summary(manifest), flush=True)
+        if "shard" not in manifest:
+            ending.left = f"{arguments.output} is complete"
+            print(f"Next: python train.py --model_name NAME_OR_DIR --train_data_dir {arguments.output}", flush=True)
+
+
+def goes_on(output: str) -> bool:
+    """Whether the work folder beside `output` holds what a later start needs not do again."""
+    from fabric_llm.data.work_folder import beside, has_work
+
+    return has_work(beside(Path(output).resolve()))
 
 
 if __name__ == "__main__":

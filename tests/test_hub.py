@@ -25,7 +25,7 @@ for name in sys.argv[1:]:
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     else:
         said.append([])
-        for ask in (loading.load_config, tokenizer.packing_tokenizer, documents._hub_reader):
+        for ask in (loading.load_config, tokenizer.packing_tokenizer, documents.load_hub_dataset):
             try:
                 said[-1].append(f"{ask(name)}")
             except ValueError as error:

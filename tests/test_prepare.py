@@ -21,7 +21,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fabric_llm.data.documents import _read_rows
+from fabric_llm.data.documents import Bad, read_rows
 from fabric_llm.data.prepare import prepare, summary
 from fabric_llm.data.rows import document_hash
 from fabric_llm.data.tokenizer import END_OF_TEXT, train_byte_level_bpe
@@ -133,14 +133,30 @@ def test_rows_decode_to_the_documents_in_order(make, tmp_path, texts):
     assert_holds(tmp_path / "out", texts)
 
 
-def test_dataset_is_a_dict_of_fixed_size_int32_rows(make, tmp_path, texts):
-    make(write_texts(tmp_path / "in", texts))
-    loaded = datasets.load_from_disk(tmp_path / "out")
+def assert_rows_of(kind: str, output: Path) -> None:
+    loaded = datasets.load_from_disk(output)
     assert isinstance(loaded, datasets.DatasetDict) and set(loaded) == {"train", "validation"}
     for split in loaded.values():
-        assert split.features == {"input_ids": datasets.List(datasets.Value("int32"), length=CONTEXT_LENGTH)}
-        assert split.data.schema.field("input_ids").type == pa.list_(pa.int32(), CONTEXT_LENGTH)
+        assert split.features == {"input_ids": datasets.List(datasets.Value(kind), length=CONTEXT_LENGTH)}
+        assert split.data.schema.field("input_ids").type == pa.list_(getattr(pa, kind)(), CONTEXT_LENGTH)
         assert len(split[0]["input_ids"]) == CONTEXT_LENGTH
+
+
+def test_dataset_is_a_dict_of_fixed_size_rows_of_2_bytes_a_token(make, tmp_path, texts):
+    assert make(write_texts(tmp_path / "in", texts))["dtype"] == "uint16"
+    assert_rows_of("uint16", tmp_path / "out")
+
+
+def test_a_vocabulary_that_needs_it_gets_4_bytes_a_token(make, tmp_path):
+    words = {"<s>": 0, "</s>": 1, "<unk>": 2, **{f"w{number}": number for number in range(3, 70_000)}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", backend)
+    folder = write_texts(tmp_path / "in", [f"w{number} w69999 w65536" for number in range(65_500, 65_540)])
+    manifest = make(folder, tokenizer=tokenizer)
+    assert manifest["dtype"] == "int32" and manifest["max_token_id"] == 69_999
+    assert_rows_of("int32", tmp_path / "out")
+    assert tokens_of(tmp_path / "out", "train")[1:4] == [69_999, 65_536, 1]
 
 
 def test_every_token_is_in_a_row_or_counted_as_dropped(make, tmp_path, texts, bpe):
@@ -225,7 +241,13 @@ def test_spelling_that_the_model_itself_takes_for_eos_is_an_error(make, tmp_path
     tokenizer = save_tokenizer(tmp_path / "tokenizer", backend)
     folder = write_texts(tmp_path / "in", ["a a", "a </s> a"])
     with pytest.raises(ValueError, match=r"001\.txt holds text that this tokenizer turns into .* </s>: take it out"):
-        make(folder, tokenizer=tokenizer, context_length=2)
+        make(folder, tokenizer=tokenizer, context_length=2, on_error="stop")
+    write_texts(tmp_path / "more", ["a a", "a a a a"])
+    with pytest.warns(
+        UserWarning, match=r"skipped 1 bad record \(1 with a special token\), the first: .*001\.txt holds"
+    ):
+        manifest = make(folder, tmp_path / "more", tokenizer=tokenizer, context_length=2)
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 3
 
 
 def test_truncation_set_in_the_tokenizer_is_not_obeyed(make, tmp_path, texts):
@@ -261,8 +283,9 @@ def test_same_arguments_give_the_same_bytes(make, tmp_path, texts):
 def test_split_does_not_depend_on_the_batches(make, tmp_path, texts, monkeypatch):
     folder = write_texts(tmp_path / "in", texts)
     whole = make(folder, output=tmp_path / "a")
-    monkeypatch.setattr("fabric_llm.data.tokenizer.BATCH_DOCUMENTS", 3)
-    monkeypatch.setattr("fabric_llm.data.tokenizer.BATCH_CHARACTERS", 500)
+    monkeypatch.setattr("fabric_llm.data.encoding.BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr("fabric_llm.data.encoding.BATCH_CHARACTERS", 500)
+    monkeypatch.setattr("fabric_llm.data.encoding.BATCH_CHARACTERS_A_THREAD", 250)
     monkeypatch.setattr("fabric_llm.data.rows.COPY_TOKENS", 7)
     assert make(folder, output=tmp_path / "b")["splits"] == whole["splits"]
 
@@ -331,12 +354,39 @@ def test_dataset_folder(make, tmp_path, texts):
     assert_holds(tmp_path / "out", texts)
 
 
-def test_dataset_folder_with_splits_is_joined(make, tmp_path, texts):
-    parts = {"train": texts[:10], "test": texts[10:]}
+def save_splits(folder: Path, **parts: list[str]) -> Path:
     parts = {name: datasets.Dataset.from_dict({"text": part}) for name, part in parts.items()}
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "in")
-    make(tmp_path / "in")
+    datasets.DatasetDict(parts).save_to_disk(folder)
+    return folder
+
+
+def test_dataset_folder_with_splits_is_joined(make, tmp_path, texts):
+    make(save_splits(tmp_path / "in", train=texts[:10], more=texts[10:]))
     assert_holds(tmp_path / "out", texts)
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "dev"])
+@pytest.mark.parametrize("fraction", [0.3, 0])
+def test_a_dataset_keeps_its_own_validation_split_and_its_test_split_is_left_out(make, tmp_path, texts, name, fraction):
+    folder = save_splits(tmp_path / "in", **{"train": texts[:10], "test": texts[10:14], name: texts[14:]})
+    manifest = make(folder, validation_fraction=fraction, context_length=2)
+    assert "".join(documents_of(tmp_path / "out", "train")) == "".join(texts[:10])
+    assert "".join(documents_of(tmp_path / "out", "validation")) == "".join(texts[14:])
+    said = summary(manifest)
+    assert f"{folder} [{name}]: kept, and none drawn" in said and f"left out   {folder} [test]" in said
+
+
+def test_what_a_dataset_without_validation_gives_is_drawn_beside_one_that_has_it(make, tmp_path, texts):
+    with_own = save_splits(tmp_path / "a", train=texts[:6], validation=texts[6:9])
+    manifest = make(with_own, write_texts(tmp_path / "b", texts[9:]), context_length=2)
+    drawn = [text for index, text in enumerate(texts[9:], 9) if document_hash(1234, index) < 0.3]
+    assert manifest["splits"]["validation"]["documents"] == 3 + len(drawn) and drawn
+
+
+def test_no_validation_at_all(make, tmp_path, texts):
+    with pytest.raises(ValueError, match="validation_fraction is 0, and no input has a validation split of its own"):
+        make(write_texts(tmp_path / "in", texts), validation_fraction=0)
+    assert os.listdir(tmp_path) == ["in"]
 
 
 @pytest.mark.parametrize("columns_known", [True, False])
@@ -347,10 +397,13 @@ def test_streamed_rows(texts, columns_known):
     else:
         rows = datasets.IterableDataset.from_generator(lambda: ({"text": text} for text in texts))
         assert rows.column_names is None
-    found = list(_read_rows("org/name", {"train": rows}, "text"))
-    assert found == [(f"org/name [train] row {n}", text) for n, text in enumerate(texts)]
-    with pytest.raises(ValueError, match=r'^org/name \[train\].* has no field "body" \(fields: text'):
-        list(_read_rows("org/name", {"train": rows}, "body"))
+    assert list(read_rows("org/name [train]", rows, "text")) == [(n, text, True) for n, text in enumerate(texts)]
+    if columns_known:
+        with pytest.raises(ValueError, match=r'^org/name \[train\].* has no field "body" \(fields: text'):
+            list(read_rows("org/name [train]", rows, "body"))
+    else:
+        bad = list(read_rows("org/name [train]", rows, "body"))
+        assert all(isinstance(record, Bad) and 'has no field "body" (fields: text)' in record.message for record in bad)
 
 
 def test_folder_is_read_recursively_and_sorted_with_every_kind_in_it(make, tmp_path, texts):
@@ -409,7 +462,7 @@ def test_byte_order_mark_is_dropped_and_line_ends_are_kept(make, tmp_path):
 
 def test_empty_documents_are_skipped_and_counted(make, tmp_path, texts):
     manifest = make(write_texts(tmp_path / "in", ["", *texts[:12], " \n\t", *texts[12:]]))
-    assert manifest["skipped"] == {"empty": 2, "not_utf8": 0, "not_utf8_files": []}
+    assert manifest["skipped"]["empty"] == 2 and manifest["skipped"]["bad"] == {}
     assert_holds(tmp_path / "out", texts)
 
 
@@ -417,12 +470,11 @@ def test_files_that_are_not_utf8_are_skipped_listed_and_warned_of(make, tmp_path
     folder = write_texts(tmp_path / "in", texts)
     for number in range(25):
         (folder / f"0000-{number:02d}.txt").write_bytes("café".encode("latin-1"))
-    with pytest.warns(UserWarning, match=r"skipped 25 documents that are not valid UTF-8, the first being .*-00\.txt"):
+    said = r"skipped 25 bad records \(25 not valid UTF-8\), the first: .*-00\.txt is not valid UTF-8"
+    with pytest.warns(UserWarning, match=said):
         manifest = make(folder)
-    assert manifest["skipped"]["not_utf8"] == 25
-    assert [Path(name).name for name in manifest["skipped"]["not_utf8_files"]] == [
-        f"0000-{number:02d}.txt" for number in range(20)
-    ]
+    assert manifest["skipped"]["bad"] == {"not valid UTF-8": 25}
+    assert manifest["skipped"]["bad_records"] == [f"{folder}/0000-{n:02d}.txt is not valid UTF-8" for n in range(20)]
     assert "25 not valid UTF-8" in summary(manifest) and "0000-19.txt" in summary(manifest)
     assert_holds(tmp_path / "out", texts)
 
@@ -435,13 +487,10 @@ def test_bad_lines_and_rows_are_skipped_one_by_one(make, tmp_path, texts):
     data = pa.array([text.encode() for text in texts[12:]] + [b"caf\xe9"])
     column = pa.Array.from_buffers(pa.string(), len(data), data.buffers())
     pq.write_table(pa.table({"text": column}), tmp_path / "b.parquet")
-    with pytest.warns(UserWarning, match="skipped 3 documents"):
+    with pytest.warns(UserWarning, match="skipped 3 bad records"):
         manifest = make(tmp_path / "a.jsonl", tmp_path / "b.parquet")
-    assert manifest["skipped"]["not_utf8_files"] == [
-        f"{tmp_path}/a.jsonl:1",
-        f"{tmp_path}/a.jsonl:2",
-        f"{tmp_path}/b.parquet row {len(texts) - 12}",
-    ]
+    places = ["a.jsonl:1", "a.jsonl:2", f"b.parquet row {len(texts) - 12}"]
+    assert manifest["skipped"]["bad_records"] == [f"{tmp_path}/{place} is not valid UTF-8" for place in places]
     assert_holds(tmp_path / "out", texts)
 
 
@@ -494,7 +543,7 @@ def test_manifest_says_what_was_done(make, tmp_path, texts, bpe):
     assert manifest["bytes_total"] == sum(len(text.encode()) for text in texts)
     seen = {split: tokens_of(tmp_path / "out", split) for split in ("train", "validation")}
     for split, tokens in seen.items():
-        digest = hashlib.sha256(np.array(tokens, dtype="<i4").tobytes()).hexdigest()
+        digest = hashlib.sha256(np.array(tokens, dtype=manifest["dtype"]).tobytes()).hexdigest()
         assert manifest["splits"][split]["sha256"] == digest
     assert max(seen["train"] + seen["validation"]) <= manifest["max_token_id"] < manifest["vocab_size"]
 
@@ -527,7 +576,7 @@ def test_killed_preparation_leaves_no_dataset_and_the_next_one_sweeps(make, tmp_
     code += f"tokenizer=sys.argv[3], context_length={CONTEXT_LENGTH})"
     process = subprocess.Popen([sys.executable, "-c", code, str(corpus), str(output), bpe], cwd=REPOSITORY)
     deadline = time.monotonic() + 60
-    while not any(path.stat().st_size for path in tmp_path.glob(".out.preparing-*/train.int32")):
+    while not any(path.stat().st_size for path in tmp_path.glob(".out.preparing/*.tokens")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
@@ -542,7 +591,7 @@ def test_killed_preparation_leaves_no_dataset_and_the_next_one_sweeps(make, tmp_
 def test_failed_preparation_cleans_up(make, tmp_path, texts):
     path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts] + [{}])
     with pytest.raises(ValueError, match="no field"):
-        make(path)
+        make(path, on_error="stop")
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
@@ -604,8 +653,9 @@ def test_output_may_be_a_link(make, tmp_path, texts):
         (dict(tokenizer="x", train_tokenizer=300), r"exactly one of --tokenizer \(got x\) and .* \(got 300\)"),
         (dict(tokenizer=None, train_tokenizer=256), "train_tokenizer must be at least 257 .* got 256"),
         (dict(context_length=1), "context_length must be at least 2 tokens, got 1"),
-        (dict(validation_fraction=0), "validation_fraction must lie between 0 and 1, both excluded, got 0"),
-        (dict(validation_fraction=1.0), "validation_fraction must lie between 0 and 1, both excluded, got 1.0"),
+        (dict(validation_fraction=-0.1), "validation_fraction must be at least 0 and less than 1, got -0.1"),
+        (dict(validation_fraction=1.0), "validation_fraction must be at least 0 and less than 1, got 1.0"),
+        (dict(num_workers=0), "num_workers must be at least 1, got 0"),
         (dict(inputs=[]), "no input: name at least one"),
         (dict(pattern=[]), "no pattern"),
     ],
@@ -631,7 +681,7 @@ def test_arguments_out_of_range(tmp_path, changes, message):
 def test_bad_json_line_is_named(make, tmp_path, line, message, tokenizer):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": "fine"}\n' + line + "\n")
     with pytest.raises(ValueError, match=message):
-        make(tmp_path / "a.jsonl", **({} if tokenizer == "given" else {"train_tokenizer": 300}))
+        make(tmp_path / "a.jsonl", on_error="stop", **({} if tokenizer == "given" else {"train_tokenizer": 300}))
 
 
 def test_missing_column_names_the_columns_there_are(make, tmp_path):
@@ -653,13 +703,12 @@ def test_column_that_is_not_text(make, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
-@pytest.mark.parametrize("damage", ["cut", "plain"])
-def test_damaged_gzip_file_is_named(make, tmp_path, name, damage):
+def test_damaged_gzip_file_is_named(make, tmp_path, name):
     data = gzip.compress(random.Random(0).randbytes(1000).hex().encode())
-    (tmp_path / name).write_bytes(data[:500] if damage == "cut" else b'{"text": "a"}\n')
+    (tmp_path / name).write_bytes(data[:500])
     (tmp_path / "other.txt").write_text("text")
     with pytest.raises(ValueError, match=rf"{name} is not a complete gzip file: "):
-        make(tmp_path / name, tmp_path / "other.txt")
+        make(tmp_path / name, tmp_path / "other.txt", on_error="stop")
 
 
 def test_damaged_dataset_folder_is_named(make, tmp_path, texts):
@@ -688,9 +737,11 @@ def test_file_that_comes_in_twice(make, tmp_path, texts):
         make(folder, folder / "000.txt")
 
 
-def test_single_text_file_cannot_be_split(make, tmp_path):
+def test_single_text_file_without_a_blank_line_cannot_be_split(make, tmp_path):
     (tmp_path / "a.txt").write_text("one long book " * 1000)
-    with pytest.raises(ValueError, match=r"a\.txt, is one document, which leaves none for validation: put one"):
+    with pytest.raises(
+        ValueError, match=r"0 tokens in 0 of 1 documents, .* one document unless --document_separator says"
+    ):
         make(tmp_path / "a.txt")
 
 
@@ -730,8 +781,9 @@ def test_split_that_fills_no_row(make, tmp_path, lengths, split, advice):
 
 def test_single_document_cannot_be_split(make, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "a" * 1000}])
+    seed = next(seed for seed in range(1000) if document_hash(seed, 0) >= 0.3)
     with pytest.raises(ValueError, match="the validation split has 0 tokens in 0 of 1 documents"):
-        make(path)
+        make(path, seed=seed)
 
 
 def test_output_that_is_a_file(make, tmp_path, texts):

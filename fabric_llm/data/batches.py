@@ -20,6 +20,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.data.columns import IGNORED, is_target, masked_labels
 from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.order import NEW_ORDER, RowsRead, rows_at
+from fabric_llm.data.views import is_padded
 
 # input_ids and labels, attention_mask if the dataset has one, position_ids if packed documents are kept apart:
 # each int64 [rows, context]; then also document_ends, see there
@@ -89,6 +90,8 @@ class Batches:
         labels = torch.from_numpy(masked_labels(columns))
         if self.document_end is not None:
             begins = document_begins(batch["input_ids"], self.document_end)
+            if is_padded(self.rows):  # an end behind an end is padding, which belongs to the document before it
+                begins &= batch["input_ids"] != self.document_end
             batch["position_ids"] = restarting_positions(begins)
             batch["document_ends"] = document_ends(batch["position_ids"])
             labels[begins] = IGNORED  # the document before doesn't predict it

@@ -15,7 +15,7 @@ import datasets
 from fabric_llm.base import files
 from fabric_llm.base.faults import BAD_INPUT, Fault, one_line
 from fabric_llm.data.columns import columns_of, fixed_length, scan
-from fabric_llm.data.views import one_behind_the_other, views
+from fabric_llm.data.views import Padded, one_behind_the_other, views
 
 VALIDATION_NAMES = ("validation", "valid")
 SMALL_BYTES = 2**30  # datasets up to this size are hashed at each start
@@ -99,6 +99,8 @@ def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
             f"The splits of {str(folder)!r} have different columns: 'train' has {', '.join(columns[0])}, "
             f"{validation_name!r} has {', '.join(columns[1])}."
         )
+    if manifest.get("packing") == "best_fit":
+        splits = [Padded(split, manifest["eos_token_id"]) for split in splits]
     return TokenDataset(folder, *splits, length, max(max_token_ids), manifest)
 
 

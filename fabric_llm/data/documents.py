@@ -1,176 +1,354 @@
-"""Read documents, one after the other, from files, folders, dataset folders and datasets on the hub."""
+"""Read the documents of one part of the inputs, in order: a file or a range of it, rows of a dataset, a stream of the hub.
+
+A reader yields, for each document, (number, text, True), or, where it is longer than SECTION_CHARACTERS, its sections with
+False for all but the last; and `Bad` in place of a record that can't be read. A `Bad` after sections takes these back.
+What it holds in memory is at most a block, or one record of at most RECORD_BYTES.
+"""
 
 from __future__ import annotations
 
-import gzip
+import codecs
 import json
-import os
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple, Optional, Union
 
-import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from fabric_llm.base import hub
 from fabric_llm.base.faults import REFUSED, Fault, one_line
-from fabric_llm.data.dataset import has_rows, split_names
-from fabric_llm.data.inputs import files_of, hub_dataset, is_dataset_folder
+from fabric_llm.data.formats import damaged, is_damage, suffix
+from fabric_llm.data.formats import opened as _open
 
-PARQUET_ROWS = 1024  # read at once
-# (where a document comes from, for messages; its text, or None if it isn't valid UTF-8)
-Document = tuple[str, str | None]
+SECTION_CHARACTERS = 1_000_000  # of a document that are encoded at once
+RECORD_BYTES = 64 * 2**20  # longest line or record
+BLOCK_BYTES = 2**20  # of plain text, read at once
+SEPARATOR_BYTES = 1000  # longest separator of documents, see inputs.separator
+PARQUET_ROWS = 256  # read at once
+BLANK_LINES = r"\r?\n(?:[ \t\r]*\n)+"  # where a text is split into documents by default
 
-
-@dataclass(frozen=True)
-class Source:
-    """A file, dataset folder or hub dataset. `read(name, text_field)` yields its documents."""
-
-    name: str
-    bytes: int | None  # None for a hub dataset
-    read: Callable[[str, str], Iterator[Document]]
-
-    @property
-    def is_one_document(self) -> bool:
-        """Whether this is a plain-text file."""
-        return self.read is _read_text
+NOT_UTF8, NO_FIELD, NOT_STRING, BROKEN, TOO_LONG, SPECIAL = (
+    *("not valid UTF-8", "without the field", "not a string", "broken", "too long", "with a special token"),
+)
 
 
-def find_sources(
-    inputs: Sequence[str | Path], *, pattern: Sequence[str], exclude: Sequence[str] = (), output: Path
-) -> list[Source]:
-    """The sources that `inputs` of `prepare` name, in order. No text is read yet.
+class Part(NamedTuple):
+    """What is read in one go. JSON writes it as a list."""
 
-    output: a resolved path, which is left out where it lies inside an input folder.
+    path: str  # or name on the hub
+    kind: str  # of READERS
+    start: int = 0  # byte, row group or row
+    end: Optional[int] = None  # None: the end of the file
+    split: str = ""  # of a dataset
+    own_validation: bool = False  # the dataset itself has put it there
+    draws: bool = True  # False: its validation split is its own
+    separator: Optional[str] = (
+        None  # regular expression between documents of plain text; None: the file is one document
+    )
 
-    Raises ValueError for an input that doesn't exist, a folder without a matching file, a file that two inputs name, and
-    where there is only one document, which can't be split into train and validation.
+
+class Bad(NamedTuple):
+    """A record that can't be read."""
+
+    kind: str
+    number: Optional[int]
+    message: str  # after the words of `where`
+
+
+Record = Union[tuple[int, str, bool], Bad]
+Reader = Callable[[Part, str, list], Iterator[Record]]
+
+
+def read_part(part: Part, text_field: str, handles: Optional[list] = None) -> Iterator[Record]:
+    """The documents of a part, in order. handles: gets the files that are opened.
+
+    Raises ValueError for a whole file that isn't what its name says, or has no `text_field`.
     """
-    sources, origin = [], {}
-    for given in map(str, inputs):
-        if not os.path.exists(given):
-            found = [Source(given, None, _hub_reader(given))]
-        elif os.path.isfile(given):
-            found = [_file_source(given)]
-        elif is_dataset_folder(given):
-            size = sum(file.stat().st_size for file in Path(given).rglob("*.arrow"))
-            found = [Source(given, size, _read_dataset_folder)]
-        else:
-            found = [_file_source(path) for path in files_of(given, pattern, exclude, output)]
-            if not found:
-                raise ValueError(f"no file in {given} matches {' '.join(pattern)}: choose others with --pattern")
-        for source in found:
-            # A text in both train and validation would make the validation loss meaningless.
-            path = os.path.abspath(source.name)
-            if path in origin:
-                raise ValueError(
-                    f"{source.name} comes in twice, by the inputs {origin[path]} and {given}: name it once"
-                )
-            origin[path] = given
-        sources += found
-    if len(sources) == 1 and sources[0].is_one_document:
-        raise ValueError(
-            f"the only input, {sources[0].name}, is one document, which leaves none for validation: put one"
-            f" document on each line of a .jsonl file, or give several files"
-        )
-    return sources
-
-
-def _file_source(path: str) -> Source:
-    name = path.lower().removesuffix(".gz")
-    if name.endswith((".jsonl", ".ndjson")):
-        read = _read_json_lines
-    else:
-        read = _read_parquet if name.endswith(".parquet") else _read_text
-    return Source(path, os.path.getsize(path), read)
-
-
-def read_documents(sources: Iterable[Source], text_field: str) -> Iterator[Document]:
-    """The documents of all sources, in order.
-
-    Raises ValueError for a line that isn't a JSON object, a missing `text_field`, a field that isn't text, and a damaged file.
-    """
-    for source in sources:
-        yield from source.read(source.name, text_field)
-
-
-def _open(path: str) -> BinaryIO:
-    return gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")
-
-
-def _decode(data: bytes) -> str | None:
     try:
-        return data.decode("utf-8-sig")  # a byte order mark isn't part of the text
-    except UnicodeDecodeError:
-        return None
+        yield from READERS[part.kind](part, text_field, [] if handles is None else handles)
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        yield Bad(BROKEN, None, damaged(part.path, error))
 
 
-def _read_text(path: str, text_field: str) -> Iterator[Document]:
-    # Text mode would translate line ends.
-    try:
-        with _open(path) as file:
-            data = file.read()
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is not a complete gzip file: {error}") from error
-    yield path, _decode(data)
+def where(part: Part, number: Optional[int], lines_before: int = 0) -> str:
+    """The place of a record, for messages. lines_before: lines of the file before this part."""
+    if number is None or part.kind == "text" and part.separator is None:
+        return part.path
+    if part.kind == "json_lines":
+        return f"{part.path}:{number + lines_before}"
+    if part.kind == "csv":
+        return f"{part.path}:{number}"
+    if part.kind in ("dataset", "hub"):
+        return f"{part.path} [{part.split}] row {number}"
+    return f"{part.path} {dict(text='byte', parquet='row').get(part.kind, 'record')} {number}"
 
 
-def _read_json_lines(path: str, text_field: str) -> Iterator[Document]:
-    try:
-        with _open(path) as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    where = f"{path}:{number}"
-                    line = _decode(line)
-                    yield where, None if line is None else _json_text(where, line, text_field)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is not a complete gzip file: {error}") from error
+def texts(parts: Iterable[Part], text_field: str) -> Iterator[str]:
+    """All text that can be read, in sections, for training a tokenizer."""
+    for part in parts:
+        for record in read_part(part, text_field):
+            if not isinstance(record, Bad) and record[1].strip():
+                yield record[1]
 
 
-def _json_text(where: str, line: str, text_field: str) -> str | None:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not valid JSON: {error}") from error
+def sections(number: int, text: str) -> Iterator[Record]:
+    """A document, in sections that end with a line where they can."""
+    begin = 0
+    while len(text) - begin > SECTION_CHARACTERS:
+        cut = _section_end(text, begin)
+        yield number, text[begin:cut], False
+        begin = cut
+    yield number, text[begin:] if begin else text, True
+
+
+def _section_end(text: str, begin: int) -> int:
+    end = begin + SECTION_CHARACTERS
+    return text.rfind("\n", begin, end) + 1 or end
+
+
+# --------------------------------------------------------------------------- plain text
+
+
+def _read_text(part: Part, text_field: str, handles: list) -> Iterator[Record]:
+    decode, text, broken = None, "", False
+    with _open(part.path, handles) as file:
+        for number, data, is_last in _cut(file, part):
+            if decode is None:
+                decode, text, broken = codecs.getincrementaldecoder("utf-8")().decode, "", False
+                if number == 0:  # a byte order mark isn't part of the text
+                    data = data.removeprefix(codecs.BOM_UTF8)
+            try:
+                text += decode(data, is_last)
+            except UnicodeDecodeError:
+                broken = True
+            while len(text) > SECTION_CHARACTERS and not broken:
+                cut = _section_end(text, 0)
+                yield number, text[:cut], False
+                text = text[cut:]
+            if is_last:
+                yield Bad(NOT_UTF8, number, "is not valid UTF-8") if broken else (number, text, True)
+                decode = None
+
+
+def _cut(file: BinaryIO, part: Part) -> Iterator[tuple[int, bytes, bool]]:
+    """(first byte of a document, the next bytes of it, whether they are its last)"""
+    separator = None if part.separator is None else re.compile(part.separator.encode())
+    if part.start:
+        file.seek(part.start)
+    begin, place, buffer = (
+        part.start,
+        part.start,
+        b"",
+    )  # `buffer` begins at `place`, in the document that begins at `begin`
+    while True:
+        room = BLOCK_BYTES if part.end is None else min(BLOCK_BYTES, part.end - place - len(buffer))
+        block = file.read(room)
+        buffer, at = buffer + block, 0
+        for match in separator.finditer(buffer) if separator else ():
+            if match.end() == len(buffer) and block:  # it may be longer
+                break
+            yield begin, buffer[at : match.start()], True
+            at = match.end()
+            begin = place + at
+        buffer, place = buffer[at:], place + at
+        if not block:
+            if buffer or begin < place or begin == part.start:
+                yield begin, buffer, True
+            return
+        ready = len(buffer) - (SEPARATOR_BYTES if separator else 0)
+        if ready > BLOCK_BYTES // 2:
+            yield begin, buffer[:ready], False
+            buffer, place = buffer[ready:], place + ready
+
+
+# --------------------------------------------------------------------------- records
+
+
+def _text_of(record: Any, text_field: str, number: int) -> Iterator[Record]:
     if not isinstance(record, dict):
-        raise ValueError(f"{where} is not a JSON object but {type(record).__name__}")
-    if text_field not in record:
-        raise _no_field(where, text_field, record)
-    text = record[text_field]
-    if not isinstance(text, str):
-        raise ValueError(f'{where} holds {type(text).__name__}, not a string, in its field "{text_field}"')
-    # JSON can hold half of a surrogate pair ("\ud800"), which UTF-8 can't.
-    return None if re.search("[\ud800-\udfff]", text) else text
+        yield Bad(BROKEN, number, f"is not a JSON object but {type(record).__name__}")
+    elif text_field not in record:
+        yield Bad(NO_FIELD, number, no_field(text_field, record))
+    elif not isinstance(text := record[text_field], str):
+        kind = type(text).__name__
+        yield Bad(NOT_STRING, number, f'holds {kind}, not a string, in its field "{text_field}"')
+    else:
+        yield from _checked(number, text)
 
 
-def _read_parquet(path: str, text_field: str) -> Iterator[Document]:
+def _checked(number: int, text: str) -> Iterator[Record]:
+    # JSON can hold half of a surrogate pair ("\ud800"), which UTF-8 can't; and csv gets bytes that aren't UTF-8 as such.
+    if not text.isascii() and re.search("[\ud800-\udfff]", text):
+        yield Bad(NOT_UTF8, number, "is not valid UTF-8")
+    else:
+        yield from sections(number, text)
+
+
+def no_field(text_field: str, present: Iterable[str]) -> str:
+    names = ", ".join(map(str, present)) or "none"
+    return f'has no field "{text_field}" (fields: {names}): name the right one with --text_field'
+
+
+def _read_json_lines(part: Part, text_field: str, handles: list) -> Iterator[Record]:
+    with _open(part.path, handles) as file:
+        if part.start:
+            file.seek(part.start)
+        place = part.start
+        for number, line in enumerate(iter(lambda: file.readline(RECORD_BYTES), b""), 1):
+            place += len(line)
+            if len(line) == RECORD_BYTES and not line.endswith(b"\n"):
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(BLOCK_BYTES)
+                    place += len(line)
+                yield Bad(TOO_LONG, number, f"is longer than {RECORD_BYTES >> 20} MiB")
+            elif line.strip():
+                yield from _json_line(line, number, text_field)
+            if part.end is not None and place >= part.end:
+                return
+
+
+def _json_line(line: bytes, number: int, text_field: str) -> Iterator[Record]:
     try:
-        file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a parquet file: {error}") from error
-    with file:
-        schema = file.schema_arrow
-        if text_field not in schema.names:
-            raise _no_field(path, text_field, schema.names)
-        kind = schema.field(text_field).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        text_kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-        if not any(is_kind(kind) for is_kind in text_kinds):
-            raise ValueError(f'{path} holds {kind}, not strings, in its column "{text_field}"')
-        row = 0
-        for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[text_field]):
-            # As bytes: pyarrow doesn't check that strings are valid, and an invalid one must not end the others. A null
-            # is an empty document.
-            for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()):
-                yield f"{path} row {row}", _decode(value.as_py() or b"")
-                row += 1
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        yield Bad(NOT_UTF8, number, "is not valid UTF-8")
+    except (ValueError, RecursionError) as error:
+        yield Bad(BROKEN, number, f"is not valid JSON: {one_line(error)}")
+    else:
+        yield from _text_of(record, text_field, number)
 
 
-def _read_dataset_folder(path: str, text_field: str) -> Iterator[Document]:
+def _read_json(part: Part, text_field: str, handles: list) -> Iterator[Record]:
+    """An array of objects, objects one behind the other, one object, or JSON lines under another name."""
+    import ijson
+
+    with _open(part.path) as file:
+        head = file.readline(RECORD_BYTES).lstrip(codecs.BOM_UTF8 + b" \t\r\n")
+        while not head.strip() and (head := file.readline(RECORD_BYTES)):
+            head = head.lstrip()
+    if head.startswith(b"{") and _is_json(head):
+        yield from _read_json_lines(part, text_field, handles)
+        return
+    with _open(part.path, handles) as file:
+        if file.peek(3)[:3] == codecs.BOM_UTF8:
+            file.read(3)
+        number = 0
+        try:
+            for number, record in enumerate(
+                ijson.items(file, "item" if head.startswith(b"[") else "", multiple_values=True), 1
+            ):
+                yield from _text_of(record, text_field, number)
+        except (ijson.JSONError, UnicodeDecodeError, RecursionError) as error:
+            message = f"is not valid JSON: {one_line(error)}; what comes after it is not read"
+            yield Bad(BROKEN, number + 1, message)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+        return True
+    except (ValueError, RecursionError):
+        return False
+
+
+def _read_csv(part: Part, text_field: str, handles: list) -> Iterator[Record]:
+    import csv
+    import io
+
+    csv.field_size_limit(RECORD_BYTES)
+    dialect = "excel-tab" if suffix(part.path) == ".tsv" else "excel"
+    with _open(part.path, handles) as file:
+        lines = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+        rows = csv.reader(lines, dialect, strict=True)
+        names = next(rows, [])
+        if names.count(text_field) != 1:
+            raise ValueError(f"{part.path} {no_field(text_field, names)}")
+        column = names.index(text_field)
+        while True:
+            number = rows.line_num + 1
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Bad(BROKEN, number, f"is not a valid row: {error}")
+                continue
+            if row:
+                yield from _csv_text(row, names, column, number)
+
+
+def _csv_text(row: list[str], names: list[str], column: int, number: int) -> Iterator[Record]:
+    if len(row) != len(names):
+        yield Bad(BROKEN, number, f"has {len(row)} fields, and the first line {len(names)}")
+    else:
+        yield from _checked(number, row[column])
+
+
+# --------------------------------------------------------------------------- tables
+
+
+@contextmanager
+def parquet_file(path: str) -> Iterator[Any]:
+    """A pyarrow.parquet.ParquetFile; a compressed one is decompressed to a temporary file. Raises ValueError."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with _open(path) as file, tempfile.TemporaryFile() as unpacked:
+        if path.lower().endswith(".parquet"):
+            place: Any = path
+        else:
+            shutil.copyfileobj(file, unpacked, BLOCK_BYTES)
+            place = unpacked
+        try:
+            table = pq.ParquetFile(place, buffer_size=BLOCK_BYTES, pre_buffer=False)
+        except pa.ArrowInvalid as error:
+            raise ValueError(f"{path} is not a parquet file: {one_line(error)}") from error
+        with table:
+            yield table
+
+
+def parquet_column(path: str, schema: Any, text_field: str) -> None:
+    """Raises ValueError unless the table has a column of text of that name."""
+    import pyarrow as pa
+
+    if text_field not in schema.names:
+        raise ValueError(f"{path} {no_field(text_field, schema.names)}")
+    kind = schema.field(text_field).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not any(is_kind(kind) for is_kind in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)):
+        raise ValueError(f'{path} holds {kind}, not strings, in its column "{text_field}"')
+
+
+def _read_parquet(part: Part, text_field: str, handles: list) -> Iterator[Record]:
+    import pyarrow as pa
+
+    with parquet_file(part.path) as file:
+        parquet_column(part.path, file.schema_arrow, text_field)
+        groups = range(part.start, file.num_row_groups if part.end is None else part.end)
+        number = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
+        try:
+            for batch in file.iter_batches(PARQUET_ROWS, groups, [text_field], use_threads=False):
+                # As bytes: pyarrow doesn't check that strings are valid, and an invalid one must not end the others. A
+                # null is an empty document.
+                for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()):
+                    try:
+                        yield from sections(number, (value.as_py() or b"").decode("utf-8-sig"))
+                    except UnicodeDecodeError:
+                        yield Bad(NOT_UTF8, number, "is not valid UTF-8")
+                    number += 1
+        except (pa.ArrowException, OSError) as error:
+            yield Bad(BROKEN, number, f"can't be read, and what comes after it: {one_line(error)}")
+
+
+def load_dataset_folder(path: str) -> dict[str, Any]:
+    """The splits of a folder that `datasets.save_to_disk` wrote; "rows" for one without a name. Raises ValueError."""
+    import datasets
+
+    from fabric_llm.data.dataset import has_rows, split_names
+
     folder = Path(path)
     try:
         for split in split_names(folder) if (folder / "dataset_dict.json").is_file() else [""]:
@@ -180,37 +358,97 @@ def _read_dataset_folder(path: str, text_field: str) -> Iterator[Document]:
         if isinstance(error, Fault) and error.code == REFUSED:
             raise
         raise ValueError(f"{path} is not a complete dataset folder: {one_line(error)}") from error
-    yield from _read_rows(path, loaded if isinstance(loaded, dict) else {"rows": loaded}, text_field)
+    return dict(loaded) if isinstance(loaded, dict) else {"rows": loaded}
 
 
-def _hub_reader(name: str) -> Callable[[str, str], Iterator[Document]]:
-    """Open the hub dataset `name` or `name:config`. Returns a function that streams it, see `Source.read`."""
+def load_hub_dataset(name: str) -> dict[str, Any]:
+    """The splits, to be streamed, of the hub dataset `name` or `name:config`. Raises ValueError."""
+    import datasets
+
+    from fabric_llm.base import hub
+    from fabric_llm.data.inputs import hub_dataset
+
     nowhere = hub_dataset(name)
     repository, _, config = name.partition(":")
     try:
-        loaded = datasets.load_dataset(repository, config or None, streaming=True)
+        return dict(datasets.load_dataset(repository, config or None, streaming=True))
     except Exception as error:  # the hub, its client and its file formats raise some twenty types
         raise ValueError(f"{nowhere}: {hub.answer(repository, error, 'dataset') or one_line(error)}") from error
-    return lambda _, text_field: _read_rows(name, loaded, text_field)
 
 
-def _read_rows(name: str, splits: dict, text_field: str) -> Iterator[Document]:
-    for split, rows in splits.items():
-        columns = rows.column_names  # None if a streamed dataset doesn't declare them
-        if columns is not None and text_field not in columns:
-            raise _no_field(f"{name} [{split}]", text_field, columns)
-        if columns is not None:
-            rows = rows.select_columns([text_field])  # so that no image is decoded
-        for number, row in enumerate(rows):
-            where = f"{name} [{split}] row {number}"
-            if text_field not in row:
-                raise _no_field(where, text_field, row)
-            text = row[text_field]
-            if text is not None and not isinstance(text, str):
-                raise ValueError(f'{where} holds {type(text).__name__}, not a string, in its column "{text_field}"')
-            yield where, text or ""
+def _read_dataset(part: Part, text_field: str, handles: list) -> Iterator[Record]:
+    load = load_hub_dataset if part.kind == "hub" else load_dataset_folder
+    rows = load(part.path)[part.split]
+    if part.end is not None:
+        rows = rows.select(range(part.start, part.end))
+    yield from read_rows(f"{part.path} [{part.split}]", rows, text_field, part.start)
 
 
-def _no_field(where: str, text_field: str, present: Iterable[str]) -> ValueError:
-    names = ", ".join(map(str, present)) or "none"
-    return ValueError(f'{where} has no field "{text_field}" (fields: {names}): name the right one with --text_field')
+def read_rows(name: str, rows: Any, text_field: str, first: int = 0) -> Iterator[Record]:
+    """The documents of a split of a dataset. Raises ValueError where it has no column of text of that name."""
+    columns = rows.column_names  # None if a streamed dataset doesn't declare them
+    if columns is not None and text_field not in columns:
+        raise ValueError(f"{name} {no_field(text_field, columns)}")
+    if columns is not None:
+        rows = rows.select_columns([text_field])  # so that no image is decoded
+    for number, row in enumerate(rows, first):
+        text = row.get(text_field)
+        if text_field not in row:
+            yield Bad(NO_FIELD, number, no_field(text_field, row))
+        elif text is not None and not isinstance(text, str):
+            kind = type(text).__name__
+            yield Bad(NOT_STRING, number, f'holds {kind}, not a string, in its column "{text_field}"')
+        else:
+            yield from _checked(number, text or "")
+
+
+# --------------------------------------------------------------------------- crawls
+
+
+def _read_warc(part: Part, text_field: str, handles: list) -> Iterator[Record]:
+    """The text records of a WET or WARC file: extracted text (`conversion`), and responses of type text/plain."""
+    try:
+        from warcio.archiveiterator import ArchiveIterator
+        from warcio.exceptions import ArchiveLoadFailed
+    except ImportError:
+        message = f"reading {part.path} needs the package warcio: pip install 'fabric_llm[warc]'"
+        raise ValueError(message) from None
+    number, of_text = 0, 0
+    with _open(part.path, handles) as file:
+        try:
+            for number, record in enumerate(ArchiveIterator(file), 1):
+                if not _is_text(record):
+                    continue
+                of_text += 1
+                data = record.content_stream().read(RECORD_BYTES)
+                try:
+                    yield from sections(number, data.decode("utf-8-sig"))
+                except UnicodeDecodeError:
+                    yield Bad(NOT_UTF8, number, "is not valid UTF-8")
+        except (ArchiveLoadFailed, AttributeError, ValueError) as error:  # warcio raises all three
+            yield Bad(BROKEN, number + 1, f"can't be read, and what comes after it: {one_line(error)}")
+    if number and not of_text:
+        raise ValueError(f"{part.path} holds no text, only web pages: take the WET file of the same crawl")
+
+
+def _is_text(record: Any) -> bool:
+    if record.rec_type == "conversion":
+        return True
+    headers = record.http_headers
+    return (
+        record.rec_type == "response"
+        and headers
+        and (headers.get_header("Content-Type") or "").startswith("text/plain")
+    )
+
+
+READERS: dict[str, Reader] = {
+    "text": _read_text,
+    "json_lines": _read_json_lines,
+    "json": _read_json,
+    "csv": _read_csv,
+    "parquet": _read_parquet,
+    "dataset": _read_dataset,
+    "hub": _read_dataset,
+    "warc": _read_warc,
+}

@@ -6,13 +6,18 @@ Every check raises ValueError.
 from __future__ import annotations
 
 import fnmatch
+import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
-DEFAULT_PATTERNS = ["*.txt", "*.txt.gz", "*.md", "*.rst", "*.jsonl", "*.jsonl.gz", "*.parquet"]  # of prepare_data.py
+from fabric_llm.data import formats
+from fabric_llm.data.formats import DEFAULT_PATTERNS
+
+LONGEST_SEPARATOR = 1000  # bytes
 SMALLEST_VOCABULARY = 257  # 256 bytes and the end of a text
 
 
@@ -23,6 +28,7 @@ def preparation(
     context_length: int,
     validation_fraction: float,
     pattern: Sequence[str],
+    num_workers: Optional[int] = None,
 ) -> None:
     """Check the arguments of `prepare` on their own, without looking at any file."""
     if not inputs:
@@ -39,8 +45,10 @@ def preparation(
         )
     if context_length < 2:
         raise ValueError(f"context_length must be at least 2 tokens, got {context_length}")
-    if not 0 < validation_fraction < 1:
-        raise ValueError(f"validation_fraction must lie between 0 and 1, both excluded, got {validation_fraction}")
+    if num_workers is not None and num_workers < 1:
+        raise ValueError(f"num_workers must be at least 1, got {num_workers}")
+    if not 0 <= validation_fraction < 1:
+        raise ValueError(f"validation_fraction must be at least 0 and less than 1, got {validation_fraction}")
 
 
 def prepared_output(output: Path, overwrite: bool) -> None:
@@ -62,12 +70,50 @@ def prepared_output(output: Path, overwrite: bool) -> None:
 
 
 def text_input(given: str, pattern: Sequence[str], exclude: Sequence[str], output: Path) -> None:
-    """Check that `given` is a file, a folder with a matching file, or possibly the name of a dataset on the hub."""
-    if not os.path.exists(given):
-        hub_dataset(given)
-    elif os.path.isdir(given) and not is_dataset_folder(given):
-        if next(files_of(given, pattern, exclude, output), None) is None:
-            raise ValueError(f"no file in {given} matches {' '.join(pattern)}: choose others with --pattern")
+    """Check that `given` is a file, a folder or glob with a matching file, or possibly the name of a hub dataset."""
+    for path in expanded(given):
+        if not os.path.exists(path):
+            hub_dataset(path)
+        elif os.path.isdir(path) and not is_dataset_folder(path):
+            if next(files_of(path, pattern, exclude, output), None) is None:
+                raise ValueError(no_match(path, pattern))
+        elif os.path.isfile(path):
+            formats.named_file(path)
+
+
+def expanded(given: str) -> list[str]:
+    """The paths that a glob stands for, such as 'corpus/*.jsonl', which the shell hasn't expanded; else `given` itself."""
+    if os.path.exists(given) or not glob.has_magic(given):
+        return [given]
+    found = sorted(glob.glob(given, recursive=True))
+    if not found:
+        raise ValueError(f"input {given}: no file or folder here has such a name")
+    return found
+
+
+def no_match(folder: str, pattern: Sequence[str]) -> str:
+    return f"no file in {folder} matches {formats.in_words(list(pattern))}: choose others with --pattern"
+
+
+def separator(given: Optional[str]) -> Optional[str]:
+    """--document_separator as a regular expression: None if it wasn't given, "" for `none`. Raises ValueError."""
+    if given is None or given == "none":
+        return None if given is None else ""
+    escapes = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+    text = re.sub(r"\\([ntr\\])", lambda found: escapes[found[1]], given)
+    if not 0 < len(text.encode()) <= LONGEST_SEPARATOR:
+        raise ValueError(f"document_separator must have 1 to {LONGEST_SEPARATOR} bytes, or be none, got {given!r}")
+    return re.escape(text)
+
+
+def shard(given: Optional[str]) -> Optional[tuple[int, int]]:
+    """--shard K/N as (K - 1, N). Raises ValueError."""
+    if given is None:
+        return None
+    found = re.fullmatch(r"(\d+)/(\d+)", given)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"shard must be K/N, such as 1/8 to 8/8 for eight machines, got {given}")
+    return int(found[1]) - 1, int(found[2])
 
 
 def hub_dataset(name: str) -> str:
@@ -78,7 +124,7 @@ def hub_dataset(name: str) -> str:
     # Anything that can't be a name on the hub is a mistyped path, for which the network isn't asked.
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^/:]+)?", name) or name.startswith("."):
         raise ValueError(nowhere)
-    if any(fnmatch.fnmatchcase(name.lower(), one) for one in DEFAULT_PATTERNS):
+    if matcher(DEFAULT_PATTERNS)(name.lower()):
         raise ValueError(nowhere)
     return nowhere
 
@@ -88,18 +134,32 @@ def is_dataset_folder(folder: str) -> bool:
     return any(os.path.isfile(os.path.join(folder, name)) for name in ("dataset_dict.json", "state.json"))
 
 
-def files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], output: Path) -> Iterator[str]:
-    """The matching files below `folder`, in order. `output`, a resolved path, is left out."""
+def files_of(
+    folder: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, others: Optional[Counter] = None
+) -> Iterator[str]:
+    """The matching files below `folder`, in order. `output`, a resolved path, and its work folder are left out.
+
+    others: counts the files that don't match, by suffix.
+    """
+    left_out = {str(output), str(output.with_name(f".{output.name}.preparing"))}
+    taken = matcher(pattern)
     for root, directories, names in os.walk(folder, onerror=_refuse):
         directories[:] = sorted(
             name
             for name in directories
-            if name not in exclude and os.path.realpath(os.path.join(root, name)) != str(output)
+            if name not in exclude and os.path.realpath(os.path.join(root, name)) not in left_out
         )
         for name in sorted(names):
             path = os.path.join(root, name)
-            if any(fnmatch.fnmatchcase(name.lower(), one.lower()) for one in pattern) and os.path.isfile(path):
+            if taken(name.lower()) and os.path.isfile(path):
                 yield path
+            elif others is not None:
+                others[os.path.splitext(name)[1].lower() or "without a suffix"] += 1
+
+
+def matcher(pattern: Sequence[str]) -> Callable[[str], Any]:
+    """Whether a name in lower case matches one of the patterns."""
+    return re.compile("|".join(fnmatch.translate(one.lower()) for one in pattern)).match
 
 
 def _refuse(error: OSError) -> None:

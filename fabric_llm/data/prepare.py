@@ -3,30 +3,34 @@
 `prepare` is the whole act; the functions below it are its parts, in the order of the data.
 
 The tokenizer's own convention is kept (a Llama document starts with BOS), and exactly one EOS ends each document and
-appears nowhere else. Where BOS and EOS are the same token, the EOS of the document before serves as BOS. Text that spells
-a special token stays text. Documents without a visible character, and those that aren't valid UTF-8, are skipped and
-counted.
+appears nowhere else but as padding. Where BOS and EOS are the same token, the EOS of the document before serves as BOS.
+Text that spells a special token stays text. Documents without a visible character, and records that can't be read, are
+left out and counted.
 
-The folder is a `DatasetDict` of `train` and `validation` with one column, `input_ids`: int32 lists of `context_length`,
-with `manifest.json` and `tokenizer/` beside them. Tokens that don't fill a last row are dropped and counted: in each split
-tokens = rows * context_length + dropped_tokens.
+There are two phases. Processes, or machines, encode pieces of the inputs (encoding.py) into the work folder beside the
+output, with marks of what is done: a later start with the same inputs goes on from them. Then one pass over the pieces
+divides documents into splits and packs them into rows (rows.py). The plan of the pieces and all that follows are functions
+of the inputs and options alone: however often it was killed and whoever made the pieces, the bytes are the same.
 
-Everything streams: memory holds one batch of documents, or one document where that is longer, at about 120 bytes a
-character. On disk the work needs 8 bytes a token, 4 of which stay.
+The folder is a `DatasetDict` of `train` and `validation` with one column, `input_ids`: lists of `context_length` uint16,
+or int32 where the vocabulary has more than 65,536 tokens, with `manifest.json` and `tokenizer/` beside them. Tokens that
+don't fill a last row are dropped and counted: in each split tokens = rows * context_length + dropped_tokens - padding.
+
+Everything streams: memory holds a batch of sections in each process, at about 120 bytes a character.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import platform
-import secrets
 import shutil
+import sys
+import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import datasets
 import pyarrow as pa
@@ -37,131 +41,277 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fabric_llm.base import files
-from fabric_llm.base.ending import on_disk, uninterrupted
-from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import SAVE_FAILED, UNWRITABLE, Fault
-from fabric_llm.data.documents import Document, Source, find_sources, read_documents
-from fabric_llm.data.inputs import DEFAULT_PATTERNS, preparation, prepared_output
-from fabric_llm.data.rows import Split, save_rows, split_documents
-from fabric_llm.data.tokenizer import encoder, packing_tokenizer, train_byte_level_bpe
+from fabric_llm.base.ending import on_disk
+from fabric_llm.data import inputs as checks
+from fabric_llm.data import workers
+from fabric_llm.data.documents import texts
+from fabric_llm.data.duplicates import repeated
+from fabric_llm.data.encoding import MAX_NAMED, Job, Mark, counted, read_mark
+from fabric_llm.data.formats import DEFAULT_PATTERNS
+from fabric_llm.data.pieces import Found, Piece, find_sources, fingerprint, plan
+from fabric_llm.data.rows import Choice, save_rows, split_documents
+from fabric_llm.data.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
+from fabric_llm.data.work_folder import begin, new_folder, publish, work_folder
 
 MANIFEST_FORMAT = 1
 MAX_LISTED_FILES = 10_000
-MAX_LISTED_SKIPS = 20
+MUCH_PADDING_PERCENT = 1.0
+MANY_ROWS = 50  # among fewer, the last one says little of the documents
 
 
-def prepare(
-    *,
-    inputs: Sequence[str | Path],
-    output: str | Path,
-    tokenizer: str | None = None,
-    train_tokenizer: int | None = None,
-    context_length: int,
-    validation_fraction: float = 0.01,
-    text_field: str = "text",
-    pattern: Sequence[str] = DEFAULT_PATTERNS,
-    exclude: Sequence[str] = (),
-    seed: int = 1234,
-    overwrite: bool = False,
-    progress: bool = True,
-) -> dict:
-    """Turn raw text into a packed token dataset at `output`, and return its manifest.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `prepare`, which are those of `prepare_data.py --help`."""
 
-    The arguments are those of `prepare_data.py --help`; progress: show a bar where stderr is a terminal. `output`
-    appears only once it is complete, and a dataset that it replaces is removed last.
+    inputs: Sequence[str | Path]
+    output: str | Path
+    tokenizer: str | None = None
+    train_tokenizer: int | None = None
+    context_length: int
+    validation_fraction: float = 0.01
+    text_field: str = "text"
+    pattern: Sequence[str] = tuple(DEFAULT_PATTERNS)
+    exclude: Sequence[str] = ()
+    document_separator: str | None = None
+    on_error: str = "skip"
+    packing: str = "concat"
+    deduplicate: str = "none"
+    seed: int = 1234
+    num_workers: int | None = None
+    shard: str | None = None
+    engine: str = "local"
+    overwrite: bool = False
+    progress: bool = True  # show a bar where stderr is a terminal
+
+
+def prepare(**arguments: Any) -> dict:
+    """Turn raw text into a packed token dataset at `output`, and return its manifest. The arguments are those of `Options`.
+
+    `output` appears only once it is complete, and a dataset that it replaces is removed last. With `shard`, only that
+    shard's pieces are encoded, and what is left is returned: {"shard", "pieces", "left"}.
 
     Raises ValueError for everything that a user can correct, with a sentence that says how.
     """
-    preparation(inputs, tokenizer, train_tokenizer, context_length, validation_fraction, pattern)
-    target = Path(output).resolve()  # a link to a larger disk stays a link
-    prepared_output(target, overwrite)
-    sources = find_sources(inputs, pattern=pattern, exclude=exclude, output=target)
-    hf_tokenizer = packing_tokenizer(tokenizer) if tokenizer is not None else None  # fails before anything is written
-    needs = "preparing needs 8 bytes a token, of which 4 stay"
-    with _temporary_folder(target) as folder, on_disk(target, folder, needs):
-        if hf_tokenizer is None:
-            texts = (text for _, text in read_documents(sources, text_field) if text)
-            bar = _bar(texts, "training the tokenizer", progress)
-            hf_tokenizer = train_byte_level_bpe(bar, vocab_size=train_tokenizer)
-        hf_tokenizer.save_pretrained(folder / "tokenizer")
-        splits, skipped = _tokenize(sources, text_field, hf_tokenizer, folder, seed, validation_fraction, progress)
-        saved = save_rows(splits, folder, context_length, progress)
-        manifest = {
-            "format": MANIFEST_FORMAT,
-            "output": str(output),
-            "context_length": context_length,
-            "packed": True,
-            "inputs": [str(name) for name in inputs],
-            **_facts_of_sources(sources),
-            "text_field": text_field,
-            "tokenizer": str(tokenizer) if tokenizer is not None else f"trained:{train_tokenizer}",
-            **_facts_of_tokenizer(hf_tokenizer, folder),
-            "max_token_id": max(split.max_token_id for split in splits.values()),
-            "seed": seed,
-            "validation_fraction": validation_fraction,
-            "splits": saved,
-            "skipped": skipped,
-            "versions": _versions(),
-        }
-        manifest["written"] = files.describe(folder, files.files_in(folder))
-        content = files.encode(manifest)
-        (folder / "manifest.json").write_bytes(content)
-        with uninterrupted():
-            _publish(folder, target)
+    options = Options(**arguments)
+    checks.preparation(
+        options.inputs,
+        options.tokenizer,
+        options.train_tokenizer,
+        options.context_length,
+        options.validation_fraction,
+        options.pattern,
+        options.num_workers,
+    )
+    target = Path(options.output).resolve()  # a link to a larger disk stays a link
+    checks.prepared_output(target, options.overwrite)
+    mine = checks.shard(options.shard)
+    found = find_sources(options.inputs, pattern=options.pattern, exclude=options.exclude, output=target)
+    pieces = plan(found, options.text_field, checks.separator(options.document_separator))
+    if not options.validation_fraction and not found.own_validation:
+        raise ValueError("validation_fraction is 0, and no input has a validation split of its own: take more than 0")
+    given = (
+        None if options.tokenizer is None else packing_tokenizer(options.tokenizer)
+    )  # fails before anything is written
+    needs = "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over 65,536"
+    with work_folder(target, mine is not None, lambda folder: _all_done(folder, pieces)) as folder:
+        with on_disk(target, folder, needs):
+            hf_tokenizer = _begin(folder, options, fingerprint(found, pieces), given, pieces)
+            marks = _encode(pieces, _job(folder, options, hf_tokenizer), mine, options)
+            if mine is not None:
+                return _shard_done(options.shard, mine, marks)
+            skipped = _left_out(found, pieces, marks, options.on_error)
+            manifest = _rows(folder, marks, options, hf_tokenizer)
+            manifest = _manifest(options, found, skipped, hf_tokenizer, folder, manifest)
+            content = files.encode(manifest)
+            (folder / "dataset" / "manifest.json").write_bytes(content)
+            publish(folder, folder / "dataset", target)
     return json.loads(content)
 
 
-def _bar(items: Iterable[Any], what: str, progress: bool) -> Iterable[Any]:
-    return tqdm(items, what, unit=" documents", disable=None if progress else True)
-
-
-def _tokenize(
-    sources: Sequence[Source],
-    text_field: str,
-    hf_tokenizer: PreTrainedTokenizerBase,
+def _begin(
     folder: Path,
-    seed: int,
-    validation_fraction: float,
-    progress: bool,
-) -> tuple[dict[str, Split], dict[str, Any]]:
-    """(the splits, flat in `folder`, and what was skipped). Raises ValueError where there is no document with text."""
-    # The saved file encodes, so that the checksum of that file in the manifest vouches for the rows.
-    encode = encoder(Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json")), hf_tokenizer)
-    skipped: dict[str, Any] = {"empty": 0, "not_utf8": 0, "not_utf8_files": []}
-    encoded = encode(_readable(read_documents(sources, text_field), skipped), skipped)
-    splits = split_documents(_bar(encoded, "tokenising", progress), folder, seed, validation_fraction)
-    if not any(split.documents for split in splits.values()):
+    options: Options,
+    inputs: str,
+    hf_tokenizer: Optional[PreTrainedTokenizerBase],
+    pieces: Sequence[Piece],
+) -> PreTrainedTokenizerBase:
+    """Put the tokenizer into the work folder, which is emptied if it was begun with other inputs or options."""
+    key = {
+        "inputs": inputs,
+        "tokenizer": _name_of_tokenizer(options),
+        "text_field": options.text_field,
+        "deduplicate": options.deduplicate,
+    }
+    if hf_tokenizer is not None:
+        with tempfile.TemporaryDirectory(dir=folder) as probe:
+            hf_tokenizer.save_pretrained(probe)
+            key["tokenizer_sha256"] = files.sha256(Path(probe, "tokenizer.json"))
+    if begin(folder, key, options.shard is not None):
+        print("The work of a former preparation with other inputs or flags was thrown away.", file=sys.stderr)
+    if (folder / "tokenizer").is_dir():
+        return hf_tokenizer or packing_tokenizer(str(folder / "tokenizer"))
+    if hf_tokenizer is None:
+        some = texts((part for piece in pieces for part in piece.parts), options.text_field)
+        bar = tqdm(some, "training the tokenizer", unit=" documents", disable=None if options.progress else True)
+        hf_tokenizer = train_byte_level_bpe(bar, vocab_size=options.train_tokenizer)
+    with new_folder(folder / "tokenizer") as filling:
+        hf_tokenizer.save_pretrained(filling)
+    return hf_tokenizer
+
+
+def _name_of_tokenizer(options: Options) -> str:
+    return f"trained:{options.train_tokenizer}" if options.tokenizer is None else str(options.tokenizer)
+
+
+def _job(folder: Path, options: Options, hf_tokenizer: PreTrainedTokenizerBase) -> Job:
+    rules = convention(Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json")), hf_tokenizer)
+    return Job(str(folder), rules, options.text_field, options.on_error == "stop", options.deduplicate == "exact", 1)
+
+
+# ------------------------------------------------------------------------------ pieces
+
+
+def _all_done(folder: Path, pieces: Sequence[Piece]) -> bool:
+    return all(read_mark(folder, piece.number).done for piece in pieces)
+
+
+def _encode(pieces: list[Piece], job: Job, shard: Optional[tuple[int, int]], options: Options) -> list[Mark]:
+    """Encode the pieces, or those of the shard, that aren't done. Returns the marks of all."""
+    folder = Path(job.folder)
+    chosen = [piece for piece in pieces if shard is None or piece.number % shard[1] == shard[0]]
+    left = [piece for piece in chosen if not read_mark(folder, piece.number).done]
+    if 0 < len(left) < len(chosen):
+        print(f"Going on: {len(chosen) - len(left)} of {len(chosen)} pieces are done.", file=sys.stderr)
+    total, left_bytes = (sum(piece.bytes for piece in some) for some in (chosen, left))
+    with tqdm(
+        desc="tokenizing",
+        total=total,
+        initial=total - left_bytes,
+        unit="B",
+        unit_scale=True,
+        disable=None if options.progress else True,
+    ) as bar:
+        if options.engine == "ray":
+            workers.encode_on_ray(left, job, bar.update)
+        elif left_bytes <= workers.LITTLE_BYTES and options.num_workers is None:
+            workers.encode_here(left, job, bar.update)
+        else:
+            workers.encode_locally(left, job, options.num_workers or workers.cores(), bar.update)
+    return [read_mark(folder, piece.number) for piece in pieces]
+
+
+def _shard_done(shard: Optional[str], mine: tuple[int, int], marks: list[Mark]) -> dict[str, Any]:
+    return {
+        "shard": shard,
+        "pieces": len(marks[mine[0] :: mine[1]]),
+        "left": sum(not mark.done for mark in marks),
+    }
+
+
+def _left_out(found: Found, pieces: list[Piece], marks: list[Mark], on_error: str) -> dict[str, Any]:
+    """What was left out, of which a warning tells. Raises ValueError where there is no document with text."""
+    skipped = counted(marks, pieces)
+    bad = sum(skipped["bad"].values())
+    if not any(mark.documents for mark in marks):
         raise ValueError(
-            f"no document with text in {len(sources)} inputs and files: {skipped['empty']} empty documents and"
-            f" {skipped['not_utf8']} that are not valid UTF-8 were skipped"
+            f"no document with text in {len(found.sources)} inputs and files: {skipped['empty']} empty documents and"
+            f" {bad} that can't be read were skipped{': ' + skipped['named'][0] if bad else ''}"
         )
-    if skipped["not_utf8"]:
+    if bad and on_error == "stop":  # in pieces that a former start made with `skip`
+        raise ValueError(skipped["named"][0])
+    if bad:
         warnings.warn(
-            f"skipped {skipped['not_utf8']} documents that are not valid UTF-8, the first being"
-            f" {skipped['not_utf8_files'][0]}; manifest.json lists up to {MAX_LISTED_SKIPS}",
+            f"skipped {bad:,} bad record{'s' * (bad != 1)} ({_kinds(skipped['bad'])}), the first: {skipped['named'][0]};"
+            f" manifest.json names up to {MAX_NAMED}",
             stacklevel=3,
         )
-    return splits, skipped
+    return {
+        "empty": skipped["empty"],
+        "bad": skipped["bad"],
+        "bad_records": skipped["named"],
+        "files_by_suffix": dict(sorted(found.not_read.items())),
+        "splits": found.left_out,
+    }
 
 
-def _readable(documents: Iterable[Document], skipped: dict) -> Iterator[tuple[str, str]]:
-    """The documents that hold text; the others are counted in `skipped`."""
-    for where, text in documents:
-        if text is None:
-            skipped["not_utf8"] += 1
-            if len(skipped["not_utf8_files"]) < MAX_LISTED_SKIPS:
-                skipped["not_utf8_files"].append(where)
-        elif not text.strip():
-            skipped["empty"] += 1
-        else:
-            yield where, text
+def _kinds(bad: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in bad.items())
 
 
-def _facts_of_sources(sources: Sequence[Source]) -> dict[str, Any]:
+# -------------------------------------------------------------------------------- rows
+
+
+def _rows(folder: Path, marks: list[Mark], options: Options, hf_tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Make the dataset, but for its manifest, in the work folder. Returns what the manifest says of rows."""
+    made = folder / "dataset"
+    shutil.rmtree(made, ignore_errors=True)
+    dtype = _job(folder, options, hf_tokenizer).convention.dtype
+    tokens = sum(mark.tokens for mark in marks)
+    # The tokens of the splits, their packed rows, and the dataset.
+    room = tokens * (2 if dtype == "uint16" else 4) * (3 if options.packing == "best_fit" else 2)
+    files.room(folder, room, "The dataset", "make room, or take an --output on another disk")
+    same = None
+    if options.deduplicate == "exact":
+        hashes = [folder / f"{number:06d}.hashes" for number in range(len(marks))]
+        same = repeated(hashes, sum(mark.documents for mark in marks), folder)
+    choice = Choice(folder, len(marks), options.seed, options.validation_fraction, same)
+    splits, duplicates = split_documents(choice, folder, dtype)
+    saved = save_rows(
+        splits, made, options.context_length, options.packing, hf_tokenizer.eos_token_id, options.progress
+    )
+    shutil.copytree(folder / "tokenizer", made / "tokenizer")
+    return {
+        "dtype": dtype,
+        "max_token_id": max(split.max_token_id for split in splits.values()),
+        "splits": saved,
+        "duplicates": duplicates,
+        "characters": sum(mark.characters for mark in marks),
+        "documents_in_sections": sum(mark.long for mark in marks),
+    }
+
+
+# ---------------------------------------------------------------------------- manifest
+
+
+def _manifest(
+    options: Options,
+    found: Found,
+    skipped: dict[str, Any],
+    hf_tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    rows: dict[str, Any],
+) -> dict[str, Any]:
+    made = folder / "dataset"
+    return {
+        "format": MANIFEST_FORMAT,
+        "output": str(options.output),
+        "context_length": options.context_length,
+        "packed": True,
+        "packing": options.packing,
+        "inputs": [str(name) for name in options.inputs],
+        **_facts_of_sources(found),
+        "text_field": options.text_field,
+        "document_separator": options.document_separator,
+        "tokenizer": _name_of_tokenizer(options),
+        **_facts_of_tokenizer(hf_tokenizer, folder),
+        "seed": options.seed,
+        "validation_fraction": options.validation_fraction,
+        "deduplicate": options.deduplicate,
+        **rows,
+        "skipped": skipped,
+        "versions": _versions(),
+        "written": files.describe(made, files.files_in(made)),
+    }
+
+
+def _facts_of_sources(found: Found) -> dict[str, Any]:
+    sources = found.sources
     return {
         "files": [{"path": source.name, "bytes": source.bytes} for source in sources[:MAX_LISTED_FILES]],
         "files_total": len(sources),
         "bytes_total": sum(source.bytes or 0 for source in sources),
+        "own_validation": found.own_validation,
+        "split_at_blank_lines": found.split_texts[:MAX_LISTED_FILES],
     }
 
 
@@ -179,53 +329,60 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: module.__version__ for name, module in modules.items()}}
 
 
-@contextlib.contextmanager
-def _temporary_folder(output: Path) -> Iterator[Path]:
-    """A folder beside `output`, on the same file system; removed at the end unless it was renamed. Removes older ones.
-
-    A preparation of the same `output` that still runs elsewhere loses its folder and fails. It can't mix its data with
-    that of this one, since each folder has a name of its own.
-    """
-    prefix = f".{output.name}.preparing-"
-    folder = output.parent / f"{prefix}{secrets.token_hex(4)}"
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
-    except OSError as error:
-        code = SAVE_FAILED if error.errno in (errno.ENOSPC, errno.EDQUOT) else UNWRITABLE
-        raise Fault(f"output {output} cannot be written: {error.strerror}.", code) from error
-    try:
-        for other in folder.parent.iterdir():
-            if other.name.startswith(prefix) and other != folder:
-                other.unlink() if other.is_symlink() else shutil.rmtree(other)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _publish(folder: Path, output: Path) -> None:
-    """Rename `folder` to `output`. What stood there is removed last."""
-    old = folder.with_name(folder.name + "-old")
-    if output.exists():
-        output.rename(old)
-    failpoint("prepare.publish")
-    folder.rename(output)
-    if old.exists():
-        shutil.rmtree(old)
+# ----------------------------------------------------------------------------- summary
 
 
 def summary(manifest: dict) -> str:
-    """Describe in a few lines what `prepare` made."""
-    lines = [
-        f"{name:<10} {split['documents']:>12,} documents {split['tokens']:>15,} tokens"
-        f" {split['rows']:>12,} rows of {manifest['context_length']}"
-        f" ({split['dropped_tokens']} tokens of the last, unfilled row dropped)"
-        for name, split in manifest["splits"].items()
-    ]
-    skipped = manifest["skipped"]
-    if skipped["empty"] or skipped["not_utf8"]:
-        lines.append(f"skipped    {skipped['empty']:,} empty documents, {skipped['not_utf8']:,} not valid UTF-8")
-        lines += [f"           not UTF-8: {name}" for name in skipped["not_utf8_files"]]
+    """Describe in a few lines what `prepare` made, or what a shard has left."""
+    if "shard" in manifest:
+        return _shard_summary(manifest)
+    lines = [_split_line(name, split, manifest["context_length"]) for name, split in manifest["splits"].items()]
+    lines += _reading_lines(manifest)
     lines.append(f"tokenizer  {manifest['tokenizer']}, {manifest['vocab_size']:,} tokens")
     lines.append(f"written to {manifest['output']}")
     return "\n".join(lines)
+
+
+def _shard_summary(said: dict) -> str:
+    done = f"shard {said['shard']} is done: {said['pieces']} pieces"
+    if said["left"]:
+        return f"{done}; {said['left']} pieces of other shards are left\nThe same command without --shard does what is left."
+    return f"{done}, and so are all other shards\nThe same command without --shard writes the dataset."
+
+
+def _split_line(name: str, split: dict, context_length: int) -> str:
+    line = f"{name:<10} {split['documents']:>12,} documents {split['tokens']:>15,} tokens {split['rows']:>12,} rows of"
+    line += f" {context_length}"
+    if "padding_tokens" not in split:
+        return f"{line} ({split['dropped_tokens']} tokens of the last, unfilled row dropped)"
+    line += f" ({split['row_use_percent']} % of them text, {split['documents_cut']:,} documents cut)"
+    if 100 - split["row_use_percent"] > MUCH_PADDING_PERCENT and split["rows"] >= MANY_ROWS:
+        line += (
+            "\n           these documents leave much padding: few fit beside each other; --packing concat leaves none, and a"
+            " larger --context_length less"
+        )
+    return line
+
+
+def _reading_lines(manifest: dict) -> list[str]:
+    skipped, lines = manifest["skipped"], []
+    if skipped["empty"] or skipped["bad"]:
+        bad = sum(skipped["bad"].values())
+        kinds = f", {bad:,} bad record{'s' * (bad != 1)} ({_kinds(skipped['bad'])})" if bad else ""
+        lines.append(f"skipped    {skipped['empty']:,} empty documents{kinds}")
+        lines += [f"           {name}" for name in skipped["bad_records"]]
+    if manifest["deduplicate"] != "none":
+        dropped = manifest["duplicates"]
+        lines.append(f"repeated   {dropped['documents']:,} documents, {dropped['tokens']:,} tokens, dropped")
+    if skipped["files_by_suffix"]:
+        most = sorted(skipped["files_by_suffix"].items(), key=lambda item: -item[1])[:10]
+        lines.append(f"not read   {', '.join(f'{count:,} {name}' for name, count in most)}; choose with --pattern")
+    if manifest["split_at_blank_lines"]:
+        names = manifest["split_at_blank_lines"]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        lines.append(f"documents  {', '.join(names[:3])}{more}: split at blank lines; choose with --document_separator")
+    if manifest["own_validation"]:
+        lines.append(f"validation {', '.join(manifest['own_validation'])}: kept, and none drawn from these datasets")
+    if skipped["splits"]:
+        lines.append(f"left out   {', '.join(skipped['splits'])}")
+    return lines

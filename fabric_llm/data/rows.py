@@ -1,145 +1,316 @@
-"""Tokens of documents -> two splits, each a flat file -> rows of one length in a folder that `datasets` opens."""
+"""Encoded pieces -> two splits, each a flat file of tokens -> rows of one length in a folder that `datasets` opens.
+
+One pass over the pieces in order, in this process alone, at the speed of the disk: documents are handled by arrays.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import mmap
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Optional
 
 import datasets
 import numpy as np
 import pyarrow as pa
+from tqdm import tqdm
 
-from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
+from fabric_llm.data.encoding import Lengths
+from fabric_llm.data.packing import pack
 
-COPY_TOKENS = 16 * 2**20
-MAX_SHARD_SIZE = "1GB"
+COPY_TOKENS = 4 * 2**20
+CHUNK_DOCUMENTS = 2**18
+SHARD_BYTES = 10**9
+SPLITS = ("train", "validation")
+
+
+class Documents(NamedTuple):
+    """Documents that stand one behind the other in a piece."""
+
+    piece: int
+    first_token: int  # in the piece
+    lengths: np.ndarray  # tokens, int64
+    in_validation: np.ndarray  # bool
+    repeated: np.ndarray  # bool: an earlier one equals it
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where documents go."""
+
+    folder: Path  # of the pieces
+    pieces: int
+    seed: int
+    validation_fraction: float
+    repeated: Optional[np.ndarray] = None  # bool [documents]
+    moved: int = -1  # index of a document that goes to the other split, so that this has one
 
 
 @dataclass
 class Split:
-    """A split while it is written: a flat file of int32 tokens, one document after the other."""
+    """A split while it is written: flat files of its tokens, one document after the other, and of documents' lengths."""
 
     path: Path
+    dtype: np.dtype
     documents: int = 0
     tokens: int = 0
     max_token_id: int = -1
-    nearest: tuple[float, int, int] = (
-        2.0,
-        0,
-        0,
-    )  # the document nearest to the other split: distance, first token, tokens
+    rows: int = 0
+    more: dict[str, Any] = field(default_factory=dict)  # for the manifest
 
-    def add(self, ids: np.ndarray, distance: float) -> None:
-        """Count a document that was written to the file."""
-        self.nearest = min(self.nearest, (distance, self.tokens, len(ids)))
-        self.documents += 1
-        self.tokens += len(ids)
-        self.max_token_id = max(self.max_token_id, int(ids.max()))
+    @property
+    def lengths(self) -> Path:
+        return self.path.with_suffix(".lengths")
+
+
+# --------------------------------------------------------------------------- which split
+
+
+def document_hashes(seed: int, indices: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each index of a document, uniform: a function of (seed, index). float64
+
+    The finalizer of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
+    """
+    key = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big")
+    with np.errstate(over="ignore"):
+        x = np.asarray(indices).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = x ^ (x >> np.uint64(31))
+    return (x >> np.uint64(11)) / 2.0**53
 
 
 def document_hash(seed: int, index: int) -> float:
-    """A number in [0, 1), uniform over documents: a function of (seed, index)."""
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=6).digest()
-    return int.from_bytes(digest, "big") / 2**48
+    """`document_hashes` of one document."""
+    return float(document_hashes(seed, np.array([index]))[0])
 
 
-def split_documents(
-    encoded: Iterable[np.ndarray], folder: Path, seed: int, validation_fraction: float
-) -> dict[str, Split]:
-    """Write each document, whole and in order, to the flat file of its split: train or validation."""
-    train, validation = Split(folder / "train.int32"), Split(folder / "validation.int32")
-    with open(train.path, "wb") as train_file, open(validation.path, "wb") as validation_file:
-        for index, ids in enumerate(encoded):
-            number = document_hash(seed, index)
-            split, file = (validation, validation_file) if number < validation_fraction else (train, train_file)
-            failpoint("prepare.documents")
-            file.write(ids.data)
-            split.add(ids, abs(number - validation_fraction))
-    # All of a few documents can fall into one split. Then the one nearest to the other split moves there.
-    if train.documents + validation.documents >= 2:
-        if not validation.documents:
-            _move_nearest(train, validation)
-        elif not train.documents:
-            _move_nearest(validation, train)
-    return {"train": train, "validation": validation}
+def documents(choice: Choice) -> Iterator[Documents]:
+    """All documents of the pieces, in order."""
+    for first, piece, first_token, lengths, own, draws in _lengths(choice):
+        indices = np.arange(first, first + len(lengths))
+        drawn = document_hashes(choice.seed, indices) < choice.validation_fraction
+        in_validation = np.where(draws, drawn ^ (indices == choice.moved), own)
+        repeated = np.zeros(len(lengths), bool)
+        if choice.repeated is not None:
+            repeated = np.array(choice.repeated[first : first + len(lengths)])
+        yield Documents(piece, first_token, lengths, in_validation, repeated)
 
 
-def _move_nearest(source: Split, destination: Split) -> None:
-    _, start, count = source.nearest
-    tokens = np.memmap(source.path, dtype=np.int32, mode="r+")
-    moved = np.array(tokens[start : start + count])
-    moved.tofile(destination.path)
-    destination.add(moved, 0.0)
-    for position in range(start, len(tokens) - count, COPY_TOKENS):
-        chunk = np.array(tokens[position + count : position + count + COPY_TOKENS])
-        tokens[position : position + len(chunk)] = chunk
-    source.documents -= 1
-    source.tokens -= count  # the rest of the file isn't read again
+def _lengths(choice: Choice) -> Iterator[tuple[int, int, int, np.ndarray, np.ndarray, np.ndarray]]:
+    first = 0
+    for piece in range(choice.pieces):
+        first_token = 0
+        with open(choice.folder / f"{piece:06d}.lengths", "rb") as file:
+            while data := file.read(8 * CHUNK_DOCUMENTS):
+                lengths, own, draws = Lengths.decode(np.frombuffer(data, dtype="<u8"))
+                yield first, piece, first_token, lengths, own, draws
+                first, first_token = first + len(lengths), first_token + int(lengths.sum())
 
 
-def save_rows(splits: dict[str, Split], folder: Path, context_length: int, progress: bool) -> dict[str, dict]:
-    """Write the whole rows of each split as a DatasetDict into `folder`. Returns `splits` of the manifest.
+def with_both_splits(choice: Choice) -> Choice:
+    """All of a few documents can fall into one split. Then the one nearest to the other split moves there."""
+    counts, nearest = np.zeros(2, np.int64), (2.0, -1)
+    all_documents = documents(choice)
+    for (first, _, _, lengths, _, draws), some in zip(_lengths(choice), all_documents, strict=True):
+        counts += [(~some.repeated & ~some.in_validation).sum(), (~some.repeated & some.in_validation).sum()]
+        if counts.all():
+            return choice
+        distance = np.abs(
+            document_hashes(choice.seed, np.arange(first, first + len(lengths))) - choice.validation_fraction
+        )
+        distance[some.repeated | ~draws] = 3.0
+        at = int(distance.argmin())
+        nearest = min(nearest, (float(distance[at]), first + at))
+    if counts.sum() < 2 or nearest[0] >= 2 or not choice.validation_fraction:
+        return choice
+    return replace(choice, moved=nearest[1])
 
-    Raises ValueError for a split that doesn't fill a row, Fault (74) where the disk hasn't the room.
+
+# --------------------------------------------------------------------------- flat files
+
+
+def split_documents(choice: Choice, folder: Path, dtype: str) -> tuple[dict[str, Split], dict[str, int]]:
+    """Write each document, whole and in order, to the flat files of its split. Returns also what repeated ones held."""
+    splits = {name: Split(folder / f"{name}.tokens", np.dtype(dtype)) for name in SPLITS}
+    dropped = {"documents": 0, "tokens": 0}
+    choice = with_both_splits(choice)
+    with contextlib.ExitStack() as stack:
+        out = {name: stack.enter_context(open(split.path, "wb")) for name, split in splits.items()}
+        lengths = {name: stack.enter_context(open(split.lengths, "wb")) for name, split in splits.items()}
+        for some in documents(choice):
+            dropped["documents"] += int(some.repeated.sum())
+            dropped["tokens"] += int(some.lengths[some.repeated].sum())
+            chosen = {"train": ~some.in_validation & ~some.repeated, "validation": some.in_validation & ~some.repeated}
+            for name, split in splits.items():
+                split.documents += int(chosen[name].sum())
+                split.tokens += int(some.lengths[chosen[name]].sum())
+                lengths[name].write(some.lengths[chosen[name]].astype("<i8").tobytes())
+            _copy(choice, some, chosen, splits, out)
+    return splits, dropped
+
+
+def _copy(
+    choice: Choice, some: Documents, chosen: dict[str, np.ndarray], splits: dict[str, Split], out: dict[str, BinaryIO]
+) -> None:
+    """Copy tokens to the files of their splits, COPY_TOKENS at a time, however long a document is."""
+    dtype = splits["train"].dtype
+    ends = np.cumsum(some.lengths)
+    with open(choice.folder / f"{some.piece:06d}.tokens", "rb") as file:
+        file.seek(some.first_token * dtype.itemsize)
+        for begin in range(0, int(ends[-1]), COPY_TOKENS):
+            tokens = np.frombuffer(file.read(COPY_TOKENS * dtype.itemsize), dtype=dtype)[: int(ends[-1]) - begin]
+            end = begin + len(tokens)
+            first, last = np.searchsorted(ends, begin, side="right"), np.searchsorted(ends, end, side="left") + 1
+            inside = np.minimum(ends[first:last], end) - np.maximum((ends - some.lengths)[first:last], begin)
+            places = np.concatenate([[0], np.cumsum(inside)])
+            largest = int(tokens.max())
+            for name, split in splits.items():
+                for one, other in _runs(chosen[name][first:last]):
+                    out[name].write(tokens[places[one] : places[other]].data)
+                    split.max_token_id = max(split.max_token_id, largest)
+
+
+def _runs(mine: np.ndarray) -> Iterator[tuple[int, int]]:
+    """(first, behind the last) of each run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mine, [False]])))
+    return zip(edges[::2].tolist(), edges[1::2].tolist())
+
+
+# --------------------------------------------------------------------------- rows
+
+
+def save_rows(
+    splits: dict[str, Split], folder: Path, context_length: int, packing: str, eos: int, progress: bool
+) -> dict[str, dict]:
+    """Write the rows of each split as a DatasetDict into the new `folder`. Returns `splits` of the manifest.
+
+    Raises ValueError for a split without a row.
     """
-    tokens = sum(split.tokens // context_length for split in splits.values()) * context_length
-    files.room(folder, 4 * tokens, "The dataset", "make room, or take an --output on another disk")
     failpoint("prepare.rows")
     for name, split in splits.items():
-        if split.tokens < context_length:
-            larger = "a larger --validation_fraction" if name == "validation" else "a smaller --validation_fraction"
-            raise ValueError(
-                f"the {name} split has {split.tokens} tokens in {split.documents} of"
-                f" {sum(one.documents for one in splits.values())} documents, which do not fill one row of"
-                f" context_length {context_length}: choose a smaller --context_length or {larger},"
-                f" or give more text (a plain-text file is one document, and documents are never divided)"
-            )
-    described, prepared = {}, {}
+        if split.tokens < (1 if packing == "best_fit" else context_length):
+            raise ValueError(_no_row(name, splits, context_length))
+    described = {}
     for name, split in splits.items():
-        rows = split.tokens // context_length
-        tokens = np.memmap(split.path, dtype=np.int32, mode="r", shape=rows * context_length)
-        digest = hashlib.sha256()
-        for position in range(0, len(tokens), COPY_TOKENS):
-            digest.update(tokens[position : position + COPY_TOKENS].data)
+        if packing == "best_fit":
+            _pack(split, context_length, eos)
+        else:
+            split.rows = split.tokens // context_length
+            split.more = {"dropped_tokens": split.tokens - split.rows * context_length}
+        digest = _save_split(split, folder / name, context_length, progress)
         described[name] = {
             "documents": split.documents,
             "tokens": split.tokens,
-            "rows": rows,
-            "dropped_tokens": split.tokens - rows * context_length,
-            "sha256": digest.hexdigest(),
+            "rows": split.rows,
+            **split.more,
+            "sha256": digest,
         }
-        prepared[name] = _fixed_size_dataset(tokens, context_length, name, fingerprint=digest.hexdigest()[:16])
-
-    with _datasets_bars(shown=progress and sys.stderr.isatty()):
-        datasets.DatasetDict(prepared).save_to_disk(folder, max_shard_size=MAX_SHARD_SIZE)
-    for split in splits.values():
         split.path.unlink()
+        split.lengths.unlink()
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
     return described
 
 
-def _fixed_size_dataset(tokens: np.ndarray, context_length: int, name: str, fingerprint: str) -> datasets.Dataset:
-    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), length=context_length)})
-    # The memory map itself becomes the column, so that nothing is copied or read yet.
-    flat = pa.Array.from_buffers(pa.int32(), len(tokens), [None, pa.py_buffer(tokens)])
-    column = pa.FixedSizeListArray.from_arrays(flat, context_length)
-    # Without a fingerprint, `datasets` would pickle the whole table to compute one.
+def _no_row(name: str, splits: dict[str, Split], context_length: int) -> str:
+    larger = "a larger --validation_fraction" if name == "validation" else "a smaller --validation_fraction"
+    total = sum(one.documents for one in splits.values())
+    return (
+        f"the {name} split has {splits[name].tokens} tokens in {splits[name].documents} of {total} documents, which do not"
+        f" fill one row of context_length {context_length}: choose a smaller --context_length or {larger},"
+        f" or give more text (a plain-text file is one document unless --document_separator says otherwise, and"
+        f" documents are never divided between splits)"
+    )
+
+
+def _pack(split: Split, context_length: int, eos: int) -> None:
+    """Replace the flat file of a split by that of its packed rows."""
+    packed_path = split.path.with_suffix(".packed")
+    with open(split.path, "rb") as flat, open(split.lengths, "rb") as of_documents, open(packed_path, "wb") as file:
+        tokens = mmap.mmap(flat.fileno(), 0, access=mmap.ACCESS_READ)
+        lengths = mmap.mmap(of_documents.fileno(), 0, access=mmap.ACCESS_READ)
+
+        def write(rows: np.ndarray) -> None:
+            file.write(np.ascontiguousarray(rows).data)
+            tokens.madvise(mmap.MADV_DONTNEED)  # else all that was read would count as memory of this process
+
+        arrays = np.frombuffer(tokens, split.dtype), np.frombuffer(lengths, "<i8")
+        done = pack(*arrays, context_length, eos, write)
+    packed_path.replace(split.path)
+    split.rows = done.rows
+    split.more = {
+        "dropped_tokens": 0,
+        "padding_tokens": done.padding_tokens,
+        "documents_cut": done.documents_cut,
+        "row_use_percent": round(100 * split.tokens / (done.rows * context_length), 3),
+    }
+
+
+def _save_split(split: Split, folder: Path, context_length: int, progress: bool) -> str:
+    """Write the rows of a flat file as `datasets.save_to_disk` would; returns the sha256 of their tokens.
+
+    `datasets` itself writes the first row, and with it all that it says of a split. The other rows are appended here, since
+    it would map the whole file into memory.
+    """
+    with open(split.path, "rb") as file:
+        first = np.fromfile(file, split.dtype, context_length)
+    with _without_bars_of_datasets():
+        _fixed_size_dataset(first, context_length, folder.name).save_to_disk(folder)
+    state = json.loads((folder / "state.json").read_text())
+    [only] = state["_data_files"]
+    with pa.ipc.open_stream(str(folder / only["filename"])) as stream:
+        schema = stream.schema
+    (folder / only["filename"]).unlink()
+    shards = -(-split.rows * context_length * split.dtype.itemsize // SHARD_BYTES)
+    names = [f"data-{number:05d}-of-{shards:05d}.arrow" for number in range(shards)]
+    digest = hashlib.sha256()
+    show = progress and sys.stderr.isatty()
+    with open(split.path, "rb") as file, tqdm(desc=f"writing {folder.name}", total=split.rows, disable=not show) as bar:
+        for number, name in enumerate(names):
+            rows = split.rows * (number + 1) // shards - split.rows * number // shards
+            _write_shard(file, folder / name, schema, rows, split.dtype, digest, bar)
+    state.update(_data_files=[{"filename": name} for name in names], _fingerprint=digest.hexdigest()[:16])
+    (folder / "state.json").write_text(json.dumps(state, indent=2, sort_keys=True))
+    return digest.hexdigest()
+
+
+def _write_shard(
+    file: BinaryIO, path: Path, schema: pa.Schema, rows: int, dtype: np.dtype, digest: Any, bar: tqdm
+) -> None:
+    """Append the next `rows` of a flat file to an Arrow file, some at a time."""
+    context_length = schema.field("input_ids").type.list_size
+    at_once = max(1, COPY_TOKENS // context_length)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        for begin in range(0, rows, at_once):
+            count = min(at_once, rows - begin)
+            tokens = np.fromfile(file, dtype, count * context_length)
+            digest.update(tokens.data)
+            column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), context_length)
+            writer.write_batch(pa.record_batch([column.cast(schema.field("input_ids").type)], schema=schema))
+            bar.update(count)
+
+
+def _fixed_size_dataset(tokens: np.ndarray, context_length: int, name: str) -> datasets.Dataset:
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value(str(tokens.dtype)), length=context_length)})
+    column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), context_length)
     return datasets.Dataset(
         pa.table({"input_ids": column}),
         info=datasets.DatasetInfo(features=features),
         split=datasets.NamedSplit(name),
-        fingerprint=fingerprint,
+        fingerprint="0",
     )
 
 
 @contextlib.contextmanager
-def _datasets_bars(shown: bool) -> Iterator[None]:
-    """Hide the progress bars of `datasets` unless `shown`. Its switch is global, so it is set back."""
-    switch = not shown and not datasets.utils.are_progress_bars_disabled()
+def _without_bars_of_datasets() -> Iterator[None]:
+    """Hide the progress bars of `datasets`. Its switch is global, so it is set back."""
+    switch = not datasets.utils.are_progress_bars_disabled()
     if switch:
         datasets.utils.disable_progress_bars()
     try:

@@ -1,24 +1,20 @@
-"""Load or train a tokenizer, and encode documents with it."""
+"""Load or train a tokenizer, and find out what it puts around a document."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fabric_llm.base import hub
 from fabric_llm.base.faults import REFUSED, Fault, one_line
 from fabric_llm.base.files import check_name
+from fabric_llm.data.encoding import Convention
 
 END_OF_TEXT = "<|endoftext|>"
-# Many documents in a batch keep all cores of the tokenizer busy, few characters keep its working memory small: it takes
-# about 120 bytes a character.
-BATCH_DOCUMENTS = 1024
-BATCH_CHARACTERS = 4_000_000
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -77,43 +73,20 @@ def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrained
     )
 
 
-def encoder(backend: Tokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> Callable:
-    """encode(documents, skipped): from (where, text) of each document to its tokens, int32 [tokens].
-
-    A document of which the tokenizer's normalizer leaves nothing is counted in `skipped`. Raises ValueError for text that
-    the tokenizer turns into a special token.
-    """
+def convention(backend: Tokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> Convention:
+    """What stands around the tokens of a document, and what mustn't be among them."""
     eos = hf_tokenizer.eos_token_id
-    backend.no_truncation()  # which tokenizer.json may ask for
-    backend.no_padding()
-    backend.encode_special_tokens = True  # transformers' split_special_tokens
     before, after = _special_tokens_around(backend)
-    before = np.array([token for token in before if token != eos], dtype=np.int32)
-    after = np.array([token for token in after if token != eos] + [eos], dtype=np.int32)
     # A Unigram or WordLevel model, whose vocabulary holds its special tokens as words, still finds them in text. Only
     # the unknown token may come from text.
-    forbidden = np.array(sorted({*hf_tokenizer.all_special_ids} - {hf_tokenizer.unk_token_id} | {eos}))
-
-    def encode(documents: Iterable[tuple[str, str]], skipped: dict) -> Iterator[np.ndarray]:
-        for batch in _batches(documents):
-            # The backend itself makes no attention masks or offsets, and doesn't warn of documents longer than the model's
-            # context.
-            encodings = backend.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
-            for (where, _), encoding in zip(batch, encodings, strict=True):
-                body = np.array(encoding.ids, dtype=np.int32)
-                if not len(body):
-                    skipped["empty"] += 1
-                    continue
-                found = forbidden[np.isin(forbidden, body)]
-                if len(found):
-                    raise ValueError(
-                        f"{where} holds text that this tokenizer turns into its special token"
-                        f" {hf_tokenizer.convert_ids_to_tokens(int(found[0]))}:"
-                        f" take it out of the text, or choose a byte-level tokenizer"
-                    )
-                yield np.concatenate([before, body, after])
-
-    return encode
+    forbidden = sorted({*hf_tokenizer.all_special_ids} - {hf_tokenizer.unk_token_id} | {eos})
+    largest = max([*backend.get_vocab(with_added_tokens=True).values(), *before, *after, eos])
+    return Convention(
+        before=[token for token in before if token != eos],
+        after=[token for token in after if token != eos] + [eos],
+        forbidden=[(token, hf_tokenizer.convert_ids_to_tokens(token)) for token in forbidden],
+        dtype="uint16" if largest < 2**16 else "int32",
+    )
 
 
 def _special_tokens_around(backend: Tokenizer) -> tuple[list[int], list[int]]:
@@ -121,15 +94,3 @@ def _special_tokens_around(backend: Tokenizer) -> tuple[list[int], list[int]]:
     probe = backend.encode("a", add_special_tokens=True)
     text = [position for position, special in enumerate(probe.special_tokens_mask) if not special]
     return probe.ids[: text[0]], probe.ids[text[-1] + 1 :]
-
-
-def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    batch, characters = [], 0
-    for document in documents:
-        if batch and (len(batch) == BATCH_DOCUMENTS or characters + len(document[1]) > BATCH_CHARACTERS):
-            yield batch
-            batch, characters = [], 0
-        batch.append(document)
-        characters += len(document[1])
-    if batch:
-        yield batch

@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from fabric_llm.data.columns import COLUMNS
+from fabric_llm.data.columns import COLUMNS, IGNORED
 
 Arrays = Mapping[str, np.ndarray]  # of columns.COLUMNS, each [rows, context]
 
@@ -48,6 +48,30 @@ class Rows:
         return columns
 
 
+class Padded:
+    """Rows that end with padding, as best_fit packs them: they have `labels`, which are IGNORED there.
+
+    Exactly one EOS ends each document, so that EOS after EOS is padding.
+    """
+
+    def __init__(self, rows: Any, eos: int) -> None:
+        self.rows, self.eos = rows, eos
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, numbers: Any) -> dict[str, np.ndarray]:
+        ids = np.asarray(self.rows[numbers]["input_ids"])
+        labels = ids.astype(np.int64)
+        labels[..., 1:][(ids[..., 1:] == self.eos) & (ids[..., :-1] == self.eos)] = IGNORED
+        return {"input_ids": ids, "labels": labels}
+
+
+def is_padded(rows: Any) -> bool:
+    """Whether rows, or some of them, end with padding."""
+    return isinstance(rows, Padded) or isinstance(rows, Behind) and any(map(is_padded, rows.parts))
+
+
 class Behind:
     """Splits that aren't views, one behind the other, as `Rows` would have them."""
 
@@ -65,7 +89,10 @@ class Behind:
         columns: dict[str, np.ndarray] = {}
         for part in np.unique(inside):
             there = inside == part
-            for name, values in self.parts[part][places[there] - self.starts[part]].items():
+            table = dict(self.parts[part][places[there] - self.starts[part]])
+            if is_padded(self):  # also those that aren't padded then have labels
+                table.setdefault("labels", table["input_ids"])
+            for name, values in table.items():
                 values = np.asarray(values)
                 out = columns.setdefault(name, np.empty((len(places), *values.shape[1:]), dtype=np.int64))
                 out[there] = values

@@ -16,7 +16,8 @@ from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import hub_name
 from fabric_llm.checkpoint import keep
 from fabric_llm.data import blend
-from fabric_llm.data.inputs import DEFAULT_PATTERNS, preparation, prepared_output, text_input
+from fabric_llm.data.formats import DEFAULT_PATTERNS
+from fabric_llm.data.inputs import preparation, prepared_output, separator, shard, text_input
 from fabric_llm.data.sources import check_dataset_folder, check_splits, said_of_rows
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.folders import check_model_folder
@@ -153,7 +154,10 @@ def in_preparation(flags: Flags) -> None:
         flags.context_length,
         flags.validation_fraction,
         pattern,
+        flags.num_workers,
     )
+    separator(flags.document_separator)
+    shard(flags.shard)
     prepared_output(output, flags.overwrite)
     files.writable(output)
     for given in flags.input:

@@ -13,6 +13,7 @@ from fabric_llm.data.blend import Blend
 from fabric_llm.data.dataset import TokenDataset, together
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.sources import open_source
+from fabric_llm.data.views import is_padded
 from fabric_llm.model.loading import tokenizer_beside
 from fabric_llm.run import flag_rules, resume
 from fabric_llm.run.stages import Here, Layout, lay_out
@@ -58,7 +59,9 @@ def open_sources(flags: Flags, blend: Blend) -> dict[str, TokenDataset]:
 def _require_alike(first: TokenDataset, other: TokenDataset, masks_documents: bool) -> None:
     """Raises ValueError unless rows of both can follow each other in one run."""
     both = f"{str(first.folder)!r} and {str(other.folder)!r}"
-    columns, others = sorted(first.train[0]), sorted(other.train[0])
+    columns, others = (
+        sorted(set(one.train[0]) - ({"labels"} if is_padded(one.train) else set())) for one in (first, other)
+    )
     if columns != others:
         raise ValueError(f"--data_mix: {both} have different columns: {', '.join(columns)}, and {', '.join(others)}.")
     hashes = first.manifest.get("tokenizer_sha256"), other.manifest.get("tokenizer_sha256")

@@ -1,0 +1,160 @@
+"""What kind of file a name stands for, and how a file is opened decompressed. Nothing slow is imported."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO, Optional
+
+PACKED = (".gz", ".zst", ".bz2", ".xz")  # which each of KINDS can be
+KINDS = {
+    **dict.fromkeys((".txt", ".md", ".rst"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "json_lines"),
+    ".json": "json",
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    ".parquet": "parquet",
+    **dict.fromkeys((".wet", ".warc"), "warc"),
+}
+DEFAULT_PATTERNS = [f"*{kind}{packed}" for packed in ("", *PACKED) for kind in KINDS]
+NOT_TEXT = frozenset(
+    ".zip .tar .tgz .7z .rar .pdf .doc .docx .odt .epub .ppt .pptx .xls .xlsx .bin .pt .pth .pkl .npy .npz .safetensors .gguf"
+    " .arrow .feather .avro .orc .h5 .sqlite .db .exe .so .png .jpg .jpeg .gif .webp .mp3 .wav .mp4".split()
+)
+PROBE_BYTES = 64 * 1024  # of a file of another suffix, which must be UTF-8
+HEAD_BYTES = 10
+MAGIC = {"gzip": b"\x1f\x8b", "zstandard": b"\\x28\xb5\x2f\xfd", "bzip2": b"BZh[1-9]1AY&SY", "xz": b"\xfd7zXZ\0"}
+ZSTD_INPUT_BYTES = 16 * 1024  # decompressed at once: what it becomes is held in memory
+
+
+def suffix(path: str) -> str:
+    """The suffix that says what a file holds: `.jsonl` of `a.jsonl.gz`."""
+    name = os.path.basename(path).lower()
+    for packed in PACKED:
+        name = name.removesuffix(packed)
+    return os.path.splitext(name)[1]
+
+
+def kind_of(path: str) -> str:
+    """The reader of a file, one of the values of KINDS; `text` for any other suffix."""
+    return KINDS.get(suffix(path), "text")
+
+
+def is_packed(path: str) -> bool:
+    """Whether a file is compressed, by its first bytes or its name."""
+    if path.lower().endswith(PACKED):
+        return True
+    with open(path, "rb") as file:
+        return _packing(file.read(HEAD_BYTES)) is not None
+
+
+def named_file(path: str) -> None:
+    """Raises ValueError for a file, named by the user, that can't hold text."""
+    if suffix(path) in KINDS:
+        return
+    if suffix(path) not in NOT_TEXT:
+        try:
+            with opened(path) as file:
+                codecs.getincrementaldecoder("utf-8")().decode(file.read(PROBE_BYTES))
+            return
+        except Exception as error:
+            if not is_damage(error) and not isinstance(error, UnicodeDecodeError):
+                raise
+    raise ValueError(
+        f"input {path} is neither text in UTF-8 nor of a kind that is read ({' '.join(KINDS)}): extract its text first"
+    )
+
+
+def in_words(patterns: list[str]) -> str:
+    """The patterns of a folder's files, for a message."""
+    if patterns != DEFAULT_PATTERNS:
+        return " ".join(patterns)
+    return f"{' '.join(f'*{kind}' for kind in KINDS)} (or these with {' '.join(PACKED)})"
+
+
+# ------------------------------------------------------------------------- decompression
+
+
+@contextmanager
+def opened(path: str, handles: Optional[list] = None) -> Iterator[BinaryIO]:
+    """The content of a file, decompressed as its first bytes ask for, whatever its name.
+
+    handles: gets the file itself, whose place says how much of it was read.
+    """
+    with open(path, "rb") as raw:
+        if handles is not None:
+            handles.append(raw)
+        with _decompressed(raw) as file:
+            yield file
+
+
+def _decompressed(raw: BinaryIO) -> BinaryIO:
+    packing = _packing(raw.peek(HEAD_BYTES))
+    if packing == "gzip":
+        return gzip.GzipFile(fileobj=raw)
+    if packing == "zstandard":
+        return io.BufferedReader(_Zstandard(raw), 2**20)
+    if packing == "bzip2":
+        return bz2.BZ2File(raw)
+    return lzma.LZMAFile(raw) if packing == "xz" else raw
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether a file that is being decompressed ends too early or isn't what its first bytes say."""
+    if isinstance(error, (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)):
+        return True
+    of_bz2 = isinstance(error, OSError) and error.errno is None and not isinstance(error, io.UnsupportedOperation)
+    return of_bz2 or type(error).__name__ == "ZstdError"
+
+
+def damaged(path: str, error: BaseException) -> str:
+    """The end of a sentence that begins with the file's name."""
+    with open(path, "rb") as file:
+        packing = _packing(file.read(HEAD_BYTES)) or "compressed"
+    return f"is not a complete {packing} file: {error or 'it ends too early'}"
+
+
+def _packing(head: bytes) -> Optional[str]:
+    return next((name for name, magic in MAGIC.items() if re.match(magic, head)), None)
+
+
+class _Zstandard(io.RawIOBase):
+    """zstandard's own reader takes the end of a truncated file for its end."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self.raw, self.decoder, self.rest, self.left = raw, None, b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        while not self.left:
+            self.rest = self.rest or self.raw.read(ZSTD_INPUT_BYTES)
+            if not self.rest:
+                if self.decoder is not None:
+                    raise EOFError("Compressed file ended before the end of its last frame")
+                return 0
+            self.left = self._decompressed()
+        count = min(len(buffer), len(self.left))
+        buffer[:count], self.left = self.left[:count], self.left[count:]
+        return count
+
+    def _decompressed(self) -> memoryview:
+        import zstandard
+
+        decoder = self.decoder or zstandard.ZstdDecompressor().decompressobj()
+        data = decoder.decompress(self.rest)
+        self.rest = decoder.unused_data if decoder.eof else b""
+        self.decoder = None if decoder.eof else decoder
+        return memoryview(data)
+
+    def close(self) -> None:
+        self.raw.close()
+        super().close()

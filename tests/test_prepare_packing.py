@@ -1,0 +1,186 @@
+"""Packing: every token of every document exactly once and in order, whatever the documents."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fabric_llm.data import packing
+from fabric_llm.data.batches import Batches
+from fabric_llm.data.dataset import open_dataset
+from fabric_llm.data.duplicates import repeated
+from fabric_llm.data.packing import best_fit, pack
+from fabric_llm.data.prepare import prepare, summary
+
+EOS = 0
+
+
+def packed(documents, context):
+    tokens = np.concatenate(documents).astype(np.uint16)
+    rows = []
+    done = pack(tokens, np.array([len(d) for d in documents]), context, EOS, lambda some: rows.append(some.copy()))
+    return np.concatenate(rows), done
+
+
+def documents_of(rows):
+    """The documents that rows of unique tokens hold, from their first tokens: chains of parts."""
+    parts = []
+    for row in rows.tolist():
+        part = []
+        for at, token in enumerate(row):
+            if token == EOS and at and row[at - 1] == EOS:
+                continue  # padding
+            part.append(token)
+            if token == EOS:
+                parts.append(part)
+                part = []
+        if part:
+            parts.append(part)
+    return parts
+
+
+lengths = st.lists(st.integers(2, 60), min_size=1, max_size=60)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths, st.integers(2, 24), st.integers(1, 20))
+def test_best_fit_keeps_every_token_once_and_in_order(lengths, context, window):
+    first, documents = 1, []
+    for length in lengths:  # every token is another
+        documents.append([*range(first, first + length - 1), EOS])
+        first += length - 1
+    packing.WINDOW_DOCUMENTS = window
+    try:
+        rows, done = packed(documents, context)
+    finally:
+        packing.WINDOW_DOCUMENTS = 2**20
+    assert rows.shape == (done.rows, context) and done.padding_tokens == rows.size - sum(lengths)
+    assert done.documents_cut == sum(length > context for length in lengths)
+    place = {
+        token: (row, at) for row, line in enumerate(rows.tolist()) for at, token in enumerate(line) if token != EOS
+    }
+    assert len(place) == sum(lengths) - len(lengths) == (rows != EOS).sum()
+    assert (rows == EOS).sum() == len(lengths) + done.padding_tokens
+    for document in documents:
+        body = document[:-1]
+        cuts = [n for n in range(1, len(body)) if place[body[n]] != (place[body[n - 1]][0], place[body[n - 1]][1] + 1)]
+        assert cuts == list(range(context, len(body), context))  # only whole rows are cut off
+        row, at = place[body[-1]]
+        end = rows[row, at + 1] if at + 1 < context else EOS
+        assert end == EOS
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=80))
+def test_best_fit_is_that_of_the_paper(lengths):
+    """The same as by trying all rows for each item, the longest first."""
+    row, place, count = best_fit(np.array(lengths), 16)
+    used = []
+    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
+        fitting = [room for room in used if room + lengths[item] <= 16]
+        if fitting:
+            used.remove(max(fitting))
+        used.append(max(fitting, default=0) + lengths[item])
+    assert count == len(used)
+    assert sorted(used) == sorted(sum(lengths[i] for i in np.flatnonzero(row == r)) for r in range(count))
+    for r in range(count):
+        inside = sorted((place[i], lengths[i]) for i in np.flatnonzero(row == r))
+        assert [start for start, _ in inside] == [sum(n for _, n in inside[:k]) for k in range(len(inside))]
+
+
+def test_usual_lengths_leave_less_than_one_percent():
+    some = np.random.default_rng(0).lognormal(6, 1.2, 20_000).astype(int).clip(2)
+    rows, done = packed([np.r_[np.ones(n - 1), EOS] for n in some], 512)
+    assert done.padding_tokens < 0.01 * rows.size
+
+
+@pytest.mark.parametrize("bucket", [1, 3, 2**22])
+def test_repeated_documents_are_all_but_the_first(tmp_path, monkeypatch, bucket):
+    monkeypatch.setattr("fabric_llm.data.duplicates.BUCKET_DOCUMENTS", bucket)
+    monkeypatch.setattr("fabric_llm.data.duplicates.CHUNK_DOCUMENTS", 7)
+    generator = np.random.default_rng(1)
+    kinds = generator.bytes(16 * 20)
+    chosen = generator.integers(0, 20, 100)
+    words = [kinds[16 * n : 16 * n + 16] for n in chosen]
+    for number in range(4):
+        (tmp_path / f"{number}.hashes").write_bytes(b"".join(words[25 * number : 25 * number + 25]))
+    found = repeated([tmp_path / f"{number}.hashes" for number in range(4)], 100, tmp_path)
+    assert found.tolist() == [n in chosen[:at] for at, n in enumerate(chosen)]
+
+
+# --------------------------------------------------------------------------- the whole way
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    generator = np.random.default_rng(2)
+    (tmp_path / "in").mkdir()
+    for number in range(120):
+        words = generator.integers(97, 123, (int(generator.lognormal(2.5, 1)) + 1, 5)).astype(np.uint8)
+        (tmp_path / "in" / f"{number:03d}.txt").write_bytes(b" ".join(word.tobytes() for word in words))
+    return tmp_path / "in"
+
+
+def made(corpus, output, **changes):
+    given = dict(train_tokenizer=300, context_length=64, validation_fraction=0.1, packing="best_fit", progress=False)
+    return prepare(inputs=[corpus], output=output, **{**given, **changes})
+
+
+def test_a_dataset_packed_by_best_fit_says_what_it_holds(corpus, tmp_path):
+    manifest = made(corpus, tmp_path / "out")
+    assert manifest["packing"] == "best_fit" and manifest["packed"] is True
+    loaded = datasets.load_from_disk(tmp_path / "out")
+    for name, split in manifest["splits"].items():
+        rows = np.array(loaded[name]["input_ids"])
+        padding = (rows[:, 1:] == manifest["eos_token_id"]) & (rows[:, :-1] == manifest["eos_token_id"])
+        assert rows.shape == (split["rows"], 64)
+        assert split["tokens"] + split["padding_tokens"] == rows.size
+        # The end of a document that fills its rows but for one token stands alone, and looks like padding or the like.
+        assert abs(int(padding.sum()) - split["padding_tokens"]) <= split["documents_cut"]
+        assert (rows == manifest["eos_token_id"]).sum() == split["documents"] + split["padding_tokens"]
+        assert split["row_use_percent"] == round(100 * split["tokens"] / rows.size, 3)
+    line = summary(manifest).splitlines()[0]
+    assert f"({manifest['splits']['train']['row_use_percent']} % of them text, " in line
+
+
+def test_lengths_that_leave_padding_are_said(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n".join("abcdefghijklmnopqrstuvwxyz" * 2 for _ in range(120)))
+    manifest = made(path, tmp_path / "out", train_tokenizer=257, context_length=80)
+    assert "these documents leave much padding" in summary(manifest)
+    assert manifest["splits"]["train"]["rows"] == manifest["splits"]["train"]["documents"]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_padding_is_no_target_and_belongs_to_the_document_before(corpus, tmp_path, apart):
+    eos = made(corpus, tmp_path / "out")["eos_token_id"]
+    dataset = open_dataset(tmp_path / "out")
+    [batch] = Batches(dataset.train, 0, len(dataset.train), 1, shuffle=False, document_end=eos if apart else None).at(0)
+    ids, labels = batch["input_ids"], batch["labels"]
+    padding = torch.zeros_like(ids, dtype=torch.bool)
+    padding[:, 1:] = (ids[:, 1:] == eos) & (ids[:, :-1] == eos)
+    assert padding.any() and (labels[padding] == -100).all()
+    begins = torch.zeros_like(padding)
+    begins[:, 1:] = (ids[:, :-1] == eos) & (ids[:, 1:] != eos)
+    rest = ~padding & ~begins if apart else ~padding
+    assert torch.equal(labels[rest], ids[rest]) and ids.dtype == labels.dtype == torch.int64
+    if apart:
+        assert ((batch["position_ids"] == 0) == (begins | (torch.arange(64) == 0))).all()
+        assert len(batch["document_ends"]) == int(begins.sum()) + len(ids) + 1
+    assert set(dataset.train[[0, 1]]) == {"input_ids", "labels"} and len(dataset.fingerprint) == 64
+
+
+def test_repeated_documents_are_dropped_and_counted(corpus, tmp_path):
+    for number in (3, 5, 7):
+        (corpus / f"again-{number}.txt").write_bytes((corpus / f"{number:03d}.txt").read_bytes())
+    plain = made(corpus, tmp_path / "a", packing="concat")
+    once = made(corpus, tmp_path / "b", packing="concat", deduplicate="exact")
+    assert once["duplicates"]["documents"] == 3 and plain["duplicates"]["documents"] == 0
+    documents, tokens = (
+        [sum(split[name] for split in manifest["splits"].values()) for manifest in (plain, once)]
+        for name in ("documents", "tokens")
+    )
+    assert documents == [123, 120] and tokens[0] - tokens[1] == once["duplicates"]["tokens"] > 0
+    assert "repeated   3 documents, " in summary(once)

@@ -1,0 +1,268 @@
+"""However often prepare_data.py is killed, and whoever makes the pieces: the same bytes."""
+
+import filecmp
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fabric_llm.base.failpoints import VARIABLE
+from fabric_llm.data import pieces
+from fabric_llm.data import work_folder as work_folder_module
+from fabric_llm.data.prepare import prepare, summary
+from fabric_llm.data.tokenizer import train_byte_level_bpe
+from fabric_llm.data.work_folder import beside, work_folder
+
+ROOT = Path(__file__).parents[1]
+# Imports take many times as long as what is tested: this process has made them, and starts a fresh copy of itself for each
+# line of its input, {"arguments", "environment", "errors"}. It prints the copy's number, and then its exit code.
+SERVER = """
+import json, os, sys, warnings
+import fabric_llm.data.prepare
+from fabric_llm.base.ending import in_one_sentence
+from fabric_llm.data import encoding, pieces
+pieces.PIECE_BYTES = 4000
+encoding.MARK_CHARACTERS, encoding.BATCH_CHARACTERS, encoding.BATCH_CHARACTERS_A_THREAD = 1500, 400, 200
+warnings.simplefilter("ignore")
+for line in sys.stdin:
+    given = json.loads(line)
+    if not (child := os.fork()):
+        os.dup2(os.open(given["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 2)
+        os.environ.update(given["environment"])
+        try:
+            with in_one_sentence("prepare_data.py"):
+                fabric_llm.data.prepare.prepare(**given["arguments"])
+        except SystemExit as end:
+            os._exit(end.code)
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@dataclass
+class Done:
+    returncode: int
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A tokenizer, and text of about 60 KB in several kinds of files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    generator = random.Random(0)
+    words = [Path(os.__file__).read_text()[at : at + 6] for at in range(0, 6000, 6)]
+    texts = [" ".join(generator.choices(words, k=generator.randrange(1, 60))) for _ in range(300)]
+    train_byte_level_bpe(texts, vocab_size=400).save_pretrained(folder / "tokenizer")
+    (folder / "in").mkdir()
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    lines[17] = "broken\n"
+    (folder / "in" / "a.jsonl").write_text("".join(lines[:200]))
+    (folder / "in" / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[200:280]).encode()))
+    (folder / "in" / "c.txt").write_text("\n\n".join(texts[280:]) + "\n\n" + "a long line\n" * 400)
+    for number, text in enumerate(texts[:30]):
+        (folder / "in" / f"d{number}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(corpus):
+    """start(output, failpoint, **changes): begins a preparation; returns (its process, what waits for its end)."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+    def start(output, failpoint=None, **changes):
+        errors = output.parent / "errors"
+        environment = {VARIABLE: failpoint} if failpoint else {}
+        given = {
+            "arguments": {**arguments(corpus, output), **changes},
+            "environment": environment,
+            "errors": str(errors),
+        }
+        print(json.dumps(given), file=server.stdin, flush=True)
+        child = int(server.stdout.readline())
+
+        def wait():
+            code = int(server.stdout.readline())
+            stderr = errors.read_text()
+            errors.unlink()
+            return Done(code, stderr)
+
+        return child, wait
+
+    yield start
+    server.stdin.close()
+    assert server.wait() == 0
+    server.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def call(start):
+    return lambda *words, **changes: start(*words, **changes)[1]()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(call, tmp_path_factory):
+    """A preparation that nobody disturbed, by one process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = call(folder / "out")
+    assert done.returncode == 0, done.stderr
+    return folder / "out"
+
+
+def arguments(corpus, output):
+    return dict(
+        inputs=[str(corpus / "in")],
+        output=str(output),
+        tokenizer=str(corpus / "tokenizer"),
+        context_length=32,
+        validation_fraction=0.1,
+        document_separator="\\n\\n",
+        deduplicate="exact",
+    )
+
+
+def assert_same(one, other):
+    names = sorted(str(path.relative_to(one)) for path in one.rglob("*") if path.is_file())
+    assert names == sorted(str(path.relative_to(other)) for path in other.rglob("*") if path.is_file())
+    manifests = [
+        json.loads((folder / "manifest.json").read_text()) | {"output": "", "sha256": ""} for folder in (one, other)
+    ]
+    assert manifests[0] == manifests[1]
+    same, differing, errors = filecmp.cmpfiles(one, other, [n for n in names if n != "manifest.json"], shallow=False)
+    assert differing == errors == [] and len(same) == len(names) - 1
+
+
+def test_kills_at_named_places_change_nothing(call, undisturbed, tmp_path):
+    points = [
+        "prepare.documents:count=150",
+        "prepare.mark",
+        "prepare.marked:count=3",
+        "prepare.mark:count=4",
+        "prepare.rows",
+    ]
+    for point in points:
+        done = call(tmp_path / "out", f"{point}:do=kill")
+        assert done.returncode == -signal.SIGKILL, (point, done.stderr)
+        assert not (tmp_path / "out").exists()
+    done = call(tmp_path / "out")
+    assert done.returncode == 0 and "Going on: " not in done.stderr  # all pieces were done
+    assert_same(tmp_path / "out", undisturbed)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_processes_change_nothing_and_one_that_dies_is_named(call, undisturbed, tmp_path):
+    done = call(tmp_path / "out", "prepare.marked:count=2:do=kill", num_workers=2)
+    assert done.returncode == 71 and "a process that tokenizes was killed by SIGKILL" in done.stderr
+    assert "the same command goes on" in done.stderr
+    done = call(tmp_path / "out", num_workers=2)
+    assert done.returncode == 0, done.stderr
+    assert "Going on: " in done.stderr
+    assert_same(tmp_path / "out", undisturbed)
+
+
+def test_a_full_disk_in_a_process_is_one_sentence(call, tmp_path):
+    done = call(tmp_path / "out", "prepare.mark:count=2:do=enospc", num_workers=2)
+    assert done.returncode == 74 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_shards_make_what_one_machine_makes(call, undisturbed, tmp_path):
+    for shard in ("1/3", "3/3"):
+        assert call(tmp_path / "out", shard=shard).returncode == 0
+        assert not (tmp_path / "out").exists()
+    done = call(tmp_path / "out")  # does what the second would have done
+    assert done.returncode == 0 and "pieces are done" in done.stderr, done.stderr
+    assert_same(tmp_path / "out", undisturbed)
+
+
+def test_what_a_shard_says(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4000)
+    given = arguments(corpus, tmp_path / "out")
+    first = prepare(**given, shard="1/2")
+    assert 0 < first["left"] and "pieces of other shards are left" in summary(first)
+    second = prepare(**given, shard="2/2")
+    assert second["left"] == 0 and "The same command without --shard writes the dataset." in summary(second)
+    with pytest.raises(
+        ValueError, match=r"were begun with other inputs or flags \(deduplicate\): start all of them alike"
+    ):
+        prepare(**{**given, "deduplicate": "none"}, shard="2/2")
+
+
+def test_another_preparation_of_the_same_output_is_told(corpus, tmp_path):
+    given = arguments(corpus, tmp_path / "out")
+    with work_folder(tmp_path / "out", False, lambda folder: False):
+        with pytest.raises(ValueError, match="out is being prepared by another process, in .*: wait for it") as raised:
+            prepare(**given)
+    assert raised.value.code == 73
+    assert beside(tmp_path / "out").name == ".out.preparing"
+
+
+def test_work_of_other_inputs_is_thrown_away(call, undisturbed, tmp_path):
+    assert call(tmp_path / "out", "prepare.rows:do=kill", deduplicate="none").returncode == -signal.SIGKILL
+    done = call(tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "The work of a former preparation with other inputs or flags was thrown away." in done.stderr
+    assert_same(tmp_path / "out", undisturbed)
+
+
+def test_work_that_was_half_removed_is_not_used(call, undisturbed, tmp_path):
+    assert call(tmp_path / "out", "prepare.rows:do=kill").returncode == -signal.SIGKILL
+    work = tmp_path / ".out.preparing"
+    removing = work_folder_module.shutil.rmtree
+    with pytest.MonkeyPatch.context() as patch:  # killed after it has begun to remove
+        patch.setattr(work_folder_module.shutil, "rmtree", lambda folder, **more: (folder / "000002.tokens").unlink())
+        work_folder_module._remove(work)
+    assert removing is work_folder_module.shutil.rmtree and (work / "000002.json").is_file()
+    assert call(tmp_path / "out").returncode == 0
+    assert_same(tmp_path / "out", undisturbed)
+
+
+def test_another_packing_keeps_what_is_tokenized(call, tmp_path):
+    def times():
+        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".out.preparing").glob("0*.json")}
+
+    killed = call(tmp_path / "out", "prepare.rows:do=kill", context_length=16)
+    before = times()
+    assert killed.returncode == -signal.SIGKILL and len(before) > 5
+    killed = call(tmp_path / "out", "prepare.publish:do=kill", packing="best_fit")
+    assert killed.returncode == -signal.SIGKILL and times() == before
+
+
+@pytest.mark.slow
+def test_a_hundred_kills_at_random_times_change_nothing(start, undisturbed, tmp_path):
+    generator, kills, ended, longest = random.Random(1), 0, False, 0.0
+    while kills < 100 or not ended:  # the last is left alone
+        began = time.monotonic()
+        child, wait = start(tmp_path / "out", num_workers=2, overwrite=True)
+        if longest and kills < 100:
+            time.sleep(generator.uniform(0, 1.1) * longest)
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        done = wait()
+        ended = done.returncode == 0
+        if done.returncode == -signal.SIGKILL:
+            kills += 1
+            continue
+        assert done.returncode == 0, done.stderr
+        longest = longest or time.monotonic() - began
+        assert_same(tmp_path / "out", undisturbed)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_makes_what_one_machine_makes(call, undisturbed, tmp_path):
+    pytest.importorskip("ray")
+    done = call(tmp_path / "out", engine="ray")
+    assert done.returncode == 0, done.stderr
+    assert_same(tmp_path / "out", undisturbed)

@@ -1,0 +1,413 @@
+"""What prepare_data.py reads: kinds of files, compressed or not, and records that can't be read."""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from fabric_llm.data import documents, formats, inputs, pieces
+from fabric_llm.data.documents import BLANK_LINES, Bad, Part, read_part, where
+from fabric_llm.data.encoding import lines_before
+from fabric_llm.data.prepare import prepare, summary
+
+TEXTS = ["naïve Ünïcödé \U0001f600\r\n\tend", 'quoted "x", and a comma', "x", "two\nlines of text", " spaces "] * 4
+
+
+def as_lines(texts):
+    return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
+
+
+def as_csv(texts, delimiter=","):
+    out = io.StringIO()
+    writer = csv.writer(out, delimiter=delimiter)
+    writer.writerows([["id", "text"], *(["1", text] for text in texts)])
+    return out.getvalue().encode()
+
+
+def as_parquet(texts):
+    out = io.BytesIO()
+    pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), out, row_group_size=3)
+    return out.getvalue()
+
+
+def warc_record(kind, content, mime="text/plain"):
+    head = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: http://a.b/\r\nContent-Type: {mime}\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content + b"\r\n\r\n"
+
+
+def as_wet(texts):
+    return warc_record("warcinfo", b"software: test") + b"".join(warc_record("conversion", t.encode()) for t in texts)
+
+
+def response(mime, body):
+    content = f"HTTP/1.0 200 OK\r\nContent-Type: {mime}\r\n\r\n".encode() + body
+    return warc_record("response", content, "application/http; msgtype=response")
+
+
+MAKE = {
+    ".jsonl": as_lines,
+    ".ndjson": as_lines,
+    ".json": lambda texts: json.dumps([{"text": text} for text in texts], indent=1).encode(),
+    ".csv": as_csv,
+    ".tsv": lambda texts: as_csv(texts, "\t"),
+    ".parquet": as_parquet,
+    ".wet": as_wet,
+    ".txt": lambda texts: b"\n---\n".join(text.encode() for text in texts),
+}
+PACK = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": lambda data: zstandard.compress(data[:50]) + zstandard.compress(data[50:]),  # two frames
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
+
+
+def read(path, text_field="text", **more):
+    """(texts that are read, (place and message) of the bad records)"""
+    part = Part(str(path), formats.kind_of(str(path)), **more)
+    texts, bad, begun = [], [], ""
+    for record in read_part(part, text_field):
+        if isinstance(record, Bad):
+            bad.append(
+                f"{where(part, record.number, lines_before(part))} {record.message}".replace(f"{path.parent}/", "")
+            )
+            begun = ""
+        else:
+            begun += record[1]
+            if record[2]:
+                texts.append(begun)
+                begun = ""
+    return texts, bad
+
+
+def write(path, data):
+    path.write_bytes(data)
+    return path
+
+
+# --------------------------------------------------------------------------- kinds of files
+
+
+@pytest.mark.parametrize("packed", PACK)
+@pytest.mark.parametrize("kind", MAKE)
+def test_every_kind_plain_and_compressed(tmp_path, kind, packed):
+    path = write(tmp_path / f"a{kind}{packed}", PACK[packed](MAKE[kind](TEXTS)))
+    more = {"separator": inputs.separator("\\n---\\n")} if kind == ".txt" else {}
+    assert read(path, **more) == (TEXTS, [])
+
+
+@pytest.mark.parametrize("packed", [".gz", ".zst", ".bz2", ".xz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_compression_is_told_by_the_first_bytes_and_not_by_the_name(tmp_path, name, packed):
+    assert read(write(tmp_path / name, PACK[packed](as_lines(TEXTS)))) == (TEXTS, [])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_a_plain_file_with_the_name_of_a_compressed_one(tmp_path, name):
+    assert read(write(tmp_path / name, as_lines(TEXTS))) == (TEXTS, [])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        as_lines(TEXTS),
+        b"\n \n" + as_lines(TEXTS),
+        b"\xef\xbb\xbf" + MAKE[".json"](TEXTS),
+        json.dumps([{"text": text} for text in TEXTS]).encode(),
+        "\n".join(json.dumps({"text": text}, indent=2) for text in TEXTS).encode(),  # objects one behind the other
+    ],
+    ids=["lines", "blank lines first", "byte order mark", "one line", "objects"],
+)
+def test_what_a_json_file_can_hold(tmp_path, content):
+    assert read(write(tmp_path / "a.json", content)) == (TEXTS, [])
+
+
+def test_one_json_object(tmp_path):
+    assert read(write(tmp_path / "a.json", b'{"text": "a", "more": [1, 2.5]}')) == (["a"], [])
+    assert read(write(tmp_path / "a.json", b'{\n "text":\n "a"}\n')) == (["a"], [])
+
+
+def test_of_a_web_archive_the_text_is_read(tmp_path):
+    records = [response("text/plain; charset=utf-8", b"plain"), response("text/html", b"<p>page")]
+    assert read(write(tmp_path / "a.warc.gz", b"".join(map(gzip.compress, records)))) == (["plain"], [])
+
+
+@pytest.mark.parametrize("broken", [b"junk", b"WARC/1.0\r\nWARC-Type: response\r\nContent-Length: 3\r\n\r\nabc"])
+def test_a_broken_web_archive(tmp_path, broken):
+    texts, bad = read(write(tmp_path / "a.wet", as_wet(TEXTS[:3]) + broken))
+    assert texts == TEXTS[:3]
+    assert len(bad) == 1 and bad[0].startswith("a.wet record 5 can't be read, and what comes after it: ")
+
+
+def test_a_web_archive_without_text(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.warc holds no text, only web pages: take the WET file"):
+        read(write(tmp_path / "a.warc", response("text/html", b"<p>")))
+
+
+# ------------------------------------------------------------------------- text into documents
+
+
+@pytest.mark.parametrize("block", [1, 7, 2**20])
+def test_blank_lines_divide_a_text(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", block)
+    content = "\ufeffone\nstill one\n\ntwo\r\n\r\nthree\n \t\n\n\n  four é\n".encode()
+    texts, bad = read(write(tmp_path / "a.txt", content), separator=BLANK_LINES)
+    assert (texts, bad) == (["one\nstill one", "two", "three", "  four é\n"], [])
+
+
+@pytest.mark.parametrize("given, escaped", [("\\n---\\n", "\n---\n"), ("<doc>", "<doc>"), ("a.c\\t\\\\", "a.c\t\\")])
+@pytest.mark.parametrize("block", [3, 2**20])
+def test_a_separator_is_taken_literally_but_for_escapes(tmp_path, monkeypatch, given, escaped, block):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", block)
+    path = write(tmp_path / "a.txt", escaped.join(["one", "axc", "é\n\nthree"]).encode())
+    assert read(path, separator=inputs.separator(given)) == (["one", "axc", "é\n\nthree"], [])
+
+
+def test_a_bad_document_of_a_text_is_named_by_its_place(tmp_path):
+    path = write(tmp_path / "a.txt", b"one\n\ncaf\xe9\n\ntwo")
+    assert read(path, separator=BLANK_LINES) == (["one", "two"], ["a.txt byte 5 is not valid UTF-8"])
+
+
+def test_long_documents_come_in_sections_that_end_with_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "SECTION_CHARACTERS", 50)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(documents, "SEPARATOR_BYTES", 10)
+    long = "".join(f"line {number} é\n" for number in range(100)) + "x" * 120
+    path = write(tmp_path / "a.txt", f"short\n\n{long}\n\nend".encode())
+    assert read(path, separator=BLANK_LINES) == (["short", long, "end"], [])
+    of_lines = write(tmp_path / "a.jsonl", as_lines(["short", long, "end"]))
+    for source, separator in ((path, BLANK_LINES), (of_lines, None)):
+        part = Part(str(source), formats.kind_of(str(source)), separator=separator)
+        sections = [text for _, text, _ in read_part(part, "text")]
+        assert max(map(len, sections)) <= 50 and len(sections) > 20
+        assert sum(section.endswith("\n") for section in sections) > len(sections) - 8
+    assert sections == [text for _, text, _ in read_part(Part(str(path), "text", separator=BLANK_LINES), "text")]
+
+
+def test_a_long_document_that_turns_out_to_be_bad_is_taken_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "SECTION_CHARACTERS", 50)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(documents, "SEPARATOR_BYTES", 10)
+    path = write(tmp_path / "a.txt", b"one\n\n" + b"x " * 500 + b"\xff\n\ntwo")
+    assert read(path, separator=BLANK_LINES) == (["one", "two"], ["a.txt byte 5 is not valid UTF-8"])
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".txt"])
+def test_ranges_of_a_file_give_the_documents_of_the_whole(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 100)
+    monkeypatch.setattr(pieces, "BLOCK_BYTES", 16)
+    content = "".join(f"{'w' * (number % 40)}.\n{number}\n\n\n" for number in range(100)).encode()
+    texts = [f"{'w' * (number % 40)}.\n{number}" for number in range(100)]
+    path = write(tmp_path / f"a{kind}", content if kind == ".txt" else as_lines(texts))
+    found = pieces.find_sources([path], pattern=["*"], output=tmp_path / "out")
+    parts = [part for piece in pieces.plan(found, "text", None) for part in piece.parts]
+    assert len(parts) > 10 and parts[0].start == 0 and parts[-1].end == path.stat().st_size
+    assert [part.end for part in parts[:-1]] == [part.start for part in parts[1:]]
+    assert [text for part in parts for _, text, _ in read_part(part, "text") if text] == texts
+
+
+def test_bad_lines_of_a_range_have_the_numbers_of_the_whole_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 100)
+    lines = [json.dumps({"text": f"text {number}"}) for number in range(60)]
+    lines[41] = '{"text": '
+    path = write(tmp_path / "a.jsonl", "\n".join(lines).encode())
+    found = pieces.find_sources([path], pattern=["*"], output=tmp_path / "out")
+    parts = [part for piece in pieces.plan(found, "text", None) for part in piece.parts]
+    bad = [(part, r) for part in parts for r in read_part(part, "text") if isinstance(r, Bad)]
+    [(part, record)] = bad
+    assert part.start > 0 and where(part, record.number, lines_before(part)) == f"{path}:42"
+
+
+def test_many_small_files_are_one_piece(tmp_path):
+    for number in range(50):
+        (tmp_path / f"{number:02d}.txt").write_text("x" * number)
+    found = pieces.find_sources([tmp_path], pattern=["*.txt"], output=tmp_path / "out")
+    [piece] = pieces.plan(found, "text", None)
+    assert len(piece.parts) == 50 and piece.bytes == sum(range(50))
+
+
+def test_row_groups_of_a_large_table_are_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 2000)
+    texts = ["".join(map(chr, np.random.default_rng(n).integers(97, 123, 90))) for n in range(100)]
+    path = write(tmp_path / "a.parquet", as_parquet(texts))
+    found = pieces.find_sources([path], pattern=["*"], output=tmp_path / "out")
+    parts = [part for piece in pieces.plan(found, "text", None) for part in piece.parts]
+    assert len(parts) > 3
+    assert [text for part in parts for _, text, _ in read_part(part, "text")] == texts
+    assert next(read_part(parts[1], "text"))[0] == parts[1].start * 3  # rows keep their numbers
+
+
+# ----------------------------------------------------------------------------- bad records
+
+
+def test_bad_lines_are_named_and_the_others_read(tmp_path):
+    lines = [b'{"text": "a"}', b'{"text": ', b'{"text": "caf\xe9"}', b'{"body": "b"}', b'{"text": null}', b"[1]"]
+    texts, bad = read(write(tmp_path / "a.jsonl", b"\n".join([*lines, b'{"text": "z"}'])))
+    assert texts == ["a", "z"]
+    assert bad[0].startswith("a.jsonl:2 is not valid JSON: ")
+    assert bad[1:] == [
+        "a.jsonl:3 is not valid UTF-8",
+        'a.jsonl:4 has no field "text" (fields: body): name the right one with --text_field',
+        'a.jsonl:5 holds NoneType, not a string, in its field "text"',
+        "a.jsonl:6 is not a JSON object but list",
+    ]
+
+
+def test_a_line_that_is_too_long_to_be_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "RECORD_BYTES", 2**20)
+    path = write(tmp_path / "a.jsonl", as_lines(["a", "x" * 3 * 2**20, "z"]))
+    assert read(path) == (["a", "z"], ["a.jsonl:2 is longer than 1 MiB"])
+
+
+def test_bad_rows_of_csv(tmp_path):
+    content = b'id,text\n1,a\n2\n3,"b"c\n4,caf\xe9\n5,"two\nlines"\n6,z,more\n7,z\n'
+    texts, bad = read(write(tmp_path / "a.csv", content))
+    assert texts == ["a", "two\nlines", "z"]
+    assert [line.split(" ", 1)[0] for line in bad] == ["a.csv:3", "a.csv:4", "a.csv:5", "a.csv:8"]
+
+
+@pytest.mark.parametrize("head", [b"id,body\n", b"", b"text,text\n"])
+def test_csv_without_the_column(tmp_path, head):
+    with pytest.raises(ValueError, match=r'a\.csv has no field "text" \(fields: (id, body|1, a|text, text)\)'):
+        read(write(tmp_path / "a.csv", head + b"1,a\n"))
+
+
+@pytest.mark.parametrize("packed", [".gz", ".zst", ".bz2", ".xz"])
+def test_of_a_truncated_archive_what_comes_before_its_end_is_read(tmp_path, packed):
+    texts = ["".join(map(chr, np.random.default_rng(n).integers(97, 123, 3000))) for n in range(300)]
+    in_blocks = {".zst": zstandard.compress, ".bz2": lambda data: bz2.compress(data, 1)}
+    data = in_blocks.get(packed, PACK[packed])(as_lines(texts))
+    found, bad = read(write(tmp_path / f"a.jsonl{packed}", data[: len(data) * 3 // 4]))
+    assert found == texts[: len(found)] and 0 < len(found) < 300
+    assert len(bad) == 1 and f"a.jsonl{packed} is not a complete " in bad[0]
+
+
+@pytest.mark.parametrize("cut", [40, 50, 60])
+def test_a_broken_json_array(tmp_path, cut):
+    texts, bad = read(write(tmp_path / "a.json", json.dumps([{"text": f"text {n}"} for n in range(5)]).encode()[:cut]))
+    assert texts == [f"text {n}" for n in range(len(texts))] and 0 < len(texts) < 5
+    assert len(bad) == 1 and "is not valid JSON" in bad[0] and bad[0].endswith("what comes after it is not read")
+
+
+# ------------------------------------------------------------------------------- the whole
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(*paths, **changes):
+        given = dict(
+            train_tokenizer=300, context_length=8, validation_fraction=0.3, progress=False, output=tmp_path / "o"
+        )
+        return prepare(inputs=list(paths), **{**given, **changes})
+
+    return make
+
+
+def test_a_folder_of_every_kind(tmp_path, make):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number, (kind, content) in enumerate(MAKE.items()):
+        write(folder / f"{number}{kind}", content(TEXTS))
+        write(folder / f"{number}-packed{kind}.zst", PACK[".zst"](content(TEXTS)))
+    for name in ("a.pdf", "b.pdf", "c.png", "LICENSE"):
+        write(folder / name, b"\xff")
+    manifest = make(folder)
+    kinds = len(MAKE) - 1
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 2 * kinds * len(TEXTS) + 2
+    assert manifest["skipped"]["files_by_suffix"] == {".pdf": 2, ".png": 1, "without a suffix": 1}
+    assert "not read   2 .pdf, 1 .png, 1 without a suffix; choose with --pattern" in summary(manifest)
+
+
+def test_a_single_text_file_is_split_at_blank_lines_and_the_summary_says_so(tmp_path, make):
+    path = write(tmp_path / "a.txt", "\n\n".join(f"paragraph {n} of a book" for n in range(20)).encode())
+    manifest = make(path)
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 20
+    assert f"documents  {path}: split at blank lines; choose with --document_separator" in summary(manifest)
+
+
+def test_large_texts_among_several_are_split_and_small_ones_not(tmp_path, make, monkeypatch):
+    monkeypatch.setattr(pieces, "LONG_TEXT_BYTES", 300)
+    large = write(tmp_path / "a.txt", "\n\n".join(f"paragraph {n} of a book" for n in range(20)).encode())
+    small = write(tmp_path / "b.txt", b"one\n\nand the same")
+    manifest = make(large, small)
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 21
+    assert manifest["split_at_blank_lines"] == [str(large)]
+    manifest = make(large, small, output=tmp_path / "p", document_separator="\\n\\n")
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 22
+    manifest = make(large, small, output=tmp_path / "q", document_separator="none")
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 2
+
+
+def test_a_glob_that_the_shell_has_not_expanded(tmp_path, make):
+    for name in ("b.jsonl", "a.jsonl", "c.json"):
+        write(tmp_path / name, as_lines(TEXTS))
+    manifest = make(f"{tmp_path}/*.jsonl")
+    assert [Path(file["path"]).name for file in manifest["files"]] == ["a.jsonl", "b.jsonl"]
+    with pytest.raises(ValueError, match=r"input .*/\*\.txt: no file or folder here has such a name"):
+        make(f"{tmp_path}/*.txt", output=tmp_path / "p")
+
+
+@pytest.mark.parametrize("name", ["a.zip", "a.pdf", "a.docx", "a.bin", "a.tar.gz", "a.unknown"])
+def test_what_cannot_hold_text_is_refused_by_name(tmp_path, make, name):
+    path = write(tmp_path / name, b"PK\x03\x04\xff\xfe")
+    with pytest.raises(ValueError, match=rf"input .*{name} is neither text in UTF-8 nor of a kind that is read"):
+        make(path)
+    with pytest.raises(ValueError, match="neither text in UTF-8"):
+        inputs.text_input(str(path), ["*"], [], tmp_path / "o")
+
+
+def test_a_file_of_which_every_record_is_bad_is_an_error(tmp_path, make):
+    good = write(tmp_path / "good.jsonl", as_lines(TEXTS))
+    bad = write(tmp_path / "bad.jsonl", b'{"body": "a"}\n{"body": "b"}\n')
+    with pytest.raises(
+        ValueError, match=r"none of the 2 records of .*bad\.jsonl can be read: .*bad\.jsonl:1 has no field"
+    ):
+        make(good, bad)
+
+
+def test_a_file_in_several_pieces_of_which_every_record_is_bad_is_an_error(tmp_path, make, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 100)
+    good = write(tmp_path / "good.jsonl", as_lines(TEXTS))
+    lines = as_lines(TEXTS).replace(b'"text"', b'"body"')
+    with pytest.raises(
+        ValueError, match=r"none of the records of .*bad\.jsonl can be read: .*bad\.jsonl:1 has no field"
+    ):
+        make(good, write(tmp_path / "bad.jsonl", lines))
+    mixed = write(tmp_path / "mixed.jsonl", lines + as_lines(TEXTS[:1]))
+    with pytest.warns(UserWarning, match="skipped 20 bad records"):
+        make(good, mixed)
+
+
+def test_bad_records_are_counted_by_kind_and_named(tmp_path, make):
+    lines = b'{"text": \n{"text": 5}\n{"body": ""}\n' + as_lines(TEXTS)
+    path = write(tmp_path / "a.jsonl", lines)
+    with pytest.warns(UserWarning, match=r"skipped 3 bad records \(1 broken, 1 not a string, 1 without the field\)"):
+        manifest = make(path)
+    assert manifest["skipped"]["bad"] == {"broken": 1, "not a string": 1, "without the field": 1}
+    assert [line.split(" ")[0] for line in manifest["skipped"]["bad_records"]] == [f"{path}:{n}" for n in (1, 2, 3)]
+    assert f"           {path}:2 holds int" in summary(manifest)
+    with pytest.raises(ValueError, match=r"a\.jsonl:1 is not valid JSON"):
+        make(path, output=tmp_path / "p", on_error="stop")
+
+
+@pytest.mark.parametrize("given", ["", "x" * 1001])
+def test_separators_that_are_none(tmp_path, make, given):
+    with pytest.raises(ValueError, match="document_separator must have 1 to 1000 bytes, or be none"):
+        make(write(tmp_path / "a.txt", b"x"), document_separator=given)
+
+
+@pytest.mark.parametrize("given", ["0/2", "3/2", "1", "a/b", "1/0"])
+def test_shards_that_are_none(tmp_path, make, given):
+    with pytest.raises(ValueError, match="shard must be K/N"):
+        make(write(tmp_path / "a.txt", b"x"), shard=given)
