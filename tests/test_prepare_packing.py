@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from fabric_llm.data import packing
 from fabric_llm.data.batches import Batches
-from fabric_llm.data.dataset import open_dataset
+from fabric_llm.data.dataset import open_dataset, together
 from fabric_llm.data.duplicates import repeated
 from fabric_llm.data.packing import best_fit, pack
 from fabric_llm.data.prepare import prepare, summary
+from fabric_llm.run.mixing import _require_alike
 
 EOS = 0
 
@@ -170,6 +171,25 @@ def test_padding_is_no_target_and_belongs_to_the_document_before(corpus, tmp_pat
         assert ((batch["position_ids"] == 0) == (begins | (torch.arange(64) == 0))).all()
         assert len(batch["document_ends"]) == int(begins.sum()) + len(ids) + 1
     assert set(dataset.train[[0, 1]]) == {"input_ids", "labels"} and len(dataset.fingerprint) == 64
+
+
+def test_both_packings_go_together_in_a_mixture(corpus, tmp_path):
+    made(corpus, tmp_path / "padded")
+    made(
+        corpus, tmp_path / "plain", train_tokenizer=None, tokenizer=tmp_path / "padded" / "tokenizer", packing="concat"
+    )
+    padded, plain = (open_dataset(tmp_path / name) for name in ("padded", "plain"))
+    _require_alike(padded, plain, masks_documents=True)
+    for sources in ((padded, plain), (plain, padded)):
+        rows, numbers = together(sources).train, np.arange(sum(len(source.train) for source in sources))
+        eos = padded.manifest["eos_token_id"]
+        [batch] = Batches(rows, 0, len(numbers), 1, shuffle=False, document_end=eos).at(0)
+        first = 0
+        for source in sources:
+            one = Batches(source.train, 0, len(source.train), 1, shuffle=False, document_end=eos).at(0)[0]
+            for name in ("input_ids", "labels", "position_ids"):
+                assert torch.equal(batch[name][first : first + len(source.train)], one[name]), name
+            first += len(source.train)
 
 
 def test_repeated_documents_are_dropped_and_counted(corpus, tmp_path):

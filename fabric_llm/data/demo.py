@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-DEMO_VOCABULARY = 2048  # as in configs/demo_llama
+DEMO_VOCABULARY = 8192  # as in configs/demo_llama
 DEMO_EXCLUDED = "site-packages dist-packages test tests idlelib lib2to3 encodings pydoc_data __pycache__".split()
 
 
