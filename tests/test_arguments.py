@@ -183,7 +183,7 @@ def test_every_preset_parses(config):
 
 def test_the_demo_applies_only_to_a_bare_command(tmp_path):
     demo = parse_train(["--max_step", "3", "--seed=5"])
-    assert demo.demo and (demo.training.max_step, demo.training.seed, demo.training.lr) == (3, 5, 4e-3)
+    assert demo.demo and (demo.training.max_step, demo.training.seed, demo.training.lr) == (3, 5, 5e-3)
     assert Path(demo.model.model_name) == ROOT / "configs" / "demo_llama", "also when started elsewhere"
     config = tmp_path / "mine.yaml"
     config.write_text("seed: 7\n")
