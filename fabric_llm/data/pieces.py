@@ -29,9 +29,8 @@ from fabric_llm.data.documents import (
 from fabric_llm.data.inputs import expanded, files_of, is_dataset_folder, no_match
 
 PIECE_BYTES = 32 * 2**20  # of a large corpus
-SMALL_PIECE_BYTES = (
-    2**21
-)  # of a small one, at least: many pieces keep all cores busy to the end, but each is flushed to the disk
+# Of a small one, at least. Many pieces keep all cores busy to the end, but each is flushed to the disk, which takes 50 ms.
+SMALL_PIECE_BYTES = 4 * 2**20
 PIECES = 256
 LONG_TEXT_BYTES = 16 * 2**20  # a text file from this size on is split at blank lines unless told otherwise
 OWN_VALIDATION = ("validation", "valid", "dev")  # names of splits
