@@ -42,9 +42,8 @@ class Lasting:
             is_read = bool(select.select([], [self.stream], [], self.patience_seconds)[1])
         except (OSError, ValueError):  # closed
             return False
-        self.patience_seconds = (
-            SECONDS_FOR_A_READER if is_read else 0.0
-        )  # wait once, then not again until somebody reads
+        # Wait once, then not again until somebody reads.
+        self.patience_seconds = SECONDS_FOR_A_READER if is_read else 0.0
         return is_read
 
     def __getattr__(self, name: str) -> Any:

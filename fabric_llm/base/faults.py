@@ -41,11 +41,8 @@ _PEER_WORDS = (
     *("Timed out waiting", "wait timeout after", "failed to recv, got 0 bytes", "recvValue failed"),
 )
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.ESTALE, errno.EROFS)
-_DISK_WORDS = (
-    "No space left on device",
-    "Disk quota exceeded",
-    "File too large",
-)  # of libraries such as tokenizers, whose errors have no errno
+# Of libraries such as tokenizers, whose errors have no errno.
+_DISK_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")
 _MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
 
 

@@ -43,9 +43,7 @@ class Part(NamedTuple):
     split: str = ""  # of a dataset
     own_validation: bool = False  # the dataset itself has put it there
     draws: bool = True  # False: its validation split is its own
-    separator: Optional[str] = (
-        None  # regular expression between documents of plain text; None: the file is one document
-    )
+    separator: Optional[str] = None  # regular expression between documents of a text; None: the file is one document
 
 
 class Bad(NamedTuple):
@@ -138,11 +136,8 @@ def _cut(file: BinaryIO, part: Part) -> Iterator[tuple[int, bytes, bool]]:
     separator = None if part.separator is None else re.compile(part.separator.encode())
     if part.start:
         file.seek(part.start)
-    begin, place, buffer = (
-        part.start,
-        part.start,
-        b"",
-    )  # `buffer` begins at `place`, in the document that begins at `begin`
+    # `buffer` begins at `place`, in the document that begins at `begin`.
+    begin, place, buffer = part.start, part.start, b""
     while True:
         room = BLOCK_BYTES if part.end is None else min(BLOCK_BYTES, part.end - place - len(buffer))
         block = file.read(room)

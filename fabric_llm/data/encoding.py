@@ -280,12 +280,8 @@ class PieceFiles:
         self.before = np.array(job.convention.before, dtype=dtype)
         self.after = np.array(job.convention.after, dtype=dtype)
         self.characters_since_mark = 0
-        self.open_tokens, self.body_tokens, self.sections, self.visible = (
-            0,
-            0,
-            0,
-            False,
-        )  # of the document being written
+        # Of the document being written.
+        self.open_tokens, self.body_tokens, self.sections, self.visible = 0, 0, 0, False
         self.digest: Any = None
         self.special: Optional[str] = None  # a special token that its text became
 

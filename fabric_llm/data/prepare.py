@@ -109,9 +109,8 @@ def prepare(**arguments: Any) -> dict:
     pieces = plan(found, options.text_field, checks.separator(options.document_separator))
     if not options.validation_fraction and not found.own_validation:
         raise ValueError("validation_fraction is 0, and no input has a validation split of its own: take more than 0")
-    given = (
-        None if options.tokenizer is None else packing_tokenizer(options.tokenizer)
-    )  # fails before anything is written
+    # Here, so that it fails before anything is written.
+    given = None if options.tokenizer is None else packing_tokenizer(options.tokenizer)
     needs = "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over 65,536"
     with work_folder(target, mine is not None, lambda folder: _all_done(folder, pieces)) as folder:
         with on_disk(target, folder, needs):

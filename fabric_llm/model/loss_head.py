@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-LOGITS_AT_ONCE = {
-    "cpu": 2**21,
-    "cuda": 2**26,
-}  # a CPU's chunk stays in its cache, a GPU's keeps the matrix products large
+# A CPU's chunk stays in its cache, a GPU's keeps the matrix products large.
+LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits [tokens, vocabulary], targets int64 [tokens] -> sum, scalar
 
 
@@ -30,11 +28,8 @@ class Head:
         self.causal_lm, self.base = causal_lm, _layers_of(causal_lm)
         inside = set(self.base.modules())
         outside = [module for module in causal_lm.modules() if module not in inside and module is not causal_lm]
-        self.together = {
-            causal_lm,
-            self.base,
-            *outside,
-        }  # not to be sharded each by itself: they are called once for each chunk
+        # Not to be sharded each by itself: they are called once for each chunk.
+        self.together = {causal_lm, self.base, *outside}
         # By name: FSDP puts other tensors in the place of a module's parameters while it runs.
         self.places = [(module, name) for module in outside for name in module._parameters]
         self.returns: type[Any] = type(None)  # the class of the base model's outputs
@@ -48,9 +43,8 @@ class Head:
     def tensors(self) -> list[Tensor]:
         """The parameters that it uses, as they are now."""
         tensors = {id(tensor): tensor for module, name in self.places if (tensor := getattr(module, name)) is not None}
-        return [
-            tensor for tensor in tensors.values() if tensor.requires_grad
-        ]  # each once, where several modules share it
+        # By id, so that each is there once where several modules share it.
+        return [tensor for tensor in tensors.values() if tensor.requires_grad]
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The model's own `forward`, whose layers give `hidden`."""

@@ -70,9 +70,8 @@ class Meeting:
         deadline = time.monotonic() + SECONDS_TO_MEET
         while not self._knows_all() and time.monotonic() < deadline:
             time.sleep(0.02)
-        time.sleep(
-            2 * SECONDS_TO_FIRST_WORDS
-        )  # for the others to hear of this rank before it waits in the process group
+        # For the others to hear of this rank before it waits in the process group.
+        time.sleep(2 * SECONDS_TO_FIRST_WORDS)
 
     def close(self) -> None:
         """All have joined, or this rank ends by itself."""

@@ -13,13 +13,8 @@ from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Sharding
 from fabric_llm.run import flag_rules, mistakes
 
-GPU_FILES = (
-    "nvidia*",
-    "nvhost*",
-    "nvmap",
-    "kfd",
-    "dxg",
-)  # in /dev: NVIDIA's, Jetson's, AMD's, those of Windows under WSL
+# In /dev: NVIDIA's, Jetson's, AMD's, those of Windows under WSL.
+GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,8 @@ def backward(fabric: Fabric, loss: Tensor) -> None:
 
 def clip(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
     """L2 norm of the gradient of the global batch, which is then scaled down to at most `max_norm` (0: it isn't)."""
-    fabric.strategy.precision.unscale_gradients(
-        getattr(optimizer, "optimizer", optimizer)
-    )  # Fabric's scaler of 16-mixed
+    unwrapped = getattr(optimizer, "optimizer", optimizer)
+    fabric.strategy.precision.unscale_gradients(unwrapped)  # Fabric's scaler of 16-mixed
     return clip_gradients(model.parameters(), max_norm, shard_group(model)).item()
 
 

@@ -66,9 +66,8 @@ def export(
         raise Fault(f"{str(source)!r} is damaged: trainer/progress.json has no precision.", NO_CHECKPOINT) from error
     config = load_config(str(source))
     weights = reading.sharded_weights(source, checked_skeleton(str(source), config, trained_dtype))
-    wanted = (
-        trained_dtype if dtype == "auto" else getattr(torch, dtype)
-    )  # except for what transformers keeps in float32
+    # Except for what transformers keeps in float32.
+    wanted = trained_dtype if dtype == "auto" else getattr(torch, dtype)
     model = load_reference(str(source), config, wanted, seed=0, state_dict=weights)
     temporary = output.with_name(f".tmp-{output.name}")
     output.parent.mkdir(parents=True, exist_ok=True)

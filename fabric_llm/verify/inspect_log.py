@@ -41,9 +41,8 @@ def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dic
     training = [(number, record) for number, record in lines if "loss" in record and "tokens" in record]
     evaluation = [(number, record) for number, record in lines if "eval_loss" in record]
     check_order(file, training, report)
-    guarded = {
-        record["step"] for _, record in lines if "verdict" in record
-    }  # steps that the guard skipped or rolled back
+    # Steps that the guard skipped or rolled back.
+    guarded = {record["step"] for _, record in lines if "verdict" in record}
     taken = [(number, record) for number, record in training if record["step"] not in guarded]
     for some, key in ((taken, "loss"), (taken, "grad_norm"), (evaluation, "eval_loss")):
         if bad := [number for number, record in some if not is_finite(record.get(key))]:
