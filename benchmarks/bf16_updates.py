@@ -545,7 +545,7 @@ def masking(folder: Path, options: argparse.Namespace) -> Result:
         prepare_demo(ROOT / "data" / "demo", 256)
         write_config(folder / "llama-30M", LARGER)
         data = {context: documentation(folder, context, MASKING_CHARACTERS)[0] for context in MASKING_CONTEXTS}
-        models = {"demo, 2.2 M": ROOT / "configs" / "demo_llama", "Llama, 30 M": folder / "llama-30M"}
+        models = {"demo, 1.1 M": ROOT / "configs" / "demo_llama", "Llama, 30 M": folder / "llama-30M"}
         cases = [(name, path, data[context]) for name, path in models.items() for context in MASKING_CONTEXTS]
     rows = []
     for name, model_name, data_folder in cases:

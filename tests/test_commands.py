@@ -68,7 +68,7 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     config = json.loads((ROOT / "configs" / "demo_llama" / "config.json").read_text())
-    small = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    small = {"vocab_size": 512, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
     (model / "config.json").write_text(json.dumps({**config, **small}))
     prepare, train, export, resume = (
         readme_commands(word)[0]
