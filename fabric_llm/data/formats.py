@@ -55,9 +55,17 @@ def is_packed(path: str) -> bool:
         return _packing(file.read(HEAD_BYTES)) is not None
 
 
+def is_what_its_name_says(path: str) -> bool:
+    """False for a file whose name says that it is compressed and whose first bytes don't."""
+    if not path.lower().endswith(PACKED):
+        return True
+    with open(path, "rb") as file:
+        return _packing(file.read(HEAD_BYTES)) is not None
+
+
 def named_file(path: str) -> None:
     """Raises ValueError for a file, named by the user, that can't hold text."""
-    if suffix(path) in KINDS:
+    if suffix(path) in KINDS and is_what_its_name_says(path):
         return
     if suffix(path) not in NOT_TEXT:
         try:
