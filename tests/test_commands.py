@@ -49,7 +49,11 @@ def test_the_demo_runs_says_what_it_is_and_what_comes_next(tmp_path):
     assert "Verified with plain transformers" in out
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf" / "demo_llama-demo")
     assert tokenizer.decode(tokenizer("def f(x):")["input_ids"]) == "def f(x):"
-    # on several devices, with two CPUs for four GPUs; each run reuses the dataset and takes another directory
+
+
+def test_the_demo_runs_on_several_devices(tmp_path):
+    """Two CPUs for four GPUs; each run takes another directory."""
+    run("python train.py --max_step 1 --eval_iters 0 --sample_tokens 0", tmp_path)
     four_gpus = [command for command in readme_commands("train.py") if command.endswith(("--devices 4", "4 train.py"))]
     assert len(four_gpus) == 2, "plain and under torchrun"
     for number, command in enumerate(four_gpus, start=2):
