@@ -50,7 +50,7 @@ def test_a_family_trains_resumes_and_exports_on_one_device_and_two(tmp_path, pac
 def test_families_that_once_were_refused_start_with_defaults(tmp_path, packed, family):
     tried = try_family(family, tmp_path, packed, devices=(2,))
     assert tried.devices == {2: "yes"}
-    assert tried.attention == ("sdpa" if family == "deepseek_v3" else "eager")
+    assert tried.attention == ("packed" if family == "deepseek_v3" else "eager")
     assert (tried.documents == "apart") == (family in ("gemma2", "deepseek_v3"))
 
 
