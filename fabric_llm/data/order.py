@@ -35,7 +35,7 @@ def permuted(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.n
     def network(places: np.ndarray) -> np.ndarray:
         left, right = places >> half, places & masks[1]
         for number, key in enumerate(keys):
-            left, right = right, (left ^ _splitmix64(right + np.uint64(key))) & masks[number % 2]
+            left, right = right, (left ^ splitmix64(right + np.uint64(key))) & masks[number % 2]
         return (left << half) | right
 
     rows = offsets.astype(np.uint64)
@@ -66,7 +66,7 @@ def _row(place: int, row_count: int, bits: int, keys: Sequence[int]) -> int:
 def _keys(seed: int, epoch: int) -> tuple[int, ...]:
     """Of the rounds of `permuted`."""
     with np.errstate(over="ignore"):
-        return tuple(_splitmix64(random_key(seed, epoch) + np.arange(ROUNDS, dtype=np.uint64)).tolist())
+        return tuple(splitmix64(random_key(seed, epoch) + np.arange(ROUNDS, dtype=np.uint64)).tolist())
 
 
 def sorted_by_hash(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.ndarray:
@@ -92,7 +92,7 @@ def rows_at(positions: np.ndarray, row_count: int, seed: int, order: str = NEW_O
 def shuffled(index_count: int, seed: int, epoch: int) -> np.ndarray:
     """All rows in the order of `sorted_by_hash`, int64 [index_count]."""
     with np.errstate(over="ignore"):
-        return np.argsort(_splitmix64(np.arange(index_count, dtype=np.uint64) + random_key(seed, epoch)), kind="stable")
+        return np.argsort(splitmix64(np.arange(index_count, dtype=np.uint64) + random_key(seed, epoch)), kind="stable")
 
 
 def random_key(*parts: int) -> np.uint64:
@@ -100,11 +100,11 @@ def random_key(*parts: int) -> np.uint64:
     key = np.zeros(1, dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in parts:
-            key = _splitmix64(key + np.uint64(part % 2**64))
+            key = splitmix64(key + np.uint64(part % 2**64))
     return key[0]
 
 
-def _splitmix64(x: np.ndarray) -> np.ndarray:
+def splitmix64(x: np.ndarray) -> np.ndarray:
     """uint64 -> uint64, elementwise, wrapping around."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -130,7 +130,7 @@ class RowsRead:
     def of(positions: np.ndarray, rows: np.ndarray) -> RowsRead:
         """The record of `rows`, which were read at `positions`: int64, of the same shape."""
         with np.errstate(over="ignore"):
-            hashes = _splitmix64(_splitmix64(positions.astype(np.uint64)) + rows.astype(np.uint64))
+            hashes = splitmix64(splitmix64(positions.astype(np.uint64)) + rows.astype(np.uint64))
             return RowsRead(positions.size, int(hashes.sum(dtype=np.uint64)))
 
 

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.data.encoding import Lengths
+from fabric_llm.data.order import splitmix64
 from fabric_llm.data.packing import pack
 
 COPY_TOKENS = 4 * 2**20
@@ -75,14 +76,13 @@ class Split:
 def document_hashes(seed: int, indices: np.ndarray) -> np.ndarray:
     """A number in [0, 1) for each index of a document, uniform: a function of (seed, index). float64
 
-    The finalizer of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
+    The generator splitmix64, whose state goes on by a constant from one index to the next.
     """
     key = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big")
     with np.errstate(over="ignore"):
-        x = np.asarray(indices).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
+        x = splitmix64(
+            (np.asarray(indices).astype(np.uint64) - np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+        )
     return (x >> np.uint64(11)) / 2.0**53
 
 
