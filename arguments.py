@@ -15,13 +15,14 @@ from typing import Any, Literal, Optional, Union
 
 from fabric_llm.base.command_line import fail, flag, groups, parse
 from fabric_llm.data.blend import text_of
+from fabric_llm.run.branch import branch_flags
 from fabric_llm.run.trackers import TRACKERS
-from fabric_llm.training.schedule import SCHEDULES
+from fabric_llm.training.schedule import DECAYS, SCHEDULES
 
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 # Flags that aren't kept in arguments.yaml: which run it is, and what concerns one process of it.
-WHICH_RUN = ("run_name", "resume", "checkpoint", "resume_override", "profile")
+WHICH_RUN = ("run_name", "resume", "checkpoint", "resume_override", "branch_decay", "profile")
 
 
 # --------------------------------------------------------------------------- train.py
@@ -184,8 +185,27 @@ class TrainingArguments:
     lr: float = flag(2e-5, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate at the last step")
     lr_decay: bool = flag(True, "decay the rate after the warm-up; false: stay at lr")
-    lr_schedule: Literal[tuple(SCHEDULES)] = flag("cosine", "shape of the decay from lr to min_lr")
+    lr_schedule: Literal[tuple(SCHEDULES)] = flag(
+        "cosine",
+        "from lr to min_lr (docs/schedules.md); wsd: warm-up, stable, decay; infinite: down to constant_lr, stable, decay",
+    )
     warmup_steps: int = flag(0, "steps of linear warm-up")
+    decay_steps: Optional[int] = flag(
+        None, "wsd, infinite: last steps, in which the rate falls (default: a tenth of the run)"
+    )
+    decay_shape: Literal[tuple(DECAYS)] = flag(
+        "sqrt", "wsd, infinite: how it falls; sqrt: 1 - sqrt of the part that is done"
+    )
+    cooldown_steps: Optional[int] = flag(
+        None,
+        "infinite: steps after the warm-up in which the rate comes down to constant_lr (default: a quarter of the run)",
+    )
+    constant_lr: Optional[float] = flag(None, "infinite: rate of the stable phase (default: the mean of lr and min_lr)")
+    branch_decay: Optional[int] = flag(
+        None,
+        "with --checkpoint, of a phase of constant rate, and a new --run_name: a run that goes on from there for so many steps, "
+        "in which the rate falls to min_lr (sets lr, lr_schedule, decay_steps and max_step)",
+    )
     weight_decay: float = flag(0.1, "decoupled weight decay, on matrices only")
     beta1: float = flag(0.9, "AdamW, decay of the first moment")
     beta2: float = flag(0.95, "AdamW, decay of the second moment")
@@ -356,6 +376,8 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     description = "Train a Hugging Face causal language model. Without arguments: a demo on the standard library."
     flat = parse("train.py", description, groups(Arguments).values(), argv, () if resumed is None else WHICH_RUN)
     flat["data_mix"] = _mixture(flat["data_mix"])
+    if flat["branch_decay"] is not None:
+        flat |= _branch(flat)
     if demo:  # the preset's paths are those of this repository, wherever it is started from
         for name in ("model_name", "train_data_dir"):
             flat[name] = str(ROOT / flat[name])
@@ -373,15 +395,24 @@ def _mixture(given: Optional[str]) -> Optional[str]:
         fail("train.py", str(error))
 
 
+def _branch(flat: dict[str, Any]) -> dict[str, Any]:
+    """What --branch_decay comes to among the other flags."""
+    try:
+        return branch_flags(flat)
+    except ValueError as error:
+        fail("train.py", str(error), getattr(error, "code", 2))
+
+
 def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     """arguments.yaml of the run that --resume true with --run_name or --checkpoint names, None if there is none."""
     import argparse
 
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("resume", "run_name", "checkpoint", "output_dir"):
+    for name in ("resume", "run_name", "checkpoint", "output_dir", "branch_decay"):
         names.add_argument(f"--{name}", nargs="?")
     given, _ = names.parse_known_args(argv)
-    if str(given.resume).lower() not in ("true", "auto") or not (given.run_name or given.checkpoint):
+    resumes = str(given.resume).lower() in ("true", "auto") or given.branch_decay
+    if not resumes or not (given.run_name or given.checkpoint):
         return None
     folder = Path(given.output_dir or "checkpoints", given.run_name or "")
     if given.checkpoint:

@@ -21,7 +21,7 @@ from fabric_llm.run.plan import make_plan
 from fabric_llm.training.adamw import AdamW
 from fabric_llm.training.gradients import clip_gradients
 from fabric_llm.training.optim import decayed_names, parameter_groups
-from fabric_llm.training.schedule import lr_at
+from fabric_llm.training.schedule import DECAYS, lr_at
 
 FLAGS = {  # the contract: design, section 4
     "Devices": "devices num_nodes accelerator tpu",
@@ -301,6 +301,31 @@ def test_lr_without_decay_or_warmup():
 def test_lr_with_a_warmup_as_long_as_the_run():
     rates = [lr_at(step, max_step=5, lr=1.0, min_lr=0.0, warmup_steps=5) for step in range(7)]
     assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize("decay_shape", list(DECAYS))
+def test_wsd_stays_at_the_peak_and_decays_in_its_last_steps(decay_shape):
+    rates = [lr_at(step, **SCHEDULE, shape="wsd", decay_steps=20, decay_shape=decay_shape) for step in range(101)]
+    assert rates[10:81] == [1.0] * 71
+    assert all(a > b for a, b in zip(rates[80:], rates[81:])) and rates[100] == pytest.approx(0.1)
+    assert lr_at(90, **SCHEDULE, shape="wsd") == 1.0 > lr_at(91, **SCHEDULE, shape="wsd"), "a tenth of the run"
+    of_sqrt = lr_at(85, **SCHEDULE, shape="wsd", decay_steps=20)
+    assert of_sqrt == pytest.approx(0.1 + 0.9 * (1 - math.sqrt(5 / 20)))
+
+
+def test_infinite_comes_down_to_a_constant_rate_and_stays_there_until_it_decays():
+    rates = [lr_at(s, **SCHEDULE, shape="infinite", cooldown_steps=30, decay_steps=10) for s in range(101)]
+    assert rates[10] == 1.0 and rates[25] == pytest.approx(0.775), "half-way to the mean of lr and min_lr"
+    assert rates[40:91] == pytest.approx([0.55] * 51)
+    assert all(a > b for a, b in zip(rates[90:], rates[91:])) and rates[100] == pytest.approx(0.1)
+    given = [lr_at(s, **SCHEDULE, shape="infinite", constant_lr=0.3) for s in (35, 60, 89, 90)]
+    assert given == pytest.approx([0.3] * 4), "a quarter of the run later"
+
+
+def test_constant_and_inverse_sqrt():
+    assert [lr_at(step, **SCHEDULE, shape="constant") for step in (9, 10, 99, 10**6)] == [1.0] * 4
+    rates = [lr_at(step, **SCHEDULE, shape="inverse_sqrt") for step in (10, 40, 370)]
+    assert rates == pytest.approx([1.0, 0.1 + 0.9 * math.sqrt(10 / 40), 0.1 + 0.9 * math.sqrt(10 / 370)])
 
 
 def test_the_optimizer_takes_these_rates(finished):

@@ -375,7 +375,7 @@ VALUES = [
         "--resume checkpoints/a/step-00000001",
         "goes to --checkpoint checkpoints/a/step-00000001, with --resume true.",
     ),
-    ("--lr_schedule constant", "take --lr_decay false."),
+    ("--lr_schedule constant_with_warmup", "take constant with --warmup_steps."),
     ("--sharding_strategy full_shard", "take FULL_SHARD."),
     ("--grad_clip none", "0 is no clipping."),
     ("--activation_checkpointing", "takes none, full, every:N (such as every:2) or selective, and nothing is given."),

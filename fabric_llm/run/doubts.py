@@ -16,6 +16,8 @@ from fabric_llm.run.flag_rules import profiled_steps
 # AdamW moves a weight by about the learning rate a step, and weights of language models begin, and mostly stay, around
 # 0.02 (initializer_range in transformers): above that one step replaces what they hold.
 LARGEST_LR = 0.02
+SCHEDULE_TAKES = {"wsd": ("decay_steps", "decay_shape")}
+SCHEDULE_TAKES["infinite"] = (*SCHEDULE_TAKES["wsd"], "cooldown_steps", "constant_lr")
 LARGEST_DECAY = 0.01  # of a weight in one step: a third is left after a hundred
 # Nearly as good as new text: Muennighoff et al. 2023, Scaling Data-Constrained Language Models, arXiv 2305.16264.
 MOST_EPOCHS = 4
@@ -94,6 +96,8 @@ def _of_devices(flat: Mapping[str, Any], given: Mapping[str, Any], facts: Facts)
 def _of_training(flat: Mapping[str, Any], given: Mapping[str, Any], facts: Facts) -> list[tuple[bool, str]]:
     lr, warmup, last = flat["lr"], flat["warmup_steps"], facts.max_step
     without_decay = [name for name in ("min_lr", "lr_schedule") if name in given and not flat["lr_decay"]]
+    takes = SCHEDULE_TAKES.get(flat["lr_schedule"], ())
+    not_of_schedule = [name for name in SCHEDULE_TAKES["infinite"] if name in given and name not in takes]
     often = [f"{name} {count:.1f} times" for name, count in facts.epochs.items() if count > MOST_EPOCHS]
     without_threshold = [name for name in ("spike_window", "spike_action") if name in given]
     return [
@@ -126,6 +130,7 @@ def _of_training(flat: Mapping[str, Any], given: Mapping[str, Any], facts: Facts
             "(arXiv 2305.16264).",
         ),
         (bool(without_decay), f"{_listed(without_decay)} no effect with --lr_decay false."),
+        (bool(not_of_schedule), f"{_listed(not_of_schedule)} no effect with --lr_schedule {flat['lr_schedule']}."),
         (
             bool(without_threshold) and flat["spike_threshold"] is None,
             f"{_listed(without_threshold)} no effect without --spike_threshold.",

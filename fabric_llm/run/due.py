@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
 from fabric_llm.base.command_line import Flags
+from fabric_llm.training.schedule import arguments_of
 
 if TYPE_CHECKING:  # they need torch
     from fabric_llm.checkpoint.progress import Progress
@@ -46,14 +47,7 @@ def evaluation_first(start: Progress, resumed: dict[str, Any]) -> bool:
 
 def schedule(training: Flags) -> dict[str, Any]:
     """The flags of the learning rate, as `lr_at` takes them."""
-    names = {
-        "lr": "lr",
-        "min_lr": "min_lr",
-        "warmup_steps": "warmup_steps",
-        "decay": "lr_decay",
-        "shape": "lr_schedule",
-    }
-    return {name: getattr(training, flag) for name, flag in names.items()}
+    return arguments_of(vars(training))
 
 
 def _at(step: int, interval: Optional[int]) -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Optional, Union
+
+from fabric_llm.training.schedule import WITH_DECAY_STEPS
 
 POSITIVE = (
     *("number_epochs", "max_step", "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "lr"),
     *("eval_batch_size", "eval_step_interval", "save_step_interval", "keep_last", "keep_every", "log_step_interval"),
     *("context_length", "spike_threshold", "spike_window", "hang_timeout", "join_timeout", "num_nodes", "max_hours"),
+    *("decay_steps", "constant_lr", "branch_decay"),
 )
 LEFT_OUT = {
     "max_step": "as many as --number_epochs needs",
@@ -18,7 +22,7 @@ LEFT_OUT = {
 }
 NOT_NEGATIVE = (
     *("grad_clip", "min_lr", "warmup_steps", "weight_decay", "num_workers", "eval_iters", "sample_tokens", "seed"),
-    *("max_skipped_steps", "keep_best", "router_aux_loss_coef"),
+    *("max_skipped_steps", "keep_best", "router_aux_loss_coef", "cooldown_steps"),
 )
 
 
@@ -45,6 +49,22 @@ def numbers(flat: dict[str, Any]) -> None:
     profiled_steps(flat["profile"], flat["max_step"])
     if flat["min_lr"] > flat["lr"]:
         raise ValueError(f"--min_lr {flat['min_lr']} is larger than --lr {flat['lr']}.")
+    constant_lr = flat["constant_lr"]
+    if constant_lr is not None and not flat["min_lr"] <= constant_lr <= flat["lr"]:
+        raise ValueError(f"--constant_lr {constant_lr} isn't between --min_lr {flat['min_lr']} and --lr {flat['lr']}.")
+    decays(flat, flat["max_step"])
+
+
+def decays(flat: Mapping[str, Any], max_step: Optional[int]) -> None:
+    """The phases of --lr_schedule against a run of `max_step` steps, None where that isn't known yet."""
+    if max_step is None or flat["lr_schedule"] not in WITH_DECAY_STEPS:
+        return
+    phases = {"warmup_steps": flat["warmup_steps"], "decay_steps": flat["decay_steps"]}
+    phases |= {"cooldown_steps": flat["cooldown_steps"]} if flat["lr_schedule"] == "infinite" else {}
+    given = {name: steps for name, steps in phases.items() if steps}
+    if flat["decay_steps"] and sum(given.values()) > max_step:
+        words = " and ".join(f"--{name} {steps}" for name, steps in given.items())
+        raise ValueError(f"{words} don't fit into a run of {max_step} steps.")
 
 
 def checkpointing(asked: Union[bool, str]) -> str:

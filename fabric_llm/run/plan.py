@@ -143,6 +143,7 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
         check_same_model(flags, skeleton, resume_from)
     masking = resume.document_masking(flags, resumed)
     rules.profiled_steps(flags.logging.profile, data["max_step"])
+    rules.decays(vars(training), data["max_step"])
     return Plan(
         **vars(placement),
         **data,

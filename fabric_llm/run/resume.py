@@ -20,6 +20,7 @@ MOST_CHARACTERS = 80  # of a mixture's sources in a run's name
 # Flags that a resumed run may change if --resume_override names them; all are saved in checkpoints.
 OVERRIDABLE = (
     *("max_step", "number_epochs", "lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps"),
+    *("decay_steps", "decay_shape", "cooldown_steps", "constant_lr"),
     *("weight_decay", "beta1", "beta2", "grad_clip", "global_batch_size", "document_masking"),
     *("router_aux_loss_coef", "data_mix"),
 )
@@ -47,7 +48,7 @@ def choose(flags: Flags, directory: Path) -> Optional[Path]:
     own = step_names.latest(directory)
     goes_on = given is not None and _restarted(flags) and _goes_on_from(directory, given)
     if given is not None and not goes_on:
-        _require_checkpoint(given)
+        require_checkpoint(given)
     if not checkpoint.resume:
         return None
     hashes = checkpoint.verify_checkpoints == "full"
@@ -72,10 +73,11 @@ def require_given(flags: Flags) -> None:
     """--checkpoint is there, as far as names of files say, where this command can only begin from it. Raises Fault (66)."""
     given = given_checkpoint(flags)
     if given is not None and not _restarted(flags):
-        _require_checkpoint(given)
+        require_checkpoint(given)
 
 
-def _require_checkpoint(given: Path) -> None:
+def require_checkpoint(given: Path) -> None:
+    """Raises Fault (66), with what there is instead, where `given` isn't a checkpoint."""
     if (given / MANIFEST).is_file():
         return
     newest = step_names.latest(given)

@@ -11,7 +11,7 @@ from fabric_llm.data.blend import described
 from fabric_llm.data.dataset import TokenDataset
 from fabric_llm.run.plan import Plan
 from fabric_llm.run.resume import MOST_DIFFERENCES, OVERRIDABLE, given_checkpoint, overrides
-from fabric_llm.training.schedule import SCHEDULES, lr_at
+from fabric_llm.training.schedule import SCHEDULES, arguments_of, lr_at
 
 DATA_FACTS = ("context_length", "train_rows", "train_fingerprint")
 ROWS_READ = ("from_position", "count", "hash_sum")  # in progress.json; not in that of older versions
@@ -164,12 +164,4 @@ def _curves(plan: Plan, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def schedule_lr(step: int, schedule: dict[str, Any]) -> float:
     """Learning rate of the step after `step` finished ones, from flags of a run; max_step: its last step."""
-    return lr_at(
-        step,
-        max_step=schedule["max_step"],
-        lr=schedule["lr"],
-        min_lr=schedule["min_lr"],
-        warmup_steps=schedule["warmup_steps"],
-        decay=schedule["lr_decay"],
-        shape=schedule["lr_schedule"],
-    )
+    return lr_at(step, max_step=schedule["max_step"], **arguments_of(schedule))
