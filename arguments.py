@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
 from fabric_llm.base.command_line import fail, flag, groups, parse
-from fabric_llm.data.blend import text_of
-from fabric_llm.run.branch import branch_flags
+from fabric_llm.data.blend import text_of, with_replay
 from fabric_llm.run.trackers import TRACKERS
+from fabric_llm.training.forgetting import ACTIONS
 from fabric_llm.training.schedule import DECAYS, SCHEDULES
 
 ROOT = Path(__file__).resolve().parent
@@ -58,6 +58,12 @@ class DataArguments:
         "with weights that are shares of tokens, such as new=data/new:0.75,old=data/old:0.25:4",
         takes="a YAML file, or name=folder:weight, comma-separated, such as new=data/new:0.75,old=data/old:0.25",
     )
+    replay: Optional[str] = flag(
+        None,
+        "with --train_data_dir: dataset folder of what the model knows already, read along so that it isn't forgotten; the short "
+        "form of --data_mix new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F",
+    )
+    replay_fraction: Optional[float] = flag(None, "share of the tokens that --replay gives, F (default: 0.2)")
     context_length: Optional[int] = flag(None, "tokens per sequence; must be what the dataset holds (default: that)")
     verify_data: Literal["auto", "full", "size"] = flag(
         "auto", "compare the dataset's files with prepare_data.py's hashes, or only sizes; auto: hashes up to 1 GiB"
@@ -238,6 +244,23 @@ class EvaluationArguments:
     eval_batch_size: int = flag(8, "sequences per device in one forward pass")
     eval_iters: int = flag(50, "batches per evaluation, over all devices together; 0: no evaluation")
     eval_step_interval: Optional[int] = flag(None, "steps between evaluations")
+    eval_data: Optional[str] = flag(
+        None,
+        "validation sets besides those of the training data: name=folder, comma-separated, of prepare_data.py or any with "
+        "input_ids, made with the model's tokenizer; the loss of each is also given in bits per byte of text",
+        takes="name=folder, comma-separated, such as general=data/general,code=data/code",
+    )
+    forgetting_budget: Optional[str] = flag(
+        None,
+        "nats that the loss of validation sets may rise above its value before step 1 (docs/forgetting.md): name:nats, "
+        "comma-separated, such as general:0.05; the name copy: a probe of in-context learning",
+        takes="name:nats, comma-separated, such as general:0.05,copy:0.2",
+    )
+    forgetting_action: Literal[ACTIONS] = flag(
+        "warn",
+        "when a set is above its budget; stop: save and end with exit code 76; rewind: back to the last checkpoint inside all "
+        "budgets, and on with twice the share of that source, up to a half, then stop",
+    )
 
 
 @dataclass
@@ -248,6 +271,10 @@ class SaveArguments:
     keep_last: Optional[int] = flag(None, "newest checkpoints to keep (default: all); pinned ones always stay")
     keep_every: Optional[int] = flag(None, "with keep_last: keep those of multiples of so many steps as well")
     keep_best: int = flag(1, "with keep_last: keep so many with the lowest validation loss at their step as well")
+    keep_best_of: Optional[str] = flag(
+        None,
+        "validation set whose loss that is (default: the training data's; of a mixture their mean, weighted by the shares)",
+    )
     async_save: bool = flag(
         False, "write checkpoints while training goes on; costs their size in host memory (not the last one)"
     )
@@ -375,7 +402,7 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
         argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
     description = "Train a Hugging Face causal language model. Without arguments: a demo on the standard library."
     flat = parse("train.py", description, groups(Arguments).values(), argv, () if resumed is None else WHICH_RUN)
-    flat["data_mix"] = _mixture(flat["data_mix"])
+    flat |= _mixture(flat)
     if flat["branch_decay"] is not None:
         flat |= _branch(flat)
     if demo:  # the preset's paths are those of this repository, wherever it is started from
@@ -387,16 +414,21 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     return Arguments(**by_group, demo=demo, on_command_line=on_command_line)
 
 
-def _mixture(given: Optional[str]) -> Optional[str]:
-    """What arguments.yaml keeps of --data_mix: the mixture itself, as its file may change."""
+def _mixture(flat: dict[str, Any]) -> dict[str, Any]:
+    """What arguments.yaml keeps of --data_mix and --replay: the mixture itself, as its file may change."""
     try:
-        return given and text_of(given)
+        if flat["replay"] is not None or flat["replay_fraction"] is not None:
+            mix = with_replay(flat["train_data_dir"], flat["data_mix"], flat["replay"], flat["replay_fraction"])
+            return {"data_mix": mix, "train_data_dir": None, "replay": None, "replay_fraction": None}
+        return {"data_mix": flat["data_mix"] and text_of(flat["data_mix"])}
     except ValueError as error:
         fail("train.py", str(error))
 
 
 def _branch(flat: dict[str, Any]) -> dict[str, Any]:
     """What --branch_decay comes to among the other flags."""
+    from fabric_llm.run.branch import branch_flags
+
     try:
         return branch_flags(flat)
     except ValueError as error:

@@ -12,8 +12,9 @@ import math
 import re
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from fabric_llm.base import step_names
 from fabric_llm.base.failpoints import failpoint
@@ -23,18 +24,20 @@ from fabric_llm.base.names import nearest_of
 from fabric_llm.base.step_names import checkpoints, step_directories, step_of
 
 
-def newest_valid(run_directory: Path, hashes: bool) -> tuple[Optional[Path], list[str]]:
+def newest_valid(
+    run_directory: Path, hashes: bool, suits: Callable[[dict[str, Any]], bool] = lambda document: True
+) -> tuple[Optional[Path], list[str]]:
     """(the newest checkpoint of a run that passes `checkpoint.check`, what is wrong with those that are newer).
 
-    A checkpoint that is refused for security isn't passed over: that is raised.
+    suits(document): whether it is taken, of which `document` is the progress.json. A checkpoint that is refused for security isn't passed over: that is raised.
     """
     from fabric_llm.checkpoint import reading
 
     problems = []
     for path in reversed(step_directories(run_directory)):
         try:
-            reading.verified(path, hashes)
-            return path, problems
+            if suits(reading.verified(path, hashes)):
+                return path, problems
         except Fault as fault:
             if fault.code != NO_CHECKPOINT:
                 raise

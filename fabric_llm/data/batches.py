@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import numpy as np
@@ -196,6 +196,13 @@ class Prefetch:
         micro_batches, read = self.batches.read(position)
         tokens_at = token_places(micro_batches)
         return Ready(micro_batches if self.copies is None else self.copies(micro_batches), read, tokens_at)
+
+    def go_on_with(self, mixture: Optional[Mixture], end: Optional[int]) -> None:
+        """Hand out the rows of another mixture, to another end, from the next step on."""
+        for waiting in self.pending.values():
+            waiting.cancel()
+        self.pending.clear()
+        self.batches = replace(self.batches, mixture=mixture, end=end)
 
     def close(self) -> None:
         """Stop the threads."""

@@ -15,6 +15,7 @@ from fabric_llm.base.spelling import nearest
 from fabric_llm.data.pattern import MOST_SLOTS
 
 MOST_CHARACTERS = 60  # of a value in a message
+REPLAY = "replay"  # the name of --replay as a source
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 NUMBER = r"\d{1,15}(\.\d{1,15})?([eE][+-]?\d{1,2})?|\d{1,9}/0*[1-9]\d{0,8}"
 KEYS = {"the mixture": ("sources", "stages"), "source": ("path", "weight", "max_epochs"), "stage": ("from", "weights")}
@@ -69,6 +70,43 @@ def text_of(given: str) -> str:
         why = getattr(error, "strerror", None) or "it isn't text"
         raise ValueError(f"--data_mix {given!r} can't be read: {why}.") from error
     return yaml.safe_dump(_loaded(text, repr(given)), default_flow_style=True, sort_keys=False, width=10**9).strip()
+
+
+def with_replay(new: Optional[str], data_mix: Optional[str], replay: Optional[str], share: Optional[float]) -> str:
+    """What --train_data_dir `new`, --replay and --replay_fraction say, as a mixture in one line. Raises ValueError."""
+    import yaml
+
+    if replay is None:
+        raise ValueError("--replay_fraction is the share of --replay, which isn't given.")
+    if data_mix is not None or new is None:
+        raise ValueError(
+            "--replay goes with --train_data_dir; in --data_mix what is replayed is one more source."
+            if data_mix is not None
+            else "--replay goes with --train_data_dir, which isn't given."
+        )
+    part = Fraction("0.2" if share is None else repr(share))
+    if not 0 < part < 1:
+        raise ValueError(f"--replay_fraction must be between 0 and 1, not {share}.")
+    sources = {"new": (new, 1 - part), REPLAY: (replay, part)}
+    said = {name: {"path": path, "weight": f"{float(weight):.12g}"} for name, (path, weight) in sources.items()}
+    return yaml.safe_dump({"sources": said}, default_flow_style=True, sort_keys=False, width=10**9).strip()
+
+
+def at_least(blend: Blend, shares: Mapping[str, Fraction]) -> Blend:
+    """The same with at least such a share of some sources in each stage, which the others give up in proportion."""
+    stages = tuple(replace(stage, weights=_raised(stage.weights, blend.names, shares)) for stage in blend.stages)
+    return replace(blend, stages=stages)
+
+
+def _raised(weights: tuple[int, ...], names: Sequence[str], shares: Mapping[str, Fraction]) -> tuple[int, ...]:
+    now = {name: Fraction(weight, sum(weights)) for name, weight in zip(names, weights)}
+    raised = {name: share for name, share in shares.items() if share > now[name]}
+    if not raised:
+        return weights
+    left = 1 - sum(raised.values())
+    others = sum(share for name, share in now.items() if name not in raised)
+    shared = {name: raised[name] if name in raised else share * left / others for name, share in now.items()}
+    return _slots(shared, names, "the mixture with more replay")
 
 
 def parse(given: str) -> Blend:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fabric_llm.base import ranks
@@ -17,6 +17,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.checkpoint import reading, writing
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
+from fabric_llm.data.token_bytes import bytes_of_tokens
 from fabric_llm.model import (
     language_model,
     layers,
@@ -26,12 +27,14 @@ from fabric_llm.model import (
 from fabric_llm.model.materialize import Materializer
 from fabric_llm.processes.stop import Requests, StopSignal
 from fabric_llm.processes.watch import Watch
-from fabric_llm.run import reference, run_directory
+from fabric_llm.run import measuring, reference, run_directory
 from fabric_llm.run.log import Log, open_log
 from fabric_llm.run.plan import Plan
 from fabric_llm.run.saver import Saver
 from fabric_llm.training import adamw, optim
+from fabric_llm.training.drift import drift_of_run
 from fabric_llm.training.evaluation import Evaluation
+from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard
 
 
@@ -42,6 +45,7 @@ class Parts(NamedTuple):
     model: nn.Module  # wrapped
     optimizer: torch.optim.Optimizer
     guard: Guard
+    forgetting: Forgetting
     batches: Prefetch
     log: Log
     evaluation: Evaluation
@@ -58,6 +62,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     guard = Guard(
         *(getattr(flags.guard, n) for n in ("max_skipped_steps", "spike_threshold", "spike_window", "spike_action"))
     )
+    forgetting = measuring.make_forgetting(flags, plan.resumed)
     if plan.resumed:
         restore(fabric, guard, plan.resumed)
     common = {"rank": fabric.global_rank, "world_size": fabric.world_size, "document_end": plan.document_end}
@@ -72,12 +77,30 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     log = open_log(fabric, flags, plan, template, batches)
     evaluation = Evaluation(
         fabric,
-        {name: evaluation_batches(split, flags, **common) for name, split in plan.validation_splits().items()},
+        evaluated_sets(flags, plan, common),
         requests.is_to_stop,
         lambda: watch.mark(watch.step, "evaluating"),
+        token_bytes(plan),
+        drift_of_run(fabric, model, template, plan.run_directory, plan.resume_from) if forgetting.budgets else None,
     )
     saver = Saver(fabric, flags, plan, log, template, watch.mark)
-    return Parts(plan, model, optimizer, guard, batches, log, evaluation, saver, requests)
+    return Parts(plan, model, optimizer, guard, forgetting, batches, log, evaluation, saver, requests)
+
+
+def evaluated_sets(flags: Flags, plan: Plan, common: dict[str, Any]) -> dict[str, Batches]:
+    """The validation sets, and the probe of in-context learning. common: arguments of `evaluation_batches`."""
+    splits = plan.validation_splits()
+    special = [] if plan.tokenizer is None else plan.tokenizer.all_special_ids
+    sets = splits | measuring.copy_set(flags, splits, [plan.document_end, *special])
+    return {name: evaluation_batches(split, flags, **common) for name, split in sets.items()}
+
+
+def token_bytes(plan: Plan) -> Optional[Tensor]:
+    """Bytes of text of each token id, int64 [vocabulary]; None without a fast tokenizer."""
+    if plan.tokenizer is None or not plan.tokenizer.is_fast:
+        return None
+    size = max([plan.config.get_text_config().vocab_size, *plan.tokenizer.get_vocab().values()]) + 1
+    return torch.from_numpy(bytes_of_tokens(plan.tokenizer, size))
 
 
 def evaluation_batches(

@@ -26,6 +26,8 @@ from fabric_llm.run.metrics import MetricsFile, Speed, Stopwatch, Throughput, du
 from fabric_llm.run.plan import Plan
 from fabric_llm.run.profiling import Profile
 from fabric_llm.run.trackers import Record
+from fabric_llm.training.evaluation import Found
+from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard
 from fabric_llm.training.updates import UpdateSize
 
@@ -53,6 +55,7 @@ class Log:
         self.console = Console(plan.max_step, plan.start.step) if metrics is not None else None
         self.profile = Profile(profiled, plan.run_directory / "profile", device, self.line)
         self.first_loss = self.last_loss = self.eval_loss = math.nan
+        self.eval_losses: Mapping[str, float] = {}  # of the last evaluation
         self.few_updates = 0  # logged steps in a row
 
     def step(
@@ -90,16 +93,32 @@ class Log:
             f"{self._of_each_device(speed)}  {memory:.2f} GiB  {duration(left)} left{more}"
         )
 
-    def evaluation(self, progress: Progress, losses: Mapping[str, float]) -> None:
-        """The validation losses after the step that leads to `progress`; together they count as the sources are read."""
-        shares = self.plan.shares_at(progress.position)
+    def evaluation(self, progress: Progress, found: Found, forgetting: Forgetting) -> None:
+        """What an evaluation after the step that leads to `progress` has found; sources count together as they are read."""
+        shares, losses = self.plan.shares_at(progress.position), found.losses
+        self.eval_losses = losses
         self.eval_loss = loss = sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
-        record, words = {"eval_loss": loss}, ""
-        if self.plan.mixture is not None:
-            record["eval_loss_by_source"] = dict(losses)
-            words = f" ({', '.join(f'{name} {one:.4f}' for name, one in losses.items())})"
+        forgotten, sets, words = forgetting.forgotten(losses), {}, []
+        for name, one in found.sets.items():
+            more = {"forgotten": forgotten[name]} if name in forgotten else {}
+            more |= {"budget": forgetting.budgets[name]} if name in forgetting.budgets else {}
+            sets[name] = {**one.as_json(), **more}
+            said = f"{name} " * (len(found.sets) > 1) + (f"{one.loss:.4f}" if len(found.sets) > 1 else "")
+            said += f" {one.bits_per_byte:.3f} bits/byte" if one.bits_per_byte is not None else ""
+            said += (
+                f" {more['forgotten']:+.4f} of {more['budget']:g}" if "budget" in more and more.get("forgotten") else ""
+            )
+            words.append(said.strip())
+        record = {"eval_loss": loss, "eval": sets} | ({} if found.drift is None else {"drift": found.drift})
+        drift = "" if found.drift is None else f"  drift {found.drift:.2e}"
+        together = ", ".join(filter(None, words))
         self._write(progress.step, record)
-        self.line(f"{self._of(progress)}  validation loss {loss:.4f}{words}")
+        self.line(f"{self._of(progress)}  validation loss {loss:.4f}{f' ({together})' if together else ''}{drift}")
+        if forgetting.over:
+            self._write(
+                progress.step, {"verdict": "forgetting", "action": forgetting.action, "reason": forgetting.reason}
+            )
+            self.line(f"{self._of(progress)}  Warning: {forgetting.reason}")
 
     def verdict(self, before: Progress, progress: Progress, guard: Guard) -> None:
         """A step that was left out, or looked odd, and where its data is."""
@@ -227,7 +246,7 @@ def open_log(fabric: Fabric, flags: Flags, plan: Plan, template: Any, batches: P
         plan.resumed.get("guard", {}).get("rewinds", 0),
         plan.resumed.get("owes_evaluation", False),
     )
-    metrics = MetricsFile(folder / "metrics.jsonl", plan.start.step, rewinds, owes_evaluation)
+    metrics = MetricsFile(folder / "metrics.jsonl", plan.start.step, rewinds, owes_evaluation, plan.start.step == 0)
     run_directory.write_status(folder, None, "running", plan.start.step, True)
     logging = flags.logging
     tracker = trackers.open_tracker(logging.logger, folder, flags.flat(), logging.entity, logging.project)
@@ -252,6 +271,12 @@ def _introduce(plan: Plan, flags: Flags, template: Any) -> None:
     )
     for line in mixing.described(plan):
         print(line, flush=True)
+    if plan.resume_from is None and len(plan.sources) < 2 and has_weights(plan.source):
+        print(
+            "Without replay a trained model forgets what the new text doesn't hold: --replay FOLDER reads some of what it knows "
+            "along, and --eval_data measures it (docs/forgetting.md).",
+            flush=True,
+        )
     if flags.save.save_step_interval is None and plan.max_step - plan.start.step >= MANY_STEPS:
         print("Warning: no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it.")
     if said := router.warning(template):

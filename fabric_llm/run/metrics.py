@@ -23,16 +23,21 @@ class MetricsFile:
     """metrics.jsonl: one JSON object a line, each with `step`. Open only while a line is written."""
 
     def __init__(
-        self, path: Path, resumed_step: int = 0, rewinds: Optional[int] = None, evaluates_again: bool = False
+        self,
+        path: Path,
+        resumed_step: int = 0,
+        rewinds: Optional[int] = None,
+        evaluates_again: bool = False,
+        starts: bool = False,
     ) -> None:
         """Lines of steps after `resumed_step` belong to work that is being redone: they go.
 
-        At 0 all go: they are those of a run that was killed before its first checkpoint. rewinds: how often the run had
+        starts: all go, which are those of a run that was killed before its first checkpoint. rewinds: how often the run had
         gone back when its checkpoint was written; later times, whose lines bear the step gone back to, are undone as well.
         evaluates_again: the evaluation of `resumed_step` is to be made, so a line that a killed run wrote of it goes.
         """
         if path.exists():
-            lines = path.read_text(errors="replace").splitlines(keepends=True) if resumed_step else []
+            lines = [] if starts else path.read_text(errors="replace").splitlines(keepends=True)
             kept = [line for line in lines if _step_of(line) <= resumed_step]
             if evaluates_again:
                 kept = [line for line in kept if _step_of(line) < resumed_step or "eval_loss" not in json.loads(line)]

@@ -15,14 +15,14 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import hub_name
 from fabric_llm.checkpoint import keep
-from fabric_llm.data import blend
+from fabric_llm.data import blend, eval_sets
 from fabric_llm.data.formats import DEFAULT_PATTERNS
 from fabric_llm.data.inputs import preparation, prepared_output, separator, shard, text_input
 from fabric_llm.data.sources import check_dataset_folder, check_splits, said_of_rows
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.processes.launch import launched_world, started_by_other
-from fabric_llm.run import flag_rules, resume, run_directory
+from fabric_llm.run import flag_rules, measuring, resume, run_directory
 from fabric_llm.run.stages import lay_out
 
 
@@ -35,6 +35,9 @@ def in_training(flags: Flags) -> None:
     in_flags(flags)
     if flags.checkpoint.resume and (started_by_other() or flags.devices.num_nodes > 1):
         return
+    for folder in eval_sets.parse(flags.evaluation.eval_data).values():
+        check_dataset_folder(folder)
+        check_splits(Path(folder))
     if flags.data.data_mix:
         in_mixture(flags)
     elif not flags.demo:
@@ -60,9 +63,9 @@ def in_flags(flags: Flags) -> None:
         raise ValueError(
             "--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture of several."
         )
-    if flags.data.data_mix:
-        blend.parse(flags.data.data_mix)
+    names = blend.parse(flags.data.data_mix).names if flags.data.data_mix else [measuring.ONE_SET]
     flag_rules.numbers(flags.flat())
+    measuring.require_names(flags, names, bool(flags.data.data_mix))
     devices, num_nodes = known_devices(flags)
     world_size = None if devices is None else devices * num_nodes
     fsdp = flags.fsdp

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Optional
 
@@ -12,31 +15,35 @@ from fabric_llm.data import blend as blends
 from fabric_llm.data.blend import Blend
 from fabric_llm.data.dataset import TokenDataset, together
 from fabric_llm.data.mixture import Mixture, mixture_of
+from fabric_llm.data.pattern import MOST_SLOTS
 from fabric_llm.data.sources import open_source
 from fabric_llm.data.views import is_padded
 from fabric_llm.model.loading import tokenizer_beside
 from fabric_llm.run import flag_rules, resume
 from fabric_llm.run.stages import Here, Layout, lay_out
 
+MOST_REPLAY = Fraction(1, 2)  # of a mixture, that a rewind may come to: for strong shifts up to a half is advised
+Shares = Mapping[str, Fraction]  # of some sources
 Document = dict[str, Any]  # progress.json of the checkpoint that is resumed, {} for a run that starts
 
 
 def plan_mixture(flags: Flags, batch: int, start: Progress, resumed: Document) -> dict[str, Any]:
     """The fields of a Plan that --data_mix decides. batch: sequences of a step. Raises ValueError."""
     had = _had(resumed)
-    blend = _in_order(blends.parse(flags.data.data_mix), had)
+    blend, raised = _in_order(blends.parse(flags.data.data_mix), had), _raised(resumed)
     sources = open_sources(flags, blend)
     rows, contexts = (
         tuple(len(source.train) for source in sources.values()),
         tuple(source.context_length for source in sources.values()),
     )
     blends.require_one_length(blend, contexts)
-    layout = _layout(flags, blend, rows, batch, start, resumed, had)
+    layout = _layout(flags, blend, raised, rows, batch, start, resumed, had)
     mixture = Mixture(blend.names, rows, contexts, layout.segments, flags.training.seed, resume.row_order(resumed))
     return {
         "dataset": together(list(sources.values())),
         "sources": sources,
         "blend": blend,
+        "raised": raised,
         "mixture": mixture,
         "end": layout.end,
         "max_step": layout.max_step,
@@ -123,6 +130,7 @@ def _in_order(blend: Blend, had: Optional[Mixture]) -> Blend:
 def _layout(
     flags: Flags,
     blend: Blend,
+    raised: Shares,
     rows: tuple[int, ...],
     batch: int,
     start: Progress,
@@ -144,7 +152,37 @@ def _layout(
         return Layout(
             had.segments, end, last if end is None else min(last, start.step - (start.position - end) // batch)
         )
-    return lay_out(blend, rows, batch, max_step, number_epochs, Here(start.step, start.position, had.segments))
+    here = Here(start.step, start.position, had.segments)
+    return lay_out(blends.at_least(blend, raised), rows, batch, max_step, number_epochs, here)
+
+
+def _raised(resumed: Document) -> Shares:
+    """The shares that rewinds have raised. Raises Fault (66) where they can't be read."""
+    try:
+        said = resumed.get("mixture", {}).get("raised", {})
+        return {name: Fraction(share) for name, share in said.items()}
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise Fault("The checkpoint is damaged: trainer/progress.json: its raised shares.", NO_CHECKPOINT) from error
+
+
+def with_more_replay(plan: Any, flags: Flags, names: Sequence[str], back: Progress, position: int) -> Any:
+    """The plan with twice the share of the sources `names` from `position` on, at most MOST_REPLAY together.
+
+    back: the step that the run goes on from. Raises ValueError where they have that share already, or would be read too often.
+    """
+    now = plan.mixture.shares_at(max(position - 1, 0))
+    shares = {name: 2 * Fraction(now.get(name, 0.0)).limit_denominator(MOST_SLOTS) for name in names}
+    if sum(shares.values()) >= 2 * MOST_REPLAY or not all(shares.values()):
+        words = ", ".join(f"{name!r} is {now.get(name, 0.0):.4g}" for name in names)
+        raise ValueError(f"the share of {words} already, and more than {float(MOST_REPLAY):g} isn't tried")
+    scale = min(Fraction(1), MOST_REPLAY / sum(shares.values()))
+    raised = {**plan.raised, **{name: share * scale for name, share in shares.items()}}
+    blend, training = blends.at_least(plan.blend, raised), flags.training
+    here = Here(back.step, position, plan.mixture.segments)
+    rows = plan.mixture.rows
+    layout = lay_out(blend, rows, plan.global_batch_size, training.max_step, training.number_epochs, here)
+    mixture = replace(plan.mixture, segments=layout.segments)
+    return replace(plan, raised=raised, mixture=mixture, end=layout.end, max_step=layout.max_step)
 
 
 def epochs(plan: Any) -> dict[str, float]:

@@ -5,8 +5,9 @@ Each check raises ValueError in one sentence with the offending value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -36,10 +37,10 @@ from fabric_llm.model.loading import (
     tokenizer_beside,
 )
 from fabric_llm.run import flag_rules as rules
-from fabric_llm.run import mixing, resume
+from fabric_llm.run import measuring, mixing, resume
+from fabric_llm.run.measuring import ONE_SET
 from fabric_llm.run.placement import Placement, batch_sizes
 
-ONE_SET = "validation"  # the name of what is evaluated, where there is one
 PROBE_TOKENS = 128  # of the validation split, at most
 
 
@@ -72,7 +73,9 @@ class Plan(Placement):
     resumed: dict[str, Any] = field(default_factory=dict)  # progress.json of `resume_from`
     sources: dict[str, TokenDataset] = field(default_factory=dict)  # of a mixture
     blend: Optional[Blend] = None  # --data_mix
+    raised: Mapping[str, Fraction] = field(default_factory=dict)  # shares of its sources, by rewinds
     mixture: Optional[Mixture] = None  # that over this run
+    eval_data: dict[str, TokenDataset] = field(default_factory=dict)  # --eval_data
 
     @property
     def syncs_every_micro_batch(self) -> bool:
@@ -104,7 +107,9 @@ class Plan(Placement):
 
     def validation_splits(self) -> dict[str, Any]:
         """What is evaluated, by name."""
-        return {name: source.validation for name, source in self.sources.items()} or {ONE_SET: self.dataset.validation}
+        of_training = {name: source.validation for name, source in self.sources.items()}
+        added = {name: dataset.validation for name, dataset in self.eval_data.items()}
+        return {**(of_training or {ONE_SET: self.dataset.validation}), **added}
 
     def shares_at(self, position: int) -> dict[str, float]:
         """What each of the `validation_splits` counts after the step that leads to `position`."""
@@ -132,13 +137,15 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
     start = Progress(**resumed["progress"]) if resumed else Progress()
     data = plan_data(flags, micro_batch_size, global_batch_size, start, resumed)
     dataset, sources = data["dataset"], list(data.get("sources", {}).values()) or [data["dataset"]]
+    eval_data = measuring.open_eval_data(flags)
+    datasets = [*sources, *eval_data.values()]
     source = model.model_name if resume_from is None else str(resume_from)
     if resume_from is None:
         check_start(flags, Path(source))
     config = load_config(source)
     config._attn_implementation = resolve_attention(causal_lm_class(config), model.attention, placement.kind)
     sharded = placement.strategy in ("fsdp", "fsdp2")
-    skeleton = check_model(flags, config, sources, source, sharded)
+    skeleton = check_model(flags, config, datasets, source, sharded)
     if resume_from is not None and model.model_name not in (source, resumed.get("model_name")):
         check_same_model(flags, skeleton, resume_from)
     masking = resume.document_masking(flags, resumed)
@@ -149,7 +156,8 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
         **data,
         source=source,
         config=config,
-        tokenizer=check_tokenizer(source, sources),
+        eval_data=eval_data,
+        tokenizer=check_tokenizer(source, datasets),
         precision=model.precision,
         bf16_updates=model.bf16_updates,
         micro_batch_size=micro_batch_size,

@@ -22,7 +22,7 @@ OVERRIDABLE = (
     *("max_step", "number_epochs", "lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps"),
     *("decay_steps", "decay_shape", "cooldown_steps", "constant_lr"),
     *("weight_decay", "beta1", "beta2", "grad_clip", "global_batch_size", "document_masking"),
-    *("router_aux_loss_coef", "data_mix"),
+    *("router_aux_loss_coef", "data_mix", "forgetting_budget", "forgetting_action"),
 )
 
 

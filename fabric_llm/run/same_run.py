@@ -61,7 +61,9 @@ def mixture_facts(plan: Plan) -> dict[str, Any]:
     """Of a mixture: the order of its sources, its segments, and the position that it may not pass."""
     if plan.mixture is None:
         return {}
-    return {"mixture": {"sources": plan.mixture.names, "segments": plan.mixture.as_json(), "end": plan.end}}
+    raised = {name: str(share) for name, share in plan.raised.items()}
+    segments = plan.mixture.as_json()
+    return {"mixture": {"sources": plan.mixture.names, "segments": segments, "end": plan.end, "raised": raised}}
 
 
 def require_same_run(plan: Plan, flags: Flags) -> None:

@@ -24,6 +24,7 @@ from fabric_llm.run import run_directory, same_run
 from fabric_llm.run.due import Due
 from fabric_llm.run.log import Log
 from fabric_llm.run.plan import Plan
+from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard
 
 
@@ -54,6 +55,7 @@ class Saver:
         progress: Progress,
         batches: Prefetch,
         guard: Guard,
+        forgetting: Forgetting,
         *,
         evaluated: bool,
         due: Due,
@@ -79,7 +81,9 @@ class Saver:
                     **same_run.facts(self.plan, self.flags),
                     "guard": guard.state(),
                     "scaler": self.fabric.strategy.precision.state_dict(),
-                    "eval_loss": self.log.eval_loss if evaluated and math.isfinite(self.log.eval_loss) else None,
+                    "eval_loss": self._followed_loss() if evaluated else None,
+                    "eval_losses": self.log.eval_losses if evaluated else None,
+                    "forgetting": forgetting.state(),
                     "owes_evaluation": due.evaluates and not evaluated,
                     "rows_read": self._rows_read(batches),
                 },
@@ -94,6 +98,12 @@ class Saver:
                 writing.write(pending)
                 self._publish(pending)
             self.mark(progress.step, "in the next step")
+
+    def _followed_loss(self) -> Optional[float]:
+        """The loss that the best checkpoints are kept by."""
+        followed = self.flags.save.keep_best_of
+        loss = self.log.eval_loss if followed is None else self.log.eval_losses.get(followed, math.nan)
+        return loss if math.isfinite(loss) else None
 
     def has_written(self) -> bool:
         """True once this rank's part of a checkpoint is written in the background; it waits to be published."""

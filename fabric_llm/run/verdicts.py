@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import nn
@@ -16,11 +17,16 @@ from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import NON_FINITE, Fault
 from fabric_llm.checkpoint import keep, reading
 from fabric_llm.checkpoint.progress import Progress
+from fabric_llm.data.batches import Prefetch
+from fabric_llm.run import mixing
 from fabric_llm.run.build import build_model, restore
 from fabric_llm.run.log import Log
 from fabric_llm.run.plan import Plan, last_step
 from fabric_llm.run.saver import Saver
+from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard
+
+Suits = Callable[[dict[str, Any]], bool]  # whether a checkpoint is taken, of which this is the progress.json
 
 
 def report(plan: Plan, guard: Guard, log: Log, saver: Saver, before: Progress, progress: Progress) -> None:
@@ -42,41 +48,85 @@ def report(plan: Plan, guard: Guard, log: Log, saver: Saver, before: Progress, p
     )
 
 
+def require_budget(forgetting: Forgetting, progress: Progress, plan: Plan) -> None:
+    """Raises Fault (76) where a run ends with more forgotten than it may."""
+    if forgetting.verdict in ("stop", "rewind"):
+        raise Fault(
+            f"{forgetting.reason} (--forgetting_budget) at step {progress.step}; the last checkpoint is "
+            f"{step_names.latest(plan.run_directory) or 'none'}. Go on with more replay, a smaller --lr, or a larger budget.",
+            NON_FINITE,
+        )
+
+
 def rewind(
-    fabric: Fabric, flags: Flags, plan: Plan, guard: Guard, log: Log, saver: Saver, progress: Progress
+    fabric: Fabric,
+    flags: Flags,
+    plan: Plan,
+    guard: Guard,
+    forgetting: Forgetting,
+    batches: Prefetch,
+    log: Log,
+    saver: Saver,
+    progress: Progress,
 ) -> tuple[Plan, nn.Module, torch.optim.Optimizer, Progress]:
     """(plan, model, optimizer, where the run is): the state of the last checkpoint, at the data after `progress`.
 
-    All ranks call it, after they have dropped model and optimizer. Raises Fault (76) where there is no checkpoint.
+    Where too much was forgotten: of the last checkpoint inside all budgets, or of the beginning, and from there on with more
+    of what was forgotten. All ranks call it, after they have dropped model and optimizer. Raises Fault (76) where there is
+    no checkpoint, or no more to be had of a source.
     """
     saver.publish()
     gc.collect()  # their memory: they are full of cycles
     if fabric.device.type == "cuda":
         torch.cuda.empty_cache()
-    last, document = ranks.from_rank_zero(lambda: choose(flags, plan, guard, log, progress))
-    back, reason = Progress(**document["progress"]), guard.reason
-    _, model, optimizer, _ = build_model(fabric, flags, plan, str(last), last)
+    forgot = guard.verdict != "rewind"
+    reason = forgetting.reason if forgot else guard.reason
+    suits = (lambda document: forgetting.allows(document.get("eval_losses"))) if forgot else None
+    last, document = ranks.from_rank_zero(lambda: choose(flags, plan, reason, suits, log, progress))
+    back = Progress(**document["progress"])
+    if forgot:
+        try:
+            plan = mixing.with_more_replay(plan, flags, forgetting.over, back, progress.position)
+        except ValueError as error:
+            raise Fault(f"{reason} (--forgetting_budget) at step {progress.step}, and {error}.", NON_FINITE) from error
+        batches.go_on_with(plan.mixture, plan.end)
+        forgetting.verdict = "keep"
+    _, model, optimizer, _ = build_model(fabric, flags, plan, str(last or flags.model.model_name), last)
     restore(fabric, guard, {**document, "guard": {**document["guard"], "rewinds": guard.rewinds + 1}})
     there = replace(back, position=progress.position)
-    if plan.end is not None:  # there are fewer steps to the end of the data than there were
+    if plan.end is not None and not forgot:  # there are fewer steps to the end of the data than there were
         plan = replace(plan, max_step=min(plan.max_step, last_step(there, plan.end, plan.global_batch_size)))
     saver.plan = plan
     if fabric.global_rank == 0:
         keep.move_aside(plan.run_directory, back.step)  # those that are damaged
     record = {"verdict": "rewind", "position": progress.position, "reason": reason}
-    log.rewound(back, plan, f"went back to {last}, past position {progress.position}", record)
+    words = f"went back to {last or 'the beginning'}, past position {progress.position}"
+    if forgot:
+        shares = ", ".join(f"{name} {share:.4g}" for name, share in plan.mixture.shares_at(progress.position).items())
+        words, record = (
+            f"{words}; from here on {shares}",
+            {**record, "shares": plan.mixture.shares_at(progress.position)},
+        )
+    log.rewound(back, plan, words, record)
     return plan, model, optimizer, there
 
 
-def choose(flags: Flags, plan: Plan, guard: Guard, log: Log, progress: Progress) -> tuple[Path, dict[str, Any]]:
-    """(the newest whole checkpoint, its progress.json). Called on rank 0."""
+def choose(
+    flags: Flags, plan: Plan, reason: str, suits: Optional[Suits], log: Log, progress: Progress
+) -> tuple[Optional[Path], dict[str, Any]]:
+    """(the newest whole checkpoint that suits, its progress.json). Called on rank 0.
+
+    With `suits` the beginning of the run is one as well: (None, what would be its progress.json).
+    """
     hashes = flags.checkpoint.verify_checkpoints == "full"
-    last, problems = keep.newest_valid(plan.run_directory, hashes)
+    last, problems = keep.newest_valid(plan.run_directory, hashes, *([] if suits is None else [suits]))
     for problem in problems:
         log.line(f"Warning: {problem}")
     if last is None and plan.resume_from is not None:  # a branch that hasn't saved yet
-        last = plan.resume_from
-        reading.verified(last, hashes)
+        document = reading.verified(plan.resume_from, hashes)
+        last = plan.resume_from if suits is None or suits(document) else None
+    if last is None and suits is None:
+        raise Fault(f"{reason} at step {progress.step}, and no checkpoint to go back to.", NON_FINITE)
     if last is None:
-        raise Fault(f"{guard.reason} at step {progress.step}, and no checkpoint to go back to.", NON_FINITE)
+        return None, {"progress": asdict(Progress()), "guard": Guard().state()}
     return last, reading.verified(last)

@@ -1,25 +1,57 @@
-"""The validation loss of each validation split: the same number on any number of devices."""
+"""The validation loss of each validation set: the same number on any number of devices."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Optional
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.ranks import any_rank, sum_over_ranks
 from fabric_llm.data.batches import Batches, MicroBatch, target_count
+from fabric_llm.data.columns import IGNORED
+from fabric_llm.data.eval_sets import COPY
 from fabric_llm.model.strategy import reshard
+from fabric_llm.training.drift import Drift
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What a model makes of a validation set."""
+
+    loss: float  # mean over the targets, nats
+    bits_per_byte: Optional[float] = None  # of text; None where no tokenizer says how many bytes a token stands for
+
+    def as_json(self) -> dict[str, Any]:
+        """For metrics.jsonl."""
+        perplexity = math.exp(self.loss) if self.loss < 700 else math.inf
+        record = {"loss": self.loss, "perplexity": perplexity}
+        return record if self.bits_per_byte is None else {**record, "bits_per_byte": self.bits_per_byte}
+
+
+class Found(NamedTuple):
+    """What an evaluation has found."""
+
+    sets: dict[str, Evaluated]  # by name
+    drift: Optional[float]  # L2 distance of the weights from the base, as a part of the base's norm; None: not measured
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Of each set, nats."""
+        return {name: one.loss for name, one in self.sets.items()}
 
 
 class Evaluation:
-    """Evaluates a model on the first batches of validation splits.
+    """Evaluates a model on the first batches of validation sets.
 
-    batches: of one rank, read from position 0, of each split by name. is_asked_to_stop(): of this rank; one rank's request ends it on all ranks.
-    working(): called before each batch, to say that this rank goes on.
+    batches: of one rank, read from position 0, of each set by name. is_asked_to_stop(): of this rank; one rank's request ends it on all ranks.
+    working(): called before each batch, to say that this rank goes on. token_bytes: of each id, int64 [vocabulary], see
+    data/token_bytes.py.
     """
 
     def __init__(
@@ -28,23 +60,23 @@ class Evaluation:
         batches: Mapping[str, Batches],
         is_asked_to_stop: Callable[[], bool],
         working: Callable[[], None],
+        token_bytes: Optional[Tensor] = None,
+        drift: Optional[Drift] = None,
     ) -> None:
-        self.fabric, self.batches = fabric, batches
+        self.fabric, self.batches, self.token_bytes, self.drift = fabric, batches, token_bytes, drift
         self.is_asked_to_stop, self.working = is_asked_to_stop, working
         self.was_stopped = False
         self.is_on = any(one.micro_batches > 0 for one in batches.values())
 
-    def losses(self, model: nn.Module) -> Optional[dict[str, float]]:
-        """Mean loss over the targets of each split's batches, nats; None where a request to stop came before their end.
-
-        0 where there are no batches.
-        """
-        self.was_stopped, losses = False, {}
+    def of(self, model: nn.Module) -> Optional[Found]:
+        """What the model makes of each set; None where a request to stop came before the end. A loss is 0 where there are no batches."""
+        self.was_stopped, found = False, {}
         for name, batches in self.batches.items():
-            losses[name] = mean_loss(self.fabric, model, self._until_stopped(batches, is_first=not losses))
+            batches = self._until_stopped(batches, is_first=not found)
+            found[name] = evaluate(self.fabric, model, batches, None if name == COPY else self.token_bytes)
             if self.was_stopped:
                 return None
-        return losses
+        return Found(found, None if self.drift is None else self.drift.of(model))
 
     def _until_stopped(self, batches: Batches, is_first: bool) -> Iterator[MicroBatch]:
         for number, batch in enumerate(batches.stream(0)):
@@ -56,17 +88,24 @@ class Evaluation:
 
 
 @torch.no_grad()
-def mean_loss(fabric: Fabric, model: nn.Module, batches: Iterable[MicroBatch]) -> float:
-    """Mean loss over all target tokens of all ranks' batches, nats. Every rank gives the same number of batches."""
+def evaluate(
+    fabric: Fabric, model: nn.Module, batches: Iterable[MicroBatch], token_bytes: Optional[Tensor] = None
+) -> Evaluated:
+    """Over all target tokens of all ranks' batches. Every rank gives the same number of batches."""
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=fabric.device)
-    targets = torch.zeros((), dtype=torch.int64, device=fabric.device)
+    counts = torch.zeros(2, dtype=torch.int64, device=fabric.device)  # targets, and their bytes
     for batch in batches:
         failpoint("evaluate")
-        batch = fabric.to_device(batch)
-        total += model(**batch)
-        targets += target_count(batch)
+        counts += torch.stack([target_count(batch), target_bytes(batch, token_bytes)]).to(fabric.device)
+        total += model(**fabric.to_device(batch))
     model.train()
     reshard(model)  # or the next step would see the outermost unit's parameters whole, and not sum their gradients
-    total, targets = sum_over_ranks(fabric, total), sum_over_ranks(fabric, targets)
-    return (total / targets.clamp(min=1)).item()
+    total, (targets, text) = sum_over_ranks(fabric, total).item(), sum_over_ranks(fabric, counts).tolist()
+    return Evaluated(total / max(targets, 1), total / text / math.log(2) if text else None)
+
+
+def target_bytes(batch: MicroBatch, token_bytes: Optional[Tensor]) -> Tensor:
+    """Bytes of the text that a batch's targets stand for, int64, scalar; 0 where that isn't known. On the CPU."""
+    labels = batch["labels"][:, 1:]
+    return torch.zeros((), dtype=torch.int64) if token_bytes is None else token_bytes[labels[labels != IGNORED]].sum()

@@ -1,0 +1,90 @@
+"""What a run is measured on: its validation sets, their budgets of forgetting, and the set that the best checkpoints follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from fabric_llm.base.command_line import Flags, is_first_of_machine
+from fabric_llm.base.spelling import nearest
+from fabric_llm.data import eval_sets
+from fabric_llm.data.eval_sets import COPY
+from fabric_llm.data.sources import open_source
+from fabric_llm.training.forgetting import Forgetting, parse_budgets
+
+if TYPE_CHECKING:
+    from fabric_llm.data.dataset import TokenDataset
+
+ONE_SET = "validation"  # the name of what is evaluated, where there is one dataset
+
+
+def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
+    """The datasets of --eval_data by name. One rank of each machine compares hashes. Raises ValueError."""
+    verify = flags.data.verify_data if is_first_of_machine() else "size"
+    folders = eval_sets.parse(flags.evaluation.eval_data)
+    return {name: open_source(Path(folder), verify) for name, folder in folders.items()}
+
+
+def require_names(flags: Flags, of_training: Sequence[str], is_mixture: bool) -> None:
+    """The names in --eval_data, --forgetting_budget and --keep_best_of. of_training: sets of the training data. Raises ValueError."""
+    added, budgets = (
+        list(eval_sets.parse(flags.evaluation.eval_data)),
+        parse_budgets(flags.evaluation.forgetting_budget),
+    )
+    if twice := [name for name in added if name in of_training]:
+        raise ValueError(
+            f"--eval_data: {twice[0]!r} is evaluated already, as a set of the training data; take another name."
+        )
+    if COPY in of_training:
+        raise ValueError(f"--data_mix: {COPY!r} is the name of a probe, so no source can have it.")
+    known = [*of_training, *added]
+    for name in budgets:
+        _require_known("--forgetting_budget", name, [*known, COPY])
+    if (best := flags.save.keep_best_of) is not None:
+        _require_known("--keep_best_of", best, known)
+    if budgets and flags.evaluation.eval_iters == 0:
+        raise ValueError("--forgetting_budget is measured by evaluations, which --eval_iters 0 turns off.")
+    action = flags.evaluation.forgetting_action
+    if budgets and action != "warn" and flags.evaluation.eval_step_interval is None:
+        raise ValueError(
+            f"--forgetting_action {action} acts when the run evaluates: say how often by --eval_step_interval."
+        )
+    if action == "rewind" and (others := [name for name in budgets if not is_mixture or name not in of_training]):
+        raise ValueError(
+            f"--forgetting_action rewind goes on with more of the source that is forgotten, but {others[0]!r} is no source of "
+            "--data_mix or --replay."
+        )
+
+
+def _require_known(flag: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        close = nearest(name, known)
+        meant = f"Did you mean {close[0]!r}?" if len(close) == 1 else f"There are {', '.join(map(repr, known))}."
+        raise ValueError(f"{flag}: no validation set is named {name!r}. {meant}")
+
+
+def copy_set(flags: Flags, splits: Mapping[str, Any], left_out: Sequence[Optional[int]]) -> dict[str, Any]:
+    """The probe of in-context learning, where forgetting has a budget: of tokens of the first set that has one.
+
+    left_out: ids that aren't drawn, since they stand for more than themselves.
+    """
+    from fabric_llm.data import copy_probe
+
+    budgets = parse_budgets(flags.evaluation.forgetting_budget)
+    if not budgets:
+        return {}
+    of = next((name for name in budgets if name in splits), next(iter(splits)))
+    split = splits[of]
+    context_length = len(split[0]["input_ids"])
+    ids = [number for number in left_out if number is not None]
+    return {COPY: copy_probe.passages(split, context_length, ids, flags.training.seed)}
+
+
+def make_forgetting(flags: Flags, resumed: Mapping[str, Any]) -> Forgetting:
+    """What judges the evaluations of a run. resumed: progress.json of its checkpoint, {} for a run that starts."""
+    evaluation = flags.evaluation
+    forgetting = Forgetting(parse_budgets(evaluation.forgetting_budget), evaluation.forgetting_action)
+    if resumed:
+        forgetting.restore(resumed.get("forgetting"))
+    return forgetting
