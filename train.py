@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mi
     from fabric_llm.run.log import Log
     from fabric_llm.run.plan import Plan
     from fabric_llm.training.evaluation import Evaluation
-    from fabric_llm.training.forgetting import Forgetting
+    from fabric_llm.training.guard import Guard
 
 
 def main(argv: Optional[list[str]] = None) -> None:
@@ -60,13 +60,13 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
     from fabric_llm.training import step, updates
 
     training = arguments.training
-    (plan, model, optimizer, guard, forgetting, batches, log, evaluation, saver, requests) = build.build(
+    (plan, model, optimizer, guard, batches, log, evaluation, saver, requests) = build.build(
         fabric, arguments, plan, signals, watch
     )
     progress, stops = plan.start, False
     if due.evaluation_first(progress, plan.resumed):
-        evaluated = evaluate(evaluation, model, forgetting, progress, log, watch)
-        stops = not evaluated and progress.step > 0  # before the first step there is nothing to resume
+        evaluated = evaluate(evaluation, model, guard, progress, log, watch)
+        stops = progress.step > 0 and (not evaluated or guard.verdict == "stop")  # at step 0 there is nothing to resume
 
     while not (stops or plan.is_over(progress)):
         before, progress = progress, plan.after(progress)
@@ -95,42 +95,36 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
         watch.mark(progress.step, "in the next step")
         log.advance(progress)
         verdicts.report(plan, guard, log, saver, before, progress)
-        if written == fabric.world_size:
-            saver.publish()
-        if goes_on := guard.verdict != "rewind":
+        saver.publish(written)
+        if guard.verdict != "rewind":
             if now.logs or stop or save:
                 log.step(progress, loss=loss, lr=lr, grad_norm=grad_norm, aux_loss=aux_loss, update=update)
-            evaluated = now.evaluates and not stop and evaluate(evaluation, model, forgetting, progress, log, watch)
-            goes_on = forgetting.verdict != "rewind"
-        if not goes_on:
+            evaluated = now.evaluates and not stop and evaluate(evaluation, model, guard, progress, log, watch)
+        if guard.verdict == "rewind":  # by the loss of the step, or by what the evaluation says of forgetting
             model = optimizer = losses = None  # their memory first: the loss knows the parameters as well
-            plan, model, optimizer, progress = verdicts.rewind(
-                fabric, arguments, plan, guard, forgetting, batches, log, saver, progress
-            )
-            stops = stop > 0
+            back = verdicts.rewind(fabric, arguments, plan, guard, batches, log, saver, progress)
+            (plan, model, optimizer, progress), stops = back, stop > 0
             continue
-        stops = stop > 0 or now.evaluates and not evaluated or forgetting.verdict == "stop"
+        stops = stop > 0 or now.evaluates and not evaluated or guard.verdict == "stop"
         if now.saves or stops or save:
-            saver.save(
-                model, optimizer, progress, batches, guard, forgetting, evaluated=evaluated, due=now, stops=stops
-            )
+            saver.save(model, optimizer, progress, batches, guard, evaluated=evaluated, due=now, stops=stops)
 
-    verdicts.require_budget(forgetting, progress, plan)
+    verdicts.require_budget(guard, progress, plan)
     stopped = not plan.is_over(progress)
     ending.close(fabric, arguments, plan, progress, stopped, requests, batches, saver, log, watch, (model, optimizer))
     return stopped
 
 
 def evaluate(
-    evaluation: Evaluation, model: nn.Module, forgetting: Forgetting, progress: Progress, log: Log, watch: Watch
+    evaluation: Evaluation, model: nn.Module, guard: Guard, progress: Progress, log: Log, watch: Watch
 ) -> bool:
     """Log the validation losses, and judge what was forgotten. False where a request to stop came first. All ranks call it."""
     with log.untimed():
         found = evaluation.of(model)
     watch.mark(progress.step, "in the next step")
     if found is not None and evaluation.is_on:
-        forgetting.judge(progress.step, found.losses)
-        log.evaluation(progress, found, forgetting)
+        guard.accept_evaluation(progress.step, found.losses)
+        log.evaluation(progress, found, guard.forgetting)
     return found is not None
 
 

@@ -303,7 +303,8 @@ def test_the_log_counts_tokens_and_epochs_of_each_source(whole):
 
 def test_each_validation_split_is_evaluated_and_the_loss_is_that_of_the_shares(whole):
     _, output = whole
-    losses, together = (metrics(output / "whole", key) for key in ("eval_loss_by_source", "eval_loss"))
+    evaluated, together = (metrics(output / "whole", key) for key in ("eval", "eval_loss"))
+    losses = [{name: one["loss"] for name, one in sets.items()} for sets in evaluated]
     assert all(sorted(one) == ["long", "new", "old"] for one in losses)
     assert together[0] == pytest.approx(0.75 * losses[0]["new"] + 0.25 * losses[0]["old"], rel=1e-12)
     assert together[-1] == losses[-1]["long"]
@@ -320,7 +321,7 @@ def test_a_run_resumed_twice_is_the_undisturbed_run_bit_for_bit(toys, whole, tmp
     run = flags(toys, tmp_path, mix, "--strategy", "fsdp", "--run_name", "run", "--resume", "true")
     train_ranks(2, *run, "--checkpoint", output / "whole" / "step-00000004", "--num_workers", 0)
     train_ranks(2, *run, "--checkpoint", tmp_path / "run" / "step-00000008", "--num_workers", 3)
-    for key in ("step", "loss", "grad_norm", "tokens", "sources", "eval_loss", "eval_loss_by_source"):
+    for key in ("step", "loss", "grad_norm", "tokens", "sources", "eval_loss", "eval"):
         assert metrics(tmp_path / "run", key) == metrics(output / "whole", key), key
     ours, theirs = (
         load_file(folder / f"step-{STEPS:08d}" / "model.safetensors") for folder in (tmp_path / "run", output / "whole")

@@ -18,6 +18,9 @@ columns      the columns of a dataset, and which tokens are targets
 dataset      `open_dataset`: a checked `TokenDataset`
 order        `permuted`, `random_key`, `RowsRead`: which row is read at which position
 blend        `parse`: what --data_mix says: sources, weights, stages
+eval_sets    `parse`: what --eval_data says
+copy_probe   `passages`: random passages and the same again, which show what a model makes of its context
+token_bytes  `bytes_of_tokens`: bytes of text that each token stands for
 pattern      `pattern`, `read_before`: which source of a mixture stands at which position
 mixture      `Mixture`: which row of which source is read at which position
 views        `Rows`, `Padded`: rows of Arrow files as numpy sees them, without a copy

@@ -15,7 +15,7 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNWRITABLE, Fault
-from fabric_llm.checkpoint import reading, writing
+from fabric_llm.checkpoint import reading, state_dicts, writing
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.token_bytes import bytes_of_tokens
 from fabric_llm.model import (
@@ -34,7 +34,7 @@ from fabric_llm.run.saver import Saver
 from fabric_llm.training import adamw, optim
 from fabric_llm.training.drift import drift_of_run
 from fabric_llm.training.evaluation import Evaluation
-from fabric_llm.training.forgetting import Forgetting
+from fabric_llm.training.forgetting import Forgetting, parse_budgets
 from fabric_llm.training.guard import Guard
 
 
@@ -45,7 +45,6 @@ class Parts(NamedTuple):
     model: nn.Module  # wrapped
     optimizer: torch.optim.Optimizer
     guard: Guard
-    forgetting: Forgetting
     batches: Prefetch
     log: Log
     evaluation: Evaluation
@@ -59,10 +58,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     require_room(plan)
     failpoint("set_up")
     plan, model, optimizer, template = build_model(fabric, flags, plan, plan.source, plan.resume_from)
-    guard = Guard(
-        *(getattr(flags.guard, n) for n in ("max_skipped_steps", "spike_threshold", "spike_window", "spike_action"))
-    )
-    forgetting = measuring.make_forgetting(flags, plan.resumed)
+    guard = make_guard(flags)
     if plan.resumed:
         restore(fabric, guard, plan.resumed)
     common = {"rank": fabric.global_rank, "world_size": fabric.world_size, "document_end": plan.document_end}
@@ -75,16 +71,26 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     max_hours = flags.training.max_hours
     requests = Requests(signals, plan.run_directory if looks else None, max_hours if looks else None)
     log = open_log(fabric, flags, plan, template, batches)
+    sizes = {state_dicts.PREFIX + name: parameter.numel() for name, parameter in template.named_parameters()}
     evaluation = Evaluation(
         fabric,
         evaluated_sets(flags, plan, common),
         requests.is_to_stop,
         lambda: watch.mark(watch.step, "evaluating"),
         token_bytes(plan),
-        drift_of_run(fabric, model, template, plan.run_directory, plan.resume_from) if forgetting.budgets else None,
+        drift_of_run(fabric, model, sizes, plan.run_directory, plan.resume_from) if guard.forgetting.budgets else None,
     )
     saver = Saver(fabric, flags, plan, log, template, watch.mark)
-    return Parts(plan, model, optimizer, guard, forgetting, batches, log, evaluation, saver, requests)
+    return Parts(plan, model, optimizer, guard, batches, log, evaluation, saver, requests)
+
+
+def make_guard(flags: Flags) -> Guard:
+    """What judges the steps and the evaluations of a run."""
+    evaluation, guard = flags.evaluation, flags.guard
+    forgetting = Forgetting(parse_budgets(evaluation.forgetting_budget), evaluation.forgetting_action)
+    return Guard(
+        guard.max_skipped_steps, guard.spike_threshold, guard.spike_window, guard.spike_action, forgetting=forgetting
+    )
 
 
 def evaluated_sets(flags: Flags, plan: Plan, common: dict[str, Any]) -> dict[str, Batches]:

@@ -246,7 +246,7 @@ def open_log(fabric: Fabric, flags: Flags, plan: Plan, template: Any, batches: P
         plan.resumed.get("guard", {}).get("rewinds", 0),
         plan.resumed.get("owes_evaluation", False),
     )
-    metrics = MetricsFile(folder / "metrics.jsonl", plan.start.step, rewinds, owes_evaluation, plan.start.step == 0)
+    metrics = MetricsFile(folder / "metrics.jsonl", plan.start.step or None, rewinds, owes_evaluation)
     run_directory.write_status(folder, None, "running", plan.start.step, True)
     logging = flags.logging
     tracker = trackers.open_tracker(logging.logger, folder, flags.flat(), logging.entity, logging.project)

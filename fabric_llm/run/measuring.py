@@ -11,7 +11,7 @@ from fabric_llm.base.spelling import nearest
 from fabric_llm.data import eval_sets
 from fabric_llm.data.eval_sets import COPY
 from fabric_llm.data.sources import open_source
-from fabric_llm.training.forgetting import Forgetting, parse_budgets
+from fabric_llm.training.forgetting import parse_budgets
 
 if TYPE_CHECKING:
     from fabric_llm.data.dataset import TokenDataset
@@ -79,12 +79,3 @@ def copy_set(flags: Flags, splits: Mapping[str, Any], left_out: Sequence[Optiona
     context_length = len(split[0]["input_ids"])
     ids = [number for number in left_out if number is not None]
     return {COPY: copy_probe.passages(split, context_length, ids, flags.training.seed)}
-
-
-def make_forgetting(flags: Flags, resumed: Mapping[str, Any]) -> Forgetting:
-    """What judges the evaluations of a run. resumed: progress.json of its checkpoint, {} for a run that starts."""
-    evaluation = flags.evaluation
-    forgetting = Forgetting(parse_budgets(evaluation.forgetting_budget), evaluation.forgetting_action)
-    if resumed:
-        forgetting.restore(resumed.get("forgetting"))
-    return forgetting

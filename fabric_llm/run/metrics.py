@@ -25,19 +25,18 @@ class MetricsFile:
     def __init__(
         self,
         path: Path,
-        resumed_step: int = 0,
+        resumed_step: Optional[int] = None,
         rewinds: Optional[int] = None,
         evaluates_again: bool = False,
-        starts: bool = False,
     ) -> None:
         """Lines of steps after `resumed_step` belong to work that is being redone: they go.
 
-        starts: all go, which are those of a run that was killed before its first checkpoint. rewinds: how often the run had
+        None: all go, which are those of a run that was killed before its first checkpoint. rewinds: how often the run had
         gone back when its checkpoint was written; later times, whose lines bear the step gone back to, are undone as well.
         evaluates_again: the evaluation of `resumed_step` is to be made, so a line that a killed run wrote of it goes.
         """
         if path.exists():
-            lines = [] if starts else path.read_text(errors="replace").splitlines(keepends=True)
+            lines = [] if resumed_step is None else path.read_text(errors="replace").splitlines(keepends=True)
             kept = [line for line in lines if _step_of(line) <= resumed_step]
             if evaluates_again:
                 kept = [line for line in kept if _step_of(line) < resumed_step or "eval_loss" not in json.loads(line)]

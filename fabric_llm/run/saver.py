@@ -24,7 +24,6 @@ from fabric_llm.run import run_directory, same_run
 from fabric_llm.run.due import Due
 from fabric_llm.run.log import Log
 from fabric_llm.run.plan import Plan
-from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard
 
 
@@ -55,7 +54,6 @@ class Saver:
         progress: Progress,
         batches: Prefetch,
         guard: Guard,
-        forgetting: Forgetting,
         *,
         evaluated: bool,
         due: Due,
@@ -83,7 +81,6 @@ class Saver:
                     "scaler": self.fabric.strategy.precision.state_dict(),
                     "eval_loss": self._followed_loss() if evaluated else None,
                     "eval_losses": self.log.eval_losses if evaluated else None,
-                    "forgetting": forgetting.state(),
                     "owes_evaluation": due.evaluates and not evaluated,
                     "rows_read": self._rows_read(batches),
                 },
@@ -109,9 +106,12 @@ class Saver:
         """True once this rank's part of a checkpoint is written in the background; it waits to be published."""
         return self.writing is not None and self.writing.done()
 
-    def publish(self) -> None:
-        """Publish the checkpoint that was written in the background, if there is one; wait for it if it isn't written."""
-        if self.writing is not None:
+    def publish(self, ranks_that_have_written: Optional[int] = None) -> None:
+        """Publish the checkpoint that was written in the background, if there is one, and if all ranks have written it.
+
+        None: wait until they have.
+        """
+        if self.writing is not None and ranks_that_have_written in (None, self.fabric.world_size):
             pending, self.writing = self.writing.result(), None
             self._publish(pending)
 

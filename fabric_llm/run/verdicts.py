@@ -23,7 +23,6 @@ from fabric_llm.run.build import build_model, restore
 from fabric_llm.run.log import Log
 from fabric_llm.run.plan import Plan, last_step
 from fabric_llm.run.saver import Saver
-from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard
 
 Suits = Callable[[dict[str, Any]], bool]  # whether a checkpoint is taken, of which this is the progress.json
@@ -48,11 +47,11 @@ def report(plan: Plan, guard: Guard, log: Log, saver: Saver, before: Progress, p
     )
 
 
-def require_budget(forgetting: Forgetting, progress: Progress, plan: Plan) -> None:
+def require_budget(guard: Guard, progress: Progress, plan: Plan) -> None:
     """Raises Fault (76) where a run ends with more forgotten than it may."""
-    if forgetting.verdict in ("stop", "rewind"):
+    if guard.forgetting.verdict in ("stop", "rewind"):
         raise Fault(
-            f"{forgetting.reason} (--forgetting_budget) at step {progress.step}; the last checkpoint is "
+            f"{guard.forgetting.reason} (--forgetting_budget) at step {progress.step}; the last checkpoint is "
             f"{step_names.latest(plan.run_directory) or 'none'}. Go on with more replay, a smaller --lr, or a larger budget.",
             NON_FINITE,
         )
@@ -63,7 +62,6 @@ def rewind(
     flags: Flags,
     plan: Plan,
     guard: Guard,
-    forgetting: Forgetting,
     batches: Prefetch,
     log: Log,
     saver: Saver,
@@ -79,8 +77,8 @@ def rewind(
     gc.collect()  # their memory: they are full of cycles
     if fabric.device.type == "cuda":
         torch.cuda.empty_cache()
-    forgot = guard.verdict != "rewind"
-    reason = forgetting.reason if forgot else guard.reason
+    reason, forgetting = guard.reason, guard.forgetting
+    forgot = forgetting.verdict == "rewind"
     suits = (lambda document: forgetting.allows(document.get("eval_losses"))) if forgot else None
     last, document = ranks.from_rank_zero(lambda: choose(flags, plan, reason, suits, log, progress))
     back = Progress(**document["progress"])

@@ -9,5 +9,7 @@ adamw_rounded   `rounded_step`: stochastic rounding that depends neither on devi
 adamw_plain, adamw_cpu, adamw_triton    the same update in plain PyTorch, C++ and Triton
 updates     `sample_weights`, `size`: how many weights a step has changed
 guard       `Guard`: which steps are taken, skipped or undone
-evaluation  `Evaluation`: the validation loss
+forgetting  `Forgetting`: what the loss of a validation set may rise by
+drift       `Drift`: how far the weights are from where the run began
+evaluation  `Evaluation`: the loss of each validation set, also in bits per byte
 """

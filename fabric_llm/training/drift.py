@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.files import write_atomically
 from fabric_llm.base.ranks import from_rank_zero, sum_over_ranks
-from fabric_llm.checkpoint.state_dicts import PREFIX
 from fabric_llm.model import strategy
 from fabric_llm.training.gradients import _local
 from fabric_llm.training.optim import shard_offsets
@@ -58,13 +57,12 @@ def sample(fabric: Fabric, model: nn.Module, sizes: dict[str, int]) -> Tensor:
 
 
 def drift_of_run(
-    fabric: Fabric, model: nn.Module, template: nn.Module, directory: Path, resumed_from: Optional[Path]
+    fabric: Fabric, model: nn.Module, sizes: dict[str, int], directory: Path, resumed_from: Optional[Path]
 ) -> Optional[Drift]:
     """The distance from a run's base: the wrapped `model`, where the run starts, else from what the run has kept of it.
 
-    template: the unwrapped model. None where nothing was kept. All ranks call it.
+    sizes: elements of each parameter of the model. None where nothing was kept. All ranks call it.
     """
-    sizes = {PREFIX + name: parameter.numel() for name, parameter in template.named_parameters()}
     if resumed_from is None:
         base = sample(fabric, model, sizes)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Optional
 
 NUMBER = r"\d+(\.\d*)?([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?"
 ACTIONS = ("warn", "stop", "rewind")
@@ -13,7 +13,7 @@ ACTIONS = ("warn", "stop", "rewind")
 
 @dataclass
 class Forgetting:
-    """Judges each evaluation. Its state, `before`, is in checkpoints."""
+    """Judges each evaluation. `before` is in checkpoints."""
 
     budgets: Mapping[str, float] = field(default_factory=dict)  # of some sets, nats
     action: str = "warn"  # where a set is above its budget: one of ACTIONS
@@ -45,14 +45,9 @@ class Forgetting:
         forgotten = self.forgotten(losses)
         return all(forgotten.get(name, 0.0) <= most for name, most in self.budgets.items())
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs, for JSON."""
-        return {"before": self.before}
-
-    def restore(self, state: Optional[Mapping[str, Any]]) -> None:
-        """Go on from `state()`, which checkpoints of older versions don't have."""
-        self.before = dict(state["before"]) if state else {}
-        self.verdict, self.over = "keep", ()
+    def restore(self, before: Mapping[str, float]) -> None:
+        """Go on from the losses before step 1."""
+        self.before, self.verdict, self.over = dict(before), "keep", ()
 
 
 def parse_budgets(given: Optional[str]) -> dict[str, float]:

@@ -38,7 +38,7 @@ OWN = {  # flags of train.py
 }
 MOST_RESUMES = 3  # a start may fail for reasons of the machine, such as a port in use
 COMPARED = (  # of metrics.jsonl; the rest is speed and memory
-    *("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval_loss_by_source"),
+    *("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval"),
 )
 SHOWN = ("step ", "train.py: ", "Warning: ")  # lines of train.py that are shown
 SECONDS_FOR_LAUNCHER = 40.0  # torchrun gives its ranks 30 s to end
