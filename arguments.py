@@ -258,8 +258,8 @@ class EvaluationArguments:
     )
     forgetting_action: Literal[ACTIONS] = flag(
         "warn",
-        "when a set is above its budget; stop: save and end with exit code 76; rewind: back to the last checkpoint inside all "
-        "budgets, and on with twice the share of that source, up to a half, then stop",
+        "when a set is above its budget; stop: save and end with exit code 76; rewind: back to the last checkpoint that has "
+        "used at most half of it, and on with twice the share of that source, up to a half, then stop",
     )
 
 

@@ -69,8 +69,8 @@ def rewind(
 ) -> tuple[Plan, nn.Module, torch.optim.Optimizer, Progress]:
     """(plan, model, optimizer, where the run is): the state of the last checkpoint, at the data after `progress`.
 
-    Where too much was forgotten: of the last checkpoint inside all budgets, or of the beginning, and from there on with more
-    of what was forgotten. All ranks call it, after they have dropped model and optimizer. Raises Fault (76) where there is
+    Where too much was forgotten: of the last checkpoint that had used at most half of each budget, or of the beginning, and from
+    there on with more of what was forgotten. All ranks call it, after they have dropped model and optimizer. Raises Fault (76) where there is
     no checkpoint, or no more to be had of a source.
     """
     saver.publish()
@@ -79,7 +79,7 @@ def rewind(
         torch.cuda.empty_cache()
     reason, forgetting = guard.reason, guard.forgetting
     forgot = forgetting.verdict == "rewind"
-    suits = (lambda document: forgetting.allows(document.get("eval_losses"))) if forgot else None
+    suits = (lambda document: forgetting.has_room(document.get("eval_losses"))) if forgot else None
     last, document = ranks.from_rank_zero(lambda: choose(flags, plan, reason, suits, log, progress))
     back = Progress(**document["progress"])
     if forgot:

@@ -9,6 +9,7 @@ from typing import Optional
 
 NUMBER = r"\d+(\.\d*)?([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?"
 ACTIONS = ("warn", "stop", "rewind")
+ROOM = 0.5  # part of a budget that may be used where a rewind begins again
 
 
 @dataclass
@@ -38,12 +39,15 @@ class Forgetting:
         """How far each loss is above its value before step 1, nats, where that is known."""
         return {name: loss - self.before[name] for name, loss in losses.items() if name in self.before}
 
-    def allows(self, losses: Optional[Mapping[str, float]]) -> bool:
-        """True for the losses of a checkpoint that is inside all budgets; None: it wasn't evaluated."""
+    def has_room(self, losses: Optional[Mapping[str, float]]) -> bool:
+        """True for the losses of a checkpoint that has used at most ROOM of each budget; None: it wasn't evaluated.
+
+        From one that has used nearly all, a run would pass it again before more replay could tell.
+        """
         if losses is None or not self.budgets.keys() <= losses.keys():
             return False
         forgotten = self.forgotten(losses)
-        return all(forgotten.get(name, 0.0) <= most for name, most in self.budgets.items())
+        return all(forgotten.get(name, 0.0) <= ROOM * most for name, most in self.budgets.items())
 
     def restore(self, before: Mapping[str, float]) -> None:
         """Go on from the losses before step 1."""

@@ -1,0 +1,291 @@
+"""What a run may forget: validation sets by name, a budget for each, and what happens above it, over resumes and ranks."""
+
+import json
+import math
+import shutil
+from fractions import Fraction
+
+import datasets
+import numpy as np
+import pytest
+from conftest import CONTEXT, VOCABULARY
+from ranks import Job, metrics, run_ranks, train_ranks
+
+from fabric_llm.checkpoint.progress import read_progress
+from fabric_llm.data.blend import at_least, parse
+from fabric_llm.data.columns import IGNORED
+from fabric_llm.data.copy_probe import passages
+from fabric_llm.training.forgetting import Forgetting, parse_budgets
+from fabric_llm.verify import __main__ as verify
+
+WORDS = {
+    "old": (7, 3),
+    "new": (5, 11),
+}  # of two languages: the second of a pair of tokens follows from the first by these
+
+
+def language(folder, name, rows=400, validation_rows=24):
+    times, plus = WORDS[name]
+    generator = np.random.default_rng(sum(map(ord, name)))
+
+    def split(count):
+        tokens = generator.integers(1, VOCABULARY, (count, CONTEXT))
+        tokens[:, 1::2] = (tokens[:, ::2] * times + plus) % VOCABULARY
+        return datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
+
+    datasets.DatasetDict({"train": split(rows), "validation": split(validation_rows)}).save_to_disk(str(folder / name))
+
+
+@pytest.fixture(scope="module")
+def base(toys, tmp_path_factory):
+    """A folder with datasets old and new, and a model `base` that knows the old one."""
+    folder = tmp_path_factory.mktemp("languages")
+    for name in WORDS:
+        language(folder, name)
+    training = ("--global_batch_size", 16, "--micro_batch_size", 16, "--lr", 1e-2, "--precision", "32-true")
+    data = ("--train_data_dir", folder / "old", "--max_step", 200, "--eval_iters", 2)
+    train_ranks(1, "--model_name", toys / "llama", *data, *training, "--output_dir", folder, "--run_name", "first")
+    shutil.move(folder / "first" / "step-00000200", folder / "base")
+    return folder
+
+
+def flags(base, output, *more):
+    return [
+        *("--model_name", base / "base", "--output_dir", output, "--run_name", "run", "--precision", "32-true"),
+        *("--global_batch_size", 8, "--micro_batch_size", 4, "--lr", 3e-3, "--max_step", 16, "--eval_batch_size", 4),
+        *("--eval_step_interval", 4, "--save_step_interval", 4, "--lr_schedule", "constant", *more),
+    ]
+
+
+def replayed(base, output, *more, share=0.05):
+    mix = ("--train_data_dir", base / "new", "--replay", base / "old", "--replay_fraction", share)
+    return flags(base, output, *mix, *more)
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def evaluated(run, name, key="loss"):
+    return [one[name].get(key) for one in metrics(run, "eval")]
+
+
+# ------------------------------------------------------------------------------- what is measured
+
+
+def test_sets_are_evaluated_by_name_before_step_1_and_alike_on_any_ranks(base, tmp_path):
+    more = (
+        "--train_data_dir",
+        base / "new",
+        "--eval_data",
+        f"general={base / 'old'}",
+        "--forgetting_budget",
+        "general:9",
+    )
+    for ranks in (1, 2):
+        strategy = ("--strategy", "fsdp") if ranks > 1 else ()
+        train_ranks(ranks, *flags(base, tmp_path / str(ranks), *more, *strategy))
+    one, two = tmp_path / "1" / "run", tmp_path / "2" / "run"
+    steps = [line["step"] for line in lines(one) if "eval" in line]
+    assert steps[:2] == [0, 4] and steps[-1] == 16
+    for name in ("validation", "general", "copy"):
+        assert evaluated(one, name) == pytest.approx(evaluated(two, name), rel=1e-5), name
+        assert evaluated(one, name, "perplexity")[0] == pytest.approx(math.exp(evaluated(one, name)[0]))
+    forgotten, losses = evaluated(one, "general", "forgotten"), evaluated(one, "general")
+    assert forgotten == [loss - losses[0] for loss in losses] and forgotten[-1] > 0.3
+    assert evaluated(one, "general", "budget") == [9] * len(steps) and "budget" not in metrics(one, "eval")[0]["copy"]
+    assert metrics(one, "eval_loss") == evaluated(one, "validation"), "sets of --eval_data don't count"
+    drift = metrics(one, "drift")
+    assert drift[0] == 0 and drift == sorted(drift) and 0.01 < drift[-1] < 1
+    assert drift == pytest.approx(metrics(two, "drift"), rel=1e-4)
+
+
+def test_drift_is_the_distance_of_the_weights(base, tmp_path):
+    from safetensors.torch import load_file
+
+    train_ranks(2, *replayed(base, tmp_path, "--forgetting_budget", "replay:9", "--strategy", "fsdp2"))
+    before, after = (
+        load_file(base / "base" / "model.safetensors"),
+        load_file(tmp_path / "run" / "step-00000016" / "model.safetensors"),
+    )
+    change = sum((after[name] - before[name]).double().square().sum() for name in before)
+    whole = (change / sum(tensor.double().square().sum() for tensor in before.values())).sqrt().item()
+    assert metrics(tmp_path / "run", "drift")[-1] == pytest.approx(whole, rel=0.05)
+
+
+def test_the_copy_probe_is_a_passage_and_the_same_again():
+    rows = passages(_Rows(np.arange(1, 500).reshape(-1, 1) % 90), 24, [5, 7], seed=3)
+    table = rows[np.arange(len(rows))]
+    first, second = np.split(table["input_ids"], 2, axis=1)
+    assert (first == second).all() and first.shape == (64, 12) and not np.isin(first, [5, 7]).any()
+    assert (table["labels"][:, :13] == IGNORED).all() and (table["labels"][:, 13:] == second[:, 1:]).all()
+    again = passages(_Rows(np.arange(1, 500).reshape(-1, 1) % 90), 24, [5, 7], seed=3)
+    assert (again.passages == rows.passages).all()
+
+
+class _Rows:
+    def __init__(self, ids):
+        self.ids = ids
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, numbers):
+        return {"input_ids": self.ids[numbers]}
+
+
+# ------------------------------------------------------------------------------- the contract
+
+
+def test_a_warning_says_how_much_was_forgotten_and_the_run_goes_on(base, tmp_path):
+    train_ranks(1, *replayed(base, tmp_path, "--forgetting_budget", "replay:0.05,copy:9"))
+    verdicts = [line for line in lines(tmp_path / "run") if "verdict" in line]
+    assert verdicts and all(line["verdict"] == "forgetting" and line["action"] == "warn" for line in verdicts)
+    assert "replay" in verdicts[0]["reason"] and "of 0.05 nats" in verdicts[0]["reason"]
+    assert metrics(tmp_path / "run")[-1] and metrics(tmp_path / "run", "step")[-1] == 16
+    assert verify.main([str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_a_run_that_would_forget_is_stopped_with_a_saved_checkpoint(base, tmp_path, strategy):
+    more = ("--forgetting_budget", "replay:0.05", "--forgetting_action", "stop", "--strategy", strategy)
+    job = Job(2, *replayed(base, tmp_path, *more))
+    assert job.wait() == [76, 76]
+    last = metrics(tmp_path / "run", "step")[-1]
+    assert last < 16 and (tmp_path / "run" / f"step-{last:08d}").is_dir()
+    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
+    assert status["code"] == 76 and "forgotten: replay" in status["reason"] and not status["retryable"]
+    assert status["last_durable_step"] == last
+    assert verify.main([str(tmp_path / "run")]) == 0
+    # It goes on only with another budget, which is an act of its own, and to the numbers of a run that had that one.
+    again = (*replayed(base, tmp_path, *more), "--resume", "true")
+    assert Job(2, *again, "--forgetting_budget", "replay:9").wait() == [2, 2]
+    train_ranks(2, *again, "--forgetting_budget", "replay:9", "--resume_override", "forgetting_budget")
+    whole = tmp_path / "whole"
+    train_ranks(2, *replayed(base, whole, *more, "--forgetting_budget", "replay:9"))
+    for key in ("loss", "eval_loss"):
+        assert metrics(tmp_path / "run", key) == metrics(whole / "run", key)
+    forgotten = evaluated(tmp_path / "run", "replay", "forgotten")
+    assert forgotten == evaluated(whole / "run", "replay", "forgotten"), (
+        "above its value before step 1, not before the resume"
+    )
+
+
+def test_rewind_goes_on_with_more_replay_and_ends_inside_the_budget(base, tmp_path):
+    more = ("--forgetting_budget", "replay:0.4", "--forgetting_action", "rewind", "--eval_step_interval", 2)
+    run = replayed(base, tmp_path, *more, "--strategy", "fsdp", "--save_step_interval", 2, "--max_step", 12)
+    train_ranks(2, *run)
+    folder = tmp_path / "run"
+    rewinds = [line for line in lines(folder) if line.get("verdict") == "rewind"]
+    shares = [line["shares"]["replay"] for line in rewinds]
+    assert shares and shares == sorted(set(shares)) and shares[0] == pytest.approx(0.1) and shares[-1] <= 0.5
+    assert evaluated(folder, "replay", "forgotten")[-1] <= 0.4
+    assert metrics(folder, "step")[-1] == 12
+    assert verify.main([str(folder)]) == 0, "the rows that were read are those of the mixture as it was raised"
+    document = read_progress(folder / "step-00000012")
+    assert float(Fraction(document["mixture"]["raised"]["replay"])) == pytest.approx(shares[-1])
+    # A resumed run goes on with the raised share, bit for bit.
+    last = [line["step"] for line in lines(folder) if line.get("verdict") == "rewind"][-1]
+    steps = sorted(int(path.name[5:]) for path in folder.glob("step-*") if int(path.name[5:]) > last)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy / "run")
+    again = [str(copy) if word == tmp_path else word for word in run]
+    train_ranks(2, *again, "--resume", "true", "--checkpoint", copy / "run" / f"step-{steps[0]:08d}")
+    for key in ("step", "loss", "sources", "eval"):
+        assert metrics(copy / "run", key) == metrics(folder, key), key
+
+
+def test_a_source_of_which_half_is_replayed_ends_the_run(base, tmp_path):
+    more = ("--forgetting_budget", "replay:0.0001", "--forgetting_action", "rewind", "--eval_step_interval", 2)
+    job = Job(1, *replayed(base, tmp_path, *more, "--lr", 5e-2, share=0.3))
+    assert job.wait() == [76]
+    assert "the share of 'replay' is 0.5 already" in job.output[0]
+
+
+def test_the_best_checkpoints_follow_the_set_that_is_named(base, tmp_path):
+    more = (
+        "--keep_last",
+        1,
+        "--keep_best",
+        1,
+        "--eval_data",
+        f"general={base / 'old'}",
+        "--train_data_dir",
+        base / "new",
+    )
+    for name, best in (("followed", ("--keep_best_of", "general")), ("default", ())):
+        train_ranks(1, *flags(base, tmp_path, *more, *best, "--run_name", name))
+    kept = {name: sorted(p.name for p in (tmp_path / name).glob("step-*")) for name in ("followed", "default")}
+    assert kept == {"followed": ["step-00000004", "step-00000016"], "default": ["step-00000016"]}
+
+
+# ------------------------------------------------------------------------------- from numbers alone
+
+
+def test_a_budget_judges_each_set_by_its_value_before_step_1():
+    forgetting = Forgetting({"a": 0.1, "b": 0.2}, "stop")
+    forgetting.judge(0, {"a": 1.0, "b": 2.0, "c": 3.0})
+    assert forgetting.verdict == "keep" and forgetting.before == {"a": 1.0, "b": 2.0, "c": 3.0}
+    forgetting.judge(5, {"a": 1.1 - 1e-9, "b": 2.2 - 1e-9, "c": 9.0})
+    assert (forgetting.verdict, forgetting.over) == ("keep", ())
+    forgetting.judge(9, {"a": 1.05, "b": 2.5, "c": 9.0})
+    assert (forgetting.verdict, forgetting.over) == ("stop", ("b",))
+    assert forgetting.has_room({"a": 1.04, "b": 2.09}) and not forgetting.has_room({"a": 1.06, "b": 2.0})
+    assert not forgetting.has_room(None) and not forgetting.has_room({"a": 1.0}), "not known is no room"
+
+
+def test_a_raised_share_is_taken_from_the_others_in_proportion_in_every_stage():
+    mix = parse("{sources: {a: {path: a, weight: 0.6}, b: {path: b, weight: 0.3}, r: {path: r, weight: 0.1}}, "
+                "stages: [{from: 0.5, weights: {b: 1}}, {from: 0.8, weights: {r: 0.7, b: 0.3}}]}")  # fmt: skip
+    raised = at_least(mix, {"r": Fraction(1, 5)})
+    shares = [[Fraction(w, sum(stage.weights)) for w in stage.weights] for stage in raised.stages]
+    fifteenth = Fraction(1, 15)
+    assert shares[0] == [8 * fifteenth, 4 * fifteenth, 3 * fifteenth]
+    assert shares[1] == [0, Fraction(4, 5), Fraction(1, 5)] and shares[2] == [0, Fraction(3, 10), Fraction(7, 10)]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--forgetting_budget general", "--forgetting_budget takes name:nats"),
+        ("--forgetting_budget nan:nan", "--forgetting_budget takes name:nats"),
+        ("--forgetting_budget genral:0.1 --eval_data general=OLD", "Did you mean 'general'?"),
+        ("--forgetting_budget general:0.1", "no validation set is named 'general'. There are 'validation', 'copy'."),
+        ("--forgetting_budget validation:0.1,validation:0.2", "is there twice"),
+        ("--forgetting_budget validation:0.1 --eval_iters 0", "--eval_iters 0 turns off"),
+        ("--forgetting_budget validation:0.1 --forgetting_action stop", "--eval_step_interval"),
+        ("--forgetting_budget copy:0.1 --forgetting_action rewind --eval_step_interval 2", "no source of"),
+        ("--eval_data general", "--eval_data takes name=folder"),
+        ("--eval_data copy=OLD", "is the name of a probe"),
+        ("--eval_data validation=OLD", "is evaluated already"),
+        ("--eval_data general=nowhere", "No dataset at 'nowhere'"),
+        ("--keep_best_of general", "--keep_best_of: no validation set"),
+        ("--replay OLD --replay_fraction 1", "must be between 0 and 1"),
+        ("--replay_fraction 0.2", "--replay_fraction is the share of --replay"),
+        ("--replay NEW", "are both"),
+        ("--replay OLD --data_mix a=OLD:1", "is one more source"),
+    ],
+)
+def test_bad_input_gets_one_sentence(base, tmp_path, words, sentence):
+    words = [{"OLD": str(base / "old"), "NEW": str(base / "new")}.get(word, word) for word in words.split()]
+    words = [word.replace("=OLD", f"={base / 'old'}") for word in words]
+    run = ["--model_name", base / "base", "--train_data_dir", base / "new", "--output_dir", tmp_path]
+    code, said = run_ranks(1, _refused, [str(word) for word in [*run, *words]])[0]
+    assert code == 2 and said.count("\n") == 1 and sentence in said
+
+
+def _refused(argv):
+    import contextlib
+    import io
+
+    import train
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as stopped:
+        train.main(argv)
+    return stopped.value.code, said.getvalue()
+
+
+def test_budgets_are_numbers_of_nats():
+    assert parse_budgets("general:0.05, copy:1e-1") == {"general": 0.05, "copy": 0.1}
+    assert parse_budgets(None) == {}
