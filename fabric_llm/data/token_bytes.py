@@ -23,10 +23,10 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
     for token, number in tokenizer.get_vocab().items():
         if number >= size or number in special:
             continue
-        if number in added:
-            counts[number] = len(added[number].content.encode())
-        elif NUMBERED_BYTE.fullmatch(token):
+        if NUMBERED_BYTE.fullmatch(token):
             counts[number] = 1
+        elif number in added:
+            counts[number] = len(added[number].content.encode())
         elif is_byte_level:  # a character for each byte
             counts[number] = len(token)
         else:

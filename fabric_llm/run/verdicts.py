@@ -88,9 +88,9 @@ def rewind(
         except ValueError as error:
             raise Fault(f"{reason} (--forgetting_budget) at step {progress.step}, and {error}.", NON_FINITE) from error
         batches.go_on_with(plan.mixture, plan.end)
-        forgetting.verdict = "keep"
     _, model, optimizer, _ = build_model(fabric, flags, plan, str(last or flags.model.model_name), last)
-    restore(fabric, guard, {**document, "guard": {**document["guard"], "rewinds": guard.rewinds + 1}})
+    state = {**document["guard"], "rewinds": guard.rewinds + 1, "before": forgetting.before}
+    restore(fabric, guard, {**document, "guard": state})
     there = replace(back, position=progress.position)
     if plan.end is not None and not forgot:  # there are fewer steps to the end of the data than there were
         plan = replace(plan, max_step=min(plan.max_step, last_step(there, plan.end, plan.global_batch_size)))
