@@ -100,7 +100,8 @@ def lr_at(
         cooldown_steps=max_step // 4 if cooldown_steps is None else cooldown_steps,
         constant=(constant_lr - min_lr) / (lr - min_lr) if lr > min_lr else 1.0,
     )
-    return min_lr + (lr - min_lr) * SCHEDULES[shape](at)
+    left = SCHEDULES[shape](at)
+    return lr if left == 1 else min_lr + (lr - min_lr) * left
 
 
 def arguments_of(flags: dict[str, Any]) -> dict[str, Any]:

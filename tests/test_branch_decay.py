@@ -1,0 +1,75 @@
+"""--branch_decay: a run that only decays, from any checkpoint of a phase of constant rate."""
+
+import pytest
+from ranks import Job, metrics, run_ranks, toy_run, train_ranks
+from test_forgetting import _refused
+
+from fabric_llm.training.schedule import lr_at
+from fabric_llm.verify import __main__ as verify
+
+
+@pytest.fixture(scope="module")
+def trunk(toys, tmp_path_factory):
+    """A folder with run directories `wsd`, `infinite` and `cosine`, each with checkpoints of steps 4, 8 and 12."""
+    output = tmp_path_factory.mktemp("trunk")
+    for schedule, more in (("wsd", ()), ("infinite", ("--cooldown_steps", 2)), ("cosine", ())):
+        train_ranks(1, *flags(toys, output, "--run_name", schedule, "--lr_schedule", schedule, *more))
+    return output
+
+
+def flags(toys, output, *more):
+    training = ("--lr", 1e-2, "--min_lr", 1e-3, "--warmup_steps", 2, "--max_step", 12, "--save_step_interval", 4)
+    return (*toy_run(toys, output), *training, "--eval_iters", 1, "--global_batch_size", 4, *more)
+
+
+def branch(trunk, schedule, step, *more):
+    return ("--branch_decay", 4, "--checkpoint", trunk / schedule / f"step-{step:08d}", "--output_dir", trunk, *more)
+
+
+def test_a_branch_decays_to_min_lr_and_is_stopped_and_resumed_bit_for_bit(toys, trunk):
+    for name, ranks in (("whole", 1), ("stopped", 1)):
+        more = ("--run_name", name, "--save_step_interval", 1)
+        train_ranks(ranks, *branch(trunk, "wsd", 8, *more))
+    whole = trunk / "whole"
+    assert metrics(whole, "step")[-1] == 12 and metrics(whole, "lr")[8:] == pytest.approx(
+        [lr_at(s, max_step=12, lr=1e-2, min_lr=1e-3, warmup_steps=2, shape="wsd", decay_steps=4) for s in range(8, 12)]
+    )
+    assert metrics(whole, "loss")[:8] == metrics(trunk / "wsd", "loss")[:8], "it begins with the log of the run"
+    # From its own checkpoint it goes on like any run, without a word about the branch.
+    train_ranks(1, "--output_dir", trunk, "--run_name", "stopped", "--resume", "true",
+                "--checkpoint", trunk / "stopped" / "step-00000010")  # fmt: skip
+    for key in ("lr", "loss", "eval"):
+        assert metrics(trunk / "stopped", key) == metrics(whole, key), key
+    assert verify.main([str(whole)]) == 0
+
+
+def test_a_restart_of_the_same_command_goes_on(toys, trunk):
+    words = branch(trunk, "wsd", 4, "--run_name", "restarted", "--save_step_interval", 2, "--resume", "auto")
+    assert Job(1, *words, failpoint="between_steps:count=3").wait() == [-9]
+    train_ranks(1, *words)
+    assert metrics(trunk / "restarted", "step")[-1] == 8
+    train_ranks(1, *branch(trunk, "wsd", 4, "--run_name", "undisturbed"))
+    assert metrics(trunk / "restarted", "loss") == metrics(trunk / "undisturbed", "loss")
+
+
+def test_a_branch_of_an_infinite_schedule_decays_from_its_constant_rate(trunk):
+    train_ranks(1, *branch(trunk, "infinite", 8, "--run_name", "from-infinite"))
+    constant = (1e-2 + 1e-3) / 2
+    rates = metrics(trunk / "from-infinite", "lr")
+    assert rates[7] == pytest.approx(constant) and rates[8] == pytest.approx(constant)
+    assert rates[11] == pytest.approx(1e-3 + (constant - 1e-3) * (1 - (3 / 4) ** 0.5))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("cosine", 8, "--run_name", "x"), "isn't constant at"),
+        (("wsd", 12, "--run_name", "x"), "isn't constant at"),
+        (("wsd", 8), "--run_name, the name of the new run"),
+        (("wsd", 7, "--run_name", "x"), "isn't a checkpoint"),
+        (("wsd", 8, "--run_name", "wsd"), "another --run_name"),
+    ],
+)
+def test_what_is_no_branch_gets_one_sentence(trunk, words, sentence):
+    code, said = run_ranks(1, _refused, [str(word) for word in branch(trunk, *words)])[0]
+    assert code in (2, 66) and said.count("\n") == 1 and sentence in said
