@@ -330,7 +330,7 @@ class Arguments:
 class PrepareArguments:
     """Options"""
 
-    input: list[str] = flag(
+    input: Optional[list[str]] = flag(
         None,
         "files, folders or globs of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, .wet, also with .gz, .zst, .bz2, "
         ".xz; dataset folders; names of datasets on the hub",
@@ -338,6 +338,12 @@ class PrepareArguments:
     output: str = flag(None, "dataset folder to write, such as data/mine")
     tokenizer: Optional[str] = flag(None, "hub name or local directory of the tokenizer (that of your model)")
     train_tokenizer: Optional[int] = flag(None, "train a byte-level BPE tokenizer of this many tokens instead")
+    self_replay: Optional[str] = flag(
+        None,
+        "hub name or local directory of a model: sample documents from it instead of reading --input, to be replayed when "
+        "training goes on from it (docs/forgetting.md); takes its tokenizer",
+    )
+    tokens: Optional[int] = flag(None, "of --self_replay, at least")
     context_length: int = flag(2048, "tokens per sequence")
     validation_fraction: float = flag(
         0.01, "part of the documents that goes to validation; none of a dataset with a validation split of its own"

@@ -22,7 +22,15 @@ def main(argv: Optional[list[str]] = None) -> None:
         from fabric_llm.data.prepare import prepare, summary
 
         given = {name: value for name, value in vars(arguments).items() if value is not None}
-        inputs, pattern = given.pop("input"), given.pop("pattern", DEFAULT_PATTERNS)
+        inputs, pattern = given.pop("input", []), given.pop("pattern", DEFAULT_PATTERNS)
+        if (model := given.pop("self_replay", None)) is not None:
+            from fabric_llm.model.self_replay import self_replay
+
+            tokens = given.pop("tokens")
+            given |= {
+                "generated": self_replay(model, tokens, arguments.context_length, arguments.seed),
+                "tokenizer": model,
+            }
         try:
             manifest = prepare(inputs=inputs, pattern=pattern, **given)
         except BaseException:

@@ -6,6 +6,7 @@ sources      `SOURCES`: where rows come from; check the folder of a dataset, lik
 documents    `read_part`: the documents of a file, a range of it, or a dataset, and the records that can't be read
 pieces       `find_sources`, `plan`: what is read, in pieces that processes and machines share
 encoding     `encode_piece`: a piece -> tokens in the work folder, with marks of what is done
+generated    `Generated`: documents that a program makes, in place of those that are read
 workers      `encode_locally`, `encode_on_ray`: a process for each core, or a cluster
 tokenizer    `load_tokenizer`, `packing_tokenizer`, `train_byte_level_bpe`, `convention`
 duplicates   `repeated`: documents whose text has come before

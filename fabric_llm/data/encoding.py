@@ -104,7 +104,7 @@ def encode_piece(piece: Piece, job: Job, backend: Tokenizer, report: Callable[[i
     Raises ValueError for a bad record if the job stops on errors, and for a file of which every record is bad; Fault (73)
     where another process has the piece.
     """
-    with _piece_files(Path(job.folder), piece.number, job) as out:
+    with piece_files(Path(job.folder), piece.number, job) as out:
         if out.mark.done:
             report(piece.bytes)
             return
@@ -363,7 +363,7 @@ class Lengths:
 
 
 @contextmanager
-def _piece_files(folder: Path, number: int, job: Job) -> Iterator[PieceFiles]:
+def piece_files(folder: Path, number: int, job: Job) -> Iterator[PieceFiles]:
     """The files of a piece, cut to its mark, which no other process has open."""
     opened: dict[str, BinaryIO] = {}
     try:

@@ -48,6 +48,7 @@ from fabric_llm.data.documents import texts
 from fabric_llm.data.duplicates import repeated
 from fabric_llm.data.encoding import MAX_NAMED, Job, Mark, counted, read_mark
 from fabric_llm.data.formats import DEFAULT_PATTERNS
+from fabric_llm.data.generated import Generated
 from fabric_llm.data.pieces import Found, Piece, find_sources, fingerprint, plan
 from fabric_llm.data.rows import Choice, save_rows, split_documents
 from fabric_llm.data.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
@@ -84,8 +85,10 @@ class Options:
     progress: bool = True  # show a bar where stderr is a terminal
 
 
-def prepare(**arguments: Any) -> dict:
+def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
     """Turn raw text into a packed token dataset at `output`, and return its manifest. The arguments are those of `Options`.
+
+    generated: documents in place of those of `inputs`.
 
     `output` appears only once it is complete, and a dataset that it replaces is removed last. With `shard`, only that
     shard's pieces are encoded, and what is left is returned: {"shard", "pieces", "left"}.
@@ -94,7 +97,7 @@ def prepare(**arguments: Any) -> dict:
     """
     options = Options(**arguments)
     checks.preparation(
-        options.inputs,
+        options.inputs if generated is None else [generated.settings["model"]],
         options.tokenizer,
         options.train_tokenizer,
         options.context_length,
@@ -105,8 +108,12 @@ def prepare(**arguments: Any) -> dict:
     target = Path(options.output).resolve()  # a link to a larger disk stays a link
     checks.prepared_output(target, options.overwrite)
     mine = checks.shard(options.shard)
-    found = find_sources(options.inputs, pattern=options.pattern, exclude=options.exclude, output=target)
-    pieces = plan(found, options.text_field, checks.separator(options.document_separator))
+    if generated is None:
+        found = find_sources(options.inputs, pattern=options.pattern, exclude=options.exclude, output=target)
+        pieces = plan(found, options.text_field, checks.separator(options.document_separator))
+        key = fingerprint(found, pieces)
+    else:
+        found, pieces, key = Found([]), generated.plan(), generated.fingerprint()
     if not options.validation_fraction and not found.own_validation:
         raise ValueError("validation_fraction is 0, and no input has a validation split of its own: take more than 0")
     # Here, so that it fails before anything is written.
@@ -114,13 +121,14 @@ def prepare(**arguments: Any) -> dict:
     needs = "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over 65,536"
     with work_folder(target, mine is not None, lambda folder: _all_done(folder, pieces)) as folder:
         with on_disk(target, folder, needs):
-            hf_tokenizer = _begin(folder, options, fingerprint(found, pieces), given, pieces)
-            marks = _encode(pieces, _job(folder, options, hf_tokenizer), mine, options)
+            hf_tokenizer = _begin(folder, options, key, given, pieces)
+            marks = _encode(pieces, _job(folder, options, hf_tokenizer), mine, options, generated)
             if mine is not None:
                 return _shard_done(options.shard, mine, marks)
             skipped = _left_out(found, pieces, marks, options.on_error)
             manifest = _rows(folder, marks, options, hf_tokenizer)
             manifest = _manifest(options, found, skipped, hf_tokenizer, folder, manifest)
+            manifest |= {} if generated is None else {"self_replay": generated.settings}
             content = files.encode(manifest)
             (folder / "dataset" / "manifest.json").write_bytes(content)
             publish(folder, folder / "dataset", target)
@@ -174,7 +182,13 @@ def _all_done(folder: Path, pieces: Sequence[Piece]) -> bool:
     return all(read_mark(folder, piece.number).done for piece in pieces)
 
 
-def _encode(pieces: list[Piece], job: Job, shard: Optional[tuple[int, int]], options: Options) -> list[Mark]:
+def _encode(
+    pieces: list[Piece],
+    job: Job,
+    shard: Optional[tuple[int, int]],
+    options: Options,
+    generated: Optional[Generated] = None,
+) -> list[Mark]:
     """Encode the pieces, or those of the shard, that aren't done. Returns the marks of all."""
     folder = Path(job.folder)
     chosen = [piece for piece in pieces if shard is None or piece.number % shard[1] == shard[0]]
@@ -183,14 +197,16 @@ def _encode(pieces: list[Piece], job: Job, shard: Optional[tuple[int, int]], opt
         print(f"Going on: {len(chosen) - len(left)} of {len(chosen)} pieces are done.", file=sys.stderr)
     total, left_bytes = (sum(piece.bytes for piece in some) for some in (chosen, left))
     with tqdm(
-        desc="tokenizing",
+        desc="tokenizing" if generated is None else "sampling",
         total=total,
         initial=total - left_bytes,
-        unit="B",
+        unit="B" if generated is None else " tokens",
         unit_scale=True,
         disable=None if options.progress else True,
     ) as bar:
-        if options.engine == "ray":
+        if generated is not None:
+            generated.make(left, job, bar.update)
+        elif options.engine == "ray":
             workers.encode_on_ray(left, job, bar.update)
         elif left_bytes <= workers.LITTLE_BYTES and options.num_workers is None:
             workers.encode_here(left, job, bar.update)
@@ -336,6 +352,8 @@ def summary(manifest: dict) -> str:
     if "shard" in manifest:
         return _shard_summary(manifest)
     lines = [_split_line(name, split, manifest["context_length"]) for name, split in manifest["splits"].items()]
+    if (sampled := manifest.get("self_replay")) is not None:
+        lines.append(f"sampled    {sampled['tokens']:,} tokens or more of {sampled['model']}, seed {sampled['seed']}")
     lines += _reading_lines(manifest)
     lines.append(f"tokenizer  {manifest['tokenizer']}, {manifest['vocab_size']:,} tokens")
     lines.append(f"written to {manifest['output']}")

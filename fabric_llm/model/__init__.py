@@ -18,4 +18,5 @@ flops           `of_model`, `peak_tflops`: operations of a step, and what a devi
 equality        `verify_start`: is the wrapped model the one that transformers loads?
 gradient_equality  `verify`: does it give the loss and the gradients of plain transformers?
 generate        `generate`: the sample at the end of a run
+self_replay     `self_replay`: documents sampled from a model, to be replayed
 """

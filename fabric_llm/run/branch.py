@@ -27,7 +27,9 @@ def branch_flags(flat: Mapping[str, Any]) -> dict[str, Any]:
     if steps < 1:
         raise ValueError(f"--branch_decay must be positive, not {steps}.")
     if Path(given).resolve().parent == Path(flat["output_dir"], flat["run_name"]).resolve():
-        raise ValueError(f"--branch_decay is a run of its own, so it needs another --run_name than {flat['run_name']!r}.")
+        raise ValueError(
+            f"--branch_decay is a run of its own, so it needs another --run_name than {flat['run_name']!r}."
+        )
     require_checkpoint(Path(given))
     document = read_progress(Path(given))
     step, then = document["progress"]["step"], {**document["schedule"], "max_step": document["end_step"]}

@@ -150,9 +150,11 @@ def known_batch_sizes(flags: Flags) -> Optional[tuple[int, int, int]]:
 def in_preparation(flags: Flags) -> None:
     """Of prepare_data.py. Raises ValueError."""
     pattern, output = flags.pattern or DEFAULT_PATTERNS, Path(flags.output).resolve()
+    if flags.self_replay is not None or flags.tokens is not None:
+        in_self_replay(flags)
     preparation(
-        flags.input,
-        flags.tokenizer,
+        flags.input or flags.self_replay,
+        flags.tokenizer or flags.self_replay,
         flags.train_tokenizer,
         flags.context_length,
         flags.validation_fraction,
@@ -163,10 +165,23 @@ def in_preparation(flags: Flags) -> None:
     shard(flags.shard)
     prepared_output(output, flags.overwrite)
     files.writable(output)
-    for given in flags.input:
+    for given in flags.input or ():
         text_input(given, pattern, flags.exclude or [], output)
     if flags.tokenizer is not None and not os.path.isdir(flags.tokenizer):
         hub_name("--tokenizer", flags.tokenizer, "tokenizer")
+
+
+def in_self_replay(flags: Flags) -> None:
+    """--self_replay and --tokens of prepare_data.py. Raises ValueError."""
+    if flags.self_replay is None or flags.tokens is None:
+        raise ValueError("--self_replay MODEL and --tokens N go together: how many tokens to sample from which model")
+    if flags.tokens < 1:
+        raise ValueError(f"--tokens must be positive, not {flags.tokens}")
+    others = {"input": flags.input, "tokenizer": flags.tokenizer, "train_tokenizer": flags.train_tokenizer}
+    others |= {"shard": flags.shard, "engine ray": flags.engine == "ray"}
+    if given := [name for name, value in others.items() if value]:
+        raise ValueError(f"--{given[0]} doesn't go with --self_replay, which samples its documents on this machine")
+    check_model_folder(flags.self_replay)
 
 
 def in_export(flags: Flags) -> None:

@@ -1,0 +1,108 @@
+"""Text sampled from a model, for runs that go on from it: a replay set where the data that it was trained on isn't there.
+
+Documents begin as the model's own did, with BOS or else with EOS, and are sampled at temperature 1 from the whole distribution:
+whatever the model's generation settings are, these are samples of what it has learned (arXiv 2605.26097 replays such text). A
+document ends at its EOS, or where a row is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig
+
+from fabric_llm.base.failpoints import failpoint
+from fabric_llm.data.encoding import PieceFiles
+from fabric_llm.data.generated import Generated
+from fabric_llm.data.order import random_key
+from fabric_llm.data.tokenizer import packing_tokenizer
+from fabric_llm.model.loading import has_weights, load_config, load_reference
+
+PIECE_TOKENS = 2**17  # made between two marks
+BATCH = 32  # documents that are sampled side by side
+
+
+def self_replay(model_name: str, tokens: int, context_length: int, seed: int) -> Generated:
+    """At least so many tokens of documents of up to `context_length`. Raises ValueError for a model without weights."""
+    if not has_weights(model_name):
+        raise ValueError(f"--self_replay {model_name}: it has no weights, and random ones know nothing to replay.")
+    longest = (
+        min(context_length, getattr(load_config(model_name).get_text_config(), "max_position_embeddings", 2**31)) - 1
+    )
+    of_piece = min(PIECE_TOKENS, tokens)
+    settings = {
+        **{"model": model_name, "tokens": tokens, "longest_document": longest, "seed": seed, "batch": BATCH},
+        **{"temperature": 1.0, "top_p": 1.0, "device": _device().type, "weights": _fingerprint(Path(model_name))},
+        **{"torch": str(torch.__version__), "transformers": transformers.__version__},
+    }
+    sampler = cache(lambda: Sampler(model_name, longest))
+
+    def fill(number: int, out: PieceFiles, report: Callable[[int], Any]) -> None:
+        batch = 0
+        while out.mark.tokens < of_piece:
+            before = out.mark.tokens
+            for ids in sampler().documents(int(random_key(seed, number * 2**32 + batch)) >> 1):
+                text = sampler().tokenizer.decode(ids)
+                out.add(ids.astype(out.after.dtype), text, is_last=True, own_validation=False, draws=True)
+            report(out.mark.tokens - before)
+            failpoint("self_replay.batch")
+            batch += 1
+
+    return Generated(settings, -(-tokens // of_piece), of_piece, fill)
+
+
+class Sampler:
+    """A model on the device, and what its documents begin and end with."""
+
+    def __init__(self, model_name: str, longest: int) -> None:
+        """longest: tokens of a document, without what it begins with."""
+        config, self.device = load_config(model_name), _device()
+        stored = getattr(config, "dtype", None) or torch.float32
+        dtype = stored if self.device.type == "cuda" else torch.float32  # 16 bits are many times slower on most CPUs
+        self.model = load_reference(model_name, config, dtype, seed=0).to(self.device).eval()
+        self.tokenizer = packing_tokenizer(model_name)
+        tokenizer = self.tokenizer
+        self.begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        self.special = np.array(sorted({*tokenizer.all_special_ids} - {tokenizer.unk_token_id}))
+        unused = list(range(len(tokenizer), config.get_text_config().vocab_size))
+        self.settings = GenerationConfig(
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=longest,
+            bos_token_id=self.begin,
+            eos_token_id=self.special.tolist(),
+            pad_token_id=tokenizer.eos_token_id,
+            suppress_tokens=unused or None,
+        )
+        self.model.generation_config = self.settings  # or what the model's own says is filled in
+
+    def documents(self, seed: int) -> Iterator[np.ndarray]:
+        """BATCH documents without the tokens that they begin and end with, int64 each."""
+        start = torch.full((BATCH, 1), self.begin, device=self.device)
+        with torch.random.fork_rng(), torch.inference_mode():
+            torch.manual_seed(seed)
+            sampled: Tensor = self.model.generate(
+                input_ids=start, attention_mask=torch.ones_like(start), generation_config=self.settings
+            )
+        for ids in sampled[:, 1:].cpu().numpy():
+            ends = np.flatnonzero(np.isin(ids, self.special))
+            yield ids[: ends[0]] if len(ends) else ids
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _fingerprint(folder: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of the weights; nothing for a name on the hub."""
+    found = ((path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))) if folder.is_dir() else ()
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
