@@ -1,0 +1,171 @@
+"""A base model of English and code goes on with Basque: what it learns and what it forgets, with and without replay.
+
+    apt-get download libreoffice-help-en-us libreoffice-help-eu python3.11-doc
+    for package in *.deb; do dpkg -x $package packages; done
+    python benchmarks/continued_pretraining.py texts packages WORK     # HTML and sources -> documents
+    python benchmarks/continued_pretraining.py base WORK               # prepare, and train the base model (hours)
+    python benchmarks/continued_pretraining.py runs WORK               # each run of the table, one after the other
+    python benchmarks/continued_pretraining.py page WORK > docs/results/continued_pretraining.md
+
+Each stage goes on where it was. All texts are of packages of Debian 12: LibreOffice's help in English and Basque, Python's
+documentation, and the standard library's code. The help pages are translations of each other, so what differs is the language.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCKS = {"p", "div", "h1", "h2", "h3", "h4", "h5", "h6", "li", "tr", "table", "br", "pre", "dt", "dd"}
+SKIPPED = {"script", "style", "head"}
+MENU_LINES = 4  # with which each page of the help begins
+VOCABULARY, CONTEXT = 8192, 256
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+COMMON = {
+    "precision": "32-true",
+    "global_batch_size": 32,
+    "micro_batch_size": 16,
+    "eval_iters": 16,
+    "eval_batch_size": 16,
+}
+BASE = {"lr": 3e-3, "warmup_steps": 100, "max_step": 1800, "lr_schedule": "wsd", "decay_steps": 360}
+
+
+# ------------------------------------------------------------------------------- texts
+
+
+class Page(HTMLParser):
+    """The text of an HTML page, a line for each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.skipped = 0
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        self.skipped += tag in SKIPPED
+        self.words += ["\n"] * (tag in BLOCKS)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.skipped -= tag in SKIPPED and self.skipped > 0
+        self.words += ["\n"] * (tag in BLOCKS)
+
+    def handle_data(self, data: str) -> None:
+        self.words += [] if self.skipped else [data]
+
+
+def text_of(html: str) -> str:
+    page = Page()
+    page.feed(html)
+    lines = (re.sub(r"\s+", " ", line).strip() for line in "".join(page.words).split("\n"))
+    return "\n".join([line for line in lines if line][MENU_LINES:])
+
+
+def documents(packages: Path) -> Iterator[tuple[str, str]]:
+    """(corpus, document): english and code, which are old, and basque, which is new."""
+    help_pages = packages / "usr/share/libreoffice/help"
+    for corpus, language in (("english", "en-US"), ("basque", "eu")):
+        for path in sorted((help_pages / language / "text").rglob("*.html")):
+            yield corpus, text_of(path.read_text(errors="replace"))
+    for path in sorted((packages / "usr/share/doc").glob("python3*/html/_sources/**/*.txt")):
+        yield "english", path.read_text(errors="replace")
+    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        if not {"test", "tests", "idle_test", "site-packages", "dist-packages"} & set(path.parts):
+            yield "code", path.read_text(errors="replace")
+
+
+def write_texts(packages: Path, work: Path) -> None:
+    files: dict[str, list[str]] = {}
+    for corpus, text in documents(packages):
+        files.setdefault(corpus, []).append(json.dumps({"text": text}))
+    work.mkdir(parents=True, exist_ok=True)
+    for corpus, lines in files.items():
+        (work / f"{corpus}.jsonl").write_text("\n".join(lines) + "\n")
+        print(f"{corpus}: {len(lines):,} documents, {sum(map(len, lines)):,} characters")
+
+
+# ------------------------------------------------------------------------------- commands
+
+
+def call(script: str, *words: object, **flags: object) -> None:
+    """A command of this repository, printed as one would type it."""
+    given = [str(word) for word in [*words, *(part for name, value in flags.items() for part in (f"--{name}", value))]]
+    command = ["-m", script] if "." in script and not script.endswith(".py") else [script]
+    print("$ python", *command, *given, flush=True)
+    subprocess.run([sys.executable, *command, *given], cwd=ROOT, check=True)
+
+
+def prepare(work: Path) -> None:
+    common = {"context_length": CONTEXT, "packing": "best_fit", "validation_fraction": 0.05}
+    both = [work / "english.jsonl", work / "code.jsonl"]
+    if not (work / "data" / "old").exists():  # only for its tokenizer
+        call("prepare_data.py", "--input", *both, output=work / "data" / "old", train_tokenizer=VOCABULARY, **common)
+    for corpus in ("english", "code", "basque"):
+        if not (work / "data" / corpus).exists():
+            tokenizer = work / "data" / "old" / "tokenizer"
+            call(
+                "prepare_data.py",
+                input=work / f"{corpus}.jsonl",
+                output=work / "data" / corpus,
+                tokenizer=tokenizer,
+                **common,
+            )
+
+
+def train_base(work: Path) -> None:
+    prepare(work)
+    model = work / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(MODEL, indent=2))
+    mix = f"english={work}/data/english:0.6,code={work}/data/code:0.4"
+    evaluated = {
+        "eval_data": f"basque={work}/data/basque",
+        "eval_step_interval": 200,
+        "save_step_interval": 100,
+        "keep_last": 1,
+    }
+    run = {"output_dir": work, "run_name": "base", "resume": "auto"}
+    call("train.py", model_name=model, data_mix=mix, **COMMON, **BASE, **evaluated, **run)
+
+
+STAGES = {"base": train_base}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    stages = parser.add_subparsers(dest="stage", required=True)
+    texts = stages.add_parser("texts")
+    texts.add_argument("packages", type=Path)
+    texts.add_argument("work", type=Path)
+    for name in STAGES:
+        stages.add_parser(name).add_argument("work", type=Path)
+    given = parser.parse_args()
+    if given.stage == "texts":
+        write_texts(given.packages, given.work.resolve())
+    else:
+        STAGES[given.stage](given.work.resolve())
+
+
+if __name__ == "__main__":
+    main()
