@@ -88,7 +88,8 @@ def documents(packages: Path) -> Iterator[tuple[str, str]]:
     for corpus, language in (("english", "en-US"), ("basque", "eu")):
         for path in sorted((help_pages / language / "text").rglob("*.html")):
             yield corpus, text_of(path.read_text(errors="replace"))
-    for path in sorted((packages / "usr/share/doc").glob("python3*/html/_sources/**/*.txt")):
+    sources = (packages / "usr/share/doc").glob("python3*/html/_sources/**/*.txt")
+    for path in sorted({path.resolve() for path in sources}):  # of links once
         yield "english", path.read_text(errors="replace")
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if not {"test", "tests", "idle_test", "site-packages", "dist-packages"} & set(path.parts):
