@@ -338,7 +338,7 @@ MECHANISMS = [
               forgetful, ROWS, "full_disk_at_the_log"),
     Mechanism("a rank fails", "its death is seen by who started it", f"{LAUNCH}:Children.dead",
               gives(None), ROWS, "killed_rank_of_a_plain"),
-    Mechanism("a rank fails", "no rank outlives rank 0", f"{LAUNCH}:PR_SET_PDEATHSIG",
+    Mechanism("a rank fails", "no rank outlives rank 0", "fabric_llm.base.parent:PR_SET_PDEATHSIG",
               is_now(0), ROWS, "frozen_rank_of_a_plain"),
     Mechanism("a rank fails", "a command ends as its first rank", f"{ENDING}:_code_of_others",
               lambda original: lambda first, children: original(first, SimpleNamespace(processes={})),

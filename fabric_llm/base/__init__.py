@@ -10,6 +10,7 @@ spelling    `flag_instead`, `value_instead`, `nearest`: what a mistyped word may
 names       `hub_name`, `nearest_of`: the same for names of models and folders
 fabric      `Fabric` and its strategies: the one import of Lightning
 hub         `answer`: what to do about an error of the Hugging Face hub
+parent      `die_with`: a started process doesn't outlive who started it
 failpoints  `failpoint`: named places where tests make a run fail
 command_line  `parse`, `Flags`: flags from dataclasses, one sentence for each mistake, YAML
 """

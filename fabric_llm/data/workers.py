@@ -5,7 +5,6 @@ A process imports the tokenizer's backend and numpy, takes one piece after the o
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -19,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from fabric_llm.base.faults import PEER_LOST, Fault
+from fabric_llm.base.parent import die_with
 from fabric_llm.data.encoding import Job, encode_piece, load_backend
 from fabric_llm.data.pieces import Piece
 
 LITTLE_BYTES = 16 * 2**20  # of input, for which no process is started
-PR_SET_PDEATHSIG = 1  # prctl(2)
 SERVE = "from fabric_llm.data.workers import serve; serve()"
 Report = Callable[[int], Any]
 
@@ -101,7 +100,7 @@ def _start(job: Job) -> tuple[Connection, subprocess.Popen]:
 
 def serve() -> None:
     """A process: encodes what comes out of the pipe."""
-    _die_with(int(sys.argv[2]))
+    die_with(int(sys.argv[2]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # of the terminal's group; the other process ends this one
     pipe = Connection(int(sys.argv[1]))
@@ -125,14 +124,6 @@ def _sendable(error: Exception) -> Exception:
         return error
     traceback.print_exception(error)
     return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _die_with(parent: int) -> None:
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel knew
-        os._exit(1)
 
 
 # --------------------------------------------------------------------------------- Ray

@@ -6,7 +6,6 @@ and memory first, for whatever nobody has thought of.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import re
@@ -20,7 +19,7 @@ from typing import Any, Callable, NoReturn
 
 import torch
 
-from fabric_llm.processes.launch import PR_SET_PDEATHSIG
+from fabric_llm.base.parent import die_with
 
 MOST_BYTES = 4 * 2**20  # of a file; configurations have a few thousand, of quantised models some hundred thousand
 MOST_ENTRIES = 2**15  # of a list or an object, and of labels, experts and blocks: Switch-C has 2048 experts
@@ -144,8 +143,7 @@ def _in_child(build: Callable[[], Any]) -> NoReturn:
 def _limit() -> None:
     """Of this child process: silence, little time and memory, no core file, no life without its parent."""
     faulthandler.disable()
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with(os.getppid())
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
@@ -159,5 +157,3 @@ def _limit() -> None:
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
     torch.set_num_threads(1)  # there is no thread pool in a forked process
-    if os.getppid() != parent:
-        os._exit(0)

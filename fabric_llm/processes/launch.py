@@ -6,7 +6,6 @@ why. It takes ranks that are already there, as under torchrun, by the same envir
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shlex
 import shutil
@@ -20,9 +19,9 @@ from typing import Any, Optional
 
 from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.faults import CODES, DONE, PEER_LOST, STOPPED, Fault
+from fabric_llm.base.parent import die_with
 
 PARENT = "FABRIC_LLM_PARENT"  # environment variable of a started rank: the process that it must not outlive
-PR_SET_PDEATHSIG = 1  # prctl(2)
 _parent: Optional[int] = None
 
 
@@ -194,12 +193,9 @@ def die_with_parent() -> None:
     """In a started rank: the kernel kills this process when its parent ends, however that ends (Linux)."""
     global _parent
     parent = os.environ.pop(PARENT, None)
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    _parent = int(parent)
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != _parent:  # it ended before the kernel knew
-        os._exit(1)
+    if parent is not None and sys.platform.startswith("linux"):
+        _parent = int(parent)
+        die_with(_parent)
 
 
 def has_parent() -> bool:
