@@ -14,6 +14,7 @@ documentation, and the standard library's code. The help pages are translations 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import subprocess
@@ -150,7 +151,68 @@ def train_base(work: Path) -> None:
     call("train.py", model_name=model, data_mix=mix, **COMMON, **BASE, **evaluated, **run)
 
 
-STAGES = {"base": train_base}
+# ------------------------------------------------------------------------------- the runs of the table
+
+
+STEPS, SELF_TOKENS = 160, 600_000
+LAST = 5  # checkpoints of a constant rate that are averaged
+CONTINUED = {
+    "max_step": STEPS,
+    "lr": 1e-3,
+    "min_lr": 1e-4,
+    "warmup_steps": 10,
+    "eval_step_interval": 20,
+    "save_step_interval": 20,
+}
+OLD = {"english": 0.6, "code": 0.4}  # what is replayed, in the shares of the base model's own data
+NOTHING = "english:9,code:9"  # a budget that is never reached: for the probe and the drift
+
+
+def mix_of(work: Path, replay: float, of_itself: bool = False) -> str:
+    shares = {
+        "basque": 1 - replay,
+        **({"self": replay} if of_itself else {name: replay * part for name, part in OLD.items()}),
+    }
+    return ",".join(f"{name}={work}/data/{name}:{share:.6g}" for name, share in shares.items())
+
+
+def runs_of(work: Path) -> dict[str, dict[str, object]]:
+    """Name of a run -> its flags, but for those that all have."""
+    old = ",".join(f"{name}={work}/data/{name}" for name in OLD)
+    runs: dict[str, dict[str, object]] = {
+        f"replay-{share:g}": {"data_mix": mix_of(work, share / 100), "forgetting_budget": NOTHING}
+        for share in (0, 5, 20, 50)
+    }
+    runs["self-20"] = {"data_mix": mix_of(work, 0.2, True), "eval_data": old, "forgetting_budget": NOTHING}
+    runs["constant-20"] = {**runs["replay-20"], "lr_schedule": "constant"}
+    runs["stopped"] = {**runs["replay-0"], "forgetting_budget": "english:0.1", "forgetting_action": "stop"}
+    runs["rewound"] = {
+        "train_data_dir": work / "data" / "basque",
+        "replay": work / "data" / "english",
+        "replay_fraction": 0.02,
+        "forgetting_budget": "replay:0.1",
+        "forgetting_action": "rewind",
+    }
+    return runs
+
+
+def continue_from_base(work: Path) -> None:
+    base = work / "base" / f"step-{BASE['max_step']:08d}"
+    if not (work / "data" / "self").exists():
+        given = {"tokens": SELF_TOKENS, "context_length": CONTEXT, "output": work / "data" / "self"}
+        call("prepare_data.py", self_replay=base, packing="best_fit", validation_fraction=0.05, **given)
+    for name, flags in runs_of(work).items():
+        status = work / name / "STATUS.json"
+        if status.exists() and json.loads(status.read_text())["code"] in (0, 76):
+            continue
+        run = {"output_dir": work, "run_name": name, "resume": "auto"}
+        with contextlib.suppress(subprocess.CalledProcessError):  # one of them is to end with exit code 76
+            call("train.py", model_name=base, **COMMON, **CONTINUED, **flags, **run)
+    if not (work / "averaged").exists():
+        call("fabric_llm.average", work / "constant-20", last=LAST, output=work / "averaged")
+
+
+STAGES = {"base": train_base, "runs": continue_from_base}
 
 
 def main() -> None:
