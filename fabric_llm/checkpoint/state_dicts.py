@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 PREFIX = "causal_lm."  # of parameter names in model.LanguageModel
+EMA = "ema"  # the state of a parameter that is its moving average
 
 
 def _is_finite(tensor: Any) -> bool:
@@ -66,6 +67,18 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tu
     optimizer = getattr(optimizer, "optimizer", optimizer)  # without Fabric's wrapper
     flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     return flat, {key: value for key, value in flat.items() if key.startswith("state.")}
+
+
+def _with_average(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """An optimizer without Fabric's wrapper, and the moving average of the weights beside it, if there is one."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    average = getattr(optimizer, "average", None)  # training/ema.py
+    return [optimizer] if average is None else [optimizer, average]
+
+
+def optimizer_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`_optimizer_tensors` of an optimizer and of its average."""
+    return {key: t for one in _with_average(optimizer) for key, t in _optimizer_tensors(model, one)[1].items()}
 
 
 @contextmanager
