@@ -19,6 +19,7 @@ from fabric_llm.training.schedule import lr_at
 
 if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mistakes are answered at once
     from torch import nn
+    from torch.optim import Optimizer
 
     from fabric_llm.base.fabric import Fabric
     from fabric_llm.checkpoint.progress import Progress
@@ -56,7 +57,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
     """The run, from its first step or where it resumes to the last. True if asked to stop before. All ranks call it."""
     from fabric_llm.model.language_model import trained_loss
     from fabric_llm.run import build, ending, verdicts
-    from fabric_llm.training import step, updates
+    from fabric_llm.training import ema, step, updates
 
     training = arguments.training
     (plan, model, optimizer, guard, batches, log, evaluation, saver, requests) = build.build(
@@ -64,7 +65,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
     )
     progress, stops = plan.start, False
     if due.evaluation_first(progress, plan.resumed):
-        evaluated = evaluate(evaluation, model, progress, log, watch)
+        evaluated = evaluate(evaluation, model, optimizer, progress, log, watch)
         stops = not evaluated and progress.step > 0  # before the first step there is nothing to resume
 
     while not (stops or plan.is_over(progress)):
@@ -86,6 +87,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
         weights, update = updates.sample_weights(model.parameters()) if now.logs else None, None
         if guard.accept(loss, grad_norm):  # before the update: a NaN must not come into the weights
             optimizer.step()
+            ema.update(optimizer, progress.step)
             update = updates.size(weights, model) if now.logs else None
         else:
             step.leave_out(fabric)
@@ -103,7 +105,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
             continue
         if now.logs or stop or save:
             log.step(progress, loss=loss, lr=lr, grad_norm=grad_norm, aux_loss=aux_loss, update=update)
-        evaluated = now.evaluates and not stop and evaluate(evaluation, model, progress, log, watch)
+        evaluated = now.evaluates and not stop and evaluate(evaluation, model, optimizer, progress, log, watch)
         stops = stop > 0 or now.evaluates and not evaluated
         if now.saves or stops or save:
             saver.save(model, optimizer, progress, batches, guard, evaluated=evaluated, due=now, stops=stops)
@@ -113,13 +115,21 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
     return stopped
 
 
-def evaluate(evaluation: Evaluation, model: nn.Module, progress: Progress, log: Log, watch: Watch) -> bool:
-    """Log the validation losses. False where a request to stop came first. All ranks call it."""
+def evaluate(
+    evaluation: Evaluation, model: nn.Module, optimizer: Optimizer, progress: Progress, log: Log, watch: Watch
+) -> bool:
+    """Log the validation losses, also those of a moving average. False where a request to stop came first. All ranks call it."""
+    from fabric_llm.training import ema
+
     with log.untimed():
-        losses = evaluation.losses(model)
+        losses, of_average = evaluation.losses(model), None
+        if losses is not None and (average := ema.average_of(optimizer)) is not None:
+            with average.in_place():
+                of_average = evaluation.losses(model)
+            losses = None if evaluation.was_stopped else losses
     watch.mark(progress.step, "in the next step")
     if losses is not None and evaluation.is_on:
-        log.evaluation(progress, losses)
+        log.evaluation(progress, losses, of_average)
     return losses is not None
 
 

@@ -90,14 +90,21 @@ class Log:
             f"{self._of_each_device(speed)}  {memory:.2f} GiB  {duration(left)} left{more}"
         )
 
-    def evaluation(self, progress: Progress, losses: Mapping[str, float]) -> None:
-        """The validation losses after the step that leads to `progress`; together they count as the sources are read."""
-        shares = self.plan.shares_at(progress.position)
-        self.eval_loss = loss = sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
+    def evaluation(
+        self, progress: Progress, losses: Mapping[str, float], of_average: Optional[Mapping[str, float]] = None
+    ) -> None:
+        """The validation losses after the step that leads to `progress`; together they count as the sources are read.
+
+        of_average: those of the moving average of the weights, if there is one.
+        """
+        self.eval_loss = loss = self._together(progress, losses)
         record, words = {"eval_loss": loss}, ""
         if self.plan.mixture is not None:
             record["eval_loss_by_source"] = dict(losses)
             words = f" ({', '.join(f'{name} {one:.4f}' for name, one in losses.items())})"
+        if of_average is not None:
+            record["eval_loss_ema"] = self._together(progress, of_average)
+            words += f"  of the moving average {record['eval_loss_ema']:.4f}"
         self._write(progress.step, record)
         self.line(f"{self._of(progress)}  validation loss {loss:.4f}{words}")
 
@@ -155,6 +162,10 @@ class Log:
 
     def _of(self, progress: Progress) -> str:
         return f"step {progress.step}/{self.plan.max_step}"
+
+    def _together(self, progress: Progress, losses: Mapping[str, float]) -> float:
+        shares = self.plan.shares_at(progress.position)
+        return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
 
     def _read_of_sources(self, progress: Progress) -> tuple[Record, str]:
         """Of a mixture: what was read of each source, for metrics.jsonl and for a line."""
