@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from conftest import TOY_CONFIGS, VOCABULARY
-from ranks import metrics, train_ranks
+from ranks import metrics, run_ranks, train_ranks
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedTokenizerFast
@@ -212,6 +212,28 @@ def test_names_without_the_prefix_of_the_base_model(toys, tmp_path, run_average)
     assert all(torch.equal(average[name], tensor) for name, tensor in wanted.items())
 
 
+@pytest.mark.longer
+def test_memory_does_not_grow_with_the_number_of_parts(tmp_path):
+    """Parts of 64 MB: six of them need no more than two."""
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, vocab_size=6000
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "0")
+    for number in range(1, 6):
+        shutil.copytree(tmp_path / "0", tmp_path / str(number))
+    folders = [str(tmp_path / str(number)) for number in range(6)]
+    size = (tmp_path / "0" / "model.safetensors").stat().st_size
+    two, six = (run_ranks(1, peak_bytes, folders[:count], str(tmp_path / f"hf-{count}"))[0] for count in (2, 6))
+    assert size > 60e6 and six - two < size / 2
+
+
+def peak_bytes(folders, output):
+    import resource
+
+    main([*folders, "--output", output, "--evaluate", "false", "--max_shard_size", "10MB"])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 # ------------------------------------------------------------------------------- weights
 
 
@@ -277,6 +299,7 @@ def test_without_the_data_there_is_a_sentence_and_no_table(runs, toys, tmp_path,
     ("flags", "words"),
     [
         (["{runs}/nothing"], "No checkpoint, run or model at"),
+        (["org/name"], "A model of the hub is given by the folder"),
         (["{runs}"], "is neither a checkpoint nor a run with one"),
         (["{runs}/full", "--last", "9"], "has 3 checkpoints"),
         (["{runs}/full", "--last", "0"], "--last must be positive, not 0"),

@@ -66,6 +66,7 @@ def assert_equal(one, other):
         (1, "auto", "gpt2-no-dropout", "32-true"),
         (2, "fsdp", "gpt2-no-dropout", "bf16-true"),
         (2, "fsdp2", "llama", "bf16-true"),
+        (2, "fsdp", "llama", "32-true"),
         (2, "fsdp", "llama", "bf16-mixed"),
         (2, "ddp", "llama", "32-true"),
     ],
@@ -121,6 +122,7 @@ def test_every_second_step_decays_as_two(toys, tmp_path):
     assert_equal(average_of(step(tmp_path, 2)), average_of(step(tmp_path, 3)))
 
 
+@pytest.mark.longer
 def test_the_average_does_not_change_the_run(toys, tmp_path):
     """Neither its weights, nor, with evaluations of the average between steps, under FSDP."""
     more = ("--eval_iters", 1, "--eval_step_interval", 1)
@@ -172,7 +174,7 @@ def test_a_rewind_restores_it(toys, tmp_path):
         (2, "ddp", "full", "host", ("--bf16_updates", "master")),
     ],
 )
-def test_resume_is_bit_for_bit(toys, tmp_path, ranks, strategy, kind, device, more):
+def test_a_resumed_average_is_the_undisturbed_one(toys, tmp_path, ranks, strategy, kind, device, more):
     more = ("--ema_decay", 0.9, "--ema_device", device, "--state_dict_type", kind, "--keep_last", 9, *more)
     run = flags(toys, tmp_path, *more, precision="bf16-true", strategy=strategy)
     train_ranks(ranks, *run)

@@ -65,18 +65,19 @@ def evaluate(parts: Sequence[Part], weights: Sequence[float], output: Path) -> N
         precision=how.precision,
     )
     evaluation = how.flags.evaluation
+    width = max(len("average"), *(len(part.name) for part in parts))
     print(
         f"Validation loss, up to {evaluation.eval_iters} batches of {evaluation.eval_batch_size}, as in {how.run}:\n"
-        f"{'':<{_width(parts)}}  weight" + "".join(f"{name:>{max(12, len(name) + 2)}}" for name in how.sets),
+        f"{'':<{width}}  weight" + "".join(f"{name:>{max(12, len(name) + 2)}}" for name in how.sets),
         flush=True,
     )
     found: list[Losses] = []
     for part, weight in zip(parts, weights):
         found.append(losses_of(fabric, part.path, part.dtype, how))
-        print(_line(part.name, f"{weight:.4f}", found[-1], parts), flush=True)
+        print(_line(f"{part.name:<{width}}", f"{weight:.4f}", found[-1]), flush=True)
     dtype = getattr(torch, str(load_config(str(output)).dtype).removeprefix("torch."))
     average = losses_of(fabric, output, dtype, how)
-    print(_line("average", "", average, parts), flush=True)
+    print(_line(f"{'average':<{width}}", "", average), flush=True)
     _note(output / NOTE, how, found, average)
 
 
@@ -143,13 +144,9 @@ def _on_device(fabric: Fabric, model: PreTrainedModel, precision: str) -> Any:
     return fabric.setup_module(LanguageModel(model, chunked=chunked).to(fabric.device), move_to_device=False)
 
 
-def _width(parts: Sequence[Part]) -> int:
-    return max(len("average"), *(len(part.name) for part in parts))
-
-
-def _line(name: str, weight: str, losses: Losses, parts: Sequence[Part]) -> str:
+def _line(name: str, weight: str, losses: Losses) -> str:
     numbers = "".join(f"{loss:>{max(12, len(of) + 2)}.4f}" for of, loss in losses.items())
-    return f"{name:<{_width(parts)}}  {weight:>6}{numbers}"
+    return f"{name}  {weight:>6}{numbers}"
 
 
 def _note(file: Path, how: Evaluated, found: Sequence[Losses], average: Losses) -> None:

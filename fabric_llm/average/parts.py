@@ -34,7 +34,7 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
     for name in given:
         path = Path(name)
         if not path.is_dir():
-            raise ValueError(f"No checkpoint, run or model at {name!r}.{nearest_of(path)}")
+            raise ValueError(f"No checkpoint, run or model at {name!r}.{nearest_of(path) or _of_hub(name)}")
         if (path / MANIFEST).is_file() or (path / "config.json").is_file():
             folders.append(path)
             continue
@@ -47,6 +47,12 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
     if last is not None and not runs:
         raise ValueError(f"--last {last} counts the checkpoints of a run, and {given[0]!r} is none.")
     return folders
+
+
+def _of_hub(name: str) -> str:
+    """What to give for what may be a name on the hub, as the end of a sentence."""
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).parent.exists()
+    return " A model of the hub is given by the folder that it was downloaded to." if is_name else ""
 
 
 def require_apart(folders: Sequence[Path], output: Path) -> None:
@@ -79,12 +85,13 @@ class Part:
     @property
     def run(self) -> Optional[Path]:
         """The run directory of a checkpoint."""
-        return None if self.progress is None else self.path.parent
+        return None if self.progress is None else self.path.resolve().parent
 
     @property
     def name(self) -> str:
         """Short, for a table."""
-        return str(Path(self.path.absolute().parent.name, self.path.name)) if self.run else str(self.path)
+        whole = self.path.resolve()
+        return str(Path(whole.parent.name, whole.name)) if self.run else str(self.path)
 
 
 def opened(folders: Sequence[Path]) -> list[Part]:

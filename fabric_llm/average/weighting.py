@@ -46,10 +46,11 @@ def inverse_sqrt(steps: Sequence[int]) -> list[float]:
 def _steps(folders: Sequence[Path]) -> list[int]:
     """Raises ValueError unless the folders are checkpoints of one run, in the order of their steps."""
     rule = "--weights inverse_sqrt imitates a decay of the learning rate over the checkpoints of one run"
+    folders = [folder.resolve() for folder in folders]
     for folder in folders:
         if not folder.name.startswith("step-"):
             raise ValueError(f"{rule}, and {str(folder)!r} isn't one; take equal, or a number for each part.")
-    if len({folder.resolve().parent for folder in folders}) > 1:
+    if len({folder.parent for folder in folders}) > 1:
         raise ValueError(f"{rule}, and these are of several; take equal, or a number for each part.")
     steps = [step_of(folder) for folder in folders]
     if steps != sorted(steps):
