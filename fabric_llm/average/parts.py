@@ -128,7 +128,7 @@ def _dtype(folder: Path, config: Any, progress: Optional[dict[str, Any]], of_pre
     import torch
 
     if progress is None:
-        return getattr(config, "dtype", None) or torch.float32
+        return getattr(torch, str(getattr(config, "dtype", None) or "float32").removeprefix("torch."))
     try:
         return of_precision[progress["fixed"]["precision"]]
     except (KeyError, TypeError) as error:
