@@ -17,6 +17,7 @@ from fabric_llm.checkpoint.state_dicts import PREFIX
 from fabric_llm.training.adamw import AdamW, checkpoint_bytes
 from fabric_llm.training.adamw_rounded import Origin
 from fabric_llm.training.ema import Average
+from fabric_llm.verify.__main__ import main as verify
 
 DECAY = 0.6
 
@@ -61,19 +62,23 @@ def assert_equal(one, other):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy", "model", "precision"),
+    ("ranks", "strategy", "model", "precision", "how"),
     [
-        (1, "auto", "gpt2-no-dropout", "32-true"),
-        (2, "fsdp", "gpt2-no-dropout", "bf16-true"),
-        (2, "fsdp2", "llama", "bf16-true"),
-        (2, "fsdp", "llama", "32-true"),
-        (2, "fsdp", "llama", "bf16-mixed"),
-        (2, "ddp", "llama", "32-true"),
+        (1, "auto", "gpt2-no-dropout", "32-true", "FULL_SHARD"),
+        (2, "fsdp", "gpt2-no-dropout", "bf16-true", "FULL_SHARD"),
+        (2, "fsdp2", "llama", "bf16-true", "FULL_SHARD"),
+        (2, "fsdp", "llama", "32-true", "FULL_SHARD"),
+        (2, "fsdp", "llama", "32-true", "SHARD_GRAD_OP"),
+        (2, "fsdp", "llama", "32-true", "NO_SHARD"),
+        (2, "fsdp2", "llama", "32-true", "SHARD_GRAD_OP"),
+        (2, "fsdp", "llama", "bf16-mixed", "FULL_SHARD"),
+        (2, "ddp", "llama", "32-true", "FULL_SHARD"),
     ],
 )
-def test_is_the_plain_average_over_the_steps(toys, tmp_path, ranks, strategy, model, precision):
+def test_is_the_plain_average_over_the_steps(toys, tmp_path, ranks, strategy, model, precision, how):
     """In float32 on the host, also of bfloat16 weights; eval_loss_ema is that of the exported average."""
     more = ("--ema_decay", DECAY, "--eval_iters", 2, "--eval_batch_size", 4)
+    more += ("--sharding_strategy", how) if strategy.startswith("fsdp") else ()
     train_ranks(ranks, *flags(toys, tmp_path, *more, model=model, precision=precision, strategy=strategy))
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     base = weights(toys / model)
@@ -88,10 +93,8 @@ def test_is_the_plain_average_over_the_steps(toys, tmp_path, ranks, strategy, mo
         torch.testing.assert_close(tensor.double(), wanted[name], rtol=1e-6, atol=1e-7, msg=name)
     losses, of_average = metrics(tmp_path / "run", "eval_loss"), metrics(tmp_path / "run", "eval_loss_ema")
     assert of_average[0] == losses[0] and of_average[-1] != losses[-1] and len(losses) == len(of_average)
-    if strategy != "ddp":
-        assert of_average[-1] == pytest.approx(
-            loss_of_export(tmp_path, "float32"), abs=2e-2 if "16" in precision else 1e-5
-        )
+    close = 2e-2 if "16" in precision else 1e-5
+    assert of_average[-1] == pytest.approx(loss_of_export(tmp_path, "float32"), abs=close)
 
 
 def loss_of_export(folder, dtype):
@@ -214,6 +217,7 @@ def test_it_is_turned_on_and_off_on_purpose(toys, tmp_path):
     off = (*run, "--resume", "true", "--max_step", 4)
     train_ranks(1, *off, "--resume_override", "max_step,ema_decay")
     assert average_of(step(tmp_path, 4)) == {}
+    assert verify([str(tmp_path / "run"), "--no_export"]) == 0
 
 
 # --------------------------------------------------------------------------------- exported

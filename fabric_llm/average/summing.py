@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from fabric_llm.average.parts import Part
 from fabric_llm.average.tensors import Layout
 from fabric_llm.base.ending import on_disk
-from fabric_llm.base.faults import NON_FINITE, Fault
+from fabric_llm.base.faults import NON_FINITE, Fault, one_line
 from fabric_llm.checkpoint import reading
 from fabric_llm.checkpoint.writing import versions
 from fabric_llm.model.loading import build_skeleton, set_generation_config
@@ -162,8 +162,11 @@ def _verify(folder: Path, layout: Layout, parts: Sequence[Part], weights: Sequen
             raise VerificationError(f"{name} isn't the average of the parts.")
     if missing := sorted(layout.stored.keys() - seen):
         raise VerificationError(f"the export lacks {', '.join(missing[:10])}.")
-    with torch.no_grad():
-        logits = loaded.eval()(_probe(parts, loaded)).logits
+    try:
+        with torch.no_grad():
+            logits = loaded.eval()(_probe(parts, loaded)).logits
+    except (IndexError, RuntimeError) as error:
+        raise VerificationError(f"it can't compute logits: {one_line(error)[:400]}.") from error
     if not torch.isfinite(logits).all():
         raise VerificationError("it gives NaN or infinity.")
 

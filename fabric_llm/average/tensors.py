@@ -22,23 +22,26 @@ class Layout:
     """Which tensors the files of a model hold for those in memory, where transformers fuses the experts of some families."""
 
     def __init__(self, template: PreTrainedModel) -> None:
-        """template: the model on the meta device."""
+        """template: the model on the meta device. Raises ValueError where files hold parts of several tensors in memory.
+
+        None of the families in tests/families.py is such.
+        """
         self.template = template
         self.left_out = tied_names(template) | set(template._keys_to_ignore_on_save or ())
         state = {name: tensor for name, tensor in template.state_dict().items() if name not in self.left_out}
         whole = revert_weight_conversion(template, dict(state))
         apart = {name: revert_weight_conversion(template, {name: tensor}) for name, tensor in state.items()}
         shapes = {key: tensor.shape for tensors in apart.values() for key, tensor in tensors.items()}
-        # Whether each tensor in memory gives whole tensors of the files. Else they are converted all at once.
-        self.one_by_one = shapes == {key: tensor.shape for key, tensor in whole.items()}
-        self.stored = {key: t for tensors in apart.values() for key, t in tensors.items()} if self.one_by_one else whole
+        if shapes != {key: tensor.shape for key, tensor in whole.items()}:
+            raise ValueError(f"{type(template).__name__} can't be averaged: its files can't be read tensor by tensor.")
+        self.stored = {key: tensor for tensors in apart.values() for key, tensor in tensors.items()}
         self.memory_names = {key: name for name, tensors in apart.items() for key in tensors}
 
     def convert(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(name in files, tensor) for tensors by their names in memory, each tied one once."""
-        state = {name: tensor for name, tensor in state.items() if name not in self.left_out}
-        for some in [{name: state[name]} for name in state] if self.one_by_one else [dict(state)]:
-            yield from revert_weight_conversion(self.template, some).items()
+        for name, tensor in state.items():
+            if name not in self.left_out:
+                yield from revert_weight_conversion(self.template, {name: tensor}).items()
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -81,9 +84,6 @@ def of_parts(folder: Path, layout: Layout) -> Callable[[str], Tensor]:
     """Reads from a sharded checkpoint, whose names are those in memory. Raises Fault (66) where it holds another model."""
     reading.require_shapes(folder, layout.template)
     parts = reading.Parts(folder / "weights")
-    if not layout.one_by_one:
-        state = {name: parts.tensor(PREFIX + name) for name in layout.memory_names.values()}
-        return dict(layout.convert(state)).__getitem__
     last: dict[str, Any] = {"name": None, "tensors": {}}
 
     def read(name: str) -> Tensor:
