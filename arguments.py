@@ -215,6 +215,15 @@ class TrainingArguments:
     weight_decay: float = flag(0.1, "decoupled weight decay, on matrices only")
     beta1: float = flag(0.9, "AdamW, decay of the first moment")
     beta2: float = flag(0.95, "AdamW, decay of the second moment")
+    ema_decay: Optional[float] = flag(
+        None,
+        "decay a step of an exponential moving average of the weights, such as 0.999, which export_hf.py --ema true exports "
+        "(default: none is kept)",
+    )
+    ema_device: Literal["host", "same"] = flag(
+        "host", "host: the average in float32 in host memory; same: as the weights, in bfloat16 rounded stochastically"
+    )
+    ema_every: int = flag(1, "steps between updates of the average, each of which then decays as so many would")
     router_aux_loss_coef: Optional[float] = flag(
         None,
         "mixture of experts: what the routers' load-balancing loss is multiplied by; 0: it isn't trained "
@@ -381,6 +390,9 @@ class ExportArguments:
     checkpoint: str = flag(None, "checkpoints/RUN/step-N, or checkpoints/RUN for its latest")
     output: str = flag(None, "Hugging Face directory to write, such as hf/mine")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag("auto", "dtype of the weights; auto: as trained")
+    ema: bool = flag(
+        False, "export the moving average of the weights that --ema_decay has kept, instead of the weights"
+    )
     max_shard_size: str = flag("5GB", "largest weight file")
     push_to_hub: Optional[str] = flag(None, "upload to this repository, org/name, once it is verified")
     private: bool = flag(True, "make the repository private, where it is new")

@@ -25,7 +25,8 @@ def main(argv: Optional[list[str]] = None) -> None:
         from fabric_llm.verify.export import VerificationError, export, push, read_proof
 
         source = find(arguments.checkpoint)
-        print(f"Exporting {source} to {arguments.output}", flush=True)
+        what = f"the moving average of {source}" if arguments.ema else source
+        print(f"Exporting {what} to {arguments.output}", flush=True)
         try:
             proof = export(
                 source,
@@ -33,6 +34,7 @@ def main(argv: Optional[list[str]] = None) -> None:
                 dtype=arguments.dtype,
                 max_shard_size=arguments.max_shard_size,
                 overwrite=arguments.overwrite,
+                ema=arguments.ema,
             )
         except VerificationError as error:
             fail("export_hf.py", f"not exported, verification failed: {error}", VERIFICATION_FAILED)

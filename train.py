@@ -19,6 +19,7 @@ from fabric_llm.training.schedule import lr_at
 
 if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mistakes are answered at once
     from torch import nn
+    from torch.optim import Optimizer
 
     from fabric_llm.base.fabric import Fabric
     from fabric_llm.checkpoint.progress import Progress
@@ -57,24 +58,21 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
     """The run, from its first step or where it resumes to the last. True if asked to stop before. All ranks call it."""
     from fabric_llm.model.language_model import trained_loss
     from fabric_llm.run import build, ending, verdicts
-    from fabric_llm.training import step, updates
+    from fabric_llm.training import ema, step, updates
 
-    training = arguments.training
-    (plan, model, optimizer, guard, batches, log, evaluation, saver, requests) = build.build(
-        fabric, arguments, plan, signals, watch
-    )
+    parts = build.build(fabric, arguments, plan, signals, watch)
+    plan, model, optimizer, guard, batches, log, evaluation, saver, requests = parts
     progress, stops = plan.start, False
     if due.evaluation_first(progress, plan.resumed):
-        evaluated = evaluate(evaluation, model, guard, progress, log, watch)
+        evaluated = evaluate(evaluation, model, optimizer, guard, progress, log, watch)
         stops = progress.step > 0 and (not evaluated or guard.verdict == "stop")  # at step 0 there is nothing to resume
 
     while not (stops or plan.is_over(progress)):
         before, progress = progress, plan.after(progress)
         now = due.at(before, progress, plan, arguments)
         log.profile.begin(progress.step)
-        lr = lr_at(before.step, max_step=plan.max_step, **due.schedule(training))
-        step.set_lr(optimizer, lr)
-        step.seed_step(training.seed, before.step, fabric.global_rank)
+        lr = step.set_lr(optimizer, lr_at(before.step, max_step=plan.max_step, **due.schedule(arguments.training)))
+        step.seed_step(arguments.training.seed, before.step, fabric.global_rank)
         micro_batches = [fabric.to_device(batch) for batch in batches.at(before.position)]
         targets, total = step.count_targets(fabric, micro_batches), 0.0
         for batch in step.accumulate(fabric, model, micro_batches, plan.syncs_every_micro_batch, plan.sums_in_float32):
@@ -82,11 +80,12 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
             step.backward(fabric, trained_loss(losses, plan.router_aux_loss_coef))
             total = total + losses.detach()
         with log.waits:  # here the host waits for the device, and for the other ranks
-            grad_norm = step.clip(fabric, model, optimizer, training.grad_clip)
+            grad_norm = step.clip(fabric, model, optimizer, arguments.training.grad_clip)
             (loss, *aux_loss), (stop, save, written) = step.share(fabric, total, [*requests.ask(), saver.has_written()])
         weights, update = updates.sample_weights(model.parameters()) if now.logs else None, None
         if guard.accept(loss, grad_norm):  # before the update: a NaN must not come into the weights
             optimizer.step()
+            ema.update(optimizer, progress.step)
             update = updates.size(weights, model) if now.logs else None
         else:
             step.leave_out(fabric)
@@ -99,7 +98,9 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
         if guard.verdict != "rewind":
             if now.logs or stop or save:
                 log.step(progress, loss=loss, lr=lr, grad_norm=grad_norm, aux_loss=aux_loss, update=update)
-            evaluated = now.evaluates and not stop and evaluate(evaluation, model, guard, progress, log, watch)
+            evaluated = (
+                now.evaluates and not stop and evaluate(evaluation, model, optimizer, guard, progress, log, watch)
+            )
         if guard.verdict == "rewind":  # by the loss of the step, or by what the evaluation says of forgetting
             model = optimizer = losses = None  # their memory first: the loss knows the parameters as well
             back = verdicts.rewind(fabric, arguments, plan, guard, batches, log, saver, progress)
@@ -116,11 +117,19 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
 
 
 def evaluate(
-    evaluation: Evaluation, model: nn.Module, guard: Guard, progress: Progress, log: Log, watch: Watch
+    evaluation: Evaluation,
+    model: nn.Module,
+    optimizer: Optimizer,
+    guard: Guard,
+    progress: Progress,
+    log: Log,
+    watch: Watch,
 ) -> bool:
     """Log the validation losses, and judge what was forgotten. False where a request to stop came first. All ranks call it."""
+    from fabric_llm.training import ema
+
     with log.untimed():
-        found = evaluation.of(model)
+        found = evaluation.of(model, ema.average_of(optimizer))
     watch.mark(progress.step, "in the next step")
     if found is not None and evaluation.is_on:
         guard.accept_evaluation(progress.step, found.losses)

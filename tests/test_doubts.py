@@ -49,6 +49,7 @@ TABLE = [  # flags, facts, the beginning of the one warning
     ("--number_epochs 3 --max_step 100", {}, "--number_epochs has no effect beside --max_step 100."),
     ("--resume_override lr", {}, "--resume_override has no effect without --resume."),
     ("--spike_action skip", {}, "--spike_action has no effect without --spike_threshold."),
+    ("--ema_device same --ema_every 2", {}, "--ema_device and --ema_every have no effect without --ema_decay."),
     ("--eval_step_interval 5 --eval_iters 0", {}, "--eval_step_interval has no effect with --eval_iters 0."),
     ("--save_step_interval 100", {}, "--save_step_interval 100 isn't less than the run's 100 steps"),
     ("--keep_every 5", {}, "--keep_every has no effect without --keep_last: every checkpoint is kept."),

@@ -319,7 +319,7 @@ WORDS_OF_OTHERS = {  # Hugging Face's Trainer, litgpt, torchtitan, axolotl, NeMo
     **{"bf16": "", "fp16": "", "deepspeed": "", "warmup_ratio": "", "optim": "", "lora_r": "", "tokenizer": ""},
     **{"tensor_parallel_degree": "", "torch_compile": "compile", "do_train": "", "push_to_hub": "", "local_rank": ""},
 }
-NOBODY_KNOWS = "foo tp_comm x n moe_aux_loss router_bias ignore_index label_names dropout z_loss ema_decay lb".split()
+NOBODY_KNOWS = "foo tp_comm x n moe_aux_loss router_bias ignore_index label_names dropout z_loss polyak lb".split()
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     set_optimizer_state_dict,
@@ -29,7 +30,15 @@ from fabric_llm.base.faults import (
 )
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.checkpoint.progress import _damaged, read_progress
-from fabric_llm.checkpoint.state_dicts import PREFIX, _optimizer_tensors, _quiet, persistent_buffers, shapes
+from fabric_llm.checkpoint.state_dicts import (
+    EMA,
+    PREFIX,
+    _optimizer_tensors,
+    _quiet,
+    _with_average,
+    persistent_buffers,
+    shapes,
+)
 
 
 def verified(path: Path, hashes: bool = False) -> dict[str, Any]:
@@ -60,22 +69,47 @@ def _check_index(index: Path, listed: dict[str, Any]) -> None:
 
 
 def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill the optimizer of a wrapped model from a checkpoint, whatever ranks and strategy wrote it. All ranks call it."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    flat, tensors = _optimizer_tensors(model, optimizer)
-    _load_parts(tensors, path / "trainer" / "optimizer")
+    """Fill the optimizer of a wrapped model from a checkpoint, whatever ranks and strategy wrote it. All ranks call it.
+
+    So is its moving average of the weights, unless the checkpoint has none: then it stays as it is.
+    """
+    optimizer, *averages = _with_average(optimizer)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    set_optimizer_state_dict(model, optimizer, {**flat, **tensors}, options=options)
+    for one in [optimizer, *(averages if has_ema(read_progress(path)) else [])]:
+        flat, tensors = _optimizer_tensors(model, one)
+        _load_parts(tensors, path / "trainer" / "optimizer")
+        set_optimizer_state_dict(model, one, {**flat, **tensors}, options=options)
+
+
+def has_ema(progress: dict[str, Any]) -> bool:
+    """Whether a checkpoint with this progress.json holds a moving average of the weights."""
+    return EMA in progress.get("optimizer_state", ())
+
+
+def ema_into(path: Path, model: nn.Module) -> None:
+    """Give an unwrapped model the moving average that a checkpoint holds of its weights; what wasn't trained stays.
+
+    Raises ValueError where the checkpoint has none.
+    """
+    parts = Parts(path / "trainer" / "optimizer")
+    names = {f"state.{PREFIX}{name}.{EMA}": parameter for name, parameter in model.named_parameters()}
+    if not names.keys() & parts.names():
+        raise ValueError(
+            f"{str(path)!r} holds no moving average of the weights: its run had no --ema_decay when it was saved."
+        )
+    with torch.no_grad():
+        for name in names.keys() & parts.names():
+            names[name].copy_(parts.tensor(name))
 
 
 def _load_parts(tensors: dict[str, Any], folder: Path) -> None:
     """Fill `tensors`. Raises Fault (66) where the parts are others."""
-    with _quiet(), _reading(folder):
+    with _quiet(), readable(folder):
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path=str(folder)))
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
     """What is wrong with the content of files, which hashes don't tell where somebody made them so, as Fault (66)."""
     try:
         yield
@@ -96,18 +130,23 @@ def sharded_weights(path: Path, expected: nn.Module) -> Optional[dict[str, Tenso
     folder = path / "weights"
     if not folder.is_dir():
         return None
-    declared = whole_shapes(folder)
-    wanted = {PREFIX + name: shape for name, shape in (*shapes(expected), *persistent_buffers(expected))}
-    for name in sorted(declared.keys() ^ wanted.keys()) or sorted(n for n in wanted if declared[n] != wanted[n]):
-        here, there = (list(some[name]) if name in some else "nothing" for some in (declared, wanted))
-        raise _damaged(path, f"weights hold {here} as {name}, the model {there}.")
+    require_shapes(path, expected)
     weights = whole_tensors(folder)
     return {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
 
 
+def require_shapes(path: Path, expected: nn.Module) -> None:
+    """Raises Fault (66) unless the parts of a sharded checkpoint declare exactly the tensors of the model `expected`."""
+    declared = whole_shapes(path / "weights")
+    wanted = {PREFIX + name: shape for name, shape in (*shapes(expected), *persistent_buffers(expected))}
+    for name in sorted(declared.keys() ^ wanted.keys()) or sorted(n for n in wanted if declared[n] != wanted[n]):
+        here, there = (list(some[name]) if name in some else "nothing" for some in (declared, wanted))
+        raise _damaged(path, f"weights hold {here} as {name}, the model {there}.")
+
+
 def whole_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape that the parts in a folder declare for the whole tensor."""
-    with _reading(folder):
+    with readable(folder):
         metadata = HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
         return {name: tuple(entry.size) for name, entry in metadata.items()}
 
@@ -116,14 +155,46 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
     """Name -> tensor put together from the parts in a folder, on the CPU. One process."""
     metadata = HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
-    with _quiet(), _reading(folder):
+    with _quiet(), readable(folder):
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path=str(folder)), no_dist=True)
     return tensors
 
 
+class Parts:
+    """The tensors whose parts are in a folder, put together one at a time, on the CPU. One process."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises Fault (66) where the folder can't be read."""
+        self.folder = folder
+        with readable(folder):
+            metadata = HuggingFaceStorageReader(path=str(folder)).read_metadata()
+        self.entries, self.places = metadata.state_dict_metadata, metadata.storage_data
+
+    def names(self) -> set[str]:
+        return set(self.entries)
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor. Raises Fault (66) where a part of it is missing."""
+        entry = self.entries[name]
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        read = 0
+        with readable(self.folder):
+            for chunk in {
+                tuple(chunk.offsets): chunk for chunk in entry.chunks
+            }.values():  # replicas have the same place
+                place = self.places[MetadataIndex(name, chunk.offsets)]
+                with safe_open(place.relative_path, framework="pt") as file:
+                    part = file.get_tensor(name)
+                whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes))] = part
+                read += part.numel()
+            if read != whole.numel():
+                raise ValueError(f"{name} has {read} of {whole.numel()} elements")
+        return whole
+
+
 def read_probe(path: Path) -> dict[str, Tensor]:
     """The recorded probe of a checkpoint, see `record_probe`. Raises Fault (66) where it isn't one."""
-    with _reading(path / "trainer" / "probe.safetensors"):
+    with readable(path / "trainer" / "probe.safetensors"):
         with safe_open(path / "trainer" / "probe.safetensors", framework="pt") as file:
             probe = {key: file.get_tensor(key) for key in file.keys()}
         (_, context), (count, vocabulary) = probe["input_ids"].shape, probe["logits"].shape

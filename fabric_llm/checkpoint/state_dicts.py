@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 PREFIX = "causal_lm."  # of parameter names in model.LanguageModel
+EMA = "ema"  # the state of a parameter that is its moving average
 
 
 def _is_finite(tensor: Any) -> bool:
@@ -58,14 +59,38 @@ def _sharded_weights(model: nn.Module, template: PreTrainedModel) -> dict[str, A
     return {name: tensor for name, tensor in tensors.items() if name.removeprefix(PREFIX) not in again}
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The optimizer's flat state dict, and its tensors: `state.NAME.exp_avg` and the like.
+def _optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, offload: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optimizer's flat state dict, and its tensors: `state.NAME.exp_avg` and the like. offload: they come to the CPU.
 
     What isn't a tensor (learning rate, betas) comes from the arguments of the run, not from a checkpoint.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # without Fabric's wrapper
-    flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    options = StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=offload)
+    flat = get_optimizer_state_dict(model, optimizer, options=options)
     return flat, {key: value for key, value in flat.items() if key.startswith("state.")}
+
+
+def _with_average(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """An optimizer without Fabric's wrapper, and the moving average of the weights beside it, if there is one."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    average = getattr(optimizer, "average", None)  # training/ema.py
+    return [optimizer] if average is None else [optimizer, average]
+
+
+def optimizer_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`_optimizer_tensors` of an optimizer and of its average. What is kept on the host for a GPU doesn't fill its memory."""
+    tensors: dict[str, Any] = {}
+    for one in _with_average(optimizer):
+        on_host = any(p.is_cuda and not t.is_cuda for p, state in one.state.items() for t in _dimensional(state))
+        tensors |= _optimizer_tensors(model, one, offload=on_host)[1]
+    return tensors
+
+
+def _dimensional(state: dict[str, Any]) -> list[Tensor]:
+    """What an optimizer keeps for each element of a parameter; its counter of steps is on the CPU everywhere."""
+    return [value for value in state.values() if isinstance(value, Tensor) and value.ndim]
 
 
 @contextmanager

@@ -52,10 +52,10 @@ from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.checkpoint.state_dicts import (
     _full_weights,
     _is_finite,
-    _optimizer_tensors,
     _own_bytes,
     _quiet,
     _sharded_weights,
+    optimizer_parts,
 )
 from fabric_llm.model.strategy import reshard
 
@@ -107,7 +107,7 @@ def begin(
     """
     reshard(model)
     rank = fabric.global_rank
-    parts = {"trainer/optimizer": _optimizer_tensors(model, optimizer)[1]}
+    parts = {"trainer/optimizer": optimizer_parts(model, optimizer)}
     weights: Optional[dict[str, Tensor]] = None
     if state_dict_type == "full":
         weights = _full_weights(model, template, offload=fabric.device.type != "cpu")

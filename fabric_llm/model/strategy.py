@@ -311,15 +311,22 @@ def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
 
 
 def reshard(model: nn.Module) -> None:
-    """After a forward pass without a backward fsdp2 leaves the outermost unit whole: split it again.
+    """After a forward pass without a backward fsdp and fsdp2 leave the outermost unit whole: split it again.
 
-    Whoever makes such a pass calls this: `model.parameters()` are others while a unit is whole.
+    Whoever makes such a pass calls this: `model.parameters()` of fsdp2 are others while a unit is whole, and the next pass of
+    fsdp would take the whole unit that is there, also where its weights have changed since.
     """
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp._runtime_utils import _reshard
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+        handle = module._handle if isinstance(module, FSDP) else None
+        ran = handle is not None and module._is_root is not None and handle.uses_sharded_strategy
+        if ran and not handle.needs_unshard():
+            _reshard(module, handle, True)
 
 
 def original_name(name: str) -> str:

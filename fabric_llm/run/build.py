@@ -31,7 +31,7 @@ from fabric_llm.run import measuring, reference, run_directory
 from fabric_llm.run.log import Log, open_log
 from fabric_llm.run.plan import Plan
 from fabric_llm.run.saver import Saver
-from fabric_llm.training import adamw, optim
+from fabric_llm.training import adamw, ema, optim
 from fabric_llm.training.drift import drift_of_run
 from fabric_llm.training.evaluation import Evaluation
 from fabric_llm.training.forgetting import Forgetting, parse_budgets
@@ -55,7 +55,7 @@ class Parts(NamedTuple):
 def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: Watch) -> Parts:
     """All parts of a run. All ranks call it. Raises Fault on all of them where the disk isn't shared or has no room."""
     require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
-    require_room(plan)
+    require_room(plan, flags)
     failpoint("set_up")
     plan, model, optimizer, template = build_model(fabric, flags, plan, plan.source, plan.resume_from)
     guard = make_guard(flags)
@@ -147,13 +147,14 @@ def require_shared_directory(directory: Path, seconds: float) -> None:
         )
 
 
-def require_room(plan: Plan) -> None:
+def require_room(plan: Plan, flags: Flags) -> None:
     """Sweep, and end the run before its model is loaded where not even one checkpoint would fit on the disk."""
 
     def look() -> None:
         run_directory.sweep(plan.run_directory)
         parameters = loading.build_skeleton(plan.config, loading.DTYPES[plan.precision]).parameters()
-        needed = adamw.checkpoint_bytes(parameters, plan.bf16_updates)
+        average = None if flags.training.ema_decay is None else flags.training.ema_device
+        needed = adamw.checkpoint_bytes(parameters, plan.bf16_updates, average)
         writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
 
     ranks.from_rank_zero(look)
@@ -193,6 +194,7 @@ def build_model(
         updates=plan.bf16_updates,
         seed=training.seed,
     )
+    ema.begin(optimizer, training.ema_decay, training.ema_device, training.ema_every, training.seed)
     optimizer = fabric.setup_optimizers(optimizer)
     if resume_from is not None:
         reading.load_optimizer(resume_from, wrapped.module, optimizer)

@@ -100,6 +100,7 @@ def _of_training(flat: Mapping[str, Any], given: Mapping[str, Any], facts: Facts
     not_of_schedule = [name for name in SCHEDULE_TAKES["infinite"] if name in given and name not in takes]
     often = [f"{name} {count:.1f} times" for name, count in facts.epochs.items() if count > MOST_EPOCHS]
     without_threshold = [name for name in ("spike_window", "spike_action") if name in given]
+    without_average = [name for name in ("ema_device", "ema_every") if name in given]
     return [
         (
             "resume_override" in given and not flat["resume"],
@@ -134,6 +135,10 @@ def _of_training(flat: Mapping[str, Any], given: Mapping[str, Any], facts: Facts
         (
             bool(without_threshold) and flat["spike_threshold"] is None,
             f"{_listed(without_threshold)} no effect without --spike_threshold.",
+        ),
+        (
+            bool(without_average) and flat["ema_decay"] is None,
+            f"{_listed(without_average)} no effect without --ema_decay.",
         ),
     ]
 

@@ -12,7 +12,7 @@ POSITIVE = (
     *("number_epochs", "max_step", "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "lr"),
     *("eval_batch_size", "eval_step_interval", "save_step_interval", "keep_last", "keep_every", "log_step_interval"),
     *("context_length", "spike_threshold", "spike_window", "hang_timeout", "join_timeout", "num_nodes", "max_hours"),
-    *("decay_steps", "constant_lr", "branch_decay"),
+    *("decay_steps", "constant_lr", "branch_decay", "ema_every"),
 )
 LEFT_OUT = {
     "max_step": "as many as --number_epochs needs",
@@ -42,8 +42,8 @@ def numbers(flat: dict[str, Any]) -> None:
     for name in ("lr", "min_lr", "weight_decay", "grad_clip", "hang_timeout", "spike_threshold"):
         if flat[name] is not None and flat[name] == float("inf"):
             raise ValueError(f"--{name} must be a finite number, not {flat[name]}.")
-    for name in ("beta1", "beta2"):
-        if not 0 <= flat[name] < 1:
+    for name in ("beta1", "beta2", "ema_decay"):
+        if flat[name] is not None and not 0 <= flat[name] < 1:
             raise ValueError(f"--{name} must be at least 0 and less than 1, not {flat[name]}.")
     checkpointing(flat["activation_checkpointing"])
     profiled_steps(flat["profile"], flat["max_step"])

@@ -26,7 +26,7 @@ from fabric_llm.run.metrics import MetricsFile, Speed, Stopwatch, Throughput, du
 from fabric_llm.run.plan import Plan
 from fabric_llm.run.profiling import Profile
 from fabric_llm.run.trackers import Record
-from fabric_llm.training.evaluation import Found
+from fabric_llm.training.evaluation import Evaluated, Found
 from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard
 from fabric_llm.training.updates import UpdateSize
@@ -95,25 +95,26 @@ class Log:
 
     def evaluation(self, progress: Progress, found: Found, forgetting: Forgetting) -> None:
         """What an evaluation after the step that leads to `progress` has found; sources count together as they are read."""
-        shares, losses = self.plan.shares_at(progress.position), found.losses
-        self.eval_losses = losses
-        self.eval_loss = loss = sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
-        forgotten, sets, words = forgetting.forgotten(losses), {}, []
+        self.eval_losses, forgotten = found.losses, forgetting.forgotten(found.losses)
+        self.eval_loss = self._together(progress, found.losses)
+        record, words = {"eval_loss": self.eval_loss, "eval": {}}, f"validation loss {self.eval_loss:.4f}"
+        said = []
         for name, one in found.sets.items():
-            more = {"forgotten": forgotten[name]} if name in forgotten else {}
-            more |= {"budget": forgetting.budgets[name]} if name in forgetting.budgets else {}
-            sets[name] = {**one.as_json(), **more}
-            said = f"{name} " * (len(found.sets) > 1) + (f"{one.loss:.4f}" if len(found.sets) > 1 else "")
-            said += f" {one.bits_per_byte:.3f} bits/byte" if one.bits_per_byte is not None else ""
-            said += (
-                f" {more['forgotten']:+.4f} of {more['budget']:g}" if "budget" in more and more.get("forgotten") else ""
-            )
-            words.append(said.strip())
-        record = {"eval_loss": loss, "eval": sets} | ({} if found.drift is None else {"drift": found.drift})
-        drift = "" if found.drift is None else f"  drift {found.drift:.2e}"
-        together = ", ".join(filter(None, words))
+            known = {"forgotten": forgotten.get(name), "budget": forgetting.budgets.get(name)}
+            record["eval"][name] = {
+                **one.as_json(),
+                **{key: value for key, value in known.items() if value is not None},
+            }
+            said.append(_of_set(name if len(found.sets) > 1 else "", one, **known))
+        words += f" ({', '.join(said)})" if any(said) else ""
+        if found.of_average is not None:
+            record["eval_loss_ema"] = self._together(progress, found.of_average)
+            words += f"  of the moving average {record['eval_loss_ema']:.4f}"
+        if found.drift is not None:
+            record["drift"] = found.drift
+            words += f"  drift {found.drift:.2e}"
         self._write(progress.step, record)
-        self.line(f"{self._of(progress)}  validation loss {loss:.4f}{f' ({together})' if together else ''}{drift}")
+        self.line(f"{self._of(progress)}  {words}")
         if forgetting.over:
             self._write(
                 progress.step, {"verdict": "forgetting", "action": forgetting.action, "reason": forgetting.reason}
@@ -175,6 +176,10 @@ class Log:
     def _of(self, progress: Progress) -> str:
         return f"step {progress.step}/{self.plan.max_step}"
 
+    def _together(self, progress: Progress, losses: Mapping[str, float]) -> float:
+        shares = self.plan.shares_at(progress.position)
+        return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
+
     def _read_of_sources(self, progress: Progress) -> tuple[Record, str]:
         """Of a mixture: what was read of each source, for metrics.jsonl and for a line."""
         if self.plan.mixture is None:
@@ -209,6 +214,14 @@ class Log:
                 else "on average nothing is lost, but if the loss stalls, try a larger --lr"
             )
             self.line(f"Warning: only {fraction:.1%} of the weights change in a step; {advice} (docs/numerics.md).")
+
+
+def _of_set(name: str, found: Evaluated, forgotten: Optional[float], budget: Optional[float]) -> str:
+    """A validation set in a line; the only one, which has no name there, without its loss, which the line begins with."""
+    words = [name, f"{found.loss:.4f}"] if name else []
+    words += [] if found.bits_per_byte is None else [f"{found.bits_per_byte:.3f} bits/byte"]
+    words += [] if budget is None or forgotten is None else [f"{forgotten:+.4f} of {budget:g}"]
+    return " ".join(words)
 
 
 def flat(record: Mapping[str, Any]) -> dict[str, Any]:

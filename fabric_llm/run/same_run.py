@@ -24,6 +24,8 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
     masking = plan.document_end is not None if packed else bool(plan.document_masking)
     schedule = {name: flat[name] for name in OVERRIDABLE}
     schedule |= {"global_batch_size": plan.global_batch_size, "document_masking": masking}
+    if schedule["ema_decay"] is None:
+        schedule = {name: value for name, value in schedule.items() if name not in ("ema_device", "ema_every")}
     if plan.blend is None:
         schedule.pop("data_mix")
     else:

@@ -7,6 +7,7 @@ optim       `make_optimizer`, `parameter_groups`: the optimizer, and which param
 adamw       `AdamW`: small updates survive in bfloat16, by one of the kernels below
 adamw_rounded   `rounded_step`: stochastic rounding that depends neither on devices nor on sharding
 adamw_plain, adamw_cpu, adamw_triton    the same update in plain PyTorch, C++ and Triton
+ema         `Average`, `update`: a moving average of the weights, sharded and saved as the optimizer's state is
 updates     `sample_weights`, `size`: how many weights a step has changed
 guard       `Guard`: which steps are taken, skipped or undone
 forgetting  `Forgetting`: what the loss of a validation set may rise by

@@ -136,12 +136,14 @@ class AdamW(torch.optim.Optimizer):
                     self.state[param][name] = value.to(device=param.device, dtype=torch.float32)
 
 
-def checkpoint_bytes(parameters: Iterable[Tensor], updates: str) -> int:
-    """Bytes of parameters and their state after a step, on any device."""
+def checkpoint_bytes(parameters: Iterable[Tensor], updates: str, ema: Optional[str] = None) -> int:
+    """Bytes of parameters and their state after a step, on any device. ema: device of a moving average, host or same."""
     total = 0
     for parameter in parameters:
         wide = updates == "master" and parameter.dtype == torch.bfloat16
         total += parameter.numel() * (2 + 3 * 4 if wide else 3 * parameter.element_size())
+        if ema is not None:
+            total += parameter.numel() * (4 if ema == "host" else parameter.element_size())
     return total
 
 

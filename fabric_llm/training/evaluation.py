@@ -18,6 +18,7 @@ from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.eval_sets import COPY
 from fabric_llm.model.strategy import reshard
 from fabric_llm.training.drift import Drift
+from fabric_llm.training.ema import Average
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Found(NamedTuple):
     """What an evaluation has found."""
 
     sets: dict[str, Evaluated]  # by name
+    of_average: Optional[dict[str, float]]  # losses of a moving average of the weights, if there is one, nats
     drift: Optional[float]  # L2 distance of the weights from the base, as a part of the base's norm; None: not measured
 
     @property
@@ -68,15 +70,28 @@ class Evaluation:
         self.was_stopped = False
         self.is_on = any(one.micro_batches > 0 for one in batches.values())
 
-    def of(self, model: nn.Module) -> Optional[Found]:
-        """What the model makes of each set; None where a request to stop came before the end. A loss is 0 where there are no batches."""
-        self.was_stopped, found = False, {}
+    def of(self, model: nn.Module, average: Optional[Average] = None) -> Optional[Found]:
+        """What the model makes of each set, and its moving average; None where a request to stop came before the end.
+
+        A loss is 0 where there are no batches.
+        """
+        self.was_stopped, of_average = False, None
+        sets = self._sets(model)
+        if average is not None and not self.was_stopped:
+            with average.in_place():
+                of_average = {name: one.loss for name, one in self._sets(model).items()}
+        if self.was_stopped:
+            return None
+        return Found(sets, of_average, None if self.drift is None else self.drift.of(model))
+
+    def _sets(self, model: nn.Module) -> dict[str, Evaluated]:
+        found: dict[str, Evaluated] = {}
         for name, batches in self.batches.items():
             batches = self._until_stopped(batches, is_first=not found)
             found[name] = evaluate(self.fabric, model, batches, None if name == COPY else self.token_bytes)
             if self.was_stopped:
-                return None
-        return Found(found, None if self.drift is None else self.drift.of(model))
+                break
+        return found
 
     def _until_stopped(self, batches: Batches, is_first: bool) -> Iterator[MicroBatch]:
         for number, batch in enumerate(batches.stream(0)):

@@ -77,10 +77,11 @@ def share(fabric: Fabric, total: Tensor, asked: Sequence[int]) -> tuple[list[flo
     return summed[: total.numel()], [int(number) for number in summed[total.numel() :]]
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """The learning rate of the next step, for all parameters."""
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> float:
+    """Make `lr` the learning rate of the next step, for all parameters. Returns it."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+    return lr
 
 
 def leave_out(fabric: Fabric) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -48,12 +50,19 @@ class Proof:
     logits_difference: float  # mean absolute difference as a fraction of the logits' standard deviation
     tolerance: float
     same_next_token: float  # fraction of the probe's positions with the same most likely next token
+    of_ema: bool = False  # the logits are compared with those of the average before it was written
 
 
 def export(
-    source: Path, output: Path, *, dtype: str = "auto", max_shard_size: str = "5GB", overwrite: bool = False
+    source: Path,
+    output: Path,
+    *,
+    dtype: str = "auto",
+    max_shard_size: str = "5GB",
+    overwrite: bool = False,
+    ema: bool = False,
 ) -> Proof:
-    """Write `output` from the checkpoint `source` and verify it.
+    """Write `output` from the checkpoint `source` and verify it. ema: the moving average of the weights instead of them.
 
     Raises ValueError for a damaged checkpoint or an existing `output`, and VerificationError if the export isn't the model
     that was trained. Nothing is then left behind, and an older `output` is unchanged.
@@ -69,23 +78,37 @@ def export(
     # Except for what transformers keeps in float32.
     wanted = trained_dtype if dtype == "auto" else getattr(torch, dtype)
     model = load_reference(str(source), config, wanted, seed=0, state_dict=weights)
-    temporary = output.with_name(f".tmp-{output.name}")
-    output.parent.mkdir(parents=True, exist_ok=True)
+    probe = reading.read_probe(source)
+    if ema:
+        reading.ema_into(source, model)
+        probe["logits"] = _logits(model, probe)  # the recorded ones are those of the weights
     needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    files.room(output.parent, needed, "The export", "make room, or take an --output on another disk")
-    if os.path.lexists(temporary):  # left by an export that was killed, or a link, which must not be followed
-        keep.remove(temporary)
-    try:
+    with replacing(output, needed, "The export") as temporary:
         with on_disk(output, temporary, f"the weights need {needed / 2**30:,.2f} GiB"):
             _write(temporary, source, model, max_shard_size)
-        proof = verify(temporary, model, reading.read_probe(source), precision)
+        return replace(verify(temporary, model, probe, precision), of_ema=ema)
+
+
+@contextmanager
+def replacing(output: Path, needed_bytes: int, what: str) -> Iterator[Path]:
+    """The path of a temporary folder for the body to make, beside `output`, whose name it gets at the end.
+
+    Where the body raises, nothing is left behind, and an older `output` is unchanged. what: is written, in words.
+    Raises Fault (74) where the disk has no room.
+    """
+    temporary = output.with_name(f".tmp-{output.name}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    files.room(output.parent, needed_bytes, what, "make room, or take an --output on another disk")
+    if os.path.lexists(temporary):  # left by one that was killed, or a link, which must not be followed
+        keep.remove(temporary)
+    try:
+        yield temporary
         with uninterrupted():
             if output.exists():
                 shutil.rmtree(output)
             temporary.rename(output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return proof
 
 
 def _write(folder: Path, source: Path, model: PreTrainedModel, max_shard_size: str) -> None:
@@ -104,35 +127,13 @@ def verify(folder: Path, trained: PreTrainedModel, probe: dict[str, Tensor], pre
 
     trained: the model with the checkpoint's weights, in the dtype of the export. Raises VerificationError.
     """
-    try:
-        loaded, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=trained.dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below
-            trust_remote_code=False,
-        )
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise VerificationError(f"transformers can't open the export: {one_line(error)[:400]}") from error
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[kind]:
-            raise VerificationError(f"{kind.replace('_', ' ')} in the export: {sorted(map(str, info[kind]))[:10]}.")
-    skeleton = build_skeleton(load_config(str(folder)), trained.dtype)
-    expected = dict(state_dicts.shapes(skeleton))
+    loaded, ties = opened(folder, trained.dtype)
     there = dict(loaded.named_parameters())
-    if set(expected) != set(there):
-        raise VerificationError(f"parameters differ from the model's: {sorted(set(expected) ^ set(there))[:10]}.")
-    ties = state_dicts.tied_names(skeleton)
-    if ties != state_dicts.tied_names(loaded):
-        raise VerificationError(f"tied weights {sorted(ties)} came out as {sorted(state_dicts.tied_names(loaded))}.")
     for name, parameter in trained.named_parameters():
-        if tuple(there[name].shape) != expected[name]:
-            raise VerificationError(f"{name} has shape {list(there[name].shape)}, not {list(expected[name])}.")
         if not torch.equal(there[name], parameter):
             raise VerificationError(f"{name} isn't what the checkpoint holds.")
     try:
-        with torch.no_grad():
-            logits = loaded.eval()(probe["input_ids"]).logits[0, probe["positions"]].float()
+        logits = _logits(loaded, probe)
     except (IndexError, RuntimeError) as error:
         raise VerificationError(f"it can't compute the probe: {one_line(error)[:400]}.") from error
     recorded = probe["logits"]
@@ -156,6 +157,44 @@ def verify(folder: Path, trained: PreTrainedModel, probe: dict[str, Tensor], pre
     )
 
 
+@torch.no_grad()
+def _logits(model: PreTrainedModel, probe: dict[str, Tensor]) -> Tensor:
+    """What plain transformers makes of a probe, float32 [positions, vocabulary]."""
+    return model.eval()(probe["input_ids"]).logits[0, probe["positions"]].float()
+
+
+def opened(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, set[str]]:
+    """(the model in `folder` as plain transformers opens it, second names of its tied weights).
+
+    Raises VerificationError unless it has exactly the parameters, shapes and ties of the model of its config.json.
+    """
+    try:
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below
+            trust_remote_code=False,
+        )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise VerificationError(f"transformers can't open the export: {one_line(error)[:400]}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            raise VerificationError(f"{kind.replace('_', ' ')} in the export: {sorted(map(str, info[kind]))[:10]}.")
+    skeleton = build_skeleton(load_config(str(folder)), dtype)
+    expected = dict(state_dicts.shapes(skeleton))
+    there = dict(state_dicts.shapes(loaded))
+    if set(expected) != set(there):
+        raise VerificationError(f"parameters differ from the model's: {sorted(set(expected) ^ set(there))[:10]}.")
+    for name, shape in there.items():
+        if shape != expected[name]:
+            raise VerificationError(f"{name} has shape {list(shape)}, not {list(expected[name])}.")
+    ties = state_dicts.tied_names(skeleton)
+    if ties != state_dicts.tied_names(loaded):
+        raise VerificationError(f"tied weights {sorted(ties)} came out as {sorted(state_dicts.tied_names(loaded))}.")
+    return loaded, ties
+
+
 def stored_names(folder: Path) -> set[str]:
     """Names of the tensors in the safetensors files of a Hugging Face directory."""
     names: set[str] = set()
@@ -176,8 +215,9 @@ def push(folder: Path, repository: str, private: bool = True) -> str:
 
 def read_proof(proof: Proof) -> str:
     """Describe a proof in one line."""
+    compared = "of the moving average before it was written" if proof.of_ema else "in training"
     return (
         f"Verified with plain transformers: {proof.tensors} tensors, {proof.parameters:,} parameters, {proof.tied} tied; "
-        f"logits differ from those in training by {proof.logits_difference:.1e} of their standard deviation "
+        f"logits differ from those {compared} by {proof.logits_difference:.1e} of their standard deviation "
         f"(limit {proof.tolerance:g}), {proof.same_next_token:.0%} of next tokens the same."
     )

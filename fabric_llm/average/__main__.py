@@ -1,0 +1,95 @@
+"""`python -m fabric_llm.average checkpoints/RUN --last 5 --output hf/mine`: average checkpoints into a verified model.
+
+The parts are runs, checkpoints and Hugging Face directories of one model. docs/averages.md says when an average helps.
+
+Exit codes: 0 done, 1 the verification failed, 2 bad arguments or parts of different models, 66 a damaged checkpoint,
+73 and 74 the output can't be written, 75 stopped on request, 76 NaN or infinity in a part, 77 refused for security.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from fabric_llm.base.command_line import fail, flag, parse
+from fabric_llm.base.ending import in_one_sentence
+
+# torch is imported only in `main`: it takes seconds, which --help and bad arguments don't have to wait for.
+
+PROGRAM = "python -m fabric_llm.average"
+DESCRIPTION = "Average the weights of checkpoints of one model: python -m fabric_llm.average checkpoints/RUN --last 5 --output hf/mine"
+VERIFICATION_FAILED = 1  # exit code
+
+
+@dataclass
+class AverageArguments:
+    """Options"""
+
+    parts: list[str] = flag(
+        None,
+        "what is averaged, also without --parts, before all flags: runs (their latest checkpoint, or --last), checkpoints, "
+        "Hugging Face directories",
+    )
+    output: str = flag(None, "Hugging Face directory to write, such as hf/mine")
+    last: Optional[int] = flag(None, "take so many of the newest checkpoints of each run (default: 1)")
+    weights: str = flag(
+        "equal",
+        "equal, which imitates a linear decay of the learning rate over the checkpoints; inverse_sqrt, which imitates a "
+        "1-sqrt decay; or a number for each part, which are made to add up to 1",
+        takes="equal, inverse_sqrt or a number for each part, comma-separated, such as 0.7,0.3",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "dtype of the weights; auto: as trained, of parts that differ the wider one"
+    )
+    max_shard_size: str = flag("5GB", "largest weight file; it is also what the sum holds in memory")
+    evaluate: bool = flag(
+        True,
+        "print the validation loss of each part and of the average, on the data and as many batches as the run had",
+    )
+    overwrite: bool = flag(False, "replace an existing output folder")
+
+
+def parse_average(argv: list[str]) -> AverageArguments:
+    """The arguments in `argv`. Exits with code 2 and one sentence on anything it doesn't know."""
+    first_flag = next((index for index, word in enumerate(argv) if word.startswith("-")), len(argv))
+    words = [*(["--parts", *argv[:first_flag]] if first_flag else []), *argv[first_flag:]]
+    return AverageArguments(**parse(PROGRAM, DESCRIPTION, [AverageArguments], words))
+
+
+def main(argv: Optional[list[str]] = None) -> None:
+    """Run the command."""
+    with in_one_sentence(PROGRAM) as ending:
+        given = parse_average(sys.argv[1:] if argv is None else argv)
+        ending.left = f"nothing was written to {given.output}"
+        from fabric_llm.average import parts, weighting
+        from fabric_llm.base import files
+        from fabric_llm.run.mistakes import exported_output
+
+        output = Path(given.output)
+        folders = parts.named(given.parts, given.last)
+        weights = weighting.weights_of(given.weights, folders)
+        parts.require_apart(folders, output)
+        exported_output(output, given.overwrite)
+        files.writable(output)
+        from fabric_llm.average import evaluating, summing
+        from fabric_llm.model.loading import disable_progress_bar
+        from fabric_llm.verify.export import VerificationError
+
+        disable_progress_bar()
+        opened = parts.opened(folders)
+        summing.show(opened, weights, output)
+        try:
+            summed = summing.average(opened, weights, given.weights, output, given.dtype, given.max_shard_size)
+        except VerificationError as error:
+            fail(PROGRAM, f"not averaged, verification failed: {error}", VERIFICATION_FAILED)
+        print(summed, flush=True)
+        ending.left = f"{output} is complete"
+        if given.evaluate:
+            evaluating.evaluate(opened, weights, output)
+        print(f"Next: AutoModelForCausalLM.from_pretrained({given.output!r})", flush=True)
+
+
+if __name__ == "__main__":
+    main()

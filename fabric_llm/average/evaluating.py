@@ -1,0 +1,162 @@
+"""The validation loss of each part and of their average, on the data that their run was evaluated on. One process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Optional
+
+import torch
+import yaml
+from transformers import PreTrainedModel
+
+from fabric_llm.average.parts import Part
+from fabric_llm.average.summing import NOTE
+from fabric_llm.base.fabric import Fabric
+from fabric_llm.base.faults import one_line
+from fabric_llm.base.files import write_atomically
+from fabric_llm.checkpoint import reading
+from fabric_llm.data import blend
+from fabric_llm.data.dataset import TokenDataset, together
+from fabric_llm.data.sources import open_source
+from fabric_llm.model import fast_paths, packed_attention
+from fabric_llm.model.language_model import LanguageModel
+from fabric_llm.model.loading import (
+    causal_lm_class,
+    checked_skeleton,
+    load_config,
+    load_reference,
+    resolve_attention,
+)
+from fabric_llm.model.strategy import make_fabric
+from fabric_llm.run import mixing
+from fabric_llm.run.build import evaluation_batches
+from fabric_llm.run.measuring import ONE_SET, open_eval_data
+from fabric_llm.run.plan import find_document_end
+from fabric_llm.training.evaluation import evaluate as evaluated
+
+Losses = dict[str, float]  # of each validation set, nats
+
+
+class Evaluated(NamedTuple):
+    """How a run was evaluated."""
+
+    run: Path
+    precision: str
+    sets: dict[str, Any]  # validation splits by name
+    flags: Any  # with the groups that `evaluation_batches` reads
+    document_end: Optional[int]
+
+
+def evaluate(parts: Sequence[Part], weights: Sequence[float], output: Path) -> None:
+    """Print a table of losses, and write them into the note beside the average, or say in a line why there are none."""
+    try:
+        how = as_in_run(parts)
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        print(f"Not evaluated: {one_line(error)}", flush=True)
+        return
+    fabric = make_fabric(
+        "single",
+        devices=1,
+        num_nodes=1,
+        kind="cuda" if torch.cuda.is_available() else "cpu",
+        precision=how.precision,
+    )
+    evaluation = how.flags.evaluation
+    width = max(len("average"), *(len(part.name) for part in parts))
+    print(
+        f"Validation loss, up to {evaluation.eval_iters} batches of {evaluation.eval_batch_size}, as in {how.run}:\n"
+        f"{'':<{width}}  weight" + "".join(f"{name:>{max(12, len(name) + 2)}}" for name in how.sets),
+        flush=True,
+    )
+    found: list[Losses] = []
+    for part, weight in zip(parts, weights):
+        found.append(losses_of(fabric, part.path, part.dtype, how))
+        print(_line(f"{part.name:<{width}}", f"{weight:.4f}", found[-1]), flush=True)
+    dtype = getattr(torch, str(load_config(str(output)).dtype).removeprefix("torch."))
+    average = losses_of(fabric, output, dtype, how)
+    print(_line(f"{'average':<{width}}", "", average), flush=True)
+    _note(output / NOTE, how, found, average)
+
+
+def as_in_run(parts: Sequence[Part]) -> Evaluated:
+    """How the run of the newest checkpoint was evaluated. Raises ValueError where that can't be repeated, OSError."""
+    newest = next((part for part in reversed(parts) if part.run is not None), None)
+    if newest is None:
+        raise ValueError("none of the parts is a checkpoint, whose run would say on which data.")
+    file = newest.run / "arguments.yaml"
+    if not file.is_file():
+        raise ValueError(f"{str(newest.run)!r} has no {file.name}, which would say on which data.")
+    flat = yaml.safe_load(file.read_text())
+    if flat["eval_iters"] == 0:
+        raise ValueError(f"{str(newest.run)!r} was not, by --eval_iters 0.")
+    flags = SimpleNamespace(
+        data=SimpleNamespace(**{name: flat.get(name) for name in ("train_data_dir", "data_mix", "document_masking")}),
+        training=SimpleNamespace(seed=flat["seed"]),
+        evaluation=SimpleNamespace(**{name: flat.get(name) for name in ("eval_iters", "eval_batch_size", "eval_data")}),
+    )
+    dataset, sets = validation_sets(flags)
+    masks = bool(newest.progress["schedule"]["document_masking"])
+    precision = flat["precision"]
+    if precision == "16-mixed" and not torch.cuda.is_available():
+        precision = "32-true"  # float16 is for GPUs
+    return Evaluated(newest.run, precision, sets, flags, find_document_end(masks, dataset, newest.config))
+
+
+def validation_sets(flags: Any) -> tuple[TokenDataset, dict[str, Any]]:
+    """(the dataset of a run, its validation splits by name), as in Plan.validation_splits. flags: with the group `data`.
+
+    Raises ValueError where they aren't there any more.
+    """
+    flags.data.verify_data, flags.data.context_length = "size", None
+    added = {name: dataset.validation for name, dataset in open_eval_data(flags).items()}
+    if flags.data.data_mix:
+        sources = mixing.open_sources(flags, blend.parse(flags.data.data_mix))
+        return together(list(sources.values())), {name: source.validation for name, source in sources.items()} | added
+    dataset = open_source(Path(flags.data.train_data_dir), flags.data.verify_data)
+    return dataset, {ONE_SET: dataset.validation, **added}
+
+
+def losses_of(fabric: Fabric, folder: Path, dtype: torch.dtype, how: Evaluated) -> Losses:
+    """Mean loss of the model in `folder` over each validation set. Its memory is free again afterwards."""
+    config = load_config(str(folder))
+    config._attn_implementation = resolve_attention(causal_lm_class(config), "auto", fabric.device.type)
+    weights = reading.sharded_weights(folder, checked_skeleton(str(folder), config, dtype))
+    model = load_reference(str(folder), config, dtype, seed=0, state_dict=weights)
+    del weights
+    common = {"rank": 0, "world_size": 1, "document_end": how.document_end}
+    packs = how.document_end is not None and fast_paths.takes_packed_attention(model)
+    with fast_paths.attention(model, packed_attention.NAME) if packs else nullcontext():
+        wrapped = _on_device(fabric, model, how.precision)
+        losses = {
+            name: evaluated(fabric, wrapped, evaluation_batches(split, how.flags, **common).stream(0)).loss
+            for name, split in how.sets.items()
+        }
+    del model, wrapped
+    gc.collect()
+    return losses
+
+
+def _on_device(fabric: Fabric, model: PreTrainedModel, precision: str) -> Any:
+    """The model as runs have it, with the loss in chunks where it can."""
+    chunked = fast_paths.chunks_its_loss(model, precision)
+    return fabric.setup_module(LanguageModel(model, chunked=chunked).to(fabric.device), move_to_device=False)
+
+
+def _line(name: str, weight: str, losses: Losses) -> str:
+    numbers = "".join(f"{loss:>{max(12, len(of) + 2)}.4f}" for of, loss in losses.items())
+    return f"{name}  {weight:>6}{numbers}"
+
+
+def _note(file: Path, how: Evaluated, found: Sequence[Losses], average: Losses) -> None:
+    """Add the losses to the note beside the average."""
+    import json
+
+    note = json.loads(file.read_text())
+    for part, losses in zip(note["parts"], found):
+        part["eval_loss"] = losses
+    note |= {"eval_loss": average, "evaluated_as_in": str(how.run)}
+    write_atomically(file, json.dumps(note, indent=2) + "\n")

@@ -1,0 +1,128 @@
+"""An exponential moving average (EMA) of the weights: --ema_decay.
+
+After each step `ema += (1 - decay) * (weights - ema)`. It begins as a copy of the weights, which continued pretraining has good
+ones of from the start, so it needs no correction of a bias towards zero. --ema_every N updates it every N steps, with decay**N,
+so that it reaches as far back. The loop calls `update`; nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from fabric_llm.training import adamw_plain
+from fabric_llm.training.adamw_rounded import Origin
+from fabric_llm.training.gradients import _local
+
+NAME = "ema"  # of the state in checkpoints
+BLOCK_ELEMENTS = 2**22  # that are updated at a time: 16 MiB in float32
+
+
+class Average(torch.optim.Optimizer):
+    """The EMA of all parameters that an optimizer trains. It has their shapes, and is split over ranks as they are.
+
+    It is an Optimizer in form, with a state `ema` for each parameter, so that checkpoints name, shard and restore it as they do
+    moments. It has one of its own since FSDP wants all state of an optimizer in one dtype.
+
+    device: host, float32 in the memory of the CPU; same, in dtype and on the device of the parameter, where bfloat16 is rounded
+    stochastically: to nearest, no average with a decay above 0.998 could move. That rounding is a function of (seed, step,
+    name of the parameter, index), as that of the optimizer, and independent of it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, decay: float, device: str, every: int, seed: int) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        super().__init__(
+            params, {"decay": decay}
+        )  # a group without any number would lose its tied parameters when loaded
+        self.decay, self.every, self.seed = decay, every, seed
+        self.origins = getattr(optimizer, "origins", {})
+        for param in params:
+            where, dtype = ("cpu", torch.float32) if device == "host" else (param.device, param.dtype)
+            self.state[param][NAME] = param.detach().to(where, dtype, copy=True, memory_format=torch.contiguous_format)
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take the weights after the run's step `step` in. Does nothing where that isn't a multiple of `every`."""
+        if step % self.every:
+            return
+        weight = 1 - self.decay**self.every
+        for number, (param, ema) in enumerate(self._tensors()):
+            if weight == 1:  # the difference and the sum below would be rounded
+                ema.copy_(param)
+                continue
+            origin = self.origins.get(self.param_groups[0]["params"][number]) or Origin(str(number))
+            start = 0
+            while start < param.numel():
+                index = origin.offset + start
+                end = min(start + BLOCK_ELEMENTS, start + 2**32 - index % 2**32, param.numel())
+                moved = _moved(ema[start:end], param[start:end], weight)
+                if ema.dtype == torch.bfloat16:
+                    high, low = divmod(index, 2**32)
+                    key = adamw_plain.key_of(self.seed, step, f"{NAME} of {origin.name}", high)
+                    noise, *_ = adamw_plain.noise(low, end - start, key, moved.device)
+                    ema[start:end].view(torch.int16).copy_(adamw_plain.bfloat16_bits(moved, noise))
+                else:
+                    ema[start:end] = moved
+                start = end
+
+    @contextmanager
+    @torch.no_grad()
+    def in_place(self) -> Iterator[None]:
+        """In the body the model has the average, rounded to nearest, as its weights; they come back bit for bit.
+
+        This costs a copy of this rank's weights.
+        """
+        kept = [(param, param.clone()) for param, _ in self._tensors()]
+        for param, ema in self._tensors():
+            param.copy_(ema)
+        try:
+            yield
+        finally:
+            for param, weights in kept:
+                param.copy_(weights)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the averages, which stay on their device and in their dtype. torch's would give them those of the parameters."""
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        for number, (_, ema) in zip(numbers, self._tensors(), strict=True):
+            if ema.numel():  # a rank may hold nothing of a sharded parameter
+                ema.copy_(_flat(state_dict["state"][number][NAME]))
+
+    def _tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(parameter, average) of this rank, one-dimensional."""
+        return ((_flat(param), _flat(self.state[param][NAME])) for param in self.param_groups[0]["params"])
+
+
+def begin(optimizer: torch.optim.Optimizer, decay: Optional[float], device: str, every: int, seed: int) -> None:
+    """Give the optimizer of a run, as its attribute `average`, an `Average` of the weights as they are; without decay none."""
+    if decay is not None:
+        optimizer.average = Average(optimizer, decay=decay, device=device, every=every, seed=seed)
+
+
+def average_of(optimizer: torch.optim.Optimizer) -> Optional[Average]:
+    """The `Average` that belongs to an optimizer, with Fabric's wrapper or without."""
+    return getattr(getattr(optimizer, "optimizer", optimizer), "average", None)
+
+
+def update(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Update the average of an optimizer, if it has one, after the run's step `step`."""
+    if (average := average_of(optimizer)) is not None:
+        average.update(step)
+
+
+def _moved(ema: Tensor, param: Tensor, weight: float) -> Tensor:
+    """ema + weight * (param - ema) in float32, on the device of `ema`, each operation rounded by itself.
+
+    A fused one would give other bits at the end of a vector, and so with other shards.
+    """
+    old = ema.float()
+    return param.to(ema.device, torch.float32).sub(old).mul_(weight).add_(old)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The memory of this rank's part of a contiguous tensor, one-dimensional."""
+    return _local(tensor).detach().view(-1)
