@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
@@ -59,13 +59,26 @@ def _check_index(index: Path, listed: dict[str, Any]) -> None:
         raise _damaged(index.parent, f"{index.name} names {foreign[0]}, which isn't there.")
 
 
-def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill the optimizer of a wrapped model from a checkpoint, whatever ranks and strategy wrote it. All ranks call it."""
+def load_optimizer(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, may_lack: Collection[str] = ()
+) -> None:
+    """Fill the optimizer of a wrapped model from a checkpoint, whatever ranks and strategy wrote it. All ranks call it.
+
+    may_lack: Hugging Face names of parameters whose state stays as it is where the checkpoint has none.
+    """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     flat, tensors = _optimizer_tensors(model, optimizer)
-    _load_parts(tensors, path / "trainer" / "optimizer")
+    folder = path / "trainer" / "optimizer"
+    stored = whole_shapes(folder).keys() if may_lack else tensors.keys()
+    lacked = {key for key in tensors if key not in stored and _parameter_of(key) in may_lack}
+    _load_parts({key: tensor for key, tensor in tensors.items() if key not in lacked}, folder)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     set_optimizer_state_dict(model, optimizer, {**flat, **tensors}, options=options)
+
+
+def _parameter_of(key: str) -> str:
+    """The Hugging Face name in a key of the optimizer's state: `state.causal_lm.NAME.exp_avg`."""
+    return key.removeprefix(f"state.{PREFIX}").rpartition(".")[0]
 
 
 def _load_parts(tensors: dict[str, Any], folder: Path) -> None:

@@ -227,7 +227,7 @@ def _wrap_fsdp(
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp.wrap import CustomPolicy
 
-    units = _units(model, how)
+    units = _units(model, how, apart=_unlike_the_outermost)
     kept = {"mixed_precision": None}  # what a unit of another dtype than the model's gets: it computes in its own
     policy = {m: kept if dtype != units[model] else True for m, dtype in units.items() if m is not model}
     sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD"
@@ -249,9 +249,31 @@ def _wrap_fsdp(
         )
 
 
-def _units(model: nn.Module, how: Sharding) -> dict[nn.Module, torch.dtype]:
+def _units(
+    model: nn.Module, how: Sharding, apart: Callable[[nn.Module, list[nn.Module]], set[nn.Module]] = lambda *_: set()
+) -> dict[nn.Module, torch.dtype]:
+    """The modules that are gathered as one -> their dtype. apart: which others of a model are, beside its units."""
     together = model.together()
-    return of_one_dtype(model, [unit for unit in modules_to_wrap(model, how.auto_wrap_policy) if unit not in together])
+    units = [unit for unit in modules_to_wrap(model, how.auto_wrap_policy) if unit not in together]
+    return of_one_dtype(model, [*units, *(apart(model, units) - together)])
+
+
+def _unlike_the_outermost(model: nn.Module, units: list[nn.Module]) -> set[nn.Module]:
+    """Modules outside of `units` whose parameters are frozen where most train, or train where most are frozen.
+
+    FSDP1 makes gradients of all that it gathers as one if a part of it trains: with the embeddings frozen, which stay with the
+    outermost unit, the last norm would cost the gradients of both.
+    """
+    inside = {module for unit in units for module in unit.modules()}
+    held = {m: own for m in model.modules() if m not in inside and (own := list(m.parameters(recurse=False)))}
+    must_stay = [own for module, own in held.items() if module in model.together()] or held.values()
+    counts = Counter(id(parameter) for own in held.values() for parameter in own)
+    trained = sum(p.numel() * (1 if p.requires_grad else -1) for own in must_stay for p in own) >= 0
+    return {
+        module
+        for module, own in held.items()
+        if all(p.requires_grad != trained and counts[id(p)] == 1 for p in own)  # tied weights stay together
+    }
 
 
 def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Any:

@@ -21,7 +21,7 @@ MOST_CHARACTERS = 80  # of a mixture's sources in a run's name
 OVERRIDABLE = (
     *("max_step", "number_epochs", "lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps"),
     *("weight_decay", "beta1", "beta2", "grad_clip", "global_batch_size", "document_masking"),
-    *("router_aux_loss_coef", "data_mix"),
+    *("router_aux_loss_coef", "data_mix", "freeze", "train_only"),
 )
 
 
