@@ -191,6 +191,7 @@ def test_fsdp_gathers_apart_what_is_unlike_the_outermost_unit():
 # ------------------------------------------------------------------------------- runs
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
 @pytest.mark.parametrize(
     ("strategy_name", "ranks", "model", "words", "more"),
     [
@@ -206,7 +207,7 @@ def test_fsdp_gathers_apart_what_is_unlike_the_outermost_unit():
         pytest.param("fsdp2", 2, "llama", ("--train_only", "lm_head.*"), (), marks=pytest.mark.longer),
         pytest.param("fsdp2", 2, "llama-tied", ("--train_only", "embeddings"), (), marks=pytest.mark.longer),
         pytest.param("fsdp2", 2, "mixtral", ("--freeze", "*.mlp.*"), (), marks=pytest.mark.longer),
-        pytest.param("ddp", 2, "llama", ("--freeze", "model.layers.0.*"), ("--compile", "true"), marks=pytest.mark.longer),
+        pytest.param("auto", 1, "llama", ("--freeze", "model.layers.0.*"), ("--compile", "true"), marks=pytest.mark.longer),
         pytest.param("auto", 1, "llama", ("--train_only", "*norm*"), ("--precision", "bf16-true"), marks=pytest.mark.longer),
         pytest.param("fsdp", 2, "llama", ("--train_only", "embeddings"), ("--precision", "bf16-true", "--bf16_updates", "master"), marks=pytest.mark.longer),
         pytest.param("fsdp2", 2, "llama", ("--train_only", "embeddings"), ("--precision", "bf16-mixed"), marks=pytest.mark.longer),

@@ -8,6 +8,8 @@ pieces       `find_sources`, `plan`: what is read, in pieces that processes and 
 encoding     `encode_piece`: a piece -> tokens in the work folder, with marks of what is done
 workers      `encode_locally`, `encode_on_ray`: a process for each core, or a cluster
 tokenizer    `load_tokenizer`, `packing_tokenizer`, `train_byte_level_bpe`, `convention`
+corpus       `read`: a corpus in memory, and a part of it held out
+new_tokens   `learn`, `extended`: tokens for a tokenizer that is there
 duplicates   `repeated`: documents whose text has come before
 packing      `best_fit`, `pack`: documents -> rows that only long ones are cut for
 rows         `split_documents`, `save_rows`: pieces -> two splits of packed rows

@@ -77,7 +77,7 @@ def export(
         keep.remove(temporary)
     try:
         with on_disk(output, temporary, f"the weights need {needed / 2**30:,.2f} GiB"):
-            _write(temporary, source, model, max_shard_size)
+            write_model(temporary, source, model, max_shard_size)
         proof = verify(temporary, model, reading.read_probe(source), precision)
         with uninterrupted():
             if output.exists():
@@ -88,7 +88,8 @@ def export(
     return proof
 
 
-def _write(folder: Path, source: Path, model: PreTrainedModel, max_shard_size: str) -> None:
+def write_model(folder: Path, source: Path, model: PreTrainedModel, max_shard_size: str) -> None:
+    """Write a model as a Hugging Face directory, with the generation config and the tokenizer of `source`."""
     # A new skeleton saves the tensors, as in checkpoint/writing.py: a model that was loaded from a state dict would keep the
     # names that its tensors have in memory, where experts are fused, and wouldn't use those of the hub.
     template = build_skeleton(model.config, model.dtype)
