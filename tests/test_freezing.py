@@ -188,6 +188,14 @@ def test_fsdp_gathers_apart_what_is_unlike_the_outermost_unit():
         assert {names[module] for module in apart} == expected, words
 
 
+def test_what_fsdp_computes_in_vain_is_counted():
+    for words, expected in ((("*.mlp.*", None), 2 * 3 * 32 * 56), (("model.layers.0.*", None), 0), ((None, None), 0)):
+        causal_lm = skeleton("llama")
+        freezing.freeze(causal_lm, freezing.frozen_names(causal_lm, *words))
+        model = LanguageModel(causal_lm)
+        assert strategy._frozen_beside_trained([*strategy.modules_to_wrap(model, "auto"), model]) == expected
+
+
 # ------------------------------------------------------------------------------- runs
 
 

@@ -34,8 +34,9 @@ def require_resizable(causal_lm: PreTrainedModel) -> None:
             f"{name} has {len(embeddings.weight)} embeddings and {len(head.weight)} outputs for a vocabulary of {rows}: it "
             "can't be extended here."
         )
+    per_layer = getattr(causal_lm.config.get_text_config(), "vocab_size_per_layer_input", None)
     for path, module in causal_lm.named_modules():
-        if isinstance(module, nn.Embedding) and module is not embeddings and module.num_embeddings == rows:
+        if isinstance(module, nn.Embedding) and module is not embeddings and module.num_embeddings in (rows, per_layer):
             raise ValueError(f"{name} has more embeddings of tokens in {path}: it can't be extended here.")
 
 
