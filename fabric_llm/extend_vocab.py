@@ -7,6 +7,7 @@ their order.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,15 @@ def check(given: ExtendArguments, pattern: list[str]) -> None:
         inputs.text_input(text, pattern, given.exclude or [], output.resolve())
 
 
+def corpus_flags(given: ExtendArguments) -> str:
+    """The flags that prepare_data.py takes for the same corpus."""
+    words = ["--input", *given.input]
+    for name in ("pattern", "exclude"):
+        words += [f"--{name}", *getattr(given, name)] if getattr(given, name) else []
+    words += [] if given.text_field == "text" else ["--text_field", given.text_field]
+    return shlex.join(words + (["--document_separator", given.document_separator] if given.document_separator else []))
+
+
 def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit with an exit code of docs/faults.md where it fails."""
     with in_one_sentence(PROGRAM) as ending:
@@ -103,7 +113,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         print("\n".join(read_extension(extension)))
         ending.left = f"{given.output} is complete"
         print(
-            f"Next: python prepare_data.py --input ... --tokenizer {given.output} --output data/extended\n"
+            f"Next: python prepare_data.py {corpus_flags(given)} --tokenizer {given.output} --output data/extended\n"
             f"then: python train.py --model_name {given.output} --train_data_dir data/extended --train_only embeddings",
             flush=True,
         )
