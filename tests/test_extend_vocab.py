@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import TOY_CONFIGS
 from ranks import Job, refuse_imports
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from arguments import ROOT
@@ -36,6 +36,19 @@ def byte_level():
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
     tokenizer.add_tokens(["Wort"])
     tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
+    return tokenizer
+
+
+def llama3():
+    """Byte-level too, with digits by threes, and words that are looked up before they are cut."""
+    tokenizer = byte_level()
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["model"]["ignore_merges"] = True
+    digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?[^\s\p{N}]+|\s+(?!\S)|\s+"), "isolated")
+    words = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend = Tokenizer.from_str(json.dumps(state))
+    backend.pre_tokenizer = words
+    tokenizer._tokenizer = backend
     return tokenizer
 
 
@@ -70,7 +83,7 @@ def unigram():
     return tokenizer
 
 
-TOKENIZERS = {"byte_level": byte_level, "sentencepiece": sentencepiece, "unigram": unigram}
+TOKENIZERS = {"byte_level": byte_level, "llama3": llama3, "sentencepiece": sentencepiece, "unigram": unigram}
 
 
 def make_model(folder, tokenizer, family="llama", rows=None, dtype=torch.float32, **changes):

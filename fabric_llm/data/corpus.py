@@ -8,7 +8,7 @@ from typing import NamedTuple, Optional
 
 from fabric_llm.data import documents, inputs, pieces
 
-MOST_BYTES = 2**27  # of text that are taken, evenly over the inputs
+MOST_BYTES = 2**26  # of text that are taken, evenly over the inputs
 ONE_OF = 20  # texts is held out
 
 

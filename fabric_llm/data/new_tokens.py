@@ -241,8 +241,7 @@ def _extend_bpe(state: dict[str, Any], tokens: list[NewToken], first: int) -> No
     for number, token in enumerate(tokens, first):
         model["vocab"][token.text] = number
         if token.pair is not None:
-            spaced = bool(model["merges"]) and isinstance(model["merges"][0], str)  # as older versions write them
-            model["merges"].append(" ".join(token.pair) if spaced else list(token.pair))
+            model["merges"].append(list(token.pair))
 
 
 def _extend_unigram(state: dict[str, Any], tokens: list[NewToken], first: int) -> None:
