@@ -261,26 +261,30 @@ def test_a_frozen_run_goes_on_on_other_ranks_and_strategies(toys, tmp_path):
             torch.testing.assert_close(value, last[key], rtol=1e-3, atol=1e-5)
 
 
-def test_what_trains_changes_on_purpose_only(toys, tmp_path):
+@pytest.mark.parametrize(
+    ("strategy_name", "ranks"),
+    [("auto", 1), *(pytest.param(name, 2, marks=pytest.mark.longer) for name in ("ddp", "fsdp", "fsdp2"))],
+)
+def test_what_trains_changes_on_purpose_only(toys, tmp_path, strategy_name, ranks):
     """What begins to train has the moments of a first step; what goes on has its own."""
-    run = flags(toys, tmp_path, "gpt2", "--run_name", "run")
-    job = Job(1, *run, "--freeze", "transformer.h.0.*")
-    assert job.wait() == [0], job.output
+    run = flags(toys, tmp_path, "gpt2", "--run_name", "run", "--strategy", strategy_name)
+    job = Job(ranks, *run, "--freeze", "transformer.h.0.*")
+    assert job.wait() == [0] * ranks, job.output
     half = tmp_path / "run" / f"step-{HALF:08d}"
     resumed = (*run, "--resume", "true", "--checkpoint", half)
-    job = Job(1, *resumed)
-    assert job.wait() == [2], job.output
+    job = Job(ranks, *resumed)
+    assert job.wait()[0] == 2, job.output
     assert "freeze transformer.h.0.*, not None" in job.output[0] and "--resume_override freeze" in job.output[0]
     other = ("--train_only", "transformer.h.0.*,transformer.wpe.*", "--resume_override", "freeze,train_only")
-    job = Job(1, *resumed, *other)
-    assert job.wait() == [0], job.output
+    job = Job(ranks, *resumed, *other)
+    assert job.wait() == [0] * ranks, job.output
     assert "freeze: None from here on, transformer.h.0.* before." in job.output[0]
     steps = steps_of(tmp_path / "run" / f"step-{STEPS:08d}")
     assert steps.pop("transformer.wpe.weight") == STEPS
     assert len(steps) == 12 and set(steps.values()) == {STEPS - HALF}, "the layer's, from its first step on"
     assert verify_run(tmp_path / "run", exports=False).findings == []
-    job = Job(1, *run, *other[:2], "--resume", "true", "--max_step", STEPS + 1, "--resume_override", "max_step")
-    assert job.wait() == [0], "a restart goes on without naming it again"
+    job = Job(ranks, *run, *other[:2], "--resume", "true", "--max_step", STEPS + 1, "--resume_override", "max_step")
+    assert job.wait() == [0] * ranks, "a restart goes on without naming it again"
 
 
 def test_the_order_of_words_does_not_matter(toys, tmp_path):
