@@ -229,6 +229,14 @@ class TrainingArguments:
         "mixture of experts: what the routers' load-balancing loss is multiplied by; 0: it isn't trained "
         "(default: as the model's configuration says, 0 unless that sets output_router_logits)",
     )
+    freeze: Optional[str] = flag(
+        None,
+        "parameters that keep their values: patterns of their Hugging Face names, comma-separated, such as "
+        "model.layers.0.*,*.norm.*; embeddings: the input embeddings and the output head",
+    )
+    train_only: Optional[str] = flag(
+        None, "the only parameters that train, in the words of --freeze, such as embeddings (docs/new_words.md)"
+    )
     seed: int = flag(1234, "of data order, dropout and random weights")
 
 

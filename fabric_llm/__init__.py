@@ -9,6 +9,8 @@ checkpoint  take, write, publish, load and keep checkpoints
 run         one run from its plan to its end
 verify      export a model and prove a run: `python -m fabric_llm.verify`
 
+extend_vocab  a command, `python -m fabric_llm.extend_vocab`: new tokens for a model
+
 Imports go one way: base <- data, processes <- model <- training, checkpoint <- run <- verify and the scripts. A room may
 import those before it, and none imports arguments.py. The `__init__.py` of a room lists its modules and imports nothing.
 docs/tour.md follows a batch, a flag and a checkpoint through the rooms.

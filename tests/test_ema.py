@@ -287,7 +287,7 @@ def test_an_average_of_what_stands_still_stands_still():
 
 
 def test_room_for_it_is_counted():
-    parameters = [torch.empty(10, dtype=torch.bfloat16), torch.empty(5)]
+    parameters = [torch.nn.Parameter(torch.empty(10, dtype=torch.bfloat16)), torch.nn.Parameter(torch.empty(5))]
     without = checkpoint_bytes(parameters, "stochastic")
     assert checkpoint_bytes(parameters, "stochastic", "host") - without == 60
     assert checkpoint_bytes(parameters, "stochastic", "same") - without == 40

@@ -66,6 +66,8 @@ accelerator: device device_type
 beta1: adam_beta1
 beta2: adam_beta2
 seed: random_seed manual_seed data_seed
+freeze: freeze_layers frozen_layers frozen_parameters freeze_parameters
+train_only: unfrozen_parameters trainable_parameters trainable_modules freeze_trainable_modules
 num_workers: dataloader_num_workers workers dataset_num_proc
 sharding_strategy: fsdp_sharding_strategy sharding shard_strategy
 auto_wrap_policy: fsdp_auto_wrap_policy wrap_policy fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
@@ -68,16 +68,22 @@ def _check_index(index: Path, listed: dict[str, Any]) -> None:
         raise _damaged(index.parent, f"{index.name} names {foreign[0]}, which isn't there.")
 
 
-def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, may_lack: Collection[str] = ()
+) -> None:
     """Fill the optimizer of a wrapped model from a checkpoint, whatever ranks and strategy wrote it. All ranks call it.
 
-    So is its moving average of the weights, unless the checkpoint has none: then it stays as it is.
+    So is its moving average of the weights, unless the checkpoint has none: then it stays as it is. may_lack: Hugging Face
+    names of parameters whose state stays as it is where the checkpoint has none.
     """
     optimizer, *averages = _with_average(optimizer)
+    folder = path / "trainer" / "optimizer"
+    stored = whole_shapes(folder).keys() if may_lack else ()
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     for one in [optimizer, *(averages if has_ema(read_progress(path)) else [])]:
         flat, tensors = _optimizer_tensors(model, one)
-        _load_parts(tensors, path / "trainer" / "optimizer")
+        lacked = {key for key in tensors if _parameter_of(key) in may_lack and key not in stored}
+        _load_parts({key: tensor for key, tensor in tensors.items() if key not in lacked}, folder)
         set_optimizer_state_dict(model, one, {**flat, **tensors}, options=options)
 
 
@@ -100,6 +106,11 @@ def ema_into(path: Path, model: nn.Module) -> None:
     with torch.no_grad():
         for name in names.keys() & parts.names():
             names[name].copy_(parts.tensor(name))
+
+
+def _parameter_of(key: str) -> str:
+    """The Hugging Face name in a key of the optimizer's state: `state.causal_lm.NAME.exp_avg`."""
+    return key.removeprefix(f"state.{PREFIX}").rpartition(".")[0]
 
 
 def _load_parts(tensors: dict[str, Any], folder: Path) -> None:

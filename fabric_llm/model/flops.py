@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 OF_TRAINING = 3  # forward once, backward twice
+WITHOUT_GRADIENT = 2 / 3  # of them: a frozen matrix has no gradient itself
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # what configurations call it
 CHOSEN = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k")
 
@@ -97,7 +98,7 @@ def of_model(causal_lm: PreTrainedModel) -> Flops:
 def multiplied(causal_lm: PreTrainedModel) -> float:
     """Parameters that each token is multiplied with: of all matrices but the embeddings, and of the experts that are chosen.
 
-    The output layer counts, also where it is tied to the embedding.
+    The output layer counts, also where it is tied to the embedding. A frozen matrix counts for two thirds.
     """
     experts, chosen = experts_of(causal_lm.config.get_text_config())
     total = 0.0
@@ -107,7 +108,8 @@ def multiplied(causal_lm: PreTrainedModel) -> float:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim > 1 and not name.endswith("bias"):
                 is_expert = "experts" in path.split(".") or parameter.ndim == 3 and len(parameter) == experts
-                total += parameter.numel() * (chosen / experts if is_expert else 1.0)
+                passes = 1.0 if parameter.requires_grad else WITHOUT_GRADIENT
+                total += parameter.numel() * (chosen / experts if is_expert else 1.0) * passes
     return total
 
 

@@ -270,9 +270,9 @@ def checked_skeleton(model_name: str, config: PretrainedConfig, dtype: torch.dty
 
 
 def load_reference(
-    model_name: str, config: PretrainedConfig, dtype: torch.dtype, seed: int, state_dict: Optional[dict] = None
+    model_name: str, config: PretrainedConfig, dtype: torch.dtype | str, seed: int, state_dict: Optional[dict] = None
 ) -> PreTrainedModel:
-    """The model on the CPU with its weights: given, read, or drawn from `seed`.
+    """The model on the CPU with its weights: given, read, or drawn from `seed`. dtype: or "auto", as they are stored.
 
     Raises ValueError where the files don't hold exactly the weights of the model: Fault (66) in a checkpoint.
     """

@@ -31,7 +31,13 @@ class Head:
         # Not to be sharded each by itself: they are called once for each chunk.
         self.together = {causal_lm, self.base, *outside}
         # By name: FSDP puts other tensors in the place of a module's parameters while it runs.
-        self.places = [(module, name) for module in outside for name in module._parameters]
+        # Those that train: FSDP's tensors would all have gradients where one parameter of their unit has.
+        self.places = [
+            (module, name)
+            for module in outside
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
         self.returns: type[Any] = type(None)  # the class of the base model's outputs
 
     def hidden_states(self, **inputs: Any) -> tuple[Tensor, Any]:
@@ -89,19 +95,20 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, head: Head, token_loss: Loss, targets: Tensor, hidden: Tensor, *tensors: Tensor) -> Tensor:
         size = _tokens_at_once(head.causal_lm, hidden)
-        needs_grad = any(ctx.needs_input_grad)
+        needs_grad, needs_hidden = any(ctx.needs_input_grad), ctx.needs_input_grad[3]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden, sums = [], [None] * len(tensors)
         for chunk, chunk_targets in zip(hidden.split(size), targets.split(size)):
             with torch.set_grad_enabled(needs_grad):
-                chunk = chunk.detach().requires_grad_(needs_grad)
+                chunk = chunk.detach().requires_grad_(needs_hidden)
                 loss = token_loss(head(chunk), chunk_targets)
             total += loss.detach()
             if needs_grad:
-                gradient, *gradients = torch.autograd.grad(loss, [chunk, *tensors], allow_unused=True)
-                of_hidden.append(gradient)
+                wanted = [chunk, *tensors] if needs_hidden else list(tensors)
+                gradients = list(torch.autograd.grad(loss, wanted, allow_unused=True))
+                of_hidden += [gradients.pop(0)] if needs_hidden else []
                 sums = [_add(before, gradient) for before, gradient in zip(sums, gradients)]
-        ctx.gradients = (torch.cat(of_hidden), *sums) if needs_grad else ()
+        ctx.gradients = (torch.cat(of_hidden) if needs_hidden else None, *sums) if needs_grad else ()
         ctx.dtypes = [hidden.dtype, *(tensor.dtype for tensor in tensors)]
         return total
 

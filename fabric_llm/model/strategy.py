@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Callable, Optional
@@ -39,6 +40,7 @@ from fabric_llm.base.fabric import (
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Sharding
 
+MUCH_WASTED = 10**5  # parameters
 LAYER_LISTS = (nn.ModuleList, nn.ModuleDict)  # no forward of their own: never wrapped
 
 
@@ -227,7 +229,13 @@ def _wrap_fsdp(
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp.wrap import CustomPolicy
 
-    units = _units(model, how)
+    units = _units(model, how, apart=_unlike_the_outermost)
+    if fabric.global_rank == 0 and (wasted := _frozen_beside_trained(units)) > MUCH_WASTED:
+        print(
+            f"Warning: --strategy fsdp makes gradients of {wasted:,} frozen parameters too, as others of their layers train: "
+            "fsdp2 doesn't (docs/fsdp.md).",
+            flush=True,
+        )
     kept = {"mixed_precision": None}  # what a unit of another dtype than the model's gets: it computes in its own
     policy = {m: kept if dtype != units[model] else True for m, dtype in units.items() if m is not model}
     sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD"
@@ -249,9 +257,31 @@ def _wrap_fsdp(
         )
 
 
-def _units(model: nn.Module, how: Sharding) -> dict[nn.Module, torch.dtype]:
+def _units(
+    model: nn.Module, how: Sharding, apart: Callable[[nn.Module, list[nn.Module]], set[nn.Module]] = lambda *_: set()
+) -> dict[nn.Module, torch.dtype]:
+    """The modules that are gathered as one -> their dtype. apart: which others of a model are, beside its units."""
     together = model.together()
-    return of_one_dtype(model, [unit for unit in modules_to_wrap(model, how.auto_wrap_policy) if unit not in together])
+    units = [unit for unit in modules_to_wrap(model, how.auto_wrap_policy) if unit not in together]
+    return of_one_dtype(model, [*units, *(apart(model, units) - together)])
+
+
+def _unlike_the_outermost(model: nn.Module, units: list[nn.Module]) -> set[nn.Module]:
+    """Modules outside of `units` whose parameters are frozen where most train, or train where most are frozen.
+
+    FSDP1 makes gradients of all that it gathers as one if a part of it trains: with the embeddings frozen, which stay with the
+    outermost unit, the last norm would cost the gradients of both.
+    """
+    inside = {module for unit in units for module in unit.modules()}
+    held = {m: own for m in model.modules() if m not in inside and (own := list(m.parameters(recurse=False)))}
+    must_stay = [own for module, own in held.items() if module in model.together()] or held.values()
+    counts = Counter(id(parameter) for own in held.values() for parameter in own)
+    trained = sum(p.numel() * (1 if p.requires_grad else -1) for own in must_stay for p in own) >= 0
+    return {
+        module
+        for module, own in held.items()
+        if all(p.requires_grad != trained and counts[id(p)] == 1 for p in own)  # tied weights stay together
+    }
 
 
 def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Any:
@@ -286,6 +316,17 @@ def _wrap_fsdp2(
         for module in unit.modules():
             materialize(module)
         fully_shard(unit, mp_policy=own if precision == "32-true" or dtype != units[model] else mixed, **settings)
+
+
+def _frozen_beside_trained(units: Collection[nn.Module]) -> int:
+    """Frozen parameters that FSDP1 flattens into one tensor with others that train, which then has gradients as a whole."""
+    count = 0
+    for unit in units:
+        inside = set(unit.modules()) - {unit}
+        inner = {module for other in units if other in inside for module in other.modules()}
+        own = {id(p): p for m in unit.modules() if m not in inner for p in m.parameters(recurse=False)}.values()
+        count += sum(p.numel() for p in own if not p.requires_grad) if any(p.requires_grad for p in own) else 0
+    return count
 
 
 def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:

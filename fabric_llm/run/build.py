@@ -19,6 +19,7 @@ from fabric_llm.checkpoint import reading, state_dicts, writing
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.token_bytes import bytes_of_tokens
 from fabric_llm.model import (
+    freezing,
     language_model,
     layers,
     loading,
@@ -152,12 +153,18 @@ def require_room(plan: Plan, flags: Flags) -> None:
 
     def look() -> None:
         run_directory.sweep(plan.run_directory)
-        parameters = loading.build_skeleton(plan.config, loading.DTYPES[plan.precision]).parameters()
         average = None if flags.training.ema_decay is None else flags.training.ema_device
-        needed = adamw.checkpoint_bytes(parameters, plan.bf16_updates, average)
+        needed = adamw.checkpoint_bytes(_skeleton(plan).parameters(), plan.bf16_updates, average)
         writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
 
     ranks.from_rank_zero(look)
+
+
+def _skeleton(plan: Plan) -> PreTrainedModel:
+    """The model of a plan on the meta device, frozen as the plan says."""
+    skeleton = loading.build_skeleton(plan.config, loading.DTYPES[plan.precision])
+    freezing.freeze(skeleton, plan.frozen)
+    return skeleton
 
 
 def build_model(
@@ -168,14 +175,13 @@ def build_model(
     resume_from: checkpoint whose optimizer state to load. The plan's document_end is None afterwards where the model turns
     out not to keep documents apart and needn't.
     """
-    dtype, training = loading.DTYPES[plan.precision], flags.training
-    template = loading.build_skeleton(plan.config, dtype)
+    training, template = flags.training, _skeleton(plan)
     loading.set_generation_config(template, source)
     loaded, chosen = reference.load(plan, source, training.seed, flags.model)
     plan = replace(plan, loss=chosen.loss, document_end=chosen.document_end)
     plan.config._attn_implementation = chosen.attention
     skeleton = language_model.LanguageModel(
-        loading.build_skeleton(plan.config, dtype),
+        _skeleton(plan),
         with_router_loss=plan.router_aux_loss_coef > 0,
         chunked=plan.loss == "chunked",
     )
@@ -197,7 +203,8 @@ def build_model(
     ema.begin(optimizer, training.ema_decay, training.ema_device, training.ema_every, training.seed)
     optimizer = fabric.setup_optimizers(optimizer)
     if resume_from is not None:
-        reading.load_optimizer(resume_from, wrapped.module, optimizer)
+        thawed = freezing.thawed(template, plan.resumed.get("schedule", {}), plan.frozen)
+        reading.load_optimizer(resume_from, wrapped.module, optimizer, thawed)
     if flags.model.verify_start:
         reference.verify_start(fabric, plan, wrapped, loaded)
     return plan, wrapped, optimizer, template

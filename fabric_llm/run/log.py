@@ -19,6 +19,7 @@ from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.data.batches import Prefetch
 from fabric_llm.model import router
 from fabric_llm.model.flops import Flops, of_model
+from fabric_llm.model.freezing import tied_both_ways
 from fabric_llm.model.loading import has_weights
 from fabric_llm.run import mixing, run_directory, same_run, trackers
 from fabric_llm.run.flag_rules import profiled_steps
@@ -270,19 +271,20 @@ def open_log(fabric: Fabric, flags: Flags, plan: Plan, template: Any, batches: P
 def _introduce(plan: Plan, flags: Flags, template: Any) -> None:
     start = f"weights of {plan.source}" if has_weights(plan.source) else f"random weights, {plan.source}"
     start = f"resumed from {plan.resume_from}" if plan.resume_from else start
-    parameters = sum(p.numel() for p in template.parameters())
+    parameters, trained = (sum(p.numel() for p in template.parameters() if p.requires_grad >= only) for only in (0, 1))
+    of_which = f", {trained:,} of which are trained" if trained < parameters else ""
     attention, loss = plan.config._attn_implementation, plan.loss
     paths = [f"{attention} attention"] * (attention != "sdpa") + [f"{loss} loss"] * (loss != "full")
     paths += ["compiled layers"] * plan.compiles
     paths += [f"activations recomputed ({plan.activation_checkpointing})"] * (plan.activation_checkpointing != "none")
     print(
-        f"{type(template).__name__}, {parameters / 1e6:,.1f} M parameters, {', '.join([plan.precision, *paths, start])}; "
+        f"{type(template).__name__}, {parameters / 1e6:,.1f} M parameters{of_which}, {', '.join([plan.precision, *paths, start])}; "
         f"{plan.strategy} on {plan.world_size} {plan.kind} device{'s' * (plan.world_size > 1)}; "
         f"{plan.global_batch_size} sequences of {' or '.join(map(str, plan.contexts))} tokens a step, "
         f"{plan.max_step} steps; {plan.run_directory}",
         flush=True,
     )
-    for line in mixing.described(plan):
+    for line in (*tied_both_ways(template, flags.training.freeze, flags.training.train_only), *mixing.described(plan)):
         print(line, flush=True)
     if plan.resume_from is None and len(plan.sources) < 2 and has_weights(plan.source):
         print(

@@ -19,7 +19,7 @@ from fabric_llm.data import blend, eval_sets
 from fabric_llm.data.formats import DEFAULT_PATTERNS
 from fabric_llm.data.inputs import preparation, prepared_output, separator, shard, text_input
 from fabric_llm.data.sources import check_dataset_folder, check_splits, said_of_rows
-from fabric_llm.model import strategy_rules
+from fabric_llm.model import freezing, strategy_rules
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.processes.launch import launched_world, started_by_other
 from fabric_llm.run import flag_rules, measuring, resume, run_directory
@@ -66,6 +66,7 @@ def in_flags(flags: Flags) -> None:
     names = blend.parse(flags.data.data_mix).names if flags.data.data_mix else [measuring.ONE_SET]
     flag_rules.numbers(flags.flat())
     measuring.require_names(flags, names, bool(flags.data.data_mix))
+    freezing.check(flags.training.freeze, flags.training.train_only)
     devices, num_nodes = known_devices(flags)
     world_size = None if devices is None else devices * num_nodes
     fsdp = flags.fsdp

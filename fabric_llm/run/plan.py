@@ -24,7 +24,7 @@ from fabric_llm.data.blend import Blend
 from fabric_llm.data.dataset import TokenDataset
 from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.sources import open_source
-from fabric_llm.model import layers, router
+from fabric_llm.model import freezing, layers, router
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.loading import (
     DTYPES,
@@ -70,6 +70,7 @@ class Plan(Placement):
     loss: str  # full or chunked; "auto" until the reference is loaded
     activation_checkpointing: str  # none, full, every:N or selective
     compiles: bool  # each layer
+    frozen: frozenset[str]  # names of the parameters that don't train, without those that never do
     resumed: dict[str, Any] = field(default_factory=dict)  # progress.json of `resume_from`
     sources: dict[str, TokenDataset] = field(default_factory=dict)  # of a mixture
     blend: Optional[Blend] = None  # --data_mix
@@ -174,6 +175,7 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
         loss=model.loss,
         activation_checkpointing=rules.checkpointing(flags.fsdp.activation_checkpointing),
         compiles=find_compiles(model.compile, skeleton, placement.kind),
+        frozen=freezing.frozen_names(skeleton, training.freeze, training.train_only),
         resumed=resumed,
     )
 

@@ -20,6 +20,7 @@ from fabric_llm.model import (
     causality,
     equality,
     fast_paths,
+    freezing,
     gradient_equality,
     language_model,
     loading,
@@ -60,6 +61,7 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Refere
             seed,
             reading.sharded_weights(Path(source), loading.build_skeleton(plan.config, torch.float32)),
         )
+        freezing.freeze(model, plan.frozen)  # so that the probe makes no gradients of what doesn't train
         chosen = choose(model, plan, model_flags)
         outputs = gradients = None
         if model_flags.verify_start:

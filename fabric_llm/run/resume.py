@@ -24,6 +24,7 @@ OVERRIDABLE = (
     *("weight_decay", "beta1", "beta2", "grad_clip", "global_batch_size", "document_masking"),
     *("router_aux_loss_coef", "data_mix", "forgetting_budget", "forgetting_action"),
     *("ema_decay", "ema_device", "ema_every"),
+    *("freeze", "train_only"),
 )
 
 

@@ -9,6 +9,7 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
 from fabric_llm.data.blend import described
 from fabric_llm.data.dataset import TokenDataset
+from fabric_llm.model import freezing
 from fabric_llm.run.plan import Plan
 from fabric_llm.run.resume import MOST_DIFFERENCES, OVERRIDABLE, given_checkpoint, overrides
 from fabric_llm.training.schedule import SCHEDULES, arguments_of, lr_at
@@ -26,6 +27,7 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
     schedule |= {"global_batch_size": plan.global_batch_size, "document_masking": masking}
     if schedule["ema_decay"] is None:
         schedule = {name: value for name, value in schedule.items() if name not in ("ema_device", "ema_every")}
+    schedule |= {name: ",".join(freezing.words(flat[name])) or None for name in freezing.FLAGS}
     if plan.blend is None:
         schedule.pop("data_mix")
     else:
@@ -73,7 +75,7 @@ def require_same_run(plan: Plan, flags: Flags) -> None:
     allowed, document = overrides(flags), plan.resumed
     if not _is_whole(document):
         raise Fault(f"{str(plan.resume_from)!r} is damaged: trainer/progress.json isn't a run's.", NO_CHECKPOINT)
-    now = facts(plan, flags)
+    now, document = facts(plan, flags), _with_all_flags(document)
     fixed, schedule = (_differences(_flat(document[kind]), _flat(now[kind])) for kind in ("fixed", "schedule"))
     if ("mixture" in document) != ("mixture" in now):
         words = [f"--{'data_mix' if 'mixture' in one else 'train_data_dir'}" for one in (document, now)]
@@ -99,11 +101,17 @@ def require_same_run(plan: Plan, flags: Flags) -> None:
         )
 
 
+def _with_all_flags(document: dict[str, Any]) -> dict[str, Any]:
+    """progress.json, where that of an older version lacks flags, with their defaults."""
+    return {**document, "schedule": {**dict.fromkeys(freezing.FLAGS), **document["schedule"]}}
+
+
 def _is_whole(document: dict[str, Any]) -> bool:
     """True if what `facts` and the guard wrote is there, with numbers where they are needed."""
     try:
         guard, schedule = document["guard"], dict(document["schedule"])
         known = schedule.pop("lr_schedule") in SCHEDULES and isinstance(document["fixed"], dict)
+        known = known and all(isinstance(schedule.get(flag), (str, type(None))) for flag in freezing.FLAGS)
         steps = [schedule.pop(name) or 0 for name in ("max_step", "number_epochs")]
         numbers = [schedule[name] for name in ("lr", "min_lr", "warmup_steps", "lr_decay")]
         numbers += [document["end_step"], guard["skipped"], guard["rewinds"], *guard["losses"], *steps]
@@ -141,7 +149,7 @@ def announcement(plan: Plan, flags: Flags) -> list[str]:
     elif (newest := step_names.latest(plan.run_directory)) is not None and newest != plan.resume_from:
         lines.append(f"Back from {newest.name} to {plan.resume_from.name}: later checkpoints are moved aside.")
     now = facts(plan, flags)
-    schedule = _differences(document["schedule"], now["schedule"])
+    schedule = _differences(_with_all_flags(document)["schedule"], now["schedule"])
     for name, (then, value) in schedule.items():
         lines.append(f"{name}: {value} from here on, {then} before.")
     if plan.max_step != document["end_step"]:

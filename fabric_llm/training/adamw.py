@@ -137,9 +137,15 @@ class AdamW(torch.optim.Optimizer):
 
 
 def checkpoint_bytes(parameters: Iterable[Tensor], updates: str, ema: Optional[str] = None) -> int:
-    """Bytes of parameters and their state after a step, on any device. ema: device of a moving average, host or same."""
+    """Bytes of parameters and the state of those that train, after a step, on any device.
+
+    ema: device of a moving average, host or same.
+    """
     total = 0
     for parameter in parameters:
+        if not parameter.requires_grad:
+            total += parameter.numel() * parameter.element_size()
+            continue
         wide = updates == "master" and parameter.dtype == torch.bfloat16
         total += parameter.numel() * (2 + 3 * 4 if wide else 3 * parameter.element_size())
         if ema is not None:

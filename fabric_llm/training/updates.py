@@ -24,12 +24,14 @@ class UpdateSize(NamedTuple):
 
 
 def sample_weights(parameters: Iterable[nn.Parameter], per_parameter: int = 4096) -> Tensor:
-    """Copies of evenly spaced weights of each parameter that this rank holds a part of, one-dimensional, in their dtype.
+    """Copies of evenly spaced weights of each parameter that trains, of this rank's part, one-dimensional, in their dtype.
 
     Eight neighbours are taken at a time: reading one costs as much, since memory is read in lines.
     """
     samples = []
     for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
         weights = _local(parameter.detach()).flatten()
         if weights.numel() > per_parameter:
             step = NEIGHBOURS * -(-weights.numel() // per_parameter)

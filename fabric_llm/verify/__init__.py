@@ -5,5 +5,6 @@ inspect_checkpoint  `verify_checkpoint`: files, tensors and rows of one checkpoi
 inspect_log         STATUS.json and metrics.jsonl
 report              `Report`: findings, printed as they are found
 export              `export`: a checkpoint to a Hugging Face directory that equals the trained model, with `Proof`
+extend              `extend`: a model with more tokens, written and proven; `python -m fabric_llm.extend_vocab`
 drill               `drill`: train twice, kill and resume one run, compare bit for bit
 """

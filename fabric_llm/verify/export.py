@@ -85,7 +85,7 @@ def export(
     needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     with replacing(output, needed, "The export") as temporary:
         with on_disk(output, temporary, f"the weights need {needed / 2**30:,.2f} GiB"):
-            _write(temporary, source, model, max_shard_size)
+            write_model(temporary, source, model, max_shard_size)
         return replace(verify(temporary, model, probe, precision), of_ema=ema)
 
 
@@ -111,7 +111,8 @@ def replacing(output: Path, needed_bytes: int, what: str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write(folder: Path, source: Path, model: PreTrainedModel, max_shard_size: str) -> None:
+def write_model(folder: Path, source: Path, model: PreTrainedModel, max_shard_size: str) -> None:
+    """Write a model as a Hugging Face directory, with the generation config and the tokenizer of `source`."""
     # A new skeleton saves the tensors, as in checkpoint/writing.py: a model that was loaded from a state dict would keep the
     # names that its tensors have in memory, where experts are fused, and wouldn't use those of the hub.
     template = build_skeleton(model.config, model.dtype)

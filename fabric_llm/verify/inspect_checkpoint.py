@@ -20,6 +20,7 @@ from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.checkpoint import reading, state_dicts
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.order import OLD_ORDER, ORDERS, RowsRead, claimed_by, claimed_rows
+from fabric_llm.model import freezing
 from fabric_llm.model.loading import DTYPES, build_skeleton, load_config
 from fabric_llm.verify.report import Report, listed, say
 
@@ -89,6 +90,8 @@ def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
     progress: the content of progress.json.
     """
     skeleton = build_skeleton(load_config(str(path)), DTYPES[progress["fixed"]["precision"]])
+    schedule = progress.get("schedule", {})
+    frozen = freezing.frozen_names(skeleton, *(schedule.get(flag) for flag in freezing.FLAGS))
     ties = state_dicts.tied_names(skeleton)
     # Includes saved buffers, such as a router's bias, and excludes the second names of tied weights.
     weights = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if name not in ties}
@@ -101,7 +104,7 @@ def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
         f"state.{state_dicts.PREFIX}{name}.{moment}": tuple(parameter.shape)
         for name, parameter in skeleton.named_parameters()
         for moment in progress.get("optimizer_state", ("exp_avg", "exp_avg_sq"))  # older versions had AdamW alone
-        if parameter.requires_grad
+        if parameter.requires_grad and name not in frozen
     }
     compare_parts(path / "trainer" / "optimizer", moments, report, others=True)
     report.counts["parameters"] = sum(parameter.numel() for parameter in skeleton.parameters())

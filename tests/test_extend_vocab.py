@@ -1,0 +1,384 @@
+"""New tokens: learned where the tokenizer stopped, appended behind the old ones, and the model is what it was."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import TOY_CONFIGS
+from ranks import Job, refuse_imports
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+
+from arguments import ROOT
+from fabric_llm import extend_vocab
+from fabric_llm.data import corpus, new_tokens
+from fabric_llm.data.tokenizer import train_byte_level_bpe
+from fabric_llm.model import new_rows
+from fabric_llm.verify import extend as extending
+from fabric_llm.verify.export import VerificationError
+
+OLD = "the old words of a language that the tokenizer has seen, with some more of them: one, two, three.\n"
+NEW = "Grundstücksverkehr und Straßenbahnhaltestelle: überall größere Äpfel. Здравствуй, мир! 你好世界\n"
+
+
+def texts(line, count, seed):
+    """Documents of the line's words, in another order each."""
+    generator, words = random.Random(seed), line.split()
+    return [" ".join(generator.choices(words, k=40)) + "\n\n  " + line for _ in range(count)]
+
+
+def byte_level():
+    tokenizer = train_byte_level_bpe(texts(OLD, 20, 0), vocab_size=320)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    tokenizer.add_tokens(["Wort"])
+    tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
+    return tokenizer
+
+
+def llama3():
+    """Byte-level too, with digits by threes, and words that are looked up before they are cut."""
+    tokenizer = byte_level()
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["model"]["ignore_merges"] = True
+    digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?[^\s\p{N}]+|\s+(?!\S)|\s+"), "isolated")
+    words = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend = Tokenizer.from_str(json.dumps(state))
+    backend.pre_tokenizer = words
+    tokenizer._tokenizer = backend
+    return tokenizer
+
+
+def sentencepiece():
+    """As Llama 2 has it: spaces are letters, text isn't split, and what no token has is bytes."""
+    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    learner = Tokenizer(models.BPE())
+    learner.normalizer = spaces = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    learner.pre_tokenizer = pre_tokenizers.Split(new_tokens.WORDS, "isolated")
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, show_progress=False)
+    learner.train_from_iterator(texts(OLD, 20, 0), trainer)
+    state = json.loads(learner.to_str())["model"]
+    merges = [tuple(merge) for merge in state["merges"]]
+    backend = Tokenizer(models.BPE(state["vocab"], merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = spaces
+    strip = decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def unigram():
+    """As T5 and XLM-R have it, with an added token behind the pieces."""
+    backend = Tokenizer(models.Unigram())
+    backend.normalizer, backend.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=150, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    backend.train_from_iterator(texts(OLD, 20, 0), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<extra_0>", "<extra_1>"]})
+    return tokenizer
+
+
+TOKENIZERS = {"byte_level": byte_level, "llama3": llama3, "sentencepiece": sentencepiece, "unigram": unigram}
+
+
+def make_model(folder, tokenizer, family="llama", rows=None, dtype=torch.float32, **changes):
+    config = TOY_CONFIGS[family]
+    tokens = new_tokens.size(tokenizer.backend_tokenizer)
+    config = type(config)(**{**config.to_dict(), "vocab_size": rows or tokens, "eos_token_id": 2, **changes})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for number, text in enumerate(texts(NEW, 60, 1)):
+        (folder / f"{number:03d}.txt").write_text(text)
+    return folder
+
+
+def run(*argv):
+    """The exit code of the command, in this process."""
+    try:
+        extend_vocab.main([str(word) for word in argv])
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
+# ------------------------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_tokens_go_behind_the_old_ones_and_text_gets_shorter(kind):
+    old = TOKENIZERS[kind]().backend_tokenizer
+    learned = new_tokens.learn(old, texts(NEW, 40, 1), 60)
+    assert learned == new_tokens.learn(old, texts(NEW, 40, 1), 60) and len(learned) == 60
+    new, first = new_tokens.extended(old, learned), new_tokens.size(old)
+    assert new.get_vocab().items() >= old.get_vocab().items()
+    assert [new.token_to_id(token.text) for token in learned] == list(range(first, first + 60))
+    held_out = texts(NEW, 5, 2)
+    counts = [sum(len(t.encode(text).ids) for text in held_out) for t in (old, new)]
+    assert counts[1] < (0.6 if kind == "unigram" else 0.5) * counts[0]
+    for text in [*held_out, OLD, "", " ", "\n\n", "  a  b ", "Straßenbahnx", "xStraßenbahn", "🙂 ein", "<|user|>und"]:
+        before, after = old.encode(text), new.encode(text)
+        assert new.decode(before.ids) == old.decode(before.ids)
+        if new_tokens.unknown_id(old) not in before.ids:
+            assert new.decode(after.ids) == old.decode(before.ids)
+        if kind != "unigram" and max(after.ids, default=0) < first:
+            assert after.ids == before.ids, "text without a new token is cut as before"
+    assert new.encode(OLD).ids == old.encode(OLD).ids or kind == "unigram"
+
+
+def test_each_token_is_in_reach_also_inside_of_words():
+    for kind in TOKENIZERS:
+        old = TOKENIZERS[kind]().backend_tokenizer
+        learned = new_tokens.learn(old, texts(NEW, 40, 1), 60)
+        new = new_tokens.extended(old, learned)
+        for token in learned if kind != "unigram" else learned[-5:]:
+            assert [piece.value for piece in new.model.tokenize(token.text)] == [token.text]
+        if kind == "byte_level":
+            inside = new.encode("xGrundstücksverkehrs")
+            assert max(inside.ids) >= new_tokens.size(old), inside.tokens
+
+
+def test_what_a_token_was_made_of_is_what_its_text_was():
+    old = sentencepiece().backend_tokenizer
+    learned = new_tokens.learn(old, texts(NEW, 40, 1), 60)
+    made_of = new_tokens.made_of(old, learned)
+    assert list(made_of) == [token.text for token in learned]
+    for text, parts in made_of.items():
+        assert [token.id for token in old.model.tokenize(text)] == parts
+    assert made_of["你"] == [old.token_to_id(name) for name in ("<0xE4>", "<0xBD>", "<0xA0>")]
+    of_unknown = new_tokens.made_of(unigram().backend_tokenizer, [new_tokens.NewToken("你", None, 0.1)])
+    assert of_unknown == {"你": []}
+
+
+def test_pairs_are_counted_as_byte_pair_encoding_counts_them():
+    """Against a plain count over all words after each join."""
+    old = byte_level().backend_tokenizer
+    learned = new_tokens.learn(old, texts(NEW, 10, 3), 25)
+    words = [w for text in texts(NEW, 10, 3) for w in new_tokens.split(old, text, True)]
+    cut = [[token.value for token in old.model.tokenize(word)] for word in words]
+    total = sum(map(len, cut))
+    for token in learned:
+        counts = {}
+        for symbols in cut:
+            for pair in zip(symbols, symbols[1:]):
+                counts[pair] = counts.get(pair, 0) + 1
+        best = max(count for pair, count in counts.items() if "".join(pair) not in old.get_vocab())
+        assert counts[token.pair] == best == round(token.share * total)
+        for symbols in cut:
+            for at in range(len(symbols) - 1, 0, -1):
+                if (symbols[at - 1], symbols[at]) == token.pair:
+                    symbols[at - 1 : at + 1] = [token.text]
+
+
+def test_what_cannot_be_extended_is_one_sentence():
+    with pytest.raises(ValueError, match="WordPiece tokenizer can't be extended"):
+        new_tokens.require_extendable(Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]")))
+    with pytest.raises(ValueError, match="end_of_word_suffix"):
+        new_tokens.require_extendable(Tokenizer(models.BPE(end_of_word_suffix="</w>")))
+
+
+def test_a_part_is_held_out_and_in_no_other():
+    learned, held_out = corpus.hold_out([f"text {number}" for number in range(100)])
+    assert (len(learned), len(held_out)) == (95, 5) and not set(learned) & set(held_out)
+    learned, held_out = corpus.hold_out(["".join(f"line {number}\n" for number in range(100))])
+    assert learned[0] + held_out[0] == "".join(f"line {number}\n" for number in range(100)) and len(held_out[0]) < 60
+    assert corpus.hold_out(["a", "b", "a", "b"]) == (["a", "a"], ["b"])
+    for few in ([], ["one line"], ["same", "same"]):
+        with pytest.raises(ValueError, match="no two different texts"):
+            corpus.hold_out(few)
+
+
+# ------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "expected"),
+    [(100, 100, 100), (101, 100, 101), (130, 256, 256), (257, 256, 384), (50300, 50257, 50300), (101, 96, 128)],
+)
+def test_unused_rows_come_first_and_padding_is_kept(tokens, rows, expected):
+    assert new_rows.rows_for(tokens, rows) == expected
+
+
+def test_a_row_is_the_mean_of_its_parts():
+    config = LlamaConfig(**{**TOY_CONFIGS["llama"].to_dict(), "vocab_size": 128})
+    model = AutoModelForCausalLM.from_config(config)
+    head = model.lm_head.weight.detach().clone()
+    new_rows.add_rows(model, 120, [[3, 5], [5, 3], [7], [], *[[1, 2, number] for number in range(20)]])
+    assert model.config.vocab_size == len(model.lm_head.weight) == len(model.get_input_embeddings().weight) == 256
+    now = model.lm_head.weight.detach()
+    assert torch.equal(now[:120], head[:120])
+    torch.testing.assert_close(now[120], head[[3, 5]].mean(0))
+    torch.testing.assert_close(now[122], head[7])
+    torch.testing.assert_close(now[123], head[:120].mean(0))
+    torch.testing.assert_close(now[144:], head[:120].mean(0).expand(112, -1))
+    apart = (now[121] - now[120]) / head[:120].std(0)
+    assert 0.02 < apart.abs().mean() < 0.2, "the same parts, told apart by noise"
+    assert torch.cosine_similarity(now[121], now[120], dim=0) > 0.97
+
+
+def test_a_bias_and_a_tie_are_kept():
+    config = GPT2Config(**{**TOY_CONFIGS["gpt2"].to_dict(), "vocab_size": 131})
+    model = AutoModelForCausalLM.from_config(config)
+    model.lm_head.bias = torch.nn.Parameter(torch.arange(131.0))
+    new_rows.add_rows(model, 131, [[3, 5], [100]])
+    assert model.lm_head.weight is model.transformer.wte.weight and len(model.lm_head.weight) == 133
+    assert model.lm_head.bias[131:].tolist() == [4.0, 100.0]
+
+
+# ------------------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "more"),
+    [
+        ("byte_level", "gpt2", {}),
+        ("byte_level", "llama", {"dtype": torch.bfloat16, "rows": 384}),
+        ("sentencepiece", "llama", {"tie_word_embeddings": True, "rows": 512}),
+        ("unigram", "llama", {}),
+    ],
+)
+def test_the_model_is_what_it_was(tmp_path, corpus_folder, capsys, kind, family, more):
+    tokenizer = TOKENIZERS[kind]()
+    folder = make_model(tmp_path / "model", tokenizer, family, **more)
+    assert run(folder, "--input", corpus_folder, "--tokens", 60, "--output", tmp_path / "hf") == 0
+    said = capsys.readouterr().out
+    assert (
+        "60 tokens more" in said
+        and "keep their old bits" in said
+        and "3 that are held out" in said.replace("texts (0.0 MB) ", "")
+    )
+    old, new = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, tmp_path / "hf"))
+    was, now = (AutoTokenizer.from_pretrained(path) for path in (folder, tmp_path / "hf"))
+    assert now.get_vocab().items() >= was.get_vocab().items() and len(now) == len(was) + 60
+    assert (now.chat_template, now.all_special_tokens) == (was.chat_template, was.all_special_tokens)
+    assert now("Здравствуй <|user|> the old words").tokens() != was("Здравствуй <|user|> the old words").tokens()
+    changed = {name for name, value in new.config.to_dict().items() if value != old.config.to_dict().get(name)}
+    assert changed <= {"vocab_size", "_name_or_path"} and new.dtype == old.dtype
+    assert new.config.tie_word_embeddings == (new.lm_head.weight is new.get_input_embeddings().weight)
+    ids = torch.tensor([was(OLD)["input_ids"][:40]])
+    with torch.no_grad():
+        before, after = (model.float().eval()(ids).logits for model in (old, new))
+    torch.testing.assert_close(after[..., : len(was)], before[..., : len(was)], rtol=0, atol=1e-6)
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_what_goes_wrong_leaves_nothing(tmp_path, corpus_folder, capsys, monkeypatch):
+    folder = make_model(tmp_path / "model", byte_level())
+    command = (folder, "--input", corpus_folder, "--tokens", 10, "--output", tmp_path / "hf")
+    for place, wrong, words in (
+        (new_tokens, "made_of", None),
+        (new_rows, "_fill", "the old values of lm_head.weight have changed"),
+    ):
+        with monkeypatch.context() as patch:
+            if wrong == "_fill":
+                patch.setattr(place, wrong, lambda table, *_: table.mul_(1.5))
+            else:
+                patch.setattr(place, wrong, lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
+            assert run(*command) == 1
+            assert words is None or words in capsys.readouterr().err
+        assert not list(tmp_path.glob("*hf*"))
+    assert run(*command) == 0
+    written = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    assert run(*command) == 2 and "exists" in capsys.readouterr().err
+    assert run(*command, "--overwrite", "true") == 0
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == written, "the same corpus gives the same model"
+
+
+def test_bad_input_is_one_sentence(tmp_path, corpus_folder, capsys):
+    folder = make_model(tmp_path / "model", byte_level())
+    bare = tmp_path / "bare"
+    TOY_CONFIGS["llama"].save_pretrained(bare)
+    byte_level().save_pretrained(bare)
+    alone = make_model(tmp_path / "alone", byte_level())
+    for file in alone.glob("token*"):
+        file.unlink()
+    few = make_model(tmp_path / "few", byte_level(), rows=100)
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    for name in "ab":
+        (nothing / f"{name}.txt").write_text(name)
+    text, output = ("--input", corpus_folder), ("--output", tmp_path / "hf")
+    for argv, words in (
+        ((folder, *text, *output), "required: tokens"),
+        ((folder, *text, *output, "--tokens", 0), "at least 1"),
+        ((folder, "--input", tmp_path / "none", *output, "--tokens", 9), "none"),
+        ((tmp_path / "none", *text, *output, "--tokens", 9), "none"),
+        ((bare, *text, *output, "--tokens", 9), "no weights"),
+        ((alone, *text, *output, "--tokens", 9), "no tokenizer"),
+        ((few, *text, *output, "--tokens", 9), "its model 100 embeddings"),
+        ((folder, "--input", nothing, *output, "--tokens", 9), "nothing to learn"),
+        ((folder, *text, *output, "--token", 9), "Did you mean --tokens?"),
+    ):
+        assert run(*argv) == 2
+        said = capsys.readouterr().err
+        assert words in said and len(said.strip().splitlines()) == 1, said
+    assert not list(tmp_path.glob("*hf*"))
+
+
+def test_help_imports_no_torch(tmp_path):
+    command = [sys.executable, "-m", "fabric_llm.extend_vocab", "--help"]
+    paths = {"PYTHONPATH": refuse_imports(tmp_path, ("torch", "transformers", "lightning"))}
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--tokens" in done.stdout, done.stderr
+
+
+def test_a_proof_that_fails_is_heard(tmp_path, corpus_folder):
+    """A tokenizer whose old ids moved."""
+    old = byte_level().backend_tokenizer
+    state = json.loads(old.to_str())
+    vocab = state["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state))).save_pretrained(tmp_path)
+    with pytest.raises(VerificationError, match="the token '[ab]' has the id"):
+        extending.compare_tokenizers(tmp_path, old, new_tokens.size(old), [OLD])
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(("kind", "family"), [("byte_level", "gpt2"), ("sentencepiece", "llama")])
+def test_extend_prepare_train_the_new_then_all_export(tmp_path, corpus_folder, kind, family):
+    """The whole way: what was frozen is as it was after the first stage, and the export holds the new vocabulary."""
+    import export_hf
+    import prepare_data
+
+    folder = make_model(tmp_path / "model", TOKENIZERS[kind](), family)
+    extended, data = tmp_path / "hf", tmp_path / "data"
+    assert run(folder, "--input", corpus_folder, "--tokens", 60, "--output", extended) == 0
+    prepare_data.main(
+        ["--input", str(corpus_folder), "--tokenizer", str(extended), "--output", str(data), "--context_length", "24"]
+    )
+    common = (
+        "--train_data_dir",
+        data,
+        "--output_dir",
+        tmp_path,
+        "--precision",
+        "32-true",
+        "--lr",
+        1e-2,
+        "--max_step",
+        6,
+    )
+    first = Job(1, "--model_name", extended, *common, "--run_name", "first", "--train_only", "embeddings")
+    assert first.wait() == [0], first.output
+    stage = tmp_path / "first" / "step-00000006"
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (extended, stage))
+    tables = {id(after.get_input_embeddings().weight), id(after.get_output_embeddings().weight)}
+    for (name, old), new in zip(before.named_parameters(), after.parameters()):
+        assert torch.equal(old, new) == (id(new) not in tables), name
+    second = Job(2, "--model_name", stage, *common, "--run_name", "all", "--strategy", "fsdp")
+    assert second.wait() == [0, 0], second.output
+    export_hf.main([str(tmp_path / "all"), "--output", str(tmp_path / "done")])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "done")
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(extended).get_vocab()
+    assert max(tokenizer(NEW)["input_ids"]) >= new_tokens.size(AutoTokenizer.from_pretrained(folder).backend_tokenizer)
