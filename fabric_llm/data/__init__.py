@@ -20,6 +20,7 @@ order        `permuted`, `random_key`, `RowsRead`: which row is read at which po
 blend        `parse`: what --data_mix says: sources, weights, stages
 pattern      `pattern`, `read_before`: which source of a mixture stands at which position
 mixture      `Mixture`: which row of which source is read at which position
+prompts      `read`: the file of --sample_prompts
 views        `Rows`, `Padded`: rows of Arrow files as numpy sees them, without a copy
 batches      `Batches`, `Prefetch`: the micro-batches of a rank at a position
 """
