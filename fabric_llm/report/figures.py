@@ -68,7 +68,9 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     shown = {"loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "peak_memory_gib", "updated_fraction"}
     shown |= {"data_seconds", "wait_seconds", "aux_loss", "tokens_per_second_per_device"}
     others = sorted({name for run in runs for name in run.numbers} - shown)
-    made += [_of_number(runs, name, name.replace("_", " "), "", is_minor=True) for name in others]
+    for name in others:
+        lines = [Line(i, "", run.numbers[name]) for i, run in enumerate(runs) if name in run.numbers]
+        made.append(Figure(f"number-{name}", name.replace("_", " "), "", lines, is_minor=True))
     return [figure for figure in made if figure.lines]
 
 

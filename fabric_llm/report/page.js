@@ -1,11 +1,11 @@
 "use strict";
-// Draws the figures of `#data` with plotly: runs by colour, sets by dash (with one run: sets by colour as well).
+// Draws the figures of `#page-data` with plotly: runs by colour, sets by dash (with one run: sets by colour as well).
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+  const data = JSON.parse(document.getElementById("page-data").textContent);
   const root = document.documentElement;
   const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
   const KIND_COLORS = {
-    resumed: "c0", moved: "c5", spike: "c1", skipped: "c1", rewound: "c3", forgetting: "c4", stopped: "c6", killed: "c4", failed: "c4",
+    resumed: "c0", moved: "c5", spike: "c1", skipped: "c1", rewound: "c3", forgetting: "c4", stopped: "c6", killed: "c4", failed: "c4", stage: "c3",
   };
   const MOST_EVENT_LINES = 40, MOST_POINTS_WITH_MARKERS = 60;
   const isTouch = matchMedia("(pointer: coarse)").matches;
@@ -69,8 +69,9 @@
       return {
         type: "scatter", mode: "markers", name: plain(name), x: own.map((e) => e[axis]), y: own.map((e) => data.kinds[e.kind]),
         text: own.map((e) => plain((several ? name + ": " : "") + e.words)),
+        cliponaxis: false,
         hovertemplate: "%{y}, " + axisTitle().toLowerCase() + " %{x:,}<br>%{text}<extra></extra>",
-        marker: { size: 10, symbol: several ? ["circle", "square", "diamond", "triangle-up"][run % 4] : "circle", color: several
+        marker: { size: Math.max(7, 11 + (several ? 4 : 0) - 4 * run), symbol: several ? ["circle", "square", "diamond", "triangle-up"][run % 4] : "circle", color: several
           ? color("c" + run % 8) : own.map((e) => color(KIND_COLORS[e.kind] || "c7")) },
       };
     });

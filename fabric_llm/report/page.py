@@ -49,7 +49,7 @@ def document(title: str, body: str, data: Mapping[str, Any]) -> str:
 </head>
 <body>
 {body}
-<script type="application/json" id="data">{as_json(data)}</script>
+<script type="application/json" id="page-data">{as_json(data)}</script>
 <script>{plotly_source()}</script>
 <script>
 {script}</script>
@@ -64,9 +64,13 @@ def as_json(data: Any) -> str:
     return said.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+class Html(str):
+    """A text that is HTML already."""
+
+
 def text(value: Any) -> str:
     """Text as HTML."""
-    return html.escape(str(value), quote=True)
+    return value if isinstance(value, Html) else html.escape(str(value), quote=True)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]], label: str, numeric: Sequence[int] = ()) -> str:
@@ -125,15 +129,16 @@ def controls(runs: Sequence[str]) -> str:
             for i, name in enumerate(runs)
         )
         buttons = f'<div class="runs" role="group" aria-label="Runs shown">{each}</div>'
+    lines = '<p class="note">Dotted upright lines: what happened then, see Events.</p>' if runs else ""
     return (
-        f'<div class="controls"><fieldset class="axis"><legend>Over</legend>{choice}</fieldset>{buttons}</div>'
+        f'<div class="controls"><fieldset class="axis"><legend>Over</legend>{choice}</fieldset>{buttons}{lines}</div>'
         "<noscript><p>The curves are drawn with JavaScript; the numbers below them are there without.</p></noscript>"
     )
 
 
-def swatch(color: int) -> str:
+def swatch(color: int) -> Html:
     """A dot in the colour of a run or a set."""
-    return f'<i class="swatch" style="--swatch: var(--c{color % 8})" aria-hidden="true"></i>'
+    return Html(f'<i class="swatch" style="--swatch: var(--c{color % 8})" aria-hidden="true"></i>')
 
 
 def chart(figure: Figure, runs: Sequence[str], dashes: Mapping[str, int]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Optional
 
 from fabric_llm.report import summary
 from fabric_llm.report.figures import Figure, dashes_of
-from fabric_llm.report.page import chart, controls, header, navigation, section, swatch, table, terms, text
+from fabric_llm.report.page import Html, chart, controls, header, navigation, section, swatch, table, terms, text
 from fabric_llm.report.reading import MEAN, Run
 from fabric_llm.report.timeline import KINDS, Event, rows
 
@@ -84,21 +85,28 @@ def headline(runs: Sequence[Run]) -> str:
             tiles += f'<div><dt>{text(label)}</dt><dd class="figure{css}">{text(figure)}</dd>'
             tiles += f'<dd class="below">{text(below)}</dd></div>'
         return f'<dl class="headline">{tiles}</dl>'
-    found = [summary.headline(run) for run in runs]
-    head = ["Run", *(label for label, _, _ in found[0])]
-    lines = [
-        [run.name, *(f"{figure} ({below})" if i in (0, 1) else figure for i, (_, figure, below) in enumerate(of_run))]
-        for run, of_run in zip(runs, found)
-    ]
     sets, losses = summary.losses(runs)
-    columns = [
-        "Run",
-        "Training loss",
-        *(f"{name}, {word}" for name in map(set_name, sets) for word in ("last", "best at")),
-    ]
-    return f'<div style="margin-top: 1.5rem">{table(head, lines, "Runs")}</div><h4>Losses</h4>' + table(
-        columns, [[run.name, *row] for run, row in zip(runs, losses)], "Losses", range(1, len(columns))
+    of_sets = [f"{name}, {word}" for name in map(set_name, sets) for word in ("last", "best")]
+    columns = ["Run", "Training loss", *of_sets]
+    compared = [[_named(runs, i), *row] for i, row in enumerate(losses)]
+    return (
+        f'<div class="compared">{table(summary.COMPARED, _beside(runs), "Runs", (1, 2, 3, 4, 5))}</div>'
+        f"<h4>Losses</h4>{table(columns, compared, 'Losses', range(1, len(columns)))}"
     )
+
+
+def _beside(runs: Sequence[Run]) -> list[list[str]]:
+    """The five figures that decide, a line a run."""
+    found = []
+    for i, run in enumerate(runs):
+        (_, loss, best), (_, tokens, step), (_, rate, _), (_, time, _), (_, ended, _) = summary.headline(run)
+        found.append([_named(runs, i), loss, best, tokens, step, rate, time, ended])
+    return found
+
+
+def _named(runs: Sequence[Run], i: int) -> Html:
+    """A run's name in its colour."""
+    return Html(f"{swatch(i)} {text(runs[i].name)}")
 
 
 def set_name(name: str) -> str:
@@ -156,9 +164,8 @@ def happened(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> str:
         for event in rows(of_run)
     ]
     head = [*(["Run"] if len(runs) > 1 else []), "Step", "Time (UTC)", "Event", "What"]
-    listed = table(head, lines, "Events").replace(
-        'class="scroll"', 'class="scroll tall"' if len(lines) > 14 else 'class="scroll"'
-    )
+    tall = " tall" if len(lines) > 14 else ""
+    listed = table(head, lines, "Events").replace('class="scroll"', f'class="scroll events{tall}"', 1)
     missing = [run.name for run in runs if not run.events]
     note = '<p class="note">Starts, resumes and times weren\'t recorded by the version that ran this: saves are those still there.</p>'
     return strip + listed + (note if missing else "")
@@ -188,9 +195,14 @@ def _continuations(runs: Sequence[Run], prompt: str) -> str:
     )
     return "".join(
         f'<li><span class="when">{swatch(i) + " " if len(runs) > 1 else ""}step {step:,}'
-        f"{'<br>' + text(runs[i].name) if len(runs) > 1 else ''}</span><pre>{text(sample['text'])}</pre></li>"
+        f"{'<br>' + text(runs[i].name) if len(runs) > 1 else ''}</span><pre>{text(shortened(sample['text']))}</pre></li>"
         for step, i, sample in found
     )
+
+
+def shortened(sample: str) -> str:
+    """A sample without long runs of empty lines, which a small model likes to write."""
+    return re.sub(r"\n\s*\n\s*\n", lambda found: f"\n[{found[0].count(chr(10))} line breaks]\n", sample) or "[nothing]"
 
 
 # ------------------------------------------------------------------------------- certificate and flags

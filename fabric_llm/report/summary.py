@@ -16,6 +16,7 @@ from fabric_llm.report.timeline import devices
 
 NONE = "\N{EN DASH}"
 MOST_CHARACTERS = 500  # of a flag's value
+COMPARED = ("Run", "Validation loss", "Best", "Tokens", "Step", "Tokens/s", "Time in training", "How it ended")
 NOT_COMPARED = ("run_name", "output_dir")  # flags
 
 

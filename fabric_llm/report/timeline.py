@@ -60,7 +60,9 @@ def _of_events(events: Sequence[dict[str, Any]]) -> list[Event]:
         kind, time = event["event"], str(event.get("time", ""))
         if kind in ("started", "resumed"):
             if before and found[-1].kind not in ("stopped", "failed", "done"):
-                found.append(Event(known, "killed", "no end was recorded before the next start"))
+                found.append(
+                    Event(known, "killed", "no end was recorded before the next start; this is the last step that was")
+                )
             found.append(Event(step, kind, _beginning(event), time))
             if before and devices(before) != devices(event):
                 found.append(Event(step, "moved", f"{devices(event)}, before: {devices(before)}", time))
@@ -96,7 +98,9 @@ def devices(beginning: dict[str, Any]) -> str:
 
 def _beginning(event: dict[str, Any]) -> str:
     strategy = f", {event['strategy']}" if event.get("strategy") else ""
-    came = f"{'random weights, ' if event.get('random') else 'from '}{event['from']}" if event.get("from") else ""
+    source = str(event.get("from") or "")
+    source = source.rpartition("/")[2] if event["event"] == "resumed" else source
+    came = f"{'random weights, ' if event.get('random') else 'from '}{source}" if source else ""
     return "; ".join(words for words in (f"on {devices(event)}{strategy}" if devices(event) else "", came) if words)
 
 
