@@ -66,8 +66,6 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
     if due.evaluation_first(progress, plan.resumed):
         evaluated = evaluate(evaluation, model, progress, log, watch)
         stops = not evaluated and progress.step > 0  # before the first step there is nothing to resume
-    if not plan.resumed:
-        saver.samples.take(model, progress)
 
     while not (stops or plan.is_over(progress)):
         before, progress = progress, plan.after(progress)

@@ -12,7 +12,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Optional
 
-import fabric_llm
 from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import Fault
 from fabric_llm.report.__main__ import require_output, save
@@ -66,7 +65,7 @@ def split(words: list[str]) -> tuple[Path, list[str]]:
 
 def parsed(words: list[str]) -> Any:
     """The flags of train.py, which are declared in arguments.py beside the package. Raises Fault, SystemExit (2)."""
-    root = Path(fabric_llm.__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / "arguments.py").is_file():
         raise Fault(f"There is no arguments.py in {str(root)!r}: the command runs from a checkout, as train.py does.")
     if str(root) not in sys.path:

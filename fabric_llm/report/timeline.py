@@ -121,10 +121,10 @@ def rows(events: Sequence[Event]) -> list[Event]:
 
 def as_data(number: int, run: Run, events: Sequence[Event]) -> list[dict[str, Any]]:
     """The events of a run for page.js, at most MOST_MARKS: all that are no saves, and saves from among all of them."""
-    saves = [event for event in events if event.kind == "saved"]
-    others = [event for event in events if event.kind != "saved"][:MOST_MARKS]
-    every = -(-len(saves) // MOST_MARKS) if saves else 1
-    shown = sorted([*others, *saves[::every]], key=lambda event: event.step)
+    saves = [i for i, event in enumerate(events) if event.kind == "saved"]
+    others = [i for i, event in enumerate(events) if event.kind != "saved"][:MOST_MARKS]
+    every = max(1, -(-len(saves) // MOST_MARKS))
+    shown = [events[i] for i in sorted([*others, *saves[::every]])]
     tokens = run.tokens_at(np.array([event.step for event in shown], dtype=np.int64)).tolist()
     return [
         {

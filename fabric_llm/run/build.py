@@ -77,6 +77,8 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
         lambda: watch.mark(watch.step, "evaluating"),
     )
     saver = Saver(fabric, flags, plan, log, template, watch.mark)
+    if not plan.resumed:  # what the model says before step 1
+        saver.samples.take(model, plan.start)
     return Parts(plan, model, optimizer, guard, batches, log, evaluation, saver, requests)
 
 
