@@ -151,6 +151,7 @@ QUICK = {
     "test_a_spike_is_warned_of_or_skipped": r"warn-True|skip-False",
     "test_samples_are_those_of_plain_transformers_and_change_nothing": r"auto|fsdp2",
     "test_a_page_of_half_a_million_lines_stays_small": None,
+    "test_from_any_folder": None,
     "test_wandb_without_key_or_server_logs_offline_with_one_warning": None,
     "test_tokenizer_training_is_deterministic_over_processes": None,
     "test_a_batch_script_without_srun_starts_its_own_ranks": None,

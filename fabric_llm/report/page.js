@@ -36,6 +36,15 @@
     };
   }
 
+  function range() {
+    const ends = data.charts.flatMap((chart) => chart.lines.flatMap((line) => [line[axis][0], line[axis].at(-1)]));
+    const known = [...ends, ...data.events.map((e) => e[axis])].filter((value) => value !== null && value !== undefined);
+    if (!known.length) return [0, 1];
+    const low = Math.min(...known), high = Math.max(...known), from = low > 0.3 * high && low < high ? low : 0;
+    const span = high - from || 1;
+    return [from - 0.01 * span, high + 0.02 * span];
+  }
+
   function layoutOf(chart) {
     const muted = color("muted"), grid = color("grid");
     const lines = data.events.filter((e) => e.kind in KIND_COLORS && !hidden.has(e.run)).slice(0, MOST_EVENT_LINES);
@@ -47,7 +56,7 @@
       hovermode: chart.strip ? "closest" : "x unified", dragmode: isTouch ? false : "zoom",
       hoverlabel: { bgcolor: color("surface"), bordercolor: color("line"), font: { color: color("ink"), size: 12 }, namelength: -1 },
       xaxis: { ...both, zeroline: false, title: { text: axisTitle(), font: { color: muted, size: 12 }, standoff: 8 },
-        fixedrange: isTouch, nticks: 7, exponentformat: "SI", separatethousands: true, rangemode: "tozero" },
+        fixedrange: isTouch, nticks: 7, exponentformat: "SI", separatethousands: true, range: range() },
       yaxis: { ...both, zeroline: chart.name === "forgotten", type: chart.log ? "log" : "linear", fixedrange: isTouch, nticks: 6,
         exponentformat: "power" },
       shapes: chart.strip ? [] : lines.map((e) => ({

@@ -6,6 +6,7 @@ What is missing or damaged is left out: a run that is still going, was killed, o
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 from array import array
@@ -112,21 +113,24 @@ class Columns:
     """Numbers of the lines of a log, collected by name."""
 
     def __init__(self) -> None:
-        self.steps: dict[Any, array] = {}
-        self.values: dict[Any, array] = {}
+        self.columns: dict[Any, tuple[array, array]] = {}
 
     def add(self, name: Any, step: int, value: Any) -> None:
         """Add a point. What isn't a number is a gap if it is null, and otherwise left out."""
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            return
-        if name not in self.steps:
-            self.steps[name], self.values[name] = array("q"), array("d")
-        self.steps[name].append(step)
-        self.values[name].append(float("nan") if value is None else value)
+        kind = type(value)
+        if kind is not float and kind is not int:
+            if value is not None:
+                return
+            value = math.nan
+        column = self.columns.get(name)
+        if column is None:
+            column = self.columns[name] = array("q"), array("d")
+        column[0].append(step)
+        column[1].append(value)
 
     def series(self) -> dict[Any, Series]:
         """All columns; one without any number is left out."""
-        found = {n: Series(np.array(self.steps[n]), np.array(self.values[n])) for n in self.steps}
+        found = {name: Series(*map(np.array, column)) for name, column in self.columns.items()}
         return {name: series for name, series in found.items() if not np.isnan(series.values).all()}
 
 
@@ -158,11 +162,12 @@ def require_run(folder: Path) -> None:
 
 
 def _read_metrics(run: Run) -> None:
-    file, columns, damaged = run.folder / "metrics.jsonl", Columns(), []
+    file, damaged = run.folder / "metrics.jsonl", []
+    training, others = Columns(), Columns()
     try:
         for number, record, is_whole in records(file):
             if record is not None:
-                _add(columns, run.verdicts, record)
+                _add(training, others, run.verdicts, record)
             elif is_whole:
                 damaged.append(number)
             else:
@@ -172,10 +177,9 @@ def _read_metrics(run: Run) -> None:
     if damaged:
         more = f" and {len(damaged) - MOST_NAMED} more" if len(damaged) > MOST_NAMED else ""
         run.notes.append(f"metrics.jsonl: line {', '.join(map(str, damaged[:MOST_NAMED]))}{more} can't be read.")
-    for (kind, *names), series in columns.series().items():
-        if kind == "training":
-            run.numbers[names[0]] = series
-        elif kind == "set":
+    run.numbers = training.series()
+    for (kind, *names), series in others.series().items():
+        if kind == "set":
             run.sets.setdefault(names[0], {})[names[1]] = series
         elif kind == "source":
             run.sources.setdefault(names[0], {})[names[1]] = series
@@ -188,25 +192,25 @@ def _read_metrics(run: Run) -> None:
         del run.sets[MEAN]  # it says the same again
 
 
-def _add(columns: Columns, verdicts: list[dict[str, Any]], record: Mapping[str, Any]) -> None:
-    """One line of metrics.jsonl: of an evaluation, a verdict, or a training step."""
+def _add(training: Columns, others: Columns, verdicts: list[dict[str, Any]], record: Mapping[str, Any]) -> None:
+    """One line of metrics.jsonl: of a training step, or of a verdict or an evaluation, whose numbers go to `others`."""
     step = record["step"]
     if "verdict" in record:
         verdicts.append(dict(record))
     elif "eval_loss" in record:
-        columns.add(("set", MEAN, "loss"), step, record["eval_loss"])
-        columns.add(("drift",), step, record.get("drift"))
+        others.add(("set", MEAN, "loss"), step, record["eval_loss"])
+        others.add(("drift",), step, record.get("drift"))
         for name, said in _sets_of(record).items():
             for key, value in said.items():
-                columns.add(("set", str(name), str(key)), step, value)
+                others.add(("set", str(name), str(key)), step, value)
     else:
         for key, value in record.items():
-            if key not in ("step", "sources"):
-                columns.add(("training", str(key)), step, value)
+            if key != "step":
+                training.add(key, step, value)
         sources = record.get("sources")
         for name, said in sources.items() if isinstance(sources, dict) else ():
             for key, value in said.items() if isinstance(said, dict) else ():
-                columns.add(("source", str(name), str(key)), step, value)
+                others.add(("source", name, key), step, value)
 
 
 def _sets_of(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

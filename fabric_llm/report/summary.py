@@ -75,7 +75,7 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
 def of_best(found: dict[str, tuple[int, float]]) -> str:
     """The best of the points that `extremes` has found."""
     step, value = found["lowest"]
-    return f"best {number(value)} at step {step:,}" if step != found["last"][0] else "the best so far"
+    return f"best {number(value)} at step {step:,}" if step != found["last"][0] else "the best of the run"
 
 
 def last_save(run: Run) -> str:
