@@ -220,6 +220,29 @@ def test_runs_that_are_not_over_not_whole_or_hardly_there(tmp_path, number):
         assert report(run).lines("eval_loss")[0]["y"] == [None, 3.5]
 
 
+ODD = [None, True, -1, 10**400, 2**70, math.inf, math.nan, 1e-320, "x", "", [], {}, {"a": 1}, "\ud800"]
+
+
+def test_any_value_in_any_file_is_shown_or_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "plotly_source", lambda: "")
+    for number, odd in enumerate(ODD):
+        sources = {"a": {"tokens": odd, "epochs": odd}, "b": odd}
+        lines = [training(1), training(2, loss=odd, lr=odd, tokens_per_second=odd, sources=sources, other=odd)]
+        lines += [{"step": 2, "eval_loss": odd, "eval": {"a": {"loss": odd, "budget": odd}, "b": odd}, "drift": odd}]
+        lines += [{"step": 2, "verdict": odd, "reason": odd, "position": odd}, {"step": odd, "loss": 1.0}]
+        begins = {"event": "started", "devices": odd, "nodes": odd, "from": odd, "parameters": odd, "max_step": odd}
+        happened = [
+            {**begins, "step": odd, "time": odd},
+            {"event": "ended", "step": odd, "code": odd, "time": "2026-01-01"},
+        ]
+        flags = dict.fromkeys(("lr", "min_lr", "warmup_steps", "data_mix", "model_name", "precision", "max_step"), odd)
+        status = {"code": odd, "reason": odd, "step": odd, "last_durable_step": odd, "pid": odd}
+        samples = [{"step": 1, "prompt": odd, "text": odd}, {"step": odd, "prompt": "p", "text": "t"}]
+        run = made(tmp_path / f"{number}", lines, flags=flags, status=status, events=happened, samples=samples)
+        (run / "certificate.json").write_text(json.dumps({"verdict": "whole", "counts": {"a": odd}, "newest": odd}))
+        assert report(run).lines("loss")[0]["y"][0] == 9.0, odd
+
+
 def test_text_from_runs_is_text(tmp_path):
     said = {"how": "greedy", "tokens": 1, "step": 1, "prompt": HOSTILE, "text": HOSTILE}
     lines = [training(1, **{HOSTILE: 1.0}, sources={HOSTILE: {"tokens": 1, "epochs": 1}})]

@@ -70,7 +70,9 @@ class Html(str):
 
 def text(value: Any) -> str:
     """Text as HTML."""
-    return value if isinstance(value, Html) else html.escape(str(value), quote=True)
+    if isinstance(value, Html):
+        return value
+    return html.escape(str(value).encode("utf-8", "replace").decode(), quote=True)  # half a surrogate isn't text
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]], label: str, numeric: Sequence[int] = ()) -> str:

@@ -29,6 +29,8 @@ ONE_SET, MEAN, COPY = (
     "copy",
 )  # sets of an evaluation: the only one, all together, the copying probe
 MOST_SAMPLES = 4000  # lines of samples.jsonl
+LARGEST = 1e300  # of a number
+MOST_STEPS = 2**53  # far beyond any run, and what JSON holds
 MOST_NAMED = 5  # lines of metrics.jsonl that can't be read
 
 
@@ -118,10 +120,10 @@ class Columns:
     def add(self, name: Any, step: int, value: Any) -> None:
         """Add a point. What isn't a number is a gap if it is null, and otherwise left out."""
         kind = type(value)
-        if kind is not float and kind is not int:
-            if value is not None:
-                return
-            value = math.nan
+        if kind is int and abs(value) < LARGEST or value is None:
+            value = math.nan if value is None else float(value)
+        elif kind is not float:
+            return
         column = self.columns.get(name)
         if column is None:
             column = self.columns[name] = array("q"), array("d")
@@ -165,10 +167,10 @@ def _read_metrics(run: Run) -> None:
     file, damaged = run.folder / "metrics.jsonl", []
     training, others = Columns(), Columns()
     try:
-        for number, record, is_whole in records(file):
-            if record is not None:
+        for number, record, is_whole in records(file) if file.is_file() else ():
+            if record is not None and 0 <= record["step"] < MOST_STEPS and 0 <= record.get("tokens", 0) < MOST_STEPS:
                 _add(training, others, run.verdicts, record)
-            elif is_whole:
+            elif is_whole or record is not None:
                 damaged.append(number)
             else:
                 run.notes.append("The last line of metrics.jsonl is cut off, as a kill leaves it; it isn't shown.")
@@ -229,7 +231,12 @@ def _read_samples(run: Run) -> None:
     if not file.is_file():
         return
     for _, record, _ in records(file):
-        if record is not None and isinstance(record.get("prompt"), str) and isinstance(record.get("text"), str):
+        if (
+            record is not None
+            and 0 <= record["step"] < MOST_STEPS
+            and isinstance(record.get("prompt"), str)
+            and isinstance(record.get("text"), str)
+        ):
             key = (record["prompt"], record["step"])
             found.pop(key, None)
             found[key] = record
@@ -243,7 +250,7 @@ def _yaml(file: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        said = yaml.safe_load(file.read_text(errors="replace"))
+        said = yaml.safe_load(file.read_text(errors="replace")) if file.is_file() else {}
     except (OSError, yaml.YAMLError, ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
@@ -251,7 +258,7 @@ def _yaml(file: Path) -> dict[str, Any]:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        said = json.loads(file.read_text(errors="replace"))
+        said = json.loads(file.read_text(errors="replace")) if file.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import Any, Optional
 
 import numpy as np
@@ -13,6 +13,7 @@ from fabric_llm.data import blend
 from fabric_llm.report.figures import extremes
 from fabric_llm.report.reading import MEAN, ONE_SET, Run, Series
 from fabric_llm.report.timeline import devices
+from fabric_llm.verify.inspect_log import is_finite
 
 NONE = "\N{EN DASH}"
 MOST_CHARACTERS = 500  # of a flag's value
@@ -22,7 +23,7 @@ NOT_COMPARED = ("run_name", "output_dir")  # flags
 
 def number(value: Optional[float], digits: int = 4) -> str:
     """2.31, 1,234, 3.1e-05; NONE where there is none."""
-    if value is None or not math.isfinite(value):
+    if value is None or not is_finite(value):
         return NONE
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
@@ -33,6 +34,8 @@ def number(value: Optional[float], digits: int = 4) -> str:
 
 def large(value: float) -> str:
     """1,234 or 1.23 M"""
+    if not is_finite(value):
+        return NONE
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if abs(value) >= size:
             return f"{value / size:,.2f} {letter}"
@@ -67,7 +70,7 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
         ("Validation loss", last or NONE, best),
         ("Tokens", large(read) if read else NONE, steps),
         ("Tokens per second", number(rate, 0) if rate else NONE, more[0]),
-        ("Time in training", duration(seconds) if seconds else NONE, clock),
+        ("Time in training", duration(seconds) if 0 < seconds < math.inf else NONE, clock),
         ("How it ended", run.ending()[1], last_save(run)),
     ]
 
@@ -107,9 +110,10 @@ def wall_clock(run: Run) -> str:
 
 def _time(said: Any) -> Optional[datetime]:
     try:
-        return datetime.fromisoformat(said)
+        time = datetime.fromisoformat(said)
     except (TypeError, ValueError):
         return None
+    return time if time.tzinfo else time.replace(tzinfo=timezone.utc)
 
 
 # ------------------------------------------------------------------------------- what was trained on what
@@ -182,11 +186,14 @@ def _batch(run: Run) -> str:
 def _learning_rate(flags: dict[str, Any]) -> str:
     if flags.get("lr") is None:
         return ""
-    decays = (
-        f", {flags.get('lr_schedule')} to {flags.get('min_lr', 0):g}" if flags.get("lr_decay", True) else ", constant"
-    )
-    warmup = f", warm-up of {flags['warmup_steps']:,} steps" if flags.get("warmup_steps") else ""
-    return f"{flags['lr']:g}{decays}{warmup}; weight decay {flags.get('weight_decay')}"
+    decays = f", {flags.get('lr_schedule')} to {short(flags.get('min_lr') or 0)}" * bool(flags.get("lr_decay", True))
+    warmup = f", warm-up of {short(flags['warmup_steps'])} steps" if flags.get("warmup_steps") else ""
+    return f"{short(flags['lr'])}{decays or ', constant'}{warmup}; weight decay {short(flags.get('weight_decay'))}"
+
+
+def short(value: Any) -> str:
+    """A number without digits that say nothing."""
+    return f"{value:g}" if type(value) in (int, float) and abs(value) < 1e15 else shown(value)
 
 
 def sources(run: Run) -> list[tuple[str, ...]]:
@@ -198,7 +205,8 @@ def sources(run: Run) -> list[tuple[str, ...]]:
         most = {source.name: float(source.max_epochs) for source in said.sources if source.max_epochs} if said else {}
     except (ValueError, TypeError, AttributeError):
         pass
-    shares, rows = _shares(run), run.progress.get("fixed", {}).get("train_rows", {})
+    shares, fixed = _shares(run), run.progress.get("fixed")
+    rows = fixed.get("train_rows") if isinstance(fixed, dict) else None
     found = []
     for name in dict.fromkeys([*run.sources, *paths]):
         read = {key: float(series.values[-1]) for key, series in run.sources.get(name, {}).items()}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 
 from fabric_llm.base.faults import DONE, STOPPED
-from fabric_llm.report.reading import Run
+from fabric_llm.report.reading import MOST_STEPS, Run
 
 MOST_ROWS = 400  # of a run, in the table; those that aren't saves come first
 MOST_MARKS, MOST_CHARACTERS = 500, 300  # of a run on the time line; of the words of an event there
@@ -56,7 +56,7 @@ def _of_events(events: Sequence[dict[str, Any]]) -> list[Event]:
     before: dict[str, Any] = {}  # the start of the process that is going
     for event in events:
         known = found[-1].step if found else 0
-        step = event["step"] if type(event.get("step")) is int else known
+        step = event["step"] if type(event.get("step")) is int and 0 <= event["step"] < MOST_STEPS else known
         kind, time = event["event"], str(event.get("time", ""))
         if kind in ("started", "resumed"):
             if before and found[-1].kind not in ("stopped", "failed", "done"):
@@ -71,18 +71,22 @@ def _of_events(events: Sequence[dict[str, Any]]) -> list[Event]:
             found.append(Event(step, "saved", f"step-{step:08d}", time))
         elif kind == "ended":
             code = event.get("code")
-            kind = {DONE: "done", STOPPED: "stopped"}.get(code, "failed")
+            kind = _kind_of_end(code)
             reason = str(event.get("reason", ""))
             found.append(Event(step, kind, reason if kind != "failed" else f"{reason} (exit code {code})", time))
     return found
+
+
+def _kind_of_end(code: Any) -> str:
+    return "done" if code == DONE else "stopped" if code == STOPPED else "failed"
 
 
 def _of_files(run: Run) -> list[Event]:
     """Of a run that was written before events were recorded: what its files tell."""
     found = [Event(step, "saved", f"step-{step:08d}") for step in run.checkpoints]
     code, step = run.status.get("code"), run.status.get("step")
-    if code is not None and type(step) is int:
-        kind = {DONE: "done", STOPPED: "stopped"}.get(code, "failed")
+    if code is not None and type(step) is int and 0 <= step < MOST_STEPS:
+        kind = _kind_of_end(code)
         found.append(Event(step, kind, str(run.status.get("reason", ""))))
     return found
 

@@ -34,6 +34,8 @@ def record(folder: Path, event: str, step: Optional[int], **facts: Any) -> None:
 def read(folder: Path) -> list[dict[str, Any]]:
     """The events of a run directory, in order; lines that a kill has cut off are left out. [] where there are none."""
     found = []
+    if not (folder / EVENTS).is_file():
+        return found
     with suppress(OSError), (folder / EVENTS).open(errors="replace") as lines:
         for line in lines:
             with suppress(ValueError, RecursionError):

@@ -61,7 +61,10 @@ def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dic
 
 
 def is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Whether `value` is a number that a float can hold."""
+    with suppress(OverflowError):
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    return False
 
 
 def read_lines(file: Path, over: bool, report: Report) -> Lines:
