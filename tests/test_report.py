@@ -138,7 +138,7 @@ def test_evaluations_with_sets_budgets_a_copy_probe_and_drift(tmp_path):
     assert [one["set"] for one in shown.lines("eval_loss")] == ["all sets, weighted", "code", "general"]
     assert [one["y"] for one in shown.lines("eval_loss")] == [[3.0, 2.5], [4.0, 2.9], [2.0, 2.1]]
     forgetting = {(one["set"], one["style"]): one["y"] for one in shown.lines("forgotten")}
-    assert forgetting[("code", "points")] == [0, pytest.approx(-1.1)]
+    assert set(forgetting) == {("general", "points"), ("general", "budget")}, "only code has no budget"
     assert forgetting[("general", "points")] == [0.1] and forgetting[("general", "budget")] == [0.05]
     [copy] = shown.lines("copy")
     assert copy["y"] == [1.0, 0.5] and copy["t"] == [0, 40960]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 import numpy as np
@@ -15,6 +15,9 @@ MOST_POINTS, FEWEST_POINTS = 2000, 60  # of a line
 MOST_POINTS_OF_ALL = 90_000  # of all lines: 2.5 MB
 TREND_FROM_POINTS = 100  # shorter lines have no trend
 DIGITS = 6
+TREND = (
+    "Of lines with many points the bold one is a running mean, in which a point counts half as much after 1 % of them."
+)
 
 
 @dataclass
@@ -45,20 +48,20 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
     """All figures that have a line, in the order of the page."""
     made = [
         _of_sets(runs, "eval_loss", "Validation loss", "nats a token", "loss", lambda name: name != COPY),
-        _training_loss(runs),
+        _with_trends(_of_number(runs, "loss", "Training loss", "nats a token", note=TREND)),
         _forgetting(runs),
         _of_sets(runs, "bits_per_byte", "Bits per byte of validation text", "bits", "bits_per_byte"),
         _of_sets(runs, "copy", "Copying from context", "nats a token", "loss", lambda name: name == COPY),
         Figure("drift", "Distance of the weights from the base", "of their norm", _drift(runs)),
         _sources(runs),
         _of_number(runs, "lr", "Learning rate", ""),
-        _of_number(runs, "grad_norm", "Gradient norm, before clipping", "", is_log=True),
-        _of_number(runs, "tokens_per_second", "Tokens per second, all devices", "tokens/s"),
-        _of_number(runs, "mfu", "Model FLOPs utilisation", "of the device's peak"),
+        _with_trends(_of_number(runs, "grad_norm", "Gradient norm, before clipping", "", is_log=True)),
+        _with_trends(_of_number(runs, "tokens_per_second", "Tokens per second, all devices", "tokens/s")),
+        _with_trends(_of_number(runs, "mfu", "Model FLOPs utilisation", "of the device's peak")),
         _of_number(runs, "peak_memory_gib", "Peak memory of rank 0", "GiB"),
-        _of_number(runs, "updated_fraction", "Share of weights that a step changes", "of the weights"),
-        _waiting(runs),
-        _of_number(runs, "aux_loss", "Auxiliary loss of the routers", ""),
+        _with_trends(_of_number(runs, "updated_fraction", "Share of weights that a step changes", "of the weights")),
+        _with_trends(_waiting(runs)),
+        _with_trends(_of_number(runs, "aux_loss", "Auxiliary loss of the routers", "")),
     ]
     made[
         4
@@ -102,16 +105,14 @@ def _ordered(run: Run) -> list[tuple[str, dict[str, Series]]]:
     return sorted(run.sets.items(), key=lambda item: (item[0] != MEAN, item[0]))
 
 
-def _training_loss(runs: Sequence[Run]) -> Figure:
+def _with_trends(figure: Figure) -> Figure:
+    """The figure with a running mean over each line that has enough points for one."""
     lines = []
-    for i, run in enumerate(runs):
-        if "loss" in run.numbers:
-            series = run.numbers["loss"]
-            has_trend = len(series.steps) >= TREND_FROM_POINTS
-            lines.append(Line(i, "", series, "raw" if has_trend else "line"))
-            lines += [Line(i, "", trend(series), "trend")] if has_trend else []
-    note = "Bold: a running mean, in which a point counts half as much after 1 % of the points."
-    return Figure("loss", "Training loss", "nats a token", lines, note=note if len(lines) > len(runs) else "")
+    for line in figure.lines:
+        has_trend = len(line.series.steps) >= TREND_FROM_POINTS
+        lines.append(replace(line, style="raw" if has_trend else line.style))
+        lines += [replace(line, style="trend", series=trend(line.series))] if has_trend else []
+    return replace(figure, lines=lines)
 
 
 def trend(series: Series) -> Series:
@@ -136,15 +137,15 @@ def forgotten(named: dict[str, Series]) -> Optional[Series]:
 
 
 def _forgetting(runs: Sequence[Run]) -> Figure:
+    """Of the sets with a budget, or where none has one of all but the copying probe."""
     lines = []
+    has_budget = any("budget" in named for run in runs for named in run.sets.values())
     for i, run in enumerate(runs):
         for name, named in _ordered(run):
-            series = None if name == MEAN else forgotten(named)
-            if series is not None:
-                lines.append(Line(i, name, series, "points"))
-            if "budget" in named:
-                lines.append(Line(i, name, named["budget"], "budget"))
-    has_budget = any(line.style == "budget" for line in lines)
+            if "budget" in named or not has_budget and name not in (MEAN, COPY):
+                series = forgotten(named)
+                lines += [] if series is None else [Line(i, name, series, "points")]
+                lines += [Line(i, name, named["budget"], "budget")] if "budget" in named else []
     note = "Above 0 a set was forgotten, below 0 it was learned." + " Thin lines: the budget." * has_budget
     return Figure("forgotten", "Forgetting: loss minus its value before step 1", "nats a token", lines, note=note)
 

@@ -27,7 +27,7 @@
       type: "scatter", x: line[axis], y: line.y, name: plain(name),
       mode: line.style === "points" && line.y.length <= MOST_POINTS_WITH_MARKERS || line.y.length === 1 ? "lines+markers" : "lines",
       line: {
-        color: lineColor, width: isBudget ? 1 : isRaw ? 1 : isTrend ? 2.4 : 2,
+        color: lineColor, width: isBudget || isRaw ? 1 : isTrend ? 2.2 : 2,
         dash: isBudget ? "dot" : DASHES[line.dash % DASHES.length], shape: isBudget || line.style === "steps" ? "hv" : "linear",
       },
       marker: { size: 5, color: lineColor }, opacity: isRaw ? 0.38 : isBudget ? 0.85 : 1,
@@ -45,6 +45,14 @@
     return [from - 0.01 * span, high + 0.02 * span];
   }
 
+  function ticksOf(chart) {
+    const values = (chart.lines || []).flatMap((line) => line.y).filter((value) => value !== null);
+    let low = Infinity, high = -Infinity;
+    for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
+    if (chart.log) return { dtick: high / low < 100 ? "D2" : 1 };
+    return high >= 1000 && high < 1e7 ? { tickformat: "," } : {};
+  }
+
   function layoutOf(chart) {
     const muted = color("muted"), grid = color("grid");
     const lines = data.events.filter((e) => e.kind in KIND_COLORS && !hidden.has(e.run)).slice(0, MOST_EVENT_LINES);
@@ -58,7 +66,7 @@
       xaxis: { ...both, zeroline: false, title: { text: axisTitle(), font: { color: muted, size: 12 }, standoff: 8 },
         fixedrange: isTouch, nticks: 7, exponentformat: "SI", separatethousands: true, range: range() },
       yaxis: { ...both, zeroline: chart.name === "forgotten", type: chart.log ? "log" : "linear", fixedrange: isTouch, nticks: 6,
-        exponentformat: "power" },
+        exponentformat: "power", ...ticksOf(chart) },
       shapes: chart.strip ? [] : lines.map((e) => ({
         type: "line", x0: e[axis], x1: e[axis], y0: 0, y1: 1, yref: "paper", layer: "below",
         line: { color: color(KIND_COLORS[e.kind]), width: 1, dash: "dot" },
