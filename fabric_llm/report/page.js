@@ -11,7 +11,8 @@
   const isTouch = matchMedia("(pointer: coarse)").matches;
   const wantsDark = matchMedia("(prefers-color-scheme: dark)");
   const hidden = new Set();
-  let axis = "x";
+  const PRINTED = { autosize: false, width: 640, height: 250 };  // pixels; a page of A4 or Letter holds 640 between its margins
+  let axis = "x", prints = false;
 
   const color = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
   // plotly reads some tags in text; what comes from runs has none.
@@ -59,6 +60,7 @@
     const both = { gridcolor: grid, linecolor: color("line"), zerolinecolor: color("muted"), zerolinewidth: 1, automargin: true,
       tickfont: { color: muted, size: 12 } };
     return {
+      ...(prints ? PRINTED : { autosize: true }),
       margin: { l: 48, r: 10, t: 6, b: 40 }, showlegend: false, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, color: color("ink"), size: 12 },
       hovermode: chart.strip ? "closest" : "x unified", dragmode: isTouch ? false : "zoom",
@@ -144,8 +146,9 @@
     details.addEventListener("toggle", () => details.querySelectorAll(".plot").forEach((place) => Plotly.Plots.resize(place)));
   }
   let before;
-  addEventListener("beforeprint", () => { before = root.dataset.theme; root.dataset.theme = "light"; draw(); });
+  addEventListener("beforeprint", () => { before = root.dataset.theme; root.dataset.theme = "light"; prints = true; draw(); });
   addEventListener("afterprint", () => {
+    prints = false;
     if (before) root.dataset.theme = before; else delete root.dataset.theme;
     draw();
   });
