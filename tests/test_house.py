@@ -7,7 +7,16 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fabric_llm"
 SOURCES = [*sorted(PACKAGE.rglob("*.py")), *sorted(ROOT.glob("*.py"))]
-FLOORS = ({"base"}, {"data", "processes"}, {"model"}, {"training", "checkpoint"}, {"run"}, {"verify"}, {"report"}, {"preview"})
+FLOORS = (
+    {"base"},
+    {"data", "processes"},
+    {"model"},
+    {"training", "checkpoint"},
+    {"run"},
+    {"verify"},
+    {"report"},
+    {"preview"},
+)
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MOST_LINES_OF_A_FUNCTION, MOST_LINES_OF_A_CLASS, MOST_METHODS = 60, 200, 10
 
