@@ -311,7 +311,17 @@ class LoggingArguments:
     entity: Optional[str] = flag(None, "Weights & Biases entity")
     project: Optional[str] = flag(None, "Weights & Biases project (default: fabric_llm)")
     log_model: bool = flag(False, "upload the last checkpoint of a finished run to Weights & Biases")
-    sample_tokens: int = flag(0, "tokens to generate with plain transformers from the last checkpoint, as a look at it")
+    sample_tokens: int = flag(
+        0,
+        "tokens to generate with plain transformers from the last checkpoint, as a look at it, and after each of the "
+        "--sample_prompts (0: none, and 64 after those)",
+    )
+    sample_prompts: Optional[str] = flag(
+        None,
+        'file of up to 64 prompts, one a line, or JSON lines with "prompt": before step 1 and with each checkpoint, but for '
+        "one that a request to stop asks for, --sample_tokens tokens after each prompt go to samples.jsonl, the most likely "
+        "ones (greedy); any strategy, all ranks, one forward pass of up to 1,024 tokens for each token; see docs/report.md",
+    )
 
 
 @dataclass

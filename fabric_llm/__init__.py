@@ -1,4 +1,4 @@
-"""Continue the pretraining of a Hugging Face causal language model: eight rooms, each with one idea.
+"""Continue the pretraining of a Hugging Face causal language model: ten rooms, each with one idea.
 
 base        files, faults, ranks and the command line, which all rooms use
 data        text -> documents -> tokens -> rows -> micro-batches, a function of (seed, position, rank)
@@ -8,10 +8,15 @@ training    the numbers of a step: schedule, gradients, optimizer, guard, evalua
 checkpoint  take, write, publish, load and keep checkpoints
 run         one run from its plan to its end
 verify      export a model and prove a run: `python -m fabric_llm.verify`
+report      runs to look at: `python -m fabric_llm.report`
+preview     a run before it begins: `python -m fabric_llm.preview`
+
+average     the average of checkpoints: `python -m fabric_llm.average`
 
 extend_vocab  a command, `python -m fabric_llm.extend_vocab`: new tokens for a model
 
-Imports go one way: base <- data, processes <- model <- training, checkpoint <- run <- verify and the scripts. A room may
-import those before it, and none imports arguments.py. The `__init__.py` of a room lists its modules and imports nothing.
-docs/tour.md follows a batch, a flag and a checkpoint through the rooms.
+Imports go one way: base <- data, processes <- model <- training, checkpoint <- run <- verify <- report <- preview, average and
+the scripts. A room may import those before it, and none imports arguments.py, but for preview, which asks it for the flags of
+train.py. The `__init__.py` of a room lists its modules and imports nothing. docs/tour.md follows a batch, a flag and a
+checkpoint through the rooms.
 """

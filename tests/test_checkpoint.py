@@ -30,7 +30,7 @@ from fabric_llm.verify.export import export
 
 FLAGS = ("--micro_batch_size", 4, "--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true", "--max_step", 3)
 EXTEND = ("--resume_override", "max_step")
-LEFT = [".lock", "STATUS.json", "arguments.yaml", "metrics.jsonl"]  # beside checkpoints
+LEFT = [".lock", "STATUS.json", "arguments.yaml", "events.jsonl", "metrics.jsonl"]  # beside checkpoints
 FLAGS += ("--save_step_interval", 1)
 
 
@@ -82,6 +82,7 @@ def test_layout_of_a_full_checkpoint(runs):
         ".lock",
         "STATUS.json",
         "arguments.yaml",
+        "events.jsonl",
         "metrics.jsonl",
         "step-00000001",
         "step-00000002",

@@ -7,7 +7,16 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fabric_llm"
 SOURCES = [*sorted(PACKAGE.rglob("*.py")), *sorted(ROOT.glob("*.py"))]
-FLOORS = ({"base"}, {"data", "processes"}, {"model"}, {"training", "checkpoint"}, {"run"}, {"verify"}, {"average"})
+FLOORS = (
+    {"base"},
+    {"data", "processes"},
+    {"model"},
+    {"training", "checkpoint"},
+    {"run"},
+    {"verify"},
+    {"report", "average"},
+    {"preview"},
+)
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MOST_LINES_OF_A_FUNCTION, MOST_LINES_OF_A_CLASS, MOST_METHODS = 60, 200, 10
 
@@ -92,6 +101,8 @@ def test_a_wheel_holds_every_room():
     assert set(find_packages(str(ROOT), include=[include])) == {"fabric_llm", *(f"fabric_llm.{room}" for room in FLOOR)}
 
 
-def test_a_wheel_holds_what_is_compiled():
-    [pattern] = re.findall(r'package-data = { fabric_llm = \["(.*)"\] }', (ROOT / "pyproject.toml").read_text())
-    assert set(PACKAGE.glob(pattern)) == set(PACKAGE.rglob("*.cpp")) != set()
+def test_a_wheel_holds_what_is_compiled_and_what_pages_are_made_of():
+    [listed] = re.findall(r"package-data = { fabric_llm = \[(.*)\] }", (ROOT / "pyproject.toml").read_text())
+    held = {path for pattern in re.findall(r'"(.*?)"', listed) for path in PACKAGE.glob(pattern)}
+    others = {path for path in PACKAGE.rglob("*.*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert held == others and {path.suffix for path in others} == {".cpp", ".css", ".js"}

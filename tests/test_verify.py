@@ -288,6 +288,7 @@ def tokens(number):
         (tokens(385), "385 tokens at step 4, its checkpoint 384"),
         (tokens("many"), "line 5 isn't a JSON object"),
         (replace_loss, "no finite loss in line 4"),
+        (lambda lines: lines.append('{"step": 6, "eval_loss": 1' + "0" * 400 + "}\n"), "no finite eval_loss in line 9"),
         (cut, "line 8 isn't a JSON object"),
         (lambda lines: lines.append('{"step": 7, "eval_loss": 4.0}\n'), "lines of steps 7 to 7"),
     ],

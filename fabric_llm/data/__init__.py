@@ -26,6 +26,7 @@ copy_probe   `passages`: random passages and the same again, which show what a m
 token_bytes  `bytes_of_tokens`: bytes of text that each token stands for
 pattern      `pattern`, `read_before`: which source of a mixture stands at which position
 mixture      `Mixture`: which row of which source is read at which position
+prompts      `read`: the file of --sample_prompts
 views        `Rows`, `Padded`: rows of Arrow files as numpy sees them, without a copy
 batches      `Batches`, `Prefetch`: the micro-batches of a rank at a position
 """

@@ -19,6 +19,8 @@ due            `at`: what follows a step, a function of where the run is
 log            `Log`: metrics.jsonl, the tracker, and what is printed
 metrics        `MetricsFile`, `Throughput`, `Speed`: the file, speed and memory
 profiling      `Profile`: --profile, a trace of some steps
+events         `record`, `read`: events.jsonl, when a run started, resumed, saved and ended
+samples        `Samples`: what the model in training makes of --sample_prompts
 trackers       `TRACKERS`: csv, TensorBoard, Weights & Biases
 saver          `Saver`: when a checkpoint is written, and when it is published
 verdicts       `report`, `rewind`: what follows a step or an evaluation that the guard didn't take

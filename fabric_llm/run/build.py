@@ -82,6 +82,8 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
         drift_of_run(fabric, model, sizes, plan.run_directory, plan.resume_from) if guard.forgetting.budgets else None,
     )
     saver = Saver(fabric, flags, plan, log, template, watch.mark)
+    if not plan.resumed:  # what the model says before step 1
+        saver.samples.take(model, plan.start)
     return Parts(plan, model, optimizer, guard, batches, log, evaluation, saver, requests)
 
 

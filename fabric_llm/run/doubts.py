@@ -172,7 +172,7 @@ def _of_the_rest(flat: Mapping[str, Any], given: Mapping[str, Any], facts: Facts
         ),
         (bool(of_wandb) and flat["logger"] != "wandb", f"{_listed(of_wandb)} no effect without --logger wandb."),
         (
-            bool(flat["sample_tokens"]) and flat["state_dict_type"] == "sharded",
+            bool(flat["sample_tokens"]) and flat["state_dict_type"] == "sharded" and flat["sample_prompts"] is None,
             "--sample_tokens has no effect with --state_dict_type sharded, which plain transformers doesn't open.",
         ),
     ]

@@ -73,7 +73,8 @@ def plan_together(joined: Joined, flags: Flags) -> Plan:
     ranks.first_fault(problem)
     joined.plan = plan
     if joined.fabric.global_rank == 0:
-        _warn(flags, plan)
+        for sentence in doubts_about(flags, plan):
+            print(f"Warning: {sentence}", flush=True)
         run_directory.write_status(plan.run_directory, None, "running", plan.start.step, True)
     return plan
 
@@ -83,7 +84,8 @@ def _chosen_by_rank_zero(flags: Flags, directory: Path) -> Optional[Path]:
     return ranks.from_rank_zero(lambda: resume.choose(flags, directory))
 
 
-def _warn(flags: Flags, plan: Plan) -> None:
+def doubts_about(flags: Flags, plan: Plan) -> list[str]:
+    """What is allowed but hardly meant, a sentence each."""
     facts = Facts(
         **{name: getattr(plan, name) for name in ("strategy", "kind", "devices", "num_nodes", "max_step")},
         cores=cores(),
@@ -92,8 +94,7 @@ def _warn(flags: Flags, plan: Plan) -> None:
         start_step=plan.start.step,
         epochs=mixing.epochs(plan),
     )
-    for sentence in doubts(flags, facts):
-        print(f"Warning: {sentence}", flush=True)
+    return doubts(flags, facts)
 
 
 def _launch(

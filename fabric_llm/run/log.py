@@ -21,7 +21,7 @@ from fabric_llm.model import router
 from fabric_llm.model.flops import Flops, of_model
 from fabric_llm.model.freezing import tied_both_ways
 from fabric_llm.model.loading import has_weights
-from fabric_llm.run import mixing, run_directory, same_run, trackers
+from fabric_llm.run import events, mixing, run_directory, same_run, trackers
 from fabric_llm.run.flag_rules import profiled_steps
 from fabric_llm.run.metrics import MetricsFile, Speed, Stopwatch, Throughput, duration, peak_memory_gib
 from fabric_llm.run.plan import Plan
@@ -139,7 +139,8 @@ class Log:
             self.line(f"{self._of(back)}  {words}")
 
     def saved(self, step: int, what: str) -> None:
-        """A checkpoint is published."""
+        """A checkpoint is published. Called on rank 0."""
+        events.record(self.plan.run_directory, "saved", step)
         self.line(f"step {step}/{self.plan.max_step}  saved {what}")
 
     def advance(self, progress: Progress) -> None:
@@ -262,10 +263,28 @@ def open_log(fabric: Fabric, flags: Flags, plan: Plan, template: Any, batches: P
     )
     metrics = MetricsFile(folder / "metrics.jsonl", plan.start.step or None, rewinds, owes_evaluation)
     run_directory.write_status(folder, None, "running", plan.start.step, True)
+    begins = "started" if plan.resume_from is None else "resumed"
+    events.record(folder, begins, plan.start.step, **beginning(plan, template))
     logging = flags.logging
     tracker = trackers.open_tracker(logging.logger, folder, flags.flat(), logging.entity, logging.project)
     _introduce(plan, flags, template)
     return Log(plan, fabric.device, flops, batches, metrics, tracker, profiled_steps(logging.profile))
+
+
+def beginning(plan: Plan, template: Any) -> dict[str, Any]:
+    """What events.jsonl keeps of a start: what is trained, from which weights, and where. template: the unwrapped model."""
+    return {
+        "model": type(template).__name__,
+        "parameters": sum(p.numel() for p in template.parameters()),
+        "from": str(plan.resume_from or plan.source),
+        "random": plan.resume_from is None and not has_weights(plan.source),
+        "strategy": plan.strategy,
+        "devices": plan.world_size,
+        "kind": plan.kind,
+        "nodes": plan.num_nodes,
+        "max_step": plan.max_step,
+        "torch": torch.__version__,
+    }
 
 
 def _introduce(plan: Plan, flags: Flags, template: Any) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Optional, Union
 
 from fabric_llm.base import files
-from fabric_llm.base.command_line import Flags
+from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import hub_name
 from fabric_llm.checkpoint import keep
-from fabric_llm.data import blend, eval_sets
+from fabric_llm.data import blend, eval_sets, prompts
 from fabric_llm.data.formats import DEFAULT_PATTERNS
 from fabric_llm.data.inputs import preparation, prepared_output, separator, shard, text_input
 from fabric_llm.data.sources import check_dataset_folder, check_splits, said_of_rows
@@ -81,6 +81,8 @@ def in_flags(flags: Flags) -> None:
     if (batches := known_batch_sizes(flags)) is not None:
         strategy_rules.offload(strategy, fsdp.cpu_offload, batches[1])
     resume.overrides(flags)
+    if flags.logging.sample_prompts is not None and is_rank_zero():  # rank 0 reads them for all
+        prompts.read(flags.logging.sample_prompts)
 
 
 def in_dataset(flags: Flags) -> None:

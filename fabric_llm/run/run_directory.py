@@ -17,6 +17,7 @@ from fabric_llm.base import step_names
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, UNWRITABLE, Fault
 from fabric_llm.base.files import write_atomically
 from fabric_llm.checkpoint import keep
+from fabric_llm.run import events
 
 LOCK, STATUS = ".lock", "STATUS.json"
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network file systems
@@ -143,6 +144,8 @@ def write_status(folder: Path, code: Optional[int], reason: str, step: Optional[
             "host": socket.gethostname(),
         }
         write_atomically(folder / STATUS, json.dumps(status, indent=2) + "\n", durable=True)
+        if code is not None:
+            events.record(folder, "ended", step, code=code, reason=reason)
     except OSError as error:  # a disk that is full or gone must not hide why the run ended
         print(f"Warning: {STATUS} couldn't be written: {error}.", flush=True)
 

@@ -24,6 +24,7 @@ from fabric_llm.run import run_directory, same_run
 from fabric_llm.run.due import Due
 from fabric_llm.run.log import Log
 from fabric_llm.run.plan import Plan
+from fabric_llm.run.samples import Samples
 from fabric_llm.training.guard import Guard
 
 
@@ -42,6 +43,7 @@ class Saver:
         """mark(step, doing): says that this rank works."""
         self.fabric, self.flags, self.plan, self.log, self.template = fabric, flags, plan, log, template
         self.mark = mark
+        self.samples = Samples(fabric, flags, plan, log, mark)
         none_read = {"from_position": plan.start.position, "count": 0, "hash_sum": 0}
         self.rows_read_before = plan.resumed.get("rows_read", none_read)  # older checkpoints don't say
         self.background = writing.Background() if flags.save.async_save else None
@@ -95,6 +97,8 @@ class Saver:
                 writing.write(pending)
                 self._publish(pending)
             self.mark(progress.step, "in the next step")
+        if due.is_last or not stops:  # who asks a run to stop doesn't wait for samples
+            self.samples.take(model, progress)
 
     def _followed_loss(self) -> Optional[float]:
         """The loss that the best checkpoints are kept by."""

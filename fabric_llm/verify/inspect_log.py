@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from fabric_llm.verify.report import Report, listed
 
@@ -60,23 +61,37 @@ def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dic
 
 
 def is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Whether `value` is a number that a float can hold."""
+    with suppress(OverflowError):
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    return False
 
 
 def read_lines(file: Path, over: bool, report: Report) -> Lines:
     """The lines that are JSON objects with a step. Others are reported."""
-    content, lines = file.read_text(errors="replace"), []
-    for number, line in enumerate(content.splitlines(), 1):
-        with suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict) and type(record.get("step")) is type(record.get("tokens", 0)) is int:
-                lines.append((number, record))
-                continue
-        if number == content.count("\n") + 1 and not over:
+    lines = []
+    for number, record, is_whole in records(file):
+        if record is not None:
+            lines.append((number, record))
+        elif not is_whole and not over:
             report.note(f"the last line of {str(file)!r} was cut off by a kill; a resumed run removes it.")
         else:
             report.find(f"{str(file)!r} line {number} isn't a JSON object with a step and, if any, whole tokens.")
     return lines
+
+
+def records(file: Path) -> Iterator[tuple[int, Optional[dict[str, Any]], bool]]:
+    """Each line of metrics.jsonl: its number, its record, and whether a line break ends it.
+
+    The record is None where the line isn't a JSON object with a step and, if any, whole tokens.
+    """
+    with file.open(errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            record = None
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
+            fits = isinstance(record, dict) and type(record.get("step")) is type(record.get("tokens", 0)) is int
+            yield number, record if fits else None, line.endswith("\n")
 
 
 def check_order(file: Path, training: Lines, report: Report) -> None:

@@ -1,0 +1,124 @@
+"""`python -m fabric_llm.preview`: what it draws is what the run then does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import metrics, toy_run, train_ranks
+from test_report import Page, browser, opened
+
+from fabric_llm.preview import __main__ as command
+
+pytest.importorskip("plotly", reason="plotly isn't installed: pip install -e '.[report]'")
+ROOT = Path(__file__).parent.parent
+
+
+def preview(folder, *flags, name="preview.html"):
+    assert command.main([*map(str, flags), "--output", str(folder / name)]) == 0
+    return Page(folder / name)
+
+
+@pytest.fixture(scope="module")
+def mixed(toys, tmp_path_factory):
+    """(the flags of a run of two sources and two stages, its preview, its directory)"""
+    folder = tmp_path_factory.mktemp("preview")
+    mix = {
+        "sources": {
+            "new": {"path": str(toys / "data"), "weight": 0.75},
+            "old": {"path": str(toys / "many"), "weight": 0.25},
+        },
+        "stages": [{"from": 0.5, "weights": {"new": 0.25, "old": 0.75}}],
+    }
+    (folder / "mix.yaml").write_text(json.dumps(mix))
+    flags = (
+        "--model_name",
+        toys / "llama",
+        "--data_mix",
+        folder / "mix.yaml",
+        "--output_dir",
+        folder,
+        "--run_name",
+        "run",
+    )
+    flags += ("--global_batch_size", 4, "--max_step", 20, "--warmup_steps", 3, "--lr", 1e-3, "--min_lr", 1e-4)
+    flags += ("--eval_step_interval", 6, "--eval_iters", 1, "--save_step_interval", 8)
+    before = preview(folder, *flags)
+    assert not (folder / "run").exists(), "nothing is made for a run that isn't started"
+    train_ranks(1, *flags)
+    return flags, before, folder / "run"
+
+
+def test_learning_rate_sources_checkpoints_and_evaluations_are_those_of_the_run(mixed):
+    _, drawn, run = mixed
+    [lr] = drawn.lines("lr")
+    assert lr["x"] == metrics(run, "step")[1:21] or lr["x"] == list(range(1, 21))
+    assert lr["y"] == pytest.approx(metrics(run, "lr"), rel=1e-5)
+    assert lr["t"] == metrics(run, "tokens")
+    read = metrics(run, "sources")
+    for line in drawn.lines("epochs"):
+        assert line["y"] == pytest.approx([one[line["set"]]["epochs"] for one in read], rel=1e-5)
+    shares = {line["set"]: dict(zip(line["x"], line["y"])) for line in drawn.lines("share")}
+    assert (shares["new"][0], shares["old"][0], shares["new"][10], shares["old"][19]) == (0.75, 0.25, 0.25, 0.75)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    due = {"evaluated": [one["step"] for one in lines if "eval_loss" in one]}
+    due["saved"] = sorted(int(path.name[5:]) for path in run.glob("step-*"))
+    due["stage"] = [10]
+    for kind, steps in due.items():
+        assert [event["x"] for event in drawn.data["events"] if event["kind"] == kind] == steps
+    assert "1,920" in drawn.text and "3,200" in drawn.text, "tokens of the run, rows of a source"
+
+
+def test_a_run_that_goes_on_is_drawn_from_where_it_is(mixed, tmp_path):
+    flags, _, run = mixed
+    drawn = preview(tmp_path, *flags, "--resume", "true", "--resume_override", "max_step", "--max_step", 25)
+    assert drawn.lines("lr")[0]["x"] == [21, 22, 23, 24, 25] and "from 20 to 25" in drawn.text
+    assert run.is_dir()
+
+
+def test_one_dataset_by_epochs(toys, tmp_path):
+    flags = (*toy_run(toys, tmp_path), "--number_epochs", 2, "--global_batch_size", 8, "--eval_iters", 0)
+    drawn = preview(tmp_path, *flags)
+    assert drawn.names() == ["lr"] and drawn.lines("lr")[0]["x"][-1] == 11 and "2.00" in drawn.text
+    assert not [event for event in drawn.data["events"] if event["kind"] == "evaluated"]
+
+
+def test_doubts_are_shown(toys, tmp_path):
+    drawn = preview(tmp_path, *toy_run(toys, tmp_path), "--max_step", 400, "--lr", 0.5)
+    assert "--lr 0.5" in drawn.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--lrr", 1], 2, "Did you mean --lr?"),
+        (["--max_step", 0], 2, "--max_step must be positive"),
+        (["--train_data_dir", "nowhere"], 2, "nowhere"),
+        (["--output", "no/where.html"], 2, "no such folder"),
+        (["--output"], 2, "nothing is given"),
+        (["--resume", "true", "--run_name", "none"], 66, "no complete checkpoint"),
+        (["--global_batch_size", 45], 2, "has 44"),
+    ],
+)
+def test_mistakes_are_those_of_train(toys, tmp_path, capsys, flags, code, words):
+    with pytest.raises(SystemExit) as ended:
+        command.main([str(word) for word in (*toy_run(toys, tmp_path), *flags)])
+    said = capsys.readouterr().err
+    assert ended.value.code == code and words in said and len(said.splitlines()) == 1
+
+
+def test_from_any_folder(toys, tmp_path):
+    words = [sys.executable, "-m", "fabric_llm.preview", *map(str, toy_run(toys, tmp_path)), "--max_step", "3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "" and "Written: preview.html" in done.stdout
+    assert (tmp_path / "preview.html").is_file()
+
+
+@pytest.mark.skipif(browser() is None, reason="no chromium or chrome is installed")
+def test_it_opens_in_a_browser(mixed, tmp_path):
+    console, seen = opened(mixed[2].parent / "preview.html", tmp_path, width=500)
+    assert console == [] and seen["problems"] == [] and seen["asked"] == [] and not seen["wide"]
+    assert seen["before"] == 6, "the learning rate, two shares, two epochs, and what is due"

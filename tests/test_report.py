@@ -1,0 +1,459 @@
+"""`python -m fabric_llm.report`: what the page says of runs of every kind, and that it opens in a browser without a network."""
+
+import html.parser
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import toy_run, train_ranks
+
+from fabric_llm.base.faults import Fault
+from fabric_llm.report import __main__ as command
+from fabric_llm.report import figures, page, reading, timeline
+
+pytest.importorskip("plotly", reason="plotly isn't installed: pip install -e '.[report]'")
+ROOT = Path(__file__).parent.parent
+HOSTILE = "</script><script>alert(1)</script><img src=http://127.0.0.1/x onerror=alert(2)>'\"&\u2028<b>%{x}"
+LARGEST_BYTES = 8_000_000
+
+
+class Page(html.parser.HTMLParser):
+    """Tags with their attributes, the text that is seen, and the data of a page."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.tags, self.words, self.inside = [], [], []
+        self.feed(file.read_text())
+        said = file.read_text().split('<script type="application/json" id="page-data">')[1]
+        self.data = json.loads(said.split("</script>")[0])
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.inside.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag in self.inside:
+            while self.inside.pop() != tag:
+                pass
+
+    def handle_data(self, data):
+        if not {"script", "style"} & set(self.inside):
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+    def lines(self, name):
+        return next(chart["lines"] for chart in self.data["charts"] if chart["name"] == name)
+
+    def names(self):
+        return [chart["name"] for chart in self.data["charts"]]
+
+
+def training(step, **more):
+    numbers = {"loss": 9.0 / step, "lr": 1e-3 / step, "grad_norm": 1.0 + step % 3, "tokens": 2048 * step}
+    numbers |= {"tokens_per_second": 4000.0, "peak_memory_gib": 0.5, "updated_fraction": 1.0}
+    return {"step": step, **numbers, "data_seconds": 0.01, "wait_seconds": 0.02, **more}
+
+
+def made(folder, lines, *, flags=None, status=None, events=(), samples=()):
+    """A run directory, written by hand."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kept = {"model_name": "m", "train_data_dir": "d", "lr": 1e-3, "global_batch_size": 8, "context_length": 256}
+    (folder / "arguments.yaml").write_text(json.dumps({**kept, **(flags or {})}))
+    said = {"code": 0, "reason": "done", "step": lines[-1]["step"] if lines else None, "last_durable_step": None}
+    (folder / "STATUS.json").write_text(json.dumps({**said, **(status or {})}))
+    for name, many in (("events", events), ("samples", samples)):
+        if many:
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in many))
+    return folder
+
+
+def report(*folders, output=None, code=0, more=()):
+    output = output or folders[0] / "report.html"
+    assert command.main([*map(str, folders), "--output", str(output), *more]) == code
+    return Page(output)
+
+
+EVALUATIONS = [
+    {"step": 0, "tokens": 0, "eval_loss": 3.0, "drift": 0.0}
+    | {"eval": {"general": {"loss": 2.0}, "code": {"loss": 4.0, "bits_per_byte": 1.5}, "copy": {"loss": 1.0}}},
+    {"step": 20, "tokens": 40960, "eval_loss": 2.5, "drift": 0.01}
+    | {
+        "eval": {
+            "general": {"loss": 2.1, "forgotten": 0.1, "budget": 0.05, "perplexity": 8.2},
+            "code": {"loss": 2.9, "bits_per_byte": 1.1},
+            "copy": {"loss": 0.5},
+        }
+    },
+]
+
+
+# ------------------------------------------------------------------------------- what is shown of which run
+
+
+def test_a_real_run_that_was_resumed(toys, tmp_path, capfd):
+    flags = (*toy_run(toys, tmp_path), "--run_name", "run", "--global_batch_size", 4, "--eval_iters", 1, "--lr", 1e-2)
+    flags += ("--max_step", 4, "--save_step_interval", 2)
+    train_ranks(1, *flags)
+    run = tmp_path / "run"
+    shutil.rmtree(run / "step-00000004")
+    train_ranks(1, *flags, "--resume", "true")
+    shown = report(run)
+    [line] = shown.lines("loss")
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    training_lines = [one for one in logged if "loss" in one]
+    assert line["x"] == [1, 2, 3, 4] and line["t"] == [one["tokens"] for one in training_lines]
+    assert line["y"] == pytest.approx([one["loss"] for one in training_lines], rel=1e-5)
+    assert [line["set"] for line in shown.lines("eval_loss")] == ["validation"]
+    kinds = [event["kind"] for event in shown.data["events"]]
+    assert kinds == ["started", "saved", "resumed", "saved", "done", "saved", "done"]
+    assert "LlamaForCausalLM" in shown.text and "4 of 4" in shown.text and "whole" in shown.text
+    assert "There is no" not in shown.text and "not checked: python -m fabric_llm.report" in shown.text
+    # the whole certificate, then a run that has saved since, then damage
+    shown = report(run, more=("--verify", "true"))
+    assert "Whole certificate" in shown.text and "isn't about its newest" not in shown.text
+    assert json.loads((run / "certificate.json").read_text())["verdict"] == "whole"
+    shutil.rmtree(run / "step-00000004")
+    shown = report(run)
+    assert "isn't about its newest checkpoint" in shown.text and "says that step 4 was saved" in shown.text
+    (run / "step-00000002" / "model.safetensors").write_bytes(b"x")
+    assert "model.safetensors has 1 bytes" in report(run).text
+    capfd.readouterr()
+    shown = report(run, code=66, more=("--verify", "true"))
+    assert "damaged" in shown.text and "isn't looked at" not in capfd.readouterr().err
+
+
+def test_evaluations_with_sets_budgets_a_copy_probe_and_drift(tmp_path):
+    lines = [EVALUATIONS[0], *(training(step) for step in range(1, 21)), EVALUATIONS[1]]
+    shown = report(made(tmp_path / "run", lines))
+    assert [one["set"] for one in shown.lines("eval_loss")] == ["all sets, weighted", "code", "general"]
+    assert [one["y"] for one in shown.lines("eval_loss")] == [[3.0, 2.5], [4.0, 2.9], [2.0, 2.1]]
+    forgetting = {(one["set"], one["style"]): one["y"] for one in shown.lines("forgotten")}
+    assert set(forgetting) == {("general", "points"), ("general", "budget")}, "only code has no budget"
+    assert forgetting[("general", "points")] == [0.1] and forgetting[("general", "budget")] == [0.05]
+    [copy] = shown.lines("copy")
+    assert copy["y"] == [1.0, 0.5] and copy["t"] == [0, 40960]
+    assert shown.lines("drift")[0]["y"] == [0, 0.01] and shown.lines("bits_per_byte")[0]["y"] == [1.5, 1.1]
+    dashes = {(one["set"], one["dash"]) for name in ("eval_loss", "forgotten", "copy") for one in shown.lines(name)}
+    assert len({name for name, _ in dashes}) == len(dashes) == 4, "a set has one dash in all figures"
+
+
+def test_a_mixture_as_it_was_logged_before(tmp_path):
+    read = {"new": {"tokens": 1536, "epochs": 0.5}, "old": {"tokens": 512, "epochs": 0.01}}
+    lines = [{"step": 0, "eval_loss": 5.0, "eval_loss_by_source": {"new": 6.0, "old": 4.0}}]
+    lines += [training(1, sources=read), training(2, sources=read)]
+    lines += [{"step": 2, "eval_loss": 4.0, "eval_loss_by_source": {"new": 4.5, "old": 4.1}}]
+    flags = {"train_data_dir": None, "data_mix": "new=data/new:0.75:4,old=data/old:0.25"}
+    shown = report(made(tmp_path / "run", lines, flags=flags))
+    assert {one["set"]: one["y"] for one in shown.lines("forgotten")} == {
+        "new": [0, -1.5],
+        "old": [0, pytest.approx(0.1)],
+    }
+    assert [one["set"] for one in shown.lines("epochs")] == ["new", "old"]
+    assert "0.50 of at most 4" in shown.text and "data/new" in shown.text
+
+
+def test_verdicts_kills_stops_and_other_devices_are_events(tmp_path):
+    begins = {"devices": 2, "kind": "cuda", "strategy": "fsdp", "nodes": 1, "from": "m"}
+    happened = [
+        {"event": "started", "step": 0, "time": "2026-01-01T00:00:00+00:00", **begins},
+        *({"event": "saved", "step": step} for step in (2, 4, 6)),
+        {"event": "resumed", "step": 6, "time": "2026-01-02T00:00:00+00:00", **begins, "devices": 8, "nodes": 2},
+        {"event": "ended", "step": 8, "code": 75, "reason": "stopped on request"},
+        {"event": "resumed", "step": "x", **begins, "devices": 8, "nodes": 2},
+        {"event": "ended", "step": 9, "code": 76, "reason": "loss nan"},
+        {"event": "new", "step": 3},
+        {"event": 3},
+    ]
+    lines = [training(step) for step in range(1, 10)]
+    lines[4]["loss"] = None
+    lines += [{"step": 5, "verdict": "skip", "reason": "loss nan", "position": 1234}]
+    lines += [{"step": 7, "verdict": "forgetting", "reason": "general"}, {"step": 8, "verdict": "other", "reason": "?"}]
+    run = made(tmp_path / "run", lines, events=happened, status={"code": 76, "reason": "loss nan"})
+    read = reading.read_run(run)
+    found = timeline.timeline(read)
+    assert [(one.kind, one.step) for one in found] == [
+        *(("started", 0), ("saved", 2), ("saved", 4), ("skipped", 5), ("saved", 6), ("killed", 6), ("resumed", 6)),
+        *(("moved", 6), ("forgetting", 7), ("stopped", 8), ("resumed", 8), ("spike", 8), ("failed", 9)),
+    ]
+    assert [(one.step, one.last_step) for one in timeline.rows(found)][1] == (2, 4)
+    shown = report(run)
+    assert "8 cuda devices of 2 machines, before: 2 cuda devices" in shown.text and "at sequence 1,234" in shown.text
+    assert "Loss nan (exit code 76)" in shown.text
+    assert shown.lines("loss")[0]["y"][4] is None, "a step that was skipped is a gap"
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_runs_that_are_not_over_not_whole_or_hardly_there(tmp_path, number):
+    run = made(tmp_path / "run", [training(1), training(2)], status={"code": None, "reason": "running"})
+    file = run / "metrics.jsonl"
+    if number == 0:  # going, killed in a line, no validation
+        file.write_text(file.read_text() + '{"step": 3, "lo')
+        shown = report(run)
+        assert (
+            "Running elsewhere, or killed" in shown.text and "cut off" in shown.text and "no validation" in shown.text
+        )
+        assert shown.lines("loss")[0]["x"] == [1, 2]
+    elif number == 1:  # lines that are none
+        broken = '{}\n[]\n{"step": "x"}\n\n{"step": 4, "tokens": 1.5}\n' + "[" * 3000 + "\n"
+        file.write_text(broken + file.read_text() + '{"step": 9, "loss": "x", "eval": 3, "sources": [], "lr": true}\n')
+        shown = report(run)
+        assert "line 1, 2, 3, 4, 5 and 1 more can't be read" in shown.text
+        assert shown.lines("loss")[0]["y"] == [9.0, 4.5]
+    elif number == 2:  # nothing yet, and files of no use
+        for name in ("metrics.jsonl", "STATUS.json"):
+            (run / name).unlink()
+        (run / "arguments.yaml").write_text("a: [")
+        (run / "certificate.json").write_text("[]")
+        assert "no line to draw" in report(run).text
+    else:  # only a validation before the first step, and not a number
+        file.write_text('{"step": 0, "eval_loss": null}\n{"step": 0, "eval_loss": 3.5}\n')
+        assert report(run).lines("eval_loss")[0]["y"] == [None, 3.5]
+
+
+ODD = [None, True, -1, 10**400, 2**70, math.inf, math.nan, 1e-320, "x", "", [], {}, {"a": 1}, "\ud800"]
+
+
+def test_any_value_in_any_file_is_shown_or_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "plotly_source", lambda: "")
+    for number, odd in enumerate(ODD):
+        sources = {"a": {"tokens": odd, "epochs": odd}, "b": odd}
+        lines = [training(1), training(2, loss=odd, lr=odd, tokens_per_second=odd, sources=sources, other=odd)]
+        lines += [{"step": 2, "eval_loss": odd, "eval": {"a": {"loss": odd, "budget": odd}, "b": odd}, "drift": odd}]
+        lines += [{"step": 2, "verdict": odd, "reason": odd, "position": odd}, {"step": odd, "loss": 1.0}]
+        begins = {"event": "started", "devices": odd, "nodes": odd, "from": odd, "parameters": odd, "max_step": odd}
+        happened = [
+            {**begins, "step": odd, "time": odd},
+            {"event": "ended", "step": odd, "code": odd, "time": "2026-01-01"},
+        ]
+        flags = dict.fromkeys(("lr", "min_lr", "warmup_steps", "data_mix", "model_name", "precision", "max_step"), odd)
+        status = {"code": odd, "reason": odd, "step": odd, "last_durable_step": odd, "pid": odd}
+        samples = [{"step": 1, "prompt": odd, "text": odd}, {"step": odd, "prompt": "p", "text": "t"}]
+        run = made(tmp_path / f"{number}", lines, flags=flags, status=status, events=happened, samples=samples)
+        (run / "certificate.json").write_text(json.dumps({"verdict": "whole", "counts": {"a": odd}, "newest": odd}))
+        assert report(run).lines("loss")[0]["y"][0] == 9.0, odd
+
+
+def test_text_from_runs_is_text(tmp_path):
+    said = {"how": "greedy", "tokens": 1, "step": 1, "prompt": HOSTILE, "text": HOSTILE}
+    lines = [training(1, **{HOSTILE: 1.0}, sources={HOSTILE: {"tokens": 1, "epochs": 1}})]
+    lines += [{"step": 1, "eval_loss": 1.0, "eval": {HOSTILE: {"loss": 1.0}, "b": {"loss": 2.0}}}]
+    lines += [{"step": 1, "verdict": "warn", "reason": HOSTILE}]
+    happened = [{"event": "started", "step": 0, "devices": 1, "model": HOSTILE, "from": HOSTILE, "kind": HOSTILE}]
+    flags = {"model_name": HOSTILE, "data_mix": HOSTILE, HOSTILE: HOSTILE}
+    status = {"code": 1, "reason": HOSTILE}
+    runs = [
+        made(tmp_path / name, lines, flags=flags, status=status, events=happened, samples=[said])
+        for name in ("a", "<img src=x>")
+    ]
+    (runs[0] / "certificate.json").write_text(json.dumps({"verdict": HOSTILE, "findings": [HOSTILE], "checked": 3}))
+    for shown in (report(runs[0]), report(*runs)):
+        tags = [tag for tag, _ in shown.tags]
+        assert tags.count("script") == 3 and not {"img", "b", "iframe"} & set(tags)
+        assert not [name for _, attributes in shown.tags for name in attributes if name.startswith("on")]
+        assert HOSTILE.split("\u2028")[0] in shown.text
+        assert HOSTILE in [one["set"] for one in shown.lines("eval_loss")]
+
+
+def test_runs_beside_each_other(tmp_path):
+    lines = [training(step) for step in range(1, 5)]
+    one = made(tmp_path / "x" / "same", [EVALUATIONS[0], *lines], flags={"lr": 1e-3, "compile": "auto"})
+    other = made(tmp_path / "y" / "same", lines, flags={"lr": 2e-3, "compile": "auto", "new_flag": None})
+    shown = report(one, other, one, output=tmp_path / "both.html")
+    assert shown.data["runs"] == ["x/same", "y/same"], "each once, and told apart"
+    assert [line["run"] for line in shown.lines("loss")] == [0, 1]
+    differing = shown.text.split("Flags Flag x/same y/same")[1]
+    assert differing.startswith(" lr 0.001 0.002 new_flag \N{EN DASH} null All flags")
+    assert not (one / "report.html").exists()
+    third = made(tmp_path / "z", lines, flags={"lr": 1e-3, "compile": "auto"})
+    assert (
+        "All flags are equal" in report(third, shutil.copytree(third, tmp_path / "z2"), output=tmp_path / "e.html").text
+    )
+
+
+def test_samples_are_shown_by_prompt_over_steps(tmp_path):
+    many = [
+        {"step": step, "prompt": prompt, "text": f"{prompt} at {step}{nth}", "tokens": 4, "how": "greedy"}
+        for step, nth in ((0, ""), (2, " old"), (2, ""))
+        for prompt in ("one", "two")
+    ]
+    many[1]["text"] = "a" + "\n" * 40 + "b"
+    text = report(made(tmp_path / "run", [training(2)], samples=[*many, {"step": 3}])).text
+    assert re.search(r"one step 0 one at 0 step 2 one at 2 two step 0 a \[40 line breaks\] b step 2 two at 2", text)
+
+
+# ------------------------------------------------------------------------------- large logs
+
+
+def test_what_is_thinned_out_keeps_its_ends_extremes_and_gaps():
+    steps = np.arange(1, 500_001)
+    values = np.sin(steps / 1e4)
+    values[123_456], values[400_001], values[77] = 50.0, -50.0, math.nan
+    thin = figures.thinned(reading.Series(steps, values), 2000)
+    assert len(thin.steps) <= 2000 and (np.diff(thin.steps) > 0).all()
+    assert thin.steps[0] == 1 and thin.steps[-1] == 500_000
+    assert np.nanmax(thin.values) == 50.0 and np.nanmin(thin.values) == -50.0 and 78 in thin.steps
+    short = reading.Series(steps[:5], values[:5])
+    assert figures.thinned(short, 2000) is short
+    gaps = reading.Series(steps[:9000], np.full(9000, math.nan))
+    assert len(figures.thinned(gaps, 100).steps) <= 100
+
+
+def test_a_trend_is_an_exponential_mean():
+    series = reading.Series(np.arange(200), np.r_[np.nan, np.ones(99), np.zeros(100)])
+    means = figures.trend(series).values
+    assert math.isnan(means[0]) and means[1:100] == pytest.approx(1) and means[101] == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_page_of_half_a_million_lines_stays_small(tmp_path):
+    def lines():
+        for step in range(1, 500_001):
+            spike = 99.0 if step == 314_159 else 0.0
+            yield json.dumps(training(step, loss=3 + math.sin(step) + spike)) + "\n"
+
+    run = made(tmp_path / "run", [training(1)])
+    with (run / "metrics.jsonl").open("w") as file:
+        file.writelines(lines())
+    shown = report(run)
+    assert (run / "report.html").stat().st_size < LARGEST_BYTES
+    raw, trend = shown.lines("loss")
+    assert raw["style"] == "raw" and max(raw["y"]) > 90 and 314_159 in raw["x"] and len(raw["x"]) <= figures.MOST_POINTS
+    assert max(trend["y"]) < 10 and trend["x"][-1] == 500_000
+    assert "too large to be checked" in shown.text
+
+
+def test_many_runs_stay_small(tmp_path):
+    lines = [training(step) for step in range(1, 1500)]
+    runs = [made(tmp_path / f"run-{number}", lines) for number in range(12)]
+    report(*runs)
+    assert (runs[0] / "report.html").stat().st_size < LARGEST_BYTES
+
+
+# ------------------------------------------------------------------------------- mistakes
+
+
+def test_mistakes_are_one_sentence(tmp_path, capsys, monkeypatch):
+    run = made(tmp_path / "run", [training(1)])
+    (run / "step-00000001" / "trainer").mkdir(parents=True)
+    for argv, words in (
+        ([], "the following arguments are required"),
+        ([tmp_path / "rum"], "Did you mean"),
+        ([tmp_path], "It holds the runs run."),
+        ([run / "step-00000001"], "is a checkpoint; its run is"),
+        ([run, "--output", tmp_path], "is a folder"),
+        ([run, "--output", tmp_path / "no" / "x.html"], "no such folder"),
+        ([run, "--verify", "maybe"], "invalid choice"),
+        ([run, "--bogus"], "--bogus"),
+    ):
+        assert command.main([str(word) for word in argv]) == 2, argv
+        said = capsys.readouterr().err
+        assert len(said.splitlines()) == 1 and said.startswith("fabric_llm.report: error: ") and words in said, said
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert command.main([str(run)]) == 2
+    assert "needs plotly: pip install plotly" in capsys.readouterr().err
+    assert not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("name", ["report", "preview"])
+def test_help_imports_no_torch(name):
+    words = [sys.executable, "-X", "importtime", "-m", f"fabric_llm.{name}", "--help"]
+    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0 and "--output" in said.stdout
+    assert not {"torch", "plotly", "numpy"} & {line.split("|")[-1].strip() for line in said.stderr.splitlines()}
+
+
+def test_data_cannot_end_its_element():
+    assert json.loads(page.as_json([HOSTILE])) == [HOSTILE]
+    assert not set("<>&") & set(page.as_json([HOSTILE]))
+    with pytest.raises(ValueError):
+        page.as_json([math.nan])
+
+
+def test_a_page_without_a_run_is_a_fault(tmp_path):
+    with pytest.raises(Fault, match="isn't a run"):
+        reading.read_run(tmp_path)
+
+
+# ------------------------------------------------------------------------------- in a browser
+
+PROBE = """<script>
+window.problems = [];
+addEventListener("error", (event) => problems.push(event.message || "a resource: " + event.target.outerHTML), true);
+addEventListener("securitypolicyviolation", (event) => problems.push("the network: " + event.blockedURI));
+</script>"""
+CLICKS = """<script>
+const traces = () => document.querySelectorAll(".plot .scatterlayer .trace").length;
+const seen = { before: traces() };
+document.querySelector("input[name=axis][value=t]").click();
+seen.tokens = document.querySelector(".xtitle").textContent;
+document.querySelector("#theme").click();
+seen.theme = document.documentElement.dataset.theme;
+const page = getComputedStyle(document.body).backgroundColor;
+document.querySelector("button.run")?.click();
+seen.hidden = traces();
+dispatchEvent(new Event("beforeprint"));
+seen.printed = document.documentElement.dataset.theme;
+dispatchEvent(new Event("afterprint"));
+const wide = document.documentElement.scrollWidth > innerWidth;
+const asked = performance.getEntriesByType("resource").map((one) => one.name).filter((name) => !/^(data|blob):/.test(name));
+const shown = JSON.stringify({ ...seen, problems, asked, wide, page });
+document.body.innerHTML = "";
+document.body.setAttribute("data-seen", shown);
+</script>"""
+
+
+def browser():
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+def opened(file, tmp_path, width=1280):
+    """What a page does in a real browser: its console's errors, and what PROBE and CLICKS have seen."""
+    content = file.read_text()
+    content = re.sub(
+        r'<meta http-equiv="Content-Security-Policy"[^>]*>', r"\g<0>" + PROBE.replace("\\", r"\\"), content, count=1
+    )
+    copy = tmp_path / f"{file.stem}-{width}.html"
+    copy.write_text(content.replace("</body>", CLICKS + "</body>"))
+    words = [
+        browser(),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+    ]
+    words += [
+        "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--window-size={width},900",
+        "--dump-dom",
+    ]
+    done = subprocess.run([*words, copy.as_uri()], capture_output=True, text=True, timeout=120)
+    found = re.search(r'data-seen="([^"]*)"', done.stdout)
+    assert found, f"the page wasn't drawn: {done.stderr[-2000:]}"
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return console, json.loads(html.unescape(found[1]))
+
+
+@pytest.mark.skipif(browser() is None, reason="no chromium or chrome is installed")
+def test_it_opens_in_a_browser_without_errors_and_without_the_network(tmp_path):
+    said = {"how": "greedy", "tokens": 1, "step": 1, "prompt": HOSTILE, "text": HOSTILE}
+    lines = [EVALUATIONS[0], *(training(step, **{HOSTILE: 1.0}) for step in range(1, 300)), EVALUATIONS[1]]
+    lines += [{"step": 7, "verdict": "skip", "reason": HOSTILE}]
+    runs = [made(tmp_path / name, lines, samples=[said], flags={"x": HOSTILE}) for name in ("a", "b")]
+    shown = report(*runs)
+    console, seen = opened(runs[0] / "report.html", tmp_path)
+    assert console == [] and seen["problems"] == [] and seen["asked"] == [] and not seen["wide"]
+    lines_of_charts = sum(len(chart["lines"]) for chart in shown.data["charts"])
+    assert seen["before"] == lines_of_charts + 2, "each line is a trace, and each run has its events"
+    assert seen["hidden"] < seen["before"] and seen["tokens"] == "Tokens"
+    assert seen["theme"] == "dark" and seen["printed"] == "light" and seen["page"] == "rgb(21, 23, 27)"
