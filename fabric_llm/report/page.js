@@ -68,7 +68,7 @@
       xaxis: { ...both, zeroline: false, title: { text: axisTitle(), font: { color: muted, size: 12 }, standoff: 8 },
         fixedrange: isTouch, nticks: 7, exponentformat: "SI", separatethousands: true, range: range() },
       yaxis: { ...both, zeroline: chart.name === "forgotten", type: chart.log ? "log" : "linear", fixedrange: isTouch, nticks: 6,
-        exponentformat: "power", ...ticksOf(chart) },
+        rangemode: chart.name === "lr" ? "tozero" : "normal", exponentformat: "power", ...ticksOf(chart) },
       shapes: chart.strip ? [] : lines.map((e) => ({
         type: "line", x0: e[axis], x1: e[axis], y0: 0, y1: 1, yref: "paper", layer: "below",
         line: { color: color(KIND_COLORS[e.kind]), width: 1, dash: "dot" },
