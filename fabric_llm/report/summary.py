@@ -186,7 +186,8 @@ def _batch(run: Run) -> str:
 def _learning_rate(flags: dict[str, Any]) -> str:
     if flags.get("lr") is None:
         return ""
-    decays = f", {flags.get('lr_schedule')} to {short(flags.get('min_lr') or 0)}" * bool(flags.get("lr_decay", True))
+    falls = flags.get("lr_decay", True) and flags.get("lr_schedule") != "constant"
+    decays = f", {flags.get('lr_schedule')} to {short(flags.get('min_lr') or 0)}" if falls else ""
     warmup = f", warm-up of {short(flags['warmup_steps'])} steps" if flags.get("warmup_steps") else ""
     return f"{short(flags['lr'])}{decays or ', constant'}{warmup}; weight decay {short(flags.get('weight_decay'))}"
 
