@@ -17,6 +17,7 @@ def final_loss(toys, folder, name, ranks, *flags):
         *("--run_name", name, "--global_batch_size", 16, "--micro_batch_size", 8, "--max_step", STEPS),
         *("--lr", LR, "--min_lr", LR / 10, "--warmup_steps", 5, "--beta2", 0.95, "--weight_decay", 0.0),
         *("--eval_batch_size", 32, "--eval_iters", 8, *flags),
+        timeout_seconds=400,
     )
     return metrics(folder / name, "eval_loss")[-1], metrics(folder / name, "updated_fraction")[5:]
 

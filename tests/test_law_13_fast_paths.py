@@ -5,15 +5,20 @@ import io
 
 import pytest
 import torch
-from ranks import metrics, run_ranks, toy_run, train_ranks
+from conftest import documents
+from ranks import built, metrics, run_ranks, toy_run, train_ranks
+from test_law_9_packed_documents import packed_batch
+from test_law_10_bf16_learns import final_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fabric_llm.checkpoint.keep import checkpoint_at as find
 from fabric_llm.checkpoint.reading import read_probe
+from fabric_llm.checkpoint.state_dicts import PREFIX
 from fabric_llm.data.batches import document_ends
 from fabric_llm.model import fast_paths, gradient_equality, layers, loss_head, packed_attention
 from fabric_llm.model.language_model import LanguageModel
+from fabric_llm.verify import __main__ as verify
 from fabric_llm.verify.export import export
 
 VOCABULARY, CONTEXT = 131, 24
@@ -346,6 +351,49 @@ def test_laws_1_to_4_hold_on_all_fast_paths(toys, tmp_path, packed_data, strateg
     with torch.no_grad():  # law 4: plain transformers gives the logits of the model in training
         logits = trained(probe["input_ids"]).logits[0, probe["positions"]]
     assert (logits - probe["logits"]).abs().mean() / probe["logits"].std() < 1e-5
+
+
+def laws_7_and_9(argv):
+    """(whether all parameters of the wrapped model equal the reference's, loss of a packed row, of its documents alone)."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    _, plan, model, _ = built(argv)
+    reference = AutoModelForCausalLM.from_pretrained(plan.source, dtype=torch.float32).state_dict()
+    state = get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True))
+    equal = all(torch.equal(value, reference[name.removeprefix(PREFIX)]) for name, value in state.items())
+    first, second, third = documents([9, 7, 8], seed=1)
+    model.eval()
+    with torch.no_grad():
+        packed = model(**packed_batch([first + second + third])).item()
+        alone = sum(model(**packed_batch([document])).item() for document in (first, second, third))
+    return plan.config._attn_implementation, equal, len(state), packed, alone
+
+
+@pytest.mark.longer
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("fsdp", 2), ("fsdp2", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("auto", 1), ("ddp", 2)))],
+)
+def test_laws_5_7_and_9_hold_on_all_fast_paths(toys, tmp_path, packed_data, strategy, ranks):
+    words = [*flags(toys, tmp_path, packed_data, strategy, "--precision", "32-true", *FAST), "--micro_batch_size", 1]
+    argv = [str(word) for word in [*words, "--devices", ranks]]
+    for attention, equal, count, packed, alone in run_ranks(ranks, laws_7_and_9, argv, timeout_seconds=300):
+        assert attention == "packed" and equal and count > 10
+        assert packed == pytest.approx(alone, rel=1e-5)
+    run = (*words, "--max_step", 2 * 40 // 4, "--save_step_interval", 7, "--run_name", "run")
+    train_ranks(ranks, *run, timeout_seconds=300)
+    assert verify.main([str(tmp_path / "run")]) == 0, "the rows that were read are those of two whole epochs"
+
+
+@pytest.mark.longer
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), pytest.param("fsdp2", 2, marks=pytest.mark.slow)])
+def test_law_10_holds_with_compiled_layers_and_chunks(toys, tmp_path, strategy, ranks):
+    fp32, _ = final_loss(toys, tmp_path, "fp32", ranks, "--strategy", strategy, "--precision", "32-true")
+    fast = ("--loss", "chunked", "--compile", "true")
+    bf16, _ = final_loss(toys, tmp_path, "bf16", ranks, "--strategy", strategy, *fast)
+    assert abs(bf16 - fp32) < 0.01
 
 
 @pytest.mark.parametrize(
