@@ -146,7 +146,7 @@ def test_progress_json_says_where_the_run_is(runs):
     document = verified(runs / "full" / "step-00000002", hashes=True)
     assert document.pop("model_name").endswith("llama-tied")
     guard = document.pop("guard")
-    assert len(guard.pop("losses")) == 2 and guard == {"skipped": 0, "rewinds": 0}
+    assert len(guard.pop("losses")) == 2 and guard == {"skipped": 0, "rewinds": 0, "before": {}}
     schedule = document.pop("schedule")
     assert (schedule["lr"], schedule["max_step"], schedule["global_batch_size"]) == (1e-2, 3, 4)
     assert len(document["fixed"].pop("train_fingerprint")) == 64
@@ -165,6 +165,7 @@ def test_progress_json_says_where_the_run_is(runs):
         },
         "end_step": 3,
         "eval_loss": None,
+        "eval_losses": None,
         "logged": {"every": 1, "after": 0},
         "owes_evaluation": False,
         "rolled_back_to": None,
