@@ -24,10 +24,8 @@ if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mi
     from fabric_llm.base.fabric import Fabric
     from fabric_llm.checkpoint.progress import Progress
     from fabric_llm.processes.watch import Watch
-    from fabric_llm.run.log import Log
+    from fabric_llm.run.build import Parts
     from fabric_llm.run.plan import Plan
-    from fabric_llm.training.evaluation import Evaluation
-    from fabric_llm.training.guard import Guard
 
 
 def main(argv: Optional[list[str]] = None) -> None:
@@ -61,10 +59,10 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
     from fabric_llm.training import ema, step, updates
 
     parts = build.build(fabric, arguments, plan, signals, watch)
-    plan, model, optimizer, guard, batches, log, evaluation, saver, requests = parts
+    plan, model, optimizer, guard, batches, log, _, saver, requests = parts
     progress, stops = plan.start, False
     if due.evaluation_first(progress, plan.resumed):
-        evaluated = evaluate(evaluation, model, optimizer, guard, progress, log, watch)
+        evaluated = evaluate(parts, model, optimizer, progress, watch)
         stops = progress.step > 0 and (not evaluated or guard.verdict == "stop")  # at step 0 there is nothing to resume
 
     while not (stops or plan.is_over(progress)):
@@ -98,9 +96,7 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
         if guard.verdict != "rewind":
             if now.logs or stop or save:
                 log.step(progress, loss=loss, lr=lr, grad_norm=grad_norm, aux_loss=aux_loss, update=update)
-            evaluated = (
-                now.evaluates and not stop and evaluate(evaluation, model, optimizer, guard, progress, log, watch)
-            )
+            evaluated = now.evaluates and not stop and evaluate(parts, model, optimizer, progress, watch)
         if guard.verdict == "rewind":  # by the loss of the step, or by what the evaluation says of forgetting
             model = optimizer = losses = None  # their memory first: the loss knows the parameters as well
             back = verdicts.rewind(fabric, arguments, plan, guard, batches, log, saver, progress)
@@ -116,24 +112,16 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
     return stopped
 
 
-def evaluate(
-    evaluation: Evaluation,
-    model: nn.Module,
-    optimizer: Optimizer,
-    guard: Guard,
-    progress: Progress,
-    log: Log,
-    watch: Watch,
-) -> bool:
+def evaluate(parts: Parts, model: nn.Module, optimizer: Optimizer, progress: Progress, watch: Watch) -> bool:
     """Log the validation losses, and judge what was forgotten. False where a request to stop came first. All ranks call it."""
     from fabric_llm.training import ema
 
-    with log.untimed():
-        found = evaluation.of(model, ema.average_of(optimizer))
+    with parts.log.untimed():
+        found = parts.evaluation.of(model, ema.average_of(optimizer))
     watch.mark(progress.step, "in the next step")
-    if found is not None and evaluation.is_on:
-        guard.accept_evaluation(progress.step, found.losses)
-        log.evaluation(progress, found, guard.forgetting)
+    if found is not None and parts.evaluation.is_on:
+        parts.guard.accept_evaluation(progress.step, found.losses)
+        parts.log.evaluation(progress, found, parts.guard.forgetting)
     return found is not None
 
 

@@ -155,9 +155,9 @@ def save_comes_first(argv, run_directory):
 
     evaluate = train.evaluate
 
-    def after_the_save(evaluation, model, optimizer, guard, progress, *rest):
+    def after_the_save(parts, model, optimizer, progress, watch):
         assert progress.step in (0, 2) or (run_directory / f"step-{progress.step:08d}").is_dir()
-        return evaluate(evaluation, model, optimizer, guard, progress, *rest)
+        return evaluate(parts, model, optimizer, progress, watch)
 
     train.evaluate = after_the_save
     return train_and_do(argv, 0, 4, send(signal.SIGTERM))

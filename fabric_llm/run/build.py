@@ -33,7 +33,7 @@ from fabric_llm.run.log import Log, open_log
 from fabric_llm.run.plan import Plan
 from fabric_llm.run.saver import Saver
 from fabric_llm.training import adamw, ema, optim
-from fabric_llm.training.drift import drift_of_run
+from fabric_llm.training.drift import Drift, drift_of_run
 from fabric_llm.training.evaluation import Evaluation
 from fabric_llm.training.forgetting import Forgetting, parse_budgets
 from fabric_llm.training.guard import Guard
@@ -72,14 +72,13 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     max_hours = flags.training.max_hours
     requests = Requests(signals, plan.run_directory if looks else None, max_hours if looks else None)
     log = open_log(fabric, flags, plan, template, batches)
-    sizes = {state_dicts.PREFIX + name: parameter.numel() for name, parameter in template.named_parameters()}
     evaluation = Evaluation(
         fabric,
         evaluated_sets(flags, plan, common),
         requests.is_to_stop,
         lambda: watch.mark(watch.step, "evaluating"),
         token_bytes(plan),
-        drift_of_run(fabric, model, sizes, plan.run_directory, plan.resume_from) if guard.forgetting.budgets else None,
+        make_drift(fabric, plan, model, template) if guard.forgetting.budgets else None,
     )
     saver = Saver(fabric, flags, plan, log, template, watch.mark)
     if not plan.resumed:  # what the model says before step 1
@@ -94,6 +93,12 @@ def make_guard(flags: Flags) -> Guard:
     return Guard(
         guard.max_skipped_steps, guard.spike_threshold, guard.spike_window, guard.spike_action, forgetting=forgetting
     )
+
+
+def make_drift(fabric: Fabric, plan: Plan, model: nn.Module, template: PreTrainedModel) -> Optional[Drift]:
+    """The distance from the base of a run, where it is known."""
+    sizes = {state_dicts.PREFIX + name: parameter.numel() for name, parameter in template.named_parameters()}
+    return drift_of_run(fabric, model, sizes, plan.run_directory, plan.resume_from)
 
 
 def evaluated_sets(flags: Flags, plan: Plan, common: dict[str, Any]) -> dict[str, Batches]:

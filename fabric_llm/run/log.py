@@ -101,12 +101,10 @@ class Log:
         record, words = {"eval_loss": self.eval_loss, "eval": {}}, f"validation loss {self.eval_loss:.4f}"
         said = []
         for name, one in found.sets.items():
-            known = {"forgotten": forgotten.get(name), "budget": forgetting.budgets.get(name)}
-            record["eval"][name] = {
-                **one.as_json(),
-                **{key: value for key, value in known.items() if value is not None},
-            }
-            said.append(_of_set(name if len(found.sets) > 1 else "", one, **known))
+            rise, most = forgotten.get(name), forgetting.budgets.get(name)
+            known = {} if rise is None else {"forgotten": rise}
+            record["eval"][name] = {**one.as_json(), **known, **({} if most is None else {"budget": most})}
+            said.append(_of_set(name if len(found.sets) > 1 else "", one, rise, most))
         words += f" ({', '.join(said)})" if any(said) else ""
         if found.of_average is not None:
             record["eval_loss_ema"] = self._together(progress, found.of_average)

@@ -165,12 +165,12 @@ def _raised(resumed: Document) -> Shares:
         raise Fault("The checkpoint is damaged: trainer/progress.json: its raised shares.", NO_CHECKPOINT) from error
 
 
-def with_more_replay(plan: Any, flags: Flags, names: Sequence[str], back: Progress, position: int) -> Any:
-    """The plan with twice the share of the sources `names` from `position` on, at most MOST_REPLAY together.
+def with_more_replay(plan: Any, flags: Flags, names: Sequence[str], there: Progress) -> Any:
+    """The plan with twice the share of the sources `names` from `there` on, at most MOST_REPLAY together.
 
-    back: the step that the run goes on from. Raises ValueError where they have that share already, or would be read too often.
+    Raises ValueError where they have that share already, or would be read too often.
     """
-    now = plan.mixture.shares_at(max(position - 1, 0))
+    now = plan.mixture.shares_at(max(there.position - 1, 0))
     shares = {name: 2 * Fraction(now.get(name, 0.0)).limit_denominator(MOST_SLOTS) for name in names}
     if sum(shares.values()) >= 2 * MOST_REPLAY or not all(shares.values()):
         words = ", ".join(f"{name!r} is {now.get(name, 0.0):.4g}" for name in names)
@@ -178,7 +178,7 @@ def with_more_replay(plan: Any, flags: Flags, names: Sequence[str], back: Progre
     scale = min(Fraction(1), MOST_REPLAY / sum(shares.values()))
     raised = {**plan.raised, **{name: share * scale for name, share in shares.items()}}
     blend, training = blends.at_least(plan.blend, raised), flags.training
-    here = Here(back.step, position, plan.mixture.segments)
+    here = Here(there.step, there.position, plan.mixture.segments)
     rows = plan.mixture.rows
     layout = lay_out(blend, rows, plan.global_batch_size, training.max_step, training.number_epochs, here)
     mixture = replace(plan.mixture, segments=layout.segments)

@@ -69,9 +69,9 @@ def rewind(
 ) -> tuple[Plan, nn.Module, torch.optim.Optimizer, Progress]:
     """(plan, model, optimizer, where the run is): the state of the last checkpoint, at the data after `progress`.
 
-    Where too much was forgotten: of the last checkpoint that had used at most half of each budget, or of the beginning, and from
-    there on with more of what was forgotten. All ranks call it, after they have dropped model and optimizer. Raises Fault (76) where there is
-    no checkpoint, or no more to be had of a source.
+    Where too much was forgotten: of the last checkpoint that had used at most half of each budget, or of the beginning, and
+    from there on with more of what was forgotten. All ranks call it, after they have dropped model and optimizer.
+    Raises Fault (76) where there is no checkpoint, or no more to be had of a source.
     """
     saver.publish()
     gc.collect()  # their memory: they are full of cycles
@@ -82,31 +82,32 @@ def rewind(
     suits = (lambda document: forgetting.has_room(document.get("eval_losses"))) if forgot else None
     last, document = ranks.from_rank_zero(lambda: choose(flags, plan, reason, suits, log, progress))
     back = Progress(**document["progress"])
-    if forgot:
-        try:
-            plan = mixing.with_more_replay(plan, flags, forgetting.over, back, progress.position)
-        except ValueError as error:
-            raise Fault(f"{reason} (--forgetting_budget) at step {progress.step}, and {error}.", NON_FINITE) from error
-        batches.go_on_with(plan.mixture, plan.end)
-    _, model, optimizer, _ = build_model(fabric, flags, plan, str(last or flags.model.model_name), last)
-    state = {**document["guard"], "rewinds": guard.rewinds + 1, "before": forgetting.before}
-    restore(fabric, guard, {**document, "guard": state})
     there = replace(back, position=progress.position)
-    if plan.end is not None and not forgot:  # there are fewer steps to the end of the data than there were
-        plan = replace(plan, max_step=min(plan.max_step, last_step(there, plan.end, plan.global_batch_size)))
-    saver.plan = plan
-    if fabric.global_rank == 0:
-        keep.move_aside(plan.run_directory, back.step)  # those that are damaged
     record = {"verdict": "rewind", "position": progress.position, "reason": reason}
     words = f"went back to {last or 'the beginning'}, past position {progress.position}"
     if forgot:
-        shares = ", ".join(f"{name} {share:.4g}" for name, share in plan.mixture.shares_at(progress.position).items())
-        words, record = (
-            f"{words}; from here on {shares}",
-            {**record, "shares": plan.mixture.shares_at(progress.position)},
-        )
+        plan = replay_more(flags, plan, guard, there, progress.step)
+        batches.go_on_with(plan.mixture, plan.end)
+        record["shares"] = shares = plan.mixture.shares_at(there.position)
+        words += f"; from here on {', '.join(f'{name} {share:.4g}' for name, share in shares.items())}"
+    elif plan.end is not None:  # there are fewer steps to the end of the data than there were
+        plan = replace(plan, max_step=min(plan.max_step, last_step(there, plan.end, plan.global_batch_size)))
+    _, model, optimizer, _ = build_model(fabric, flags, plan, str(last or flags.model.model_name), last)
+    state = {**document["guard"], "rewinds": guard.rewinds + 1, "before": forgetting.before}
+    restore(fabric, guard, {**document, "guard": state})
+    saver.plan = plan
+    if fabric.global_rank == 0:
+        keep.move_aside(plan.run_directory, back.step)  # those that are damaged, or have forgotten
     log.rewound(back, plan, words, record)
     return plan, model, optimizer, there
+
+
+def replay_more(flags: Flags, plan: Plan, guard: Guard, there: Progress, step: int) -> Plan:
+    """The plan with more of the sources that were forgotten, from `there` on. Raises Fault (76) where no more is to be had."""
+    try:
+        return mixing.with_more_replay(plan, flags, guard.forgetting.over, there)
+    except ValueError as error:
+        raise Fault(f"{guard.reason} (--forgetting_budget) at step {step}, and {error}.", NON_FINITE) from error
 
 
 def choose(
