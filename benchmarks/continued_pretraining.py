@@ -5,7 +5,7 @@
     python benchmarks/continued_pretraining.py texts packages WORK     # HTML and sources -> documents
     python benchmarks/continued_pretraining.py base WORK               # prepare, and train the base model (hours)
     python benchmarks/continued_pretraining.py runs WORK               # each run of the table, one after the other
-    python benchmarks/continued_pretraining.py page WORK > docs/results/continued_pretraining.md
+    python benchmarks/continued_pretraining.py page WORK               # the table and the picture of docs/continued_pretraining.md
 
 Each stage goes on where it was. All texts are of packages of Debian 12: LibreOffice's help in English and Basque, Python's
 documentation, and the standard library's code. The help pages are translations of each other, so what differs is the language.
@@ -23,6 +23,7 @@ import sysconfig
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = {"p", "div", "h1", "h2", "h3", "h4", "h5", "h6", "li", "tr", "table", "br", "pre", "dt", "dd"}
@@ -212,7 +213,98 @@ def continue_from_base(work: Path) -> None:
         call("fabric_llm.average", work / "constant-20", last=LAST, output=work / "averaged")
 
 
-STAGES = {"base": train_base, "runs": continue_from_base}
+# ------------------------------------------------------------------------------- the page
+
+
+SETS = ("basque", "english", "code")
+SAID = {
+    "replay-0": "no replay",
+    "replay-5": "5 % replay",
+    "replay-20": "20 % replay",
+    "replay-50": "50 % replay",
+    "self-20": "20 % of the model's own samples",
+    "constant-20": "20 % replay, constant rate",
+    "averaged": f"the same, last {LAST} checkpoints averaged",
+}
+
+
+def evaluations(run: Path) -> list[dict]:
+    """The evaluation lines of a run."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "eval" in line]
+
+
+def of_sets(line: dict, key: str = "bits_per_byte") -> dict[str, float]:
+    return {name: one[key] for name, one in line["eval"].items() if key in one}
+
+
+def of_average(work: Path) -> dict[str, float]:
+    """Bits per byte of the average, whose note has nats a token: a set's tokens and bytes are those of the run."""
+    last = evaluations(work / "constant-20")[-1]
+    note = json.loads((work / "averaged" / "average.json").read_text())
+    return {name: note["eval_loss"][name] * bits / of_sets(last, "loss")[name] for name, bits in of_sets(last).items()}
+
+
+def write_page(work: Path) -> None:
+    first = evaluations(work / "replay-20")[0]
+    print("| run | " + " | ".join(SETS) + " | copy, nats | drift |\n|---|" + "--:|" * 5)
+    print(_row("base model", of_sets(first), first))
+    for name, said in SAID.items():
+        if name == "averaged":
+            print(_row(said, of_average(work), None))
+        else:
+            last = evaluations(work / name)[-1]
+            print(_row(said, of_sets(last), last))
+    for name in ("stopped", "rewound"):
+        status = json.loads((work / name / "STATUS.json").read_text())
+        print(f"\n{name}: exit code {status['code']}, step {status['step']}: {status['reason']}")
+    for line in map(json.loads, (work / "rewound" / "metrics.jsonl").read_text().splitlines()):
+        if line.get("verdict") == "rewind":
+            print(f"- back to step {line['step']}: {line['reason']}; shares {line['shares']}")
+    print(f"- rewound, at the end: {evaluations(work / 'rewound')[-1]['eval']}")
+    draw(work, ROOT / "docs" / "results" / "continued_pretraining.png")
+
+
+def _row(said: str, bits: dict[str, float], line: Optional[dict]) -> str:
+    cells = [f"{bits[name]:.3f}" for name in SETS]
+    cells += ["", ""] if line is None else [f"{line['eval']['copy']['loss']:.3f}", f"{line['drift']:.4f}"]
+    return f"| {said} | {' | '.join(cells)} |"
+
+
+def draw(work: Path, target: Path) -> None:
+    """Bits per byte of the new and of the old text over the steps, and one against the other at the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (new, old, both) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    for name, said in SAID.items():
+        if name == "averaged":
+            bits = of_average(work)
+            both.plot(bits["basque"], _old(bits), "k*", markersize=11)
+        else:
+            lines = evaluations(work / name)
+            steps, each = [line["step"] for line in lines], [of_sets(line) for line in lines]
+            (curve,) = new.plot(steps, [bits["basque"] for bits in each], label=said)
+            old.plot(steps, [_old(bits) for bits in each], color=curve.get_color())
+            bits = each[-1]
+            both.plot(bits["basque"], _old(bits), "o", color=curve.get_color())
+        both.annotate(said, (bits["basque"], _old(bits)), fontsize=7, xytext=(4, 3), textcoords="offset points")
+    for axes, title in ((new, "new: Basque"), (old, "old: 0.6 English + 0.4 code")):
+        axes.set(title=title, xlabel="step", ylabel="bits per byte")
+        axes.grid(alpha=0.3)
+    new.legend(fontsize=7)
+    both.set(title="at the end; lower left is better", xlabel="new, bits per byte", ylabel="old, bits per byte")
+    both.grid(alpha=0.3)
+    figure.savefig(target, dpi=110)
+
+
+def _old(bits: dict[str, float]) -> float:
+    return sum(part * bits[name] for name, part in OLD.items())
+
+
+STAGES = {"base": train_base, "runs": continue_from_base, "page": write_page}
 
 
 def main() -> None:
