@@ -200,6 +200,15 @@ def test_a_source_of_which_half_is_replayed_ends_the_run(base, tmp_path):
     job = Job(1, *replayed(base, tmp_path, *more, "--lr", 5e-2, share=0.3))
     assert job.wait() == [76]
     assert "the share of 'replay' is 0.5 already" in job.output[0]
+    assert "Without replay" not in job.output[0]
+
+
+def test_a_run_on_weights_without_replay_says_what_that_risks_once(base, tmp_path):
+    run = flags(base, tmp_path, "--train_data_dir", base / "new", "--max_step", 4)
+    job = Job(1, *run)
+    assert job.wait() == [0] and job.output[0].count("Without replay a trained model forgets") == 1
+    again = Job(1, *run, "--max_step", 5, "--resume", "true", "--resume_override", "max_step")
+    assert again.wait() == [0] and "Without replay" not in again.output[0]
 
 
 def test_the_best_checkpoints_follow_the_set_that_is_named(base, tmp_path):
