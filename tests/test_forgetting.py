@@ -8,8 +8,10 @@ from fractions import Fraction
 import datasets
 import numpy as np
 import pytest
+import torch
 from conftest import CONTEXT, VOCABULARY
 from ranks import Job, metrics, run_ranks, train_ranks
+from transformers import AutoModelForCausalLM
 
 from fabric_llm.checkpoint.progress import read_progress
 from fabric_llm.data.blend import at_least, parse
@@ -132,6 +134,46 @@ class _Rows:
 
     def __getitem__(self, numbers):
         return {"input_ids": self.ids[numbers]}
+
+
+def test_a_set_that_is_not_packed_is_evaluated_as_plain_transformers_would(toys, packed_data, tmp_path):
+    """With padding and an attention mask, beside packed training data whose documents are kept apart."""
+    generator = np.random.default_rng(1)
+    ids = generator.integers(1, VOCABULARY, (8, CONTEXT))
+    mask = np.ones_like(ids)
+    for row, length in enumerate(generator.integers(5, CONTEXT, 8)):
+        ids[row, length:], mask[row, length:] = 0, 0  # padded with the token that ends documents
+    split = datasets.Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": mask.tolist()})
+    datasets.DatasetDict({"train": split, "validation": split}).save_to_disk(str(tmp_path / "plain"))
+    run = (
+        "--model_name",
+        toys / "llama",
+        "--train_data_dir",
+        packed_data,
+        "--output_dir",
+        tmp_path,
+        "--run_name",
+        "run",
+    )
+    more = (
+        "--eval_data",
+        f"plain={tmp_path / 'plain'}",
+        "--max_step",
+        1,
+        "--precision",
+        "32-true",
+        "--eval_batch_size",
+        4,
+    )
+    train_ranks(1, *run, *more)
+    model = AutoModelForCausalLM.from_pretrained(toys / "llama").eval()
+    total, count = 0.0, 0
+    for row, seen in zip(torch.from_numpy(ids), torch.from_numpy(mask)):
+        alone = row[: seen.sum()][None]
+        with torch.no_grad():
+            total += model(alone, labels=alone).loss.item() * (alone.shape[1] - 1)
+        count += alone.shape[1] - 1
+    assert evaluated(tmp_path / "run", "plain")[0] == pytest.approx(total / count, rel=1e-5)
 
 
 # ------------------------------------------------------------------------------- the contract

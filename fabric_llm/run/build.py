@@ -106,7 +106,11 @@ def evaluated_sets(flags: Flags, plan: Plan, common: dict[str, Any]) -> dict[str
     splits = plan.validation_splits()
     special = [] if plan.tokenizer is None else plan.tokenizer.all_special_ids
     sets = splits | measuring.copy_set(flags, splits, [plan.document_end, *special])
-    return {name: evaluation_batches(split, flags, **common) for name, split in sets.items()}
+    plain = {name for name, one in plan.eval_data.items() if not measuring.ends_with(one, plan.document_end)}
+    return {
+        name: evaluation_batches(split, flags, **{**common, **({"document_end": None} if name in plain else {})})
+        for name, split in sets.items()
+    }
 
 
 def token_bytes(plan: Plan) -> Optional[Tensor]:

@@ -26,6 +26,11 @@ def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
     return {name: open_source(Path(folder), verify) for name, folder in folders.items()}
 
 
+def ends_with(dataset: TokenDataset, document_end: Optional[int]) -> bool:
+    """Whether packed documents of a dataset end with a token, so that they can be kept apart as those of the run are."""
+    return bool(dataset.manifest.get("packed")) and dataset.manifest["eos_token_id"] == document_end
+
+
 def require_names(flags: Flags, of_training: Sequence[str], is_mixture: bool) -> None:
     """The names in --eval_data, --forgetting_budget and --keep_best_of. of_training: sets of the training data. Raises ValueError."""
     added, budgets = (
