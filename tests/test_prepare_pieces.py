@@ -84,6 +84,7 @@ def start(corpus):
 
     def start(output, failpoint=None, **changes):
         errors = output.parent / "errors"
+        errors.touch()  # a child that is killed at once hasn't opened it
         environment = {VARIABLE: failpoint} if failpoint else {}
         given = {
             "arguments": {**arguments(corpus, output), **changes},
