@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -52,8 +53,19 @@ def rounded_step(
         for piece in pieces:
             update_piece(piece)
         return
+    waiting = deque(pieces)
+
+    def update_some() -> None:  # a task for each piece would cost as much as a small update
+        while True:
+            try:
+                piece = waiting.popleft()
+            except IndexError:
+                return
+            update_piece(piece)
+
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(update_piece, pieces))
+        for task in [pool.submit(update_some) for _ in range(threads)]:
+            task.result()
 
 
 def pieces_of(flat: dict[str, Tensor], origin: Origin) -> Iterator[tuple[list[Tensor], str, int]]:

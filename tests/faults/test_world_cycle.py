@@ -44,8 +44,8 @@ def watch(folder):
                             file.write(f"{position} {row}\n")
             return micro_batch(self, positions, rows)
 
-        def loaded(path, model, optimizer):
-            load(path, model, optimizer)
+        def loaded(path, model, optimizer, *more):
+            load(path, model, optimizer, *more)
             weights = state_dicts.get_model_state_dict(model)
             weights.pop(state_dicts.PREFIX + "lm_head.weight")  # the embedding again
             for name, tensors in (
