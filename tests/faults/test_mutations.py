@@ -63,8 +63,8 @@ def drop_optimizer_item(item):
 
         load = reading.load_optimizer
 
-        def without(path, model, optimizer):
-            load(path, model, optimizer)
+        def without(path, model, optimizer, *more):
+            load(path, model, optimizer, *more)
             for state in getattr(optimizer, "optimizer", optimizer).state.values():
                 state[item].zero_()
 
