@@ -77,7 +77,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
         evaluated_sets(flags, plan, common),
         requests.is_to_stop,
         lambda: watch.mark(watch.step, "evaluating"),
-        token_bytes(plan),
+        token_bytes(plan) if flags.evaluation.eval_iters else None,
         make_drift(fabric, plan, model, template) if guard.forgetting.budgets else None,
     )
     saver = Saver(fabric, flags, plan, log, template, watch.mark)
