@@ -45,7 +45,6 @@ MODEL = {
     "eos_token_id": 0,
 }
 COMMON = {
-    "precision": "32-true",
     "global_batch_size": 32,
     "micro_batch_size": 16,
     "eval_iters": 16,
@@ -314,11 +313,14 @@ def main() -> None:
     texts.add_argument("packages", type=Path)
     texts.add_argument("work", type=Path)
     for name in STAGES:
-        stages.add_parser(name).add_argument("work", type=Path)
+        stage = stages.add_parser(name)
+        stage.add_argument("work", type=Path)
+        stage.add_argument("--precision", default="32-true", help="of train.py; bf16-true is faster on a GPU")
     given = parser.parse_args()
     if given.stage == "texts":
         write_texts(given.packages, given.work.resolve())
     else:
+        COMMON["precision"] = given.precision
         STAGES[given.stage](given.work.resolve())
 
 

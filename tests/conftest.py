@@ -170,8 +170,16 @@ QUICK = {
 }
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The tests are of processes on CPUs, also on a machine with a GPU: `--accelerator auto` would take it."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and to be asked for with -m gpu alone"))
         name = item.name.partition("[")[0]
         if name in QUICK and not (QUICK[name] and re.search(QUICK[name], item.name)):
             item.add_marker("longer")

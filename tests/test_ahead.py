@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
+from fabric_llm.data.batches import Batches, Prefetch
 from fabric_llm.data.dataset import open_dataset
 
 STEP = 4  # sequences
@@ -86,17 +86,3 @@ def test_the_wait_for_a_batch_is_measured(batches):
     for position in (0, STEP):
         prefetch.at(position)
     assert prefetch.seconds_waited >= 0.2
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_pinned_copies_are_the_batches(batches):
-    device = torch.device("cuda", torch.cuda.current_device())
-    prefetch = Prefetch(batches, 2, PinnedCopies(device))
-    for position in range(0, 40 * STEP, STEP):
-        found = prefetch.at(position)
-        assert all(tensor.device == device for batch in found for tensor in batch.values())
-        torch.cuda._sleep(1_000_000)  # the model's stream is busy, while the next copies are made
-        sums = [{name: tensor + 0 for name, tensor in batch.items()} for batch in found]
-        del found
-        assert_same(sums, batches.at(position))
-    prefetch.close()

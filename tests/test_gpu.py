@@ -1,0 +1,103 @@
+"""What only a GPU can show: `pytest -m gpu`. benchmarks/gpu.py shows the laws there."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_law_13_fast_paths import batch, causal_lm, gradients, packed
+
+from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
+from fabric_llm.data.dataset import open_dataset
+from fabric_llm.model import fast_paths, packed_attention
+from fabric_llm.model.language_model import LanguageModel
+from fabric_llm.training import adamw_rounded
+from fabric_llm.training.adamw import AdamW
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parent.parent
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def on_gpu(inputs):
+    return {name: tensor.to(GPU) for name, tensor in inputs.items()}
+
+
+def errors(model, exact, inputs, **more):
+    """Of the loss, and of all gradients together, against those of float64."""
+    loss, found = gradients(LanguageModel(model, **more), inputs)
+    far = sum((g.double().cpu() - e).square().sum() for g, e in zip(found, exact[1], strict=True)).sqrt()
+    return abs(loss.double().cpu() - exact[0]), far
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("llama", {}),  # queries share keys and values
+        ("gpt2", {}),
+        ("mistral", {"sliding_window": 3}),
+        ("gemma3_text", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_packed_attention_is_no_further_from_float64_than_the_masked_one(name, more, dtype):
+    model = causal_lm(name, dtype, **more)
+    exact = gradients(LanguageModel(causal_lm(name, dtype, **more).double()), packed())
+    masked = errors(model.to(GPU), exact, on_gpu(packed()))
+    with fast_paths.attention(model, packed_attention.NAME):
+        ours = errors(model, exact, on_gpu(packed()))
+    slack = 1e-6 * max(gradient.norm() for gradient in exact[1])
+    assert ours[1] < 1.5 * masked[1] + slack, (ours, masked)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "gpt2"])
+def test_a_chunked_loss_is_no_further_from_float64_than_the_full_one(name):
+    model = causal_lm(name, torch.bfloat16)
+    exact = gradients(LanguageModel(causal_lm(name, torch.bfloat16).double()), batch())
+    full, chunked = (errors(model.to(GPU), exact, on_gpu(batch()), chunked=chunks) for chunks in (False, True))
+    assert chunked[1] < 1.2 * full[1] and chunked[0] < 1.2 * full[0] + 0.01, (chunked, full)
+
+
+def test_a_gpu_rounds_as_a_cpu():
+    kernel = adamw_rounded._build(GPU)
+    assert kernel is not None and adamw_rounded.equals_plain(kernel, GPU)
+    found = []
+    for device in (CPU, GPU):
+        param = torch.nn.Parameter(torch.randn(2**20, generator=torch.Generator().manual_seed(0)).bfloat16().to(device))
+        optimizer = AdamW([param], lr=1e-3)
+        for step in range(3):
+            param.grad = torch.randn(2**20, generator=torch.Generator().manual_seed(step)).bfloat16().to(device)
+            optimizer.step()
+        found.append(torch.stack([t.cpu() for t in (param.detach(), *list(optimizer.state[param].values())[1:])]))
+    assert torch.equal(*found)
+
+
+def test_pinned_copies_are_the_batches(toys):
+    batches = Batches(open_dataset(toys / "data").train, 7, 2, 2, document_end=0)
+    prefetch = Prefetch(batches, 2, PinnedCopies(GPU))
+    for position in range(0, 10 * batches.global_batch_size, batches.global_batch_size):
+        found = prefetch.at(position)
+        assert all(tensor.device == GPU for one in found for tensor in one.values())
+        torch.cuda._sleep(1_000_000)  # the model's stream is busy, while the next copies are made
+        sums = [{name: (tensor + 0).cpu() for name, tensor in one.items()} for one in found]
+        del found
+        for ours, plain in zip(sums, batches.at(position), strict=True):
+            assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    prefetch.close()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp", "fsdp2"])
+def test_a_killed_run_goes_on_bit_for_bit(toys, tmp_path, precision, strategy):
+    if precision == "16-mixed" and strategy == "fsdp2":
+        pytest.skip("fsdp2 has no 16-mixed")
+    flags = ["--model_name", toys / "llama", "--train_data_dir", toys / "data", "--accelerator", "cuda", "--devices", 1]
+    flags += ["--strategy", strategy, "--precision", precision, "--lr", "1e-3", "--compile", "true"]
+    flags += ["--micro_batch_size", 2, "--global_batch_size", 4, "--eval_iters", 2, "--output_dir", tmp_path / "runs"]
+    drill = ["-m", "fabric_llm.verify", "--drill", "--steps", 6, "--seed", 1, "--output", tmp_path / "drill.json"]
+    command = [sys.executable, *drill, "--", *flags]
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "drill.json").read_text())["verdict"] == "identical"
