@@ -34,9 +34,16 @@ WAYS = {  # flags of train.py
     "masked": ("--attention", "sdpa", "--document_masking", "true"),
     "packed": ("--attention", "packed", "--document_masking", "true"),
 }
-SHAPE = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8}
+SHAPES = {
+    "cpu": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8},
+    "cuda": {  # four layers of Llama 3.2 1B
+        **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8},
+    },
+}
 TOY_SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-VOCABULARY, TOKENS, CONTEXTS = 8192, 4096, [1024, 4096]  # tokens of a micro-batch
+VOCABULARY, CONTEXTS = 8192, [1024, 4096]
+TOKENS = {"cpu": 4096, "cuda": 16384}  # of a micro-batch
 TOY_VOCABULARY, TOY_TOKENS, TOY_CONTEXTS, TOY_DOCUMENT_TOKENS = 128, 64, [32], 8
 PARTS = {"layer": "One layer's attention", "step": "A training step"}
 TITLES = ["", "ms", "quartiles", "times as fast as masked", "additional peak, MiB", "largest tensor, MiB"]
@@ -48,8 +55,10 @@ def main(argv: Optional[list[str]] = None) -> int:
     parser.add_argument("--contexts", nargs="+", type=int, help=f"tokens of a row (default: {CONTEXTS})")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="what to measure")
     options = turns.resolve(parser, argv)
-    shape, vocabulary = (TOY_SHAPE, TOY_VOCABULARY) if options.smoke else (SHAPE, VOCABULARY)
-    tokens, document_tokens = (TOY_TOKENS, TOY_DOCUMENT_TOKENS) if options.smoke else (TOKENS, inputs.DOCUMENT_TOKENS)
+    shape, vocabulary = (TOY_SHAPE, TOY_VOCABULARY) if options.smoke else (SHAPES[options.kind], VOCABULARY)
+    tokens, document_tokens = (
+        (TOY_TOKENS, TOY_DOCUMENT_TOKENS) if options.smoke else (TOKENS[options.kind], inputs.DOCUMENT_TOKENS)
+    )
     rows: list[turns.Row] = []
     tables = []
     with tempfile.TemporaryDirectory() as name:

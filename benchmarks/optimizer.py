@@ -36,6 +36,7 @@ SHAPES = {  # hidden size, of the MLP, of keys and values, layers, vocabulary; e
     "toy": (32, 64, 16, 2, 128),
     "30M": (384, 1024, 128, 9, 32000),
     "135M": (576, 1536, 192, 30, 49152),  # SmolLM2-135M
+    "1B": (2048, 8192, 512, 16, 128256),  # Llama 3.2 1B, for a GPU
 }
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MIB = 2**20

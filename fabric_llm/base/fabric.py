@@ -6,6 +6,7 @@ where that is installed: two seconds, in each rank, for what no run uses.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ with _as_if_absent("torchmetrics"):
     )
     from lightning_fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
     from lightning_fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, XLAFSDPStrategy
+
+# It advises TF32 on each start: --precision says what is rounded.
+logging.getLogger("lightning_fabric.utilities.rank_zero").addFilter(lambda record: "Tensor Cores" not in record.msg)
 
 __all__ = [
     "ClusterEnvironment",

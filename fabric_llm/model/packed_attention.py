@@ -7,7 +7,6 @@ the arguments that transformers has for flash attention (`cu_seq_lens_q` and so 
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from typing import Any, Optional
 
 import torch
@@ -91,7 +90,7 @@ def _flash(
     return varlen_attn(query, key, value, ends, ends, longest, longest, **options)
 
 
-@cache
+@torch.compiler.assume_constant_result  # compiled layers can't trace it
 def _knows_groups() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
