@@ -46,7 +46,7 @@ MODEL = {
 }
 COMMON = {
     "global_batch_size": 32,
-    "micro_batch_size": 16,
+    "micro_batch_size": 32,
     "eval_iters": 16,
     "eval_batch_size": 16,
 }

@@ -81,7 +81,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fabric_llm.training.adamw_triton import _kernel
-types = dict.fromkeys(_kernel.arg_names, "fp32") | dict.fromkeys(["param", "exp_avg", "exp_avg_sq"], "*i16")
+types = dict.fromkeys(_kernel.arg_names, "fp32") | dict.fromkeys(["param", "exp_avg", "exp_avg_sq"], "*bf16")
 types |= {"grad": "*bf16", "count": "i64", "BLOCK": "constexpr"} | dict.fromkeys(["first", "key0", "key1", "key2"], "i32")
 source = ASTSource(_kernel, types, {"BLOCK": 1024})
 ptx = compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False}).asm["ptx"]

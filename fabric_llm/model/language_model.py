@@ -32,6 +32,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.causal_lm, self.with_router_loss = causal_lm, with_router_loss
         self.head = loss_head.Head(causal_lm) if chunked else None
+        self.token_loss = token_loss
         known = inspect.signature(causal_lm.forward).parameters.values()
         takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)
         self.without_cache = {"use_cache": False} if takes_use_cache else {}
@@ -75,7 +76,7 @@ class LanguageModel(nn.Module):
             loss = token_loss(outputs.logits.flatten(0, 1), targets.flatten())
         else:
             hidden, outputs = self.head.hidden_states(**inputs)
-            loss = loss_head.chunked_loss(self.head, token_loss, hidden.flatten(0, 1), targets.flatten())
+            loss = loss_head.chunked_loss(self.head, self.token_loss, hidden.flatten(0, 1), targets.flatten())
         return torch.stack([loss, self._router_loss(outputs, targets, attention_mask)]) if balances else loss
 
     def _router_loss(self, outputs: Any, targets: Tensor, attention_mask: Optional[Tensor]) -> Tensor:

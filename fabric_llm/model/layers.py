@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Optional
 
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.strategy import layer_class_names
 
 WORTH_COMPILING = 10**6  # parameters of a layer: a smaller one spends less time than its compilation takes
@@ -55,15 +58,28 @@ def checkpoint_activations(model: PreTrainedModel, which: str) -> None:
 
 
 def _keep(context: Any, operation: Any, *args: Any, **more: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = operation in KEPT or operation.namespace == "torch_attn"  # packed attention on a GPU
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compile_layers(model: nn.Module) -> None:
     """Compile each layer in place, so that names stay as they are. Equal layers share one compilation."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler imports parts of torch that go away
+    with _importing_the_compiler():
         for layer in repeated_layers(model):
             layer.compile()
+
+
+def compile_loss(model: LanguageModel) -> None:
+    """Of a chunk: one pass over its logits and one over their gradients. Without it both are copied to float32."""
+    with _importing_the_compiler():
+        model.token_loss = torch.compile(model.token_loss)
+
+
+@contextmanager
+def _importing_the_compiler() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it imports parts of torch that go away
+        yield
 
 
 def no_compiler(kind: str) -> Optional[str]:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 # A CPU's chunk stays in its cache, a GPU's keeps the matrix products large.
-LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
+LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**28}
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits [tokens, vocabulary], targets int64 [tokens] -> sum, scalar
 
 
@@ -101,11 +101,9 @@ class _ChunkedLoss(torch.autograd.Function):
         for chunk, chunk_targets in zip(hidden.split(size), targets.split(size)):
             with torch.set_grad_enabled(needs_grad):
                 chunk = chunk.detach().requires_grad_(needs_hidden)
-                loss = token_loss(head(chunk), chunk_targets)
-            total += loss.detach()
+                loss, gradients = _of_chunk(head, token_loss, chunk, chunk_targets, tensors)
+            total += loss
             if needs_grad:
-                wanted = [chunk, *tensors] if needs_hidden else list(tensors)
-                gradients = list(torch.autograd.grad(loss, wanted, allow_unused=True))
                 of_hidden += [gradients.pop(0)] if needs_hidden else []
                 sums = [_add(before, gradient) for before, gradient in zip(sums, gradients)]
         ctx.gradients = (torch.cat(of_hidden) if needs_hidden else None, *sums) if needs_grad else ()
@@ -118,6 +116,20 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, ()
         scaled = [None if g is None else g.mul_(factor).to(dtype) for g, dtype in zip(gradients, ctx.dtypes)]
         return None, None, None, *scaled
+
+
+def _of_chunk(
+    head: Head, token_loss: Loss, chunk: Tensor, targets: Tensor, tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, list[Optional[Tensor]]]:
+    """(loss without a graph, its gradients with respect to the chunk, if that needs one, and to the tensors)"""
+    logits = head(chunk)
+    leaf = logits.detach().requires_grad_(logits.requires_grad)  # PyTorch's compiler warns of any other tensor
+    loss = token_loss(leaf, targets)
+    if not loss.requires_grad:
+        return loss, []
+    wanted = [chunk, *tensors] if chunk.requires_grad else list(tensors)
+    of_logits = torch.autograd.grad(loss, leaf)
+    return loss.detach(), list(torch.autograd.grad(logits, wanted, of_logits, allow_unused=True))
 
 
 def _add(before: Optional[Tensor], gradient: Optional[Tensor]) -> Optional[Tensor]:

@@ -26,7 +26,7 @@ from fabric_llm.data.tokenizer import packing_tokenizer
 from fabric_llm.model.loading import has_weights, load_config, load_reference
 
 PIECE_TOKENS = 2**17  # made between two marks
-BATCH = 32  # documents that are sampled side by side
+BATCH = {"cpu": 32, "cuda": 256}  # documents that are sampled side by side
 
 
 def self_replay(model_name: str, tokens: int, context_length: int, seed: int) -> Generated:
@@ -37,9 +37,10 @@ def self_replay(model_name: str, tokens: int, context_length: int, seed: int) ->
         min(context_length, getattr(load_config(model_name).get_text_config(), "max_position_embeddings", 2**31)) - 1
     )
     of_piece = min(PIECE_TOKENS, tokens)
+    device = _device().type
     settings = {
-        **{"model": model_name, "tokens": tokens, "longest_document": longest, "seed": seed, "batch": BATCH},
-        **{"temperature": 1.0, "top_p": 1.0, "device": _device().type, "weights": _fingerprint(Path(model_name))},
+        **{"model": model_name, "tokens": tokens, "longest_document": longest, "seed": seed, "batch": BATCH[device]},
+        **{"temperature": 1.0, "top_p": 1.0, "device": device, "weights": _fingerprint(Path(model_name))},
         **{"torch": str(torch.__version__), "transformers": transformers.__version__},
     }
     sampler = cache(lambda: Sampler(model_name, longest))
@@ -86,8 +87,8 @@ class Sampler:
         self.model.generation_config = self.settings  # or what the model's own says is filled in
 
     def documents(self, seed: int) -> Iterator[np.ndarray]:
-        """BATCH documents without the tokens that they begin and end with, int64 each."""
-        start = torch.full((BATCH, 1), self.begin, device=self.device)
+        """Documents of a batch without the tokens that they begin and end with, int64 each."""
+        start = torch.full((BATCH[self.device.type], 1), self.begin, device=self.device)
         with torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(seed)
             sampled: Tensor = self.model.generate(

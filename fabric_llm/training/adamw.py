@@ -96,19 +96,19 @@ class AdamW(torch.optim.Optimizer):
 
         Counts the step. `number` is the group's.
         """
+        trained = [(index, param) for index, param in enumerate(group["params"]) if param.grad is not None]
+        for _, param in trained:
+            if not self.state[param]:
+                self._initialise(param, self.state[param])
+        if trained:
+            torch._foreach_add_([self.state[param]["step"] for _, param in trained], 1)
         alike: dict[Any, tuple[list[dict[str, Tensor]], list[Origin]]] = {}
-        for index, param in enumerate(group["params"]):
-            if param.grad is None:
-                continue
-            state = self.state[param]
-            if not state:
-                self._initialise(param, state)
-            state["step"] += 1
-            tensors = {"param": param, "grad": param.grad.contiguous(), **state}
-            del tensors["step"]
+        for index, param in trained:
+            tensors = {"param": param, "grad": param.grad.contiguous(), **self.state[param]}
+            step = tensors.pop("step").item()
             flat = {name: _flat(tensor) for name, tensor in tensors.items()}
             if flat["param"].numel():  # a rank may hold nothing of a sharded parameter
-                key = flat["param"].device, param.dtype, state["step"].item()
+                key = flat["param"].device, param.dtype, step
                 tensors_alike, origins = alike.setdefault(key, ([], []))
                 tensors_alike.append(flat)
                 origins.append(self.origins.get(param) or Origin(f"{number}.{index}"))
@@ -212,4 +212,4 @@ def _scalar(step: float, device: torch.device) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The memory of this rank's part of a contiguous tensor, one-dimensional."""
-    return _local(tensor).detach().view(-1)
+    return _local(tensor).view(-1)

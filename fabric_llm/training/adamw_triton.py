@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,10 +15,9 @@ def update(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, first: int, key: Key, numbers: Numbers
 ) -> None:
     """`update` of adamw_plain.py."""
-    bits = (tensor.view(torch.int16) for tensor in (exp_avg, exp_avg_sq))
     grid = (triton.cdiv(param.numel(), BLOCK_ELEMENTS),)
     _kernel[grid](
-        *(param.view(torch.int16), grad, *bits, param.numel(), _int32(first), *key, *numbers),
+        *(param, grad, exp_avg, exp_avg_sq, param.numel(), _int32(first), *key, *numbers),
         BLOCK=BLOCK_ELEMENTS,
         enable_fp_fusion=False,  # a * b + c is rounded twice, as in plain PyTorch
     )
@@ -56,13 +54,13 @@ def _kernel(
 
 
 @triton.jit
-def _widen(bits):
-    """The bits of bfloat16 -> float32."""
-    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+def _widen(value):
+    """bfloat16 -> float32, also of NaNs and denormals."""
+    return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _round_up_or_down(value, noise):
-    """float32 -> the bits of bfloat16."""
+    """float32 -> bfloat16."""
     bits = (value.to(tl.uint32, bitcast=True) + noise) >> 16
-    return tl.where(value == value, bits, 0x7FC0).to(tl.int16)
+    return tl.where(value == value, bits, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -11,12 +11,12 @@ from torch.distributed import ProcessGroup
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: Optional[ProcessGroup]) -> Tensor:
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: Optional[ProcessGroup]) -> float:
     """Scale all gradients so that their common L2 norm is at most `max_norm` (0: only measure).
 
     `group` is the process group that the parameters are split over, None where each rank holds them whole.
     Squares are summed in float64: the norm of n shards then equals that of the whole, and bf16 gradients don't
-    round it. Returns the norm before clipping, float64 scalar on the gradients' device.
+    round it. Returns the norm before clipping, which the host waits for: most steps then need no scaling.
     """
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
     gradients = [g for g in gradients if g.numel()]
@@ -27,10 +27,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: O
         total = total.to(_communication_device(group))  # offloaded gradients are on the CPU, NCCL is not
         torch.distributed.all_reduce(total, group=group)
         total = total.to(device)
-    norm = total.sqrt()
-    if max_norm > 0 and gradients:
+    norm = total.sqrt().item()
+    if max_norm > 0 and gradients and not norm + 1e-6 <= max_norm:  # NaN as well
         # In float32, so that another order of the sums above, 1e-16 apart, can't change a gradient's last bit.
-        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+        coefficient = torch.tensor(max_norm / (norm + 1e-6), dtype=torch.float32).item()
         torch._foreach_mul_(gradients, coefficient)
     return norm
 

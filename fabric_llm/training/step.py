@@ -64,7 +64,7 @@ def clip(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, max
     """L2 norm of the gradient of the global batch, which is then scaled down to at most `max_norm` (0: it isn't)."""
     unwrapped = getattr(optimizer, "optimizer", optimizer)
     fabric.strategy.precision.unscale_gradients(unwrapped)  # Fabric's scaler of 16-mixed
-    return clip_gradients(model.parameters(), max_norm, shard_group(model)).item()
+    return clip_gradients(model.parameters(), max_norm, shard_group(model))
 
 
 def share(fabric: Fabric, total: Tensor, asked: Sequence[int]) -> tuple[list[float], list[int]]:
