@@ -128,8 +128,8 @@ def _of_chunk(
     if not loss.requires_grad:
         return loss, []
     wanted = [chunk, *tensors] if chunk.requires_grad else list(tensors)
-    of_logits = torch.autograd.grad(loss, leaf)
-    return loss.detach(), list(torch.autograd.grad(logits, wanted, of_logits, allow_unused=True))
+    loss.backward()
+    return loss.detach(), list(torch.autograd.grad(logits, wanted, leaf.grad, allow_unused=True))
 
 
 def _add(before: Optional[Tensor], gradient: Optional[Tensor]) -> Optional[Tensor]:
