@@ -196,20 +196,21 @@ def runs_of(work: Path) -> dict[str, dict[str, object]]:
     return runs
 
 
-def continue_from_base(work: Path) -> None:
+def continue_from_base(work: Path, only: Optional[list[str]] = None) -> None:
     base = work / "base" / f"step-{BASE['max_step']:08d}"
-    if not (work / "data" / "self").exists():
-        given = {"tokens": SELF_TOKENS, "context_length": CONTEXT, "output": work / "data" / "self"}
-        call("prepare_data.py", self_replay=base, packing="best_fit", validation_fraction=0.05, **given)
     for name, flags in runs_of(work).items():
-        status = work / name / "STATUS.json"
-        if status.exists() and json.loads(status.read_text())["code"] in (0, 76):
+        if only and name not in only:
             continue
-        run = {"output_dir": work, "run_name": name, "resume": "auto"}
-        with contextlib.suppress(subprocess.CalledProcessError):  # one of them is to end with exit code 76
-            call("train.py", model_name=base, **COMMON, **CONTINUED, **flags, **run)
-    if not (work / "averaged").exists():
-        call("fabric_llm.average", work / "constant-20", last=LAST, output=work / "averaged")
+        if name == "self-20" and not (work / "data" / "self").exists():
+            given = {"tokens": SELF_TOKENS, "context_length": CONTEXT, "output": work / "data" / "self"}
+            call("prepare_data.py", self_replay=base, packing="best_fit", validation_fraction=0.05, **given)
+        status = work / name / "STATUS.json"
+        if not status.exists() or json.loads(status.read_text())["code"] not in (0, 76):
+            run = {"output_dir": work, "run_name": name, "resume": "auto"}
+            with contextlib.suppress(subprocess.CalledProcessError):  # one of them is to end with exit code 76
+                call("train.py", model_name=base, **COMMON, **CONTINUED, **flags, **run)
+        if name == "constant-20" and not (work / "averaged").exists():
+            call("fabric_llm.average", work / name, last=LAST, output=work / "averaged")
 
 
 # ------------------------------------------------------------------------------- the page
@@ -315,13 +316,15 @@ def main() -> None:
     for name in STAGES:
         stage = stages.add_parser(name)
         stage.add_argument("work", type=Path)
+        if name == "runs":
+            stage.add_argument("--only", nargs="+", help="names of runs (default: all, one after the other)")
         stage.add_argument("--precision", default="32-true", help="of train.py; bf16-true is faster on a GPU")
     given = parser.parse_args()
     if given.stage == "texts":
         write_texts(given.packages, given.work.resolve())
     else:
         COMMON["precision"] = given.precision
-        STAGES[given.stage](given.work.resolve())
+        STAGES[given.stage](given.work.resolve(), *([given.only] if given.stage == "runs" else []))
 
 
 if __name__ == "__main__":
