@@ -47,8 +47,8 @@ MODEL = {
 COMMON = {
     "global_batch_size": 32,
     "micro_batch_size": 32,
-    "eval_iters": 16,
-    "eval_batch_size": 16,
+    "eval_iters": 4,
+    "eval_batch_size": 64,
 }
 BASE = {"lr": 3e-3, "warmup_steps": 100, "max_step": 1800, "lr_schedule": "wsd", "decay_steps": 360}
 
@@ -185,12 +185,12 @@ def runs_of(work: Path) -> dict[str, dict[str, object]]:
     }
     runs["self-20"] = {"data_mix": mix_of(work, 0.2, True), "eval_data": old, "forgetting_budget": NOTHING}
     runs["constant-20"] = {**runs["replay-20"], "lr_schedule": "constant"}
-    runs["stopped"] = {**runs["replay-0"], "forgetting_budget": "english:0.1", "forgetting_action": "stop"}
+    runs["stopped"] = {**runs["replay-0"], "forgetting_budget": "english:0.25", "forgetting_action": "stop"}
     runs["rewound"] = {
         "train_data_dir": work / "data" / "basque",
         "replay": work / "data" / "english",
-        "replay_fraction": 0.02,
-        "forgetting_budget": "replay:0.1",
+        "replay_fraction": 0.1,
+        "forgetting_budget": "replay:0.25",
         "forgetting_action": "rewind",
     }
     return runs

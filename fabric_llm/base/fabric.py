@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,8 +35,9 @@ with _as_if_absent("torchmetrics"):
     from lightning_fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
     from lightning_fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, XLAFSDPStrategy
 
-# It advises TF32 on each start: --precision says what is rounded.
+# Both advise TF32 on each start, which rounds what 32-true says is not rounded: Lightning, and PyTorch's compiler.
 logging.getLogger("lightning_fabric.utilities.rank_zero").addFilter(lambda record: "Tensor Cores" not in record.msg)
+warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
 
 __all__ = [
     "ClusterEnvironment",

@@ -23,7 +23,7 @@ from fabric_llm.data.encoding import PieceFiles
 from fabric_llm.data.generated import Generated
 from fabric_llm.data.order import random_key
 from fabric_llm.data.tokenizer import packing_tokenizer
-from fabric_llm.model.loading import has_weights, load_config, load_reference
+from fabric_llm.model.loading import disable_progress_bar, has_weights, load_config, load_reference
 
 PIECE_TOKENS = 2**17  # made between two marks
 BATCH = {"cpu": 32, "cuda": 256}  # documents that are sampled side by side
@@ -66,6 +66,7 @@ class Sampler:
         """longest: tokens of a document, without what it begins with."""
         config, self.device = load_config(model_name), _device()
         stored = getattr(config, "dtype", None) or torch.float32
+        disable_progress_bar()  # prepare_data.py has its own
         dtype = stored if self.device.type == "cuda" else torch.float32  # 16 bits are many times slower on most CPUs
         self.model = load_reference(model_name, config, dtype, seed=0).to(self.device).eval()
         self.tokenizer = packing_tokenizer(model_name)
