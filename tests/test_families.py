@@ -10,7 +10,7 @@ from test_law_7_loaded_equals_reference import loaded
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fabric_llm.model.causality import find_leak
-from fabric_llm.model.loading import build_skeleton, causal_lm_class, load_reference, resolve_attention
+from fabric_llm.model.loading import build_skeleton, load_reference, resolve_attention
 
 QUICK = ("gemma2", "gpt_oss", "mamba", "deepseek_v3")  # in each run of the tests
 REFUSED = {  # (family, devices) that can't be, and what is said then
@@ -133,7 +133,7 @@ def test_a_model_that_sees_the_tokens_it_is_to_predict_is_refused(tmp_path, pack
 
 
 def test_auto_takes_sdpa_where_the_model_has_it():
-    chosen = {name: resolve_attention(causal_lm_class(toy_config(name)), "auto", "cpu") for name in ("llama", "gemma2")}
+    chosen = {name: resolve_attention(toy_config(name), "auto", "cpu") for name in ("llama", "gemma2")}
     assert chosen == {"llama": "sdpa", "gemma2": "eager"}
 
 

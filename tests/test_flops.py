@@ -81,7 +81,9 @@ def test_torch_counts_the_same(family):
         model(input_ids=torch.randint(1, config.vocab_size, (1, CONTEXT)), use_cache=False)
     counted = flops.of_model(model)
     forward = CONTEXT * counted.of_token + CONTEXT**2 * sum(counted.of_pair.values())
-    assert forward == 3 * counter.get_total_flops()
+    # Up to transformers 5.20 an outer product makes the angles of positions: nothing that a token costs.
+    angles = sum(sum(of.values()) for name, of in counter.get_flop_counts().items() if name.endswith("rotary_emb"))
+    assert forward == 3 * (counter.get_total_flops() - angles)
 
 
 def test_llama_2_7b_as_palm_counts():

@@ -25,7 +25,6 @@ from fabric_llm.data.sources import open_source
 from fabric_llm.model import fast_paths, packed_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import (
-    causal_lm_class,
     checked_skeleton,
     load_config,
     load_reference,
@@ -123,7 +122,7 @@ def validation_sets(flags: Any) -> tuple[TokenDataset, dict[str, Any]]:
 def losses_of(fabric: Fabric, folder: Path, dtype: torch.dtype, how: Evaluated) -> Losses:
     """Mean loss of the model in `folder` over each validation set. Its memory is free again afterwards."""
     config = load_config(str(folder))
-    config._attn_implementation = resolve_attention(causal_lm_class(config), "auto", fabric.device.type)
+    config._attn_implementation = resolve_attention(config, "auto", fabric.device.type)
     weights = reading.sharded_weights(folder, checked_skeleton(str(folder), config, dtype))
     model = load_reference(str(folder), config, dtype, seed=0, state_dict=weights)
     del weights

@@ -193,15 +193,18 @@ def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
-def resolve_attention(model_class: type[PreTrainedModel], attention: str, kind: str) -> str:
+def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> str:
     """transformers' name of the attention implementation for an --attention, on devices of `kind` "cpu" or "cuda".
 
     Raises ValueError where the model hasn't the one that is asked for, or this machine. transformers itself would take a
     kernel from the hub, which is code, for a package that is missing.
     """
+    model_class = causal_lm_class(config)
+    # SDPA has no soft-capping: up to 5.20 transformers leaves it out without a word.
+    is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     has = {
         "packed": packed_attention.fits(model_class),
-        "sdpa": model_class._supports_sdpa,
+        "sdpa": model_class._supports_sdpa and not is_capped,
         "flash_attention_2": model_class._supports_flash_attn
         and "flash_attention_2" in (model_class._compatible_flash_implementations or ["flash_attention_2"]),
         "flex_attention": model_class._supports_flex_attn,

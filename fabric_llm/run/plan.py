@@ -144,7 +144,7 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
     if resume_from is None:
         check_start(flags, Path(source))
     config = load_config(source)
-    config._attn_implementation = resolve_attention(causal_lm_class(config), model.attention, placement.kind)
+    config._attn_implementation = resolve_attention(config, model.attention, placement.kind)
     sharded = placement.strategy in ("fsdp", "fsdp2")
     skeleton = check_model(flags, config, datasets, source, sharded)
     if resume_from is not None and model.model_name not in (source, resumed.get("model_name")):
