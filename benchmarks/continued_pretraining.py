@@ -278,25 +278,23 @@ def draw(work: Path, target: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (new, old, both) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    figure, (new, old, both) = plt.subplots(1, 3, figsize=(14, 4.8), layout="constrained")
     for name, said in SAID.items():
         if name == "averaged":
             bits = of_average(work)
-            both.plot(bits["basque"], _old(bits), "k*", markersize=11)
-        else:
-            lines = evaluations(work / name)
-            steps, each = [line["step"] for line in lines], [of_sets(line) for line in lines]
-            (curve,) = new.plot(steps, [bits["basque"] for bits in each], label=said)
-            old.plot(steps, [_old(bits) for bits in each], color=curve.get_color())
-            bits = each[-1]
-            both.plot(bits["basque"], _old(bits), "o", color=curve.get_color())
-        both.annotate(said, (bits["basque"], _old(bits)), fontsize=7, xytext=(4, 3), textcoords="offset points")
+            both.plot(bits["basque"], _old(bits), "k*", markersize=11, linestyle="", label=said)
+            continue
+        lines = evaluations(work / name)
+        steps, each = [line["step"] for line in lines], [of_sets(line) for line in lines]
+        (curve,) = new.plot(steps, [bits["basque"] for bits in each])
+        old.plot(steps, [_old(bits) for bits in each], color=curve.get_color())
+        both.plot(each[-1]["basque"], _old(each[-1]), "o", color=curve.get_color(), label=said)
     for axes, title in ((new, "new: Basque"), (old, "old: 0.6 English + 0.4 code")):
         axes.set(title=title, xlabel="step", ylabel="bits per byte")
         axes.grid(alpha=0.3)
-    new.legend(fontsize=7)
     both.set(title="at the end; lower left is better", xlabel="new, bits per byte", ylabel="old, bits per byte")
     both.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=4)
     figure.savefig(target, dpi=110)
 
 
