@@ -95,4 +95,6 @@ def test_micro_batches_and_ranks_are_one_big_batch(toys, tmp_path, model, strate
             without_keys = torch.ones_like(value, dtype=torch.bool)
             without_keys[len(value) // 3 : 2 * len(value) // 3] = False
             trained[name], value = trained[name][without_keys], value[without_keys]
-        torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+        # Where a gradient is rounding depends on the processor as well: on one of them GPT-2 has one such weight of 4096.
+        differences = (trained[name] - value).abs()
+        assert (differences > 1e-6).float().mean() <= 1e-3 and differences.max() < LR / 100, (name, differences.max())
