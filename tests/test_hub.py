@@ -11,6 +11,8 @@ from ranks import toy_run
 
 from arguments import ROOT
 
+pytestmark = pytest.mark.longer
+
 ASK = """
 import json, os, sys
 import datasets, huggingface_hub
