@@ -184,6 +184,9 @@ QUICK = {
     "test_it_opens_in_a_browser_without_errors_and_without_the_network": None,
     "test_what_cannot_be_written_is_a_warning": None,
     "test_generation_config_is_that_of_the_model_it_started_from": None,
+    "test_weights_in_several_files_with_an_index": None,
+    "test_two_ranks_then_one_then_four_read_the_same_rows": None,
+    "test_samples_are_of_the_models_own_distribution": None,
     "test_a_restart_of_the_same_command_goes_on": None,
 }
 

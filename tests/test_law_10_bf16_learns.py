@@ -14,7 +14,7 @@ def final_loss(toys, folder, name, ranks, *flags):
     train_ranks(
         ranks,
         *toy_run(toys, folder, model="llama-tied", data="many"),
-        *("--run_name", name, "--global_batch_size", 16, "--micro_batch_size", 8, "--max_step", STEPS),
+        *("--run_name", name, "--global_batch_size", 16, "--micro_batch_size", 16 // ranks, "--max_step", STEPS),
         *("--lr", LR, "--min_lr", LR / 10, "--warmup_steps", 5, "--beta2", 0.95, "--weight_decay", 0.0),
         *("--eval_batch_size", 32, "--eval_iters", 8, *flags),
         timeout_seconds=400,
