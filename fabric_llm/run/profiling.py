@@ -37,9 +37,8 @@ class Profile:
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
-        self.recorder = profile(
-            activities=activities, acc_events=True
-        )  # without it torch 2.11 warns of events of other cycles
+        # acc_events: without it torch 2.11 warns of events of other cycles, of which there are none.
+        self.recorder = profile(activities=activities, acc_events=True)
         self.first, self.began = step, time.monotonic()
         self.recorder.start()
 
