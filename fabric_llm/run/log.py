@@ -193,7 +193,7 @@ class Log:
         words = []
         if self.plan.world_size > 1:
             words.append(f"{speed['tokens_per_second_per_device']:,.0f} a device")
-        if "mfu" in speed:
+        if speed.get("mfu", 0.0) >= 0.001:  # a toy's says nothing
             words.append(f"MFU {speed['mfu']:.1%}")
         return f" ({', '.join(words)})" if words else ""
 
