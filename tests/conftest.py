@@ -12,6 +12,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as train.py does
 
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -31,6 +32,8 @@ import torch.distributed.fsdp  # noqa: E402, F401
 
 from fabric_llm.run import build, ending, joining, verdicts  # noqa: E402, F401
 
+# A shell starts what runs in the background with SIGINT ignored, and so would be every process that the tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # ranks are forked from this process: no thread pool may be there
 tqdm.set_lock(threading.RLock())  # its own is shared by forked processes: killed with it, a rank would keep it for ever
 disable_progress_bar()
@@ -187,6 +190,8 @@ QUICK = {
     "test_weights_in_several_files_with_an_index": None,
     "test_two_ranks_then_one_then_four_read_the_same_rows": None,
     "test_samples_are_of_the_models_own_distribution": None,
+    "test_the_demo_runs_says_what_it_is_and_what_comes_next": None,
+    "test_sets_are_evaluated_by_name_before_step_1_and_alike_on_any_ranks": None,
     "test_a_restart_of_the_same_command_goes_on": None,
 }
 
