@@ -403,7 +403,10 @@ def test_laws_5_7_and_9_hold_on_all_fast_paths(toys, tmp_path, packed_data, stra
 
 @pytest.mark.longer
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
-@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), pytest.param("fsdp2", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("auto", 1), *(pytest.param(strategy, 2, marks=pytest.mark.slow) for strategy in ("ddp", "fsdp", "fsdp2"))],
+)
 def test_law_10_holds_with_compiled_layers_and_chunks(toys, tmp_path, strategy, ranks):
     fp32, _ = final_loss(toys, tmp_path, "fp32", ranks, "--strategy", strategy, "--precision", "32-true")
     fast = ("--loss", "chunked", "--compile", "true")
