@@ -22,7 +22,7 @@ from fabric_llm.training.schedule import DECAYS, SCHEDULES
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 # Flags that aren't kept in arguments.yaml: which run it is, and what concerns one process of it.
-WHICH_RUN = ("run_name", "resume", "checkpoint", "resume_override", "branch_decay", "profile")
+WHICH_RUN = ("run_name", "resume", "checkpoint", "resume_override", "branch_decay", "profile", "oversubscribe")
 
 
 # --------------------------------------------------------------------------- train.py
@@ -37,6 +37,7 @@ class DeviceArguments:
     )
     num_nodes: int = flag(1, "number of machines; under torchrun or srun: as many as it started processes on")
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = flag("auto", "auto: cuda where there is a GPU, else cpu")
+    oversubscribe: bool = flag(False, "start more processes than the CPU cores or the memory of the machine allow")
     hang_timeout: float = flag(
         1800.0,
         "seconds without progress of a rank (set-up, a step, an evaluation's batch, a save) that end the run with 71",
@@ -256,7 +257,7 @@ class GuardArguments:
 
 @dataclass
 class EvaluationArguments:
-    """Evaluation (also in the middle and at the end of each epoch, and at the last step)"""
+    """Evaluation (also in the middle and at the end of each epoch, of a mixture of its largest source, and at the last step)"""
 
     eval_batch_size: int = flag(8, "sequences per device in one forward pass")
     eval_iters: int = flag(50, "batches per evaluation, over all devices together; 0: no evaluation")
@@ -301,7 +302,10 @@ class SaveArguments:
 class LoggingArguments:
     """Logging (metrics.jsonl is always written)"""
 
-    logger: Literal[tuple(TRACKERS)] = flag("none", "where metrics go besides metrics.jsonl")
+    logger: str = flag(
+        "none",
+        f"where metrics go besides metrics.jsonl: {', '.join(TRACKERS)}; several with commas between, such as wandb,csv",
+    )
     log_step_interval: int = flag(10, "steps between logged lines; 1: each step")
     profile: Optional[str] = flag(
         None,
@@ -310,7 +314,11 @@ class LoggingArguments:
     )
     entity: Optional[str] = flag(None, "Weights & Biases entity")
     project: Optional[str] = flag(None, "Weights & Biases project (default: fabric_llm)")
-    log_model: bool = flag(False, "upload the last checkpoint of a finished run to Weights & Biases")
+    log_model: Union[bool, Literal["last", "all"]] = flag(
+        False,
+        "upload to Weights & Biases: last, the last checkpoint of a finished run, or all, each as it is saved",
+        takes="false, last or all",
+    )
     sample_tokens: int = flag(
         0,
         "tokens to generate with plain transformers from the last checkpoint, as a look at it, and after each of the "
@@ -359,7 +367,7 @@ class PrepareArguments:
 
     input: Optional[list[str]] = flag(
         None,
-        "files, folders or globs of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, .wet, also with .gz, .zst, .bz2, "
+        "files, folders or globs of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, .wet, .html, also with .gz, .zst, .bz2, "
         ".xz; dataset folders; names of datasets on the hub",
     )
     output: str = flag(None, "dataset folder to write, such as data/mine")
@@ -373,7 +381,9 @@ class PrepareArguments:
     tokens: Optional[int] = flag(None, "of --self_replay, at least")
     context_length: int = flag(2048, "tokens per sequence")
     validation_fraction: float = flag(
-        0.01, "part of the documents that goes to validation; none of a dataset with a validation split of its own"
+        0.01,
+        "part of the documents that goes to validation, with at most about twice that part of the tokens; none of a dataset "
+        "with a validation split of its own",
     )
     text_field: str = flag("text", "field of .jsonl, .json, .csv, .parquet and datasets that holds the text")
     document_separator: Optional[str] = flag(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Optional
 
+from fabric_llm.base.console import plain_output
 from fabric_llm.base.ending import in_one_sentence
 
 VERIFICATION_FAILED = 1  # exit code
@@ -43,9 +44,7 @@ def main(argv: Optional[list[str]] = None) -> None:
             ending.left = f"{arguments.output} is complete, but it isn't pushed (repeat with --overwrite true)"
             try:
                 address = push(Path(arguments.output), arguments.push_to_hub, arguments.private)
-            except (
-                Exception
-            ) as error:  # huggingface_hub's own and those of its HTTP library, which changes with versions
+            except Exception as error:  # huggingface_hub raises its own, and those of its HTTP library
                 said = " ".join(str(error).split())
                 complete = f"{arguments.output} is complete, but pushing it failed (repeat with --overwrite true)"
                 fail("export_hf.py", f"{complete}: {said}")
@@ -55,4 +54,5 @@ def main(argv: Optional[list[str]] = None) -> None:
 
 
 if __name__ == "__main__":
+    plain_output()
     main()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Optional
 
+from fabric_llm.base.console import plain_output
 from fabric_llm.base.ending import in_one_sentence
 
 
@@ -51,4 +52,5 @@ def goes_on(output: str) -> bool:
 
 
 if __name__ == "__main__":
+    plain_output()
     main()

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Optional
 
 from arguments import Arguments, parse_train
 from fabric_llm.base.command_line import is_rank_zero
-from fabric_llm.base.console import outlast_readers
+from fabric_llm.base.console import outlast_readers, plain_output
 from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.run import due, mistakes
-from fabric_llm.run.starting import start, told_in_one_sentence, without_collection
+from fabric_llm.run.starting import leave_at_once, start, told_in_one_sentence, without_collection
 from fabric_llm.training.schedule import lr_at
 
 if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mistakes are answered at once
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mi
 
 
 def main(argv: Optional[list[str]] = None) -> None:
-    signals = StopSignal()
+    signals = StopSignal(leave_at_once)
     launch.adopt_launcher()
     arguments = parse_train(argv)
     try:
@@ -42,11 +42,13 @@ def main(argv: Optional[list[str]] = None) -> None:
             with without_collection():
                 from fabric_llm.run.ending import supervise
                 from fabric_llm.run.joining import join, plan_together
-            joined = join(arguments, started)
+            joined = join(arguments, started, signals)
             supervise(
                 joined,
                 arguments.devices.hang_timeout,
-                lambda watch: train(joined.fabric, arguments, plan_together(joined, arguments), signals, watch),
+                lambda watch: train(
+                    joined.fabric, arguments, plan_together(joined, arguments, signals), signals, watch
+                ),
             )
     finally:
         signals.restore()
@@ -60,10 +62,13 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
 
     parts = build.build(fabric, arguments, plan, signals, watch)
     plan, model, optimizer, guard, batches, log, _, saver, requests = parts
+    parts = parts._replace(model=None, optimizer=None)  # a rewind makes others: these are held by no other name
     progress, stops = plan.start, False
     if due.evaluation_first(progress, plan.resumed):
         evaluated = evaluate(parts, model, optimizer, progress, watch)
-        stops = progress.step > 0 and (not evaluated or guard.verdict == "stop")  # at step 0 there is nothing to resume
+        stops = not evaluated or guard.verdict == "stop"
+        if stops and not plan.has_checkpoint:
+            saver.save(model, optimizer, progress, batches, guard, evaluated=evaluated, due=due.FIRST, stops=True)
 
     while not (stops or plan.is_over(progress)):
         before, progress = progress, plan.after(progress)
@@ -93,20 +98,19 @@ def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal,
         log.advance(progress)
         verdicts.report(plan, guard, log, saver, before, progress)
         saver.publish(written)
+        if now.logs or stop or save or guard.verdict == "rewind":
+            log.step(progress, loss=loss, lr=lr, grad_norm=grad_norm, aux_loss=aux_loss, update=update)
         if guard.verdict != "rewind":
-            if now.logs or stop or save:
-                log.step(progress, loss=loss, lr=lr, grad_norm=grad_norm, aux_loss=aux_loss, update=update)
             evaluated = now.evaluates and not stop and evaluate(parts, model, optimizer, progress, watch)
         if guard.verdict == "rewind":  # by the loss of the step, or by what the evaluation says of forgetting
             model = optimizer = losses = None  # their memory first: the loss knows the parameters as well
-            back = verdicts.rewind(fabric, arguments, plan, guard, batches, log, saver, progress)
-            (plan, model, optimizer, progress), stops = back, stop > 0
-            continue
+            plan, model, optimizer, progress = verdicts.rewind(fabric, arguments, plan, guard, batches, saver, progress)
+            continue  # also where a stop was asked for: the next step asks again, and saves where the run is then
         stops = stop > 0 or now.evaluates and not evaluated or guard.verdict == "stop"
         if now.saves or stops or save:
             saver.save(model, optimizer, progress, batches, guard, evaluated=evaluated, due=now, stops=stops)
 
-    verdicts.require_budget(guard, progress, plan)
+    verdicts.require_budget(arguments, plan, guard, progress)
     stopped = not plan.is_over(progress)
     ending.close(fabric, arguments, plan, progress, stopped, requests, batches, saver, log, watch, (model, optimizer))
     return stopped
@@ -128,10 +132,14 @@ def evaluate(parts: Parts, model: nn.Module, optimizer: Optimizer, progress: Pro
 if __name__ == "__main__":
     code = 0
     outlast_readers()
+    plain_output()
     try:
         main()
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 0
+        code = stop.code or 0
+        if not isinstance(code, int):  # as Python does, of which os._exit knows nothing
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException:
         traceback.print_exc()
         code = 1

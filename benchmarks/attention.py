@@ -1,11 +1,10 @@
-#!/usr/bin/env python
 """Attention over packed documents, unmasked, masked and packed: time, memory, largest tensor, error.
 
     python benchmarks/attention.py --output attention.json
 
 `unmasked` lets documents see each other (--document_masking false), `masked` is SDPA with the mask of context x
 context that transformers makes (--attention sdpa), `packed` is this template's (--attention packed). Rows hold
-documents of 300 tokens on average. Each way is a process of its own, and the ways take turns (turns.py).
+documents of 300 tokens on average.
 
 First one decoder layer's attention alone, forward and backward, called with what the model calls it with; the mask
 is made once for all layers, outside of what is timed. Its error is relative, in the L2 norm, against the same layer
@@ -15,6 +14,7 @@ the largest that any operation returns.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 import tempfile
@@ -24,105 +24,84 @@ from typing import TYPE_CHECKING, Any, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import inputs, turns  # noqa: E402
+from benchmarks import inputs, page, turns  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 WAYS = {  # flags of train.py
-    "unmasked": ("--attention", "sdpa", "--document_masking", "false"),
-    "masked": ("--attention", "sdpa", "--document_masking", "true"),
-    "packed": ("--attention", "packed", "--document_masking", "true"),
+    "unmasked": {"attention": "sdpa", "document_masking": "false"},
+    "masked": {"attention": "sdpa", "document_masking": "true"},
+    "packed": {"attention": "packed", "document_masking": "true"},
 }
 SHAPES = {
+    "smoke": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
     "cpu": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8},
     "cuda": {  # four layers of Llama 3.2 1B
         **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4},
         **{"num_attention_heads": 32, "num_key_value_heads": 8},
     },
 }
-TOY_SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-VOCABULARY, CONTEXTS = 8192, [1024, 4096]
-TOKENS = {"cpu": 4096, "cuda": 16384}  # of a micro-batch
-TOY_VOCABULARY, TOY_TOKENS, TOY_CONTEXTS, TOY_DOCUMENT_TOKENS = 128, 64, [32], 8
+VOCABULARY = {"smoke": 128, "cpu": 8192, "cuda": 8192}
+TOKENS = {"smoke": 64, "cpu": 4096, "cuda": 16384}  # of a micro-batch
+CONTEXTS = {"smoke": [32], "cpu": [1024, 4096], "cuda": [1024, 4096]}
+DOCUMENT_TOKENS = {"smoke": 8, "cpu": inputs.DOCUMENT_TOKENS, "cuda": inputs.DOCUMENT_TOKENS}
 PARTS = {"layer": "One layer's attention", "step": "A training step"}
-TITLES = ["", "ms", "quartiles", "times as fast as masked", "additional peak, MiB", "largest tensor, MiB"]
-ERRORS = ["error of output", "of gradient"]  # of one layer
+COLUMNS = {
+    **{"ms": page.step, "quartiles": page.spread, "times as fast as masked": page.number("times")},
+    "additional peak, MiB": page.mebibytes("additional_bytes"),
+    "largest tensor, MiB": page.mebibytes("largest_bytes"),
+}
+ERRORS = {"error of output": page.number("output_error", ".1e"), "of gradient": page.number("gradient_error", ".1e")}
 
 
 def main(argv: Optional[list[str]] = None) -> int:
-    parser = turns.parser(__doc__.splitlines()[0])
-    parser.add_argument("--contexts", nargs="+", type=int, help=f"tokens of a row (default: {CONTEXTS})")
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="what to measure")
-    options = turns.resolve(parser, argv)
-    shape, vocabulary = (TOY_SHAPE, TOY_VOCABULARY) if options.smoke else (SHAPES[options.kind], VOCABULARY)
-    tokens, document_tokens = (
-        (TOY_TOKENS, TOY_DOCUMENT_TOKENS) if options.smoke else (TOKENS[options.kind], inputs.DOCUMENT_TOKENS)
-    )
-    rows: list[turns.Row] = []
+    options = turns.resolve(turns.parser(__doc__), argv)
+    size = "smoke" if options.smoke else options.kind
+    vocabulary, tokens, document_tokens = VOCABULARY[size], TOKENS[size], DOCUMENT_TOKENS[size]
+    rows: list[page.Row] = []
     tables = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        inputs.write_llama(folder / "llama", vocab_size=vocabulary, **shape)
-        for context in options.contexts or (TOY_CONTEXTS if options.smoke else CONTEXTS):
+        inputs.write_llama(folder / "llama", vocab_size=vocabulary, **SHAPES[size])
+        for context in CONTEXTS[size]:
             data = f"data-{context}"
             inputs.write_rows(folder / data, vocabulary, context, max(16, tokens // context), document_tokens)
-            for part, dtype in itertools.product(options.parts, options.dtypes):
-                row = {"part": part, "context": context, "dtype": dtype}
-                flags = inputs.flags(folder, "llama", data, options.kind, turns.DTYPES[dtype])
-                flags += ["--micro_batch_size", str(tokens // context), "--compile", "false"]
-                contenders = [
-                    turns.Contender(options, {"name": way, **row}, CONTENDERS[part], [*flags, *WAYS[way]], way)
-                    for way in WAYS
-                ]
+            for part, dtype in itertools.product(PARTS, options.dtypes):
+                known = {"part": part, "context": context, "dtype": dtype}
+                more = {"micro_batch_size": tokens // context, "compile": "false"}
+                contenders = []
+                for name, way in WAYS.items():
+                    given = folder, "llama", data, options.kind, turns.DTYPES[dtype]
+                    flags = inputs.training(*given, **more, **way)
+                    contenders.append(turns.Contender(options, {"name": name, **known}, CONTENDERS[part], flags))
                 found = turns.in_turns(contenders, options)
-                tables.append(f"{PARTS[part]}, context {context}, {dtype}\n\n{table(found, part)}")
+                table = page.compare(found, COLUMNS | (ERRORS if part == "layer" else {}), beside="masked")
+                tables.append(f"{PARTS[part]}, context {context}, {dtype}\n\n{table}")
                 rows += found
-    notes = [f"Model: Llama {shape}, vocabulary {vocabulary}; {tokens} tokens a step, {document_tokens} a document"]
-    print(turns.page("attention.py", "Attention over packed documents", notes, options, "\n\n".join(tables)))
-    turns.write("attention.py", options, rows)
+    model = f"Llama {SHAPES[size]}, vocabulary {vocabulary}"
+    notes = [f"Model: {model}; {tokens} tokens a step, {document_tokens} a document"]
+    page.write("attention.py", "Attention over packed documents", notes, options, "\n\n".join(tables), rows)
     return 0
 
 
-def table(rows: list[turns.Row], part: str) -> str:
-    masked, lines = next(row for row in rows if row["name"] == "masked"), []
-    titles = TITLES + (ERRORS if part == "layer" else [])
-    for row in rows:
-        if (seconds := turns.median(row)) is None:
-            lines.append(turns.failed(row["name"], row, titles))
-            continue
-        row["times_masked"] = turns.times_faster(row, masked)
-        cells = [turns.milliseconds(seconds), turns.spread(row), turns.number(row["times_masked"])]
-        cells += [turns.mebibytes(row["additional_bytes"]), turns.mebibytes(row["largest_bytes"])]
-        cells += [f"{row[key]:.1e}" for key in ("output_error", "gradient_error") if part == "layer"]
-        lines.append([row["name"], *cells])
-    return turns.table(titles, lines)
-
-
-# ------------------------------------------------------------------- the contenders
-
-
-def training_step(turns: Any, flags: list[str], way: str) -> None:
+def training_step(turns: Any, flags: list[str]) -> None:
     from benchmarks import one_step
 
     trainer = one_step.set_up(flags)
-    batches, loss = batches_of(trainer), None
-    with Largest() as largest:  # with the state that a first step makes
-        one_step.take_step(trainer, 0, batches.at(0))
+    with one_step.Largest() as largest:  # with the state that a first step makes
+        one_step.take_step(trainer, 0, one_step.batches_of(trainer).at(0))
     turns.said = {"largest_bytes": largest.bytes}
-    for step in itertools.count(1):
-        if not turns.go_on(loss):
-            return
-        loss = one_step.take_step(trainer, step, batches.at(step * batches.global_batch_size))
+    one_step.train(turns, trainer, first=1)
 
 
-def layer(turns: Any, flags: list[str], way: str) -> None:
+def layer(turns: Any, flags: list[str]) -> None:
     from benchmarks import one_step
 
     trainer = one_step.set_up(flags)
-    attention, given = first_attention(trainer)
+    attention, given = first_attention(trainer, one_step.batches_of(trainer).at(0)[0])
     said = errors(attention, given)
-    with Largest() as largest:
+    with one_step.Largest() as largest:
         forward_and_backward(attention, given)
     turns.said = {**said, "largest_bytes": largest.bytes}
     while turns.go_on():
@@ -134,28 +113,17 @@ def layer(turns: Any, flags: list[str], way: str) -> None:
 CONTENDERS = {"layer": layer, "step": training_step}
 
 
-def batches_of(trainer: Any) -> Any:
-    from fabric_llm.data.batches import Batches
-
-    plan = trainer.plan
-    return Batches(plan.dataset.train, 1, plan.micro_batch_size, 1, document_end=plan.document_end)
-
-
-def first_attention(trainer: Any) -> tuple[Any, dict[str, Any]]:
+def first_attention(trainer: Any, batch: dict[str, Tensor]) -> tuple[Any, dict[str, Any]]:
     """(the first layer's attention, the arguments that the model calls it with)"""
     import torch
 
     causal_lm = trainer.model.module.causal_lm
     attention, calls = causal_lm.model.layers[0].self_attn, []
-    handle = attention.register_forward_pre_hook(
-        lambda module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
-    )
-    batch = {name: value for name, value in batches_of(trainer).at(0)[0].items() if name != "labels"}
+    handle = attention.register_forward_pre_hook(lambda module, args, given: calls.append(given), with_kwargs=True)
     with torch.no_grad():
-        trainer.model(**trainer.fabric.to_device(batch))
+        trainer.model(**trainer.fabric.to_device({name: batch[name] for name in batch if name != "labels"}))
     handle.remove()
-    [(args, given)] = calls
-    assert not args, "transformers passes all of them by name"
+    [given] = calls  # transformers passes all of them by name
     return attention, {**given, "hidden_states": given["hidden_states"].detach().requires_grad_()}
 
 
@@ -181,8 +149,6 @@ def errors(attention: Any, given: dict[str, Any]) -> dict[str, float]:
 
 def in_float64(attention: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """(the layer with SDPA, its arguments) in float64, with a mask made here from where the documents end."""
-    import copy
-
     import torch
 
     exact = copy.deepcopy(attention).double()
@@ -200,31 +166,6 @@ def in_float64(attention: Any, given: dict[str, Any]) -> tuple[Any, dict[str, An
     mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
     embeddings = tuple(tensor.double() for tensor in given["position_embeddings"])
     return exact, {"hidden_states": hidden, "position_embeddings": embeddings, "attention_mask": mask}
-
-
-class Largest:
-    """The largest tensor that any operation in the body returns."""
-
-    def __enter__(self) -> Largest:
-        from torch.utils._python_dispatch import TorchDispatchMode
-        from torch.utils._pytree import tree_leaves
-
-        largest = self
-
-        class Mode(TorchDispatchMode):
-            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                results = function(*args, **(kwargs or {}))
-                for result in tree_leaves(results):
-                    if hasattr(result, "untyped_storage"):
-                        largest.bytes = max(largest.bytes, result.numel() * result.element_size())
-                return results
-
-        self.bytes, self.mode = 0, Mode()
-        self.mode.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.mode.__exit__(*error)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """One GPU in eight minutes: first whether it computes the right thing, then how fast, and with how much memory.
 
     pip install . && python benchmarks/gpu.py --output gpu_results
@@ -23,7 +22,6 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,29 +33,18 @@ from typing import Any, NamedTuple, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import inputs, turns  # noqa: E402
+from benchmarks import inputs, page, turns  # noqa: E402
 
 VOCABULARY = 128256
+FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+FIELDS += ("tie_word_embeddings", "vocab_size")
 SHAPES = {  # of Llama 3.2 1B, 3.2 3B and 3 8B
-    "1B": {
-        **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
-        **{"num_key_value_heads": 8, "tie_word_embeddings": True, "vocab_size": VOCABULARY},
-    },
-    "3B": {
-        **{"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
-        **{"num_key_value_heads": 8, "tie_word_embeddings": True, "vocab_size": VOCABULARY},
-    },
-    "8B": {
-        **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-        **{"num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": VOCABULARY},
-    },
-    "toy": {
-        **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 256},
-    },
+    "1B": dict(zip(FIELDS, (2048, 8192, 16, 32, 8, True, VOCABULARY))),
+    "3B": dict(zip(FIELDS, (3072, 8192, 28, 24, 8, True, VOCABULARY))),
+    "8B": dict(zip(FIELDS, (4096, 14336, 32, 32, 8, False, VOCABULARY))),
+    "toy": dict(zip(FIELDS, (64, 128, 2, 4, 2, True, 256))),
 }
-CONTEXT, DOCUMENT_TOKENS, ROWS = 4096, 1000, 64
-TOY_CONTEXT, TOY_DOCUMENT_TOKENS = 64, 16
+DATA, TOY_DATA = (VOCABULARY, 4096, 64, 1000), (256, 64, 64, 16)  # vocabulary, context, rows, tokens of a document
 BYTES_PER_PARAMETER = {"bfloat16": 8, "float32": 16}  # weights, gradients and two moments
 TIMED_SECONDS, CASE_SECONDS, LAW_SECONDS, LEAST_SECONDS = 4.0, 75.0, 180.0, 15.0
 
@@ -72,11 +59,9 @@ class Case(NamedTuple):
     attention: str = "packed"
     checkpointing: str = "none"
 
-    def flags(self) -> list[str]:
-        words = ["--micro_batch_size", self.micro_batch, "--compile", str(self.compile).lower(), "--loss", self.loss]
-        return [
-            str(w) for w in [*words, "--attention", self.attention, "--activation_checkpointing", self.checkpointing]
-        ]
+    def flags(self) -> dict[str, Any]:
+        flags = {"micro_batch_size": self.micro_batch, "compile": str(self.compile).lower(), "loss": self.loss}
+        return {**flags, "attention": self.attention, "activation_checkpointing": self.checkpointing}
 
 
 CASES = [  # what matters most first: the last ones may not be reached
@@ -115,8 +100,8 @@ TITLES += ["tokens/s", "MFU", "peak, GiB", "step, ms", ""]
 
 def main(argv: Optional[list[str]] = None) -> int:
     began = time.monotonic()
-    parser = turns.parser(__doc__.splitlines()[0], rounds=3, output="folder for gpu.json and gpu.md")
-    parser.set_defaults(dtypes="bfloat16", warm_up=3, output=Path("gpu_results"))
+    parser = turns.parser(__doc__, rounds=3)
+    parser.set_defaults(dtypes="bfloat16", warm_up=3)
     parser.add_argument("--minutes", type=float, default=7.5, help="after which nothing new is started")
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES), choices=STRATEGIES, help="of the laws")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES, help="of the cases")
@@ -125,19 +110,22 @@ def main(argv: Optional[list[str]] = None) -> int:
         parser.error("this machine shows no GPU to PyTorch; --smoke runs toy sizes on the CPU.")
     # 8B fills a GPU: less must be lost between blocks
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    options.output.mkdir(parents=True, exist_ok=True)
+    folder = options.output or Path("gpu_results")
+    folder.mkdir(parents=True, exist_ok=True)
+    options.output, options.markdown = folder / "gpu.json", folder / "gpu.md"
     deadline = began + 60 * options.minutes
     with tempfile.TemporaryDirectory() as name:
         write_inputs(Path(name), options)
-        laws = try_laws(Path(name), options)
-        rows: list[turns.Row] = []
+        with ThreadPoolExecutor(max(1, len(options.strategies))) as pool:  # they are small
+            laws = list(pool.map(lambda strategy: try_strategy(strategy, Path(name), options), options.strategies))
+        rows: list[page.Row] = []
         write(options, laws, rows, began)
         for case, dtype in itertools.product(TOY_CASES if options.smoke else CASES, options.dtypes):
             if case.shape in options.shapes:
                 rows.append(try_case(case, dtype, Path(name), options, deadline))
-                turns.progress(" ".join(line_of(rows[-1])))
+                page.progress(" ".join(line_of(rows[-1])))
                 write(options, laws, rows, began)
-    print((options.output / "gpu.md").read_text())
+    print(options.markdown.read_text())
     return int(any(law["error"] for law in laws))
 
 
@@ -145,39 +133,26 @@ def write_inputs(folder: Path, options: argparse.Namespace) -> None:
     """The toy of the laws, with weights, and the shapes of the cases, without."""
     toy = SHAPES["toy"]
     inputs.write_llama(folder / "laws", with_weights=True, **toy)
-    inputs.write_rows(folder / "laws-data", toy["vocab_size"], TOY_CONTEXT, 64, TOY_DOCUMENT_TOKENS)
+    inputs.write_rows(folder / "laws-data", *TOY_DATA)
     for name in {"toy"} if options.smoke else set(SHAPES) - {"toy"}:
         inputs.write_llama(folder / name, **SHAPES[name])
-    vocabulary = toy["vocab_size"] if options.smoke else VOCABULARY
-    sizes = (TOY_CONTEXT, ROWS, TOY_DOCUMENT_TOKENS) if options.smoke else (CONTEXT, ROWS, DOCUMENT_TOKENS)
-    inputs.write_rows(folder / "data", vocabulary, *sizes)
-
-
-# ------------------------------------------------------------------- the laws
-
-
-def try_laws(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each strategy, side by side: they are small."""
-    with ThreadPoolExecutor(max(1, len(options.strategies))) as pool:
-        return list(pool.map(lambda name: try_strategy(name, folder, options), options.strategies))
+    inputs.write_rows(folder / "data", *(TOY_DATA if options.smoke else DATA))
 
 
 def try_strategy(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """What the laws say of a strategy; "error" is the first that is broken."""
     row: dict[str, Any] = {"strategy": name, "start": "", "resume": "", "export": "", "error": None}
-    drills = folder / f"drill-{name}"
-    flags = ["--model_name", folder / "laws", "--train_data_dir", folder / "laws-data", "--accelerator", options.kind]
-    flags += ["--devices", 1, "--strategy", STRATEGIES[name], "--precision", "bf16-true", "--lr", "1e-3"]
-    flags += ["--micro_batch_size", 2, "--gradient_accumulation_steps", 2, "--eval_iters", 2]
-    certificate = folder / f"certificate-{name}.json"
+    drills, certificate = folder / f"drill-{name}", folder / f"certificate-{name}.json"
+    given = {"model_name": folder / "laws", "train_data_dir": folder / "laws-data", "accelerator": options.kind}
+    given |= {"devices": 1, "strategy": STRATEGIES[name], "precision": "bf16-true", "lr": 1e-3, "eval_iters": 2}
+    given |= {"micro_batch_size": 2, "gradient_accumulation_steps": 2}
     drill = ["-m", "fabric_llm.verify", "--drill", "--steps", 6, "--seed", 1, "--output", certificate]
     try:
-        run(*drill, "--output_dir", drills, "--keep", "--", *flags)
+        run(*drill, "--output_dir", drills, "--keep", "--", *inputs.flags(**given))
         [whole] = drills.glob("*/undisturbed")
-        started = [
-            line for line in whole.with_suffix(".log").read_text().splitlines() if line.startswith("Start verified")
-        ]
-        row["start"] = started[0] if started and "gradients" in started[0] else ""
+        lines = whole.with_suffix(".log").read_text().splitlines()
+        verified = [line for line in lines if line.startswith("Start verified") and "gradients" in line]
+        row["start"] = next(iter(verified), "")
         drilled = json.loads(certificate.read_text())
         row["resume"] = f"{drilled['verdict']} after a kill at step {drilled['killed_at_step']}"
         said = run("export_hf.py", whole, "--output", folder / f"hf-{name}")
@@ -186,70 +161,58 @@ def try_strategy(name: str, folder: Path, options: argparse.Namespace) -> dict[s
             row["error"] = "a law wasn't shown"
     except (OSError, ValueError, RuntimeError, subprocess.SubprocessError) as error:
         row["error"] = turns.sentence_of(error)
-    turns.progress(f"{name}: {row['error'] or 'all laws hold'}")
+    page.progress(f"{name}: {row['error'] or 'all laws hold'}")
     return row
 
 
 def run(*words: Any) -> str:
     """The output of a command of this repository. Raises RuntimeError with its last line if it fails."""
-    command = [sys.executable, *map(str, words)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=LAW_SECONDS, stdin=subprocess.DEVNULL
-    )
+    command, quiet = [sys.executable, *map(str, words)], {"stdin": subprocess.DEVNULL, "capture_output": True}
+    done = subprocess.run(command, cwd=ROOT, text=True, timeout=LAW_SECONDS, **quiet)
     if done.returncode:
         raise RuntimeError((done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1])
     return done.stdout
 
 
-# ------------------------------------------------------------------- the cases
-
-
-def try_case(case: Case, dtype: str, folder: Path, options: argparse.Namespace, deadline: float) -> turns.Row:
-    row: turns.Row = {**case._asdict(), "dtype": dtype, "error": None, "seconds": []}
+def try_case(case: Case, dtype: str, folder: Path, options: argparse.Namespace, deadline: float) -> page.Row:
+    row: page.Row = {**case._asdict(), "dtype": dtype, "error": None, "seconds": []}
     needed, there = parameters(SHAPES[case.shape]) * BYTES_PER_PARAMETER[dtype], options.device.get("bytes")
     if there is not None and needed > there:
         gib = f"{needed / 2**30:.0f} GiB, and this GPU has {there / 2**30:.0f}"
         return {**row, "error": f"doesn't fit: weights, gradients and moments alone take {gib}"}
     if deadline - time.monotonic() < LEAST_SECONDS:
         return {**row, "error": "not run: the minutes are over"}
-    limit = min(CASE_SECONDS, deadline - time.monotonic())
-    ends = time.monotonic() + limit
-    flags = [*inputs.flags(folder, case.shape, "data", options.kind, turns.DTYPES[dtype]), *case.flags()]
+    ends = min(deadline, time.monotonic() + CASE_SECONDS)
+    flags = inputs.training(folder, case.shape, "data", options.kind, turns.DTYPES[dtype], **case.flags())
     contender = turns.Contender(options, row, training, flags)
-    begun = contender.ask("time", max(1, options.warm_up), limit)
-    probe = begun and contender.ask("time", 1, ends - time.monotonic())
+    row = contender.row
+    contender.ask("time", max(1, options.warm_up), ends - time.monotonic())
+    probe = contender.ask("time", 1, ends - time.monotonic())
     for _ in range(options.rounds if probe else 0):
         count = max(options.steps, min(10, int(TIMED_SECONDS / options.rounds / probe["seconds"])))
         report = contender.ask("time", count, ends - time.monotonic())
-        contender.row["seconds"] += [report["seconds"]] if report else []
-    report = contender.ask("memory", 1, ends - time.monotonic()) or {}
-    if not contender.row["error"]:
+        row["seconds"] += [report["seconds"]] if report else []
+    report = contender.ask("memory", 1, ends - time.monotonic())
+    if report:
         contender.close()
-        contender.row.update(
-            {key: report[key] for key in ("peak_bytes", "tokens", "operations_per_token", "loss", "attention")}
-        )
-    return contender.row
+        row |= {key: report[key] for key in ("peak_bytes", "tokens", "operations_per_token", "loss", "attention")}
+    return row
 
 
 def training(turns: Any, flags: list[str]) -> None:
     from benchmarks import one_step
-    from fabric_llm.data.batches import Batches, token_places
+    from fabric_llm.data.batches import token_places
     from fabric_llm.model import flops
 
-    trainer, loss = one_step.set_up(flags, drawn_on_device=True), None
-    plan = trainer.plan
-    batches = Batches(plan.dataset.train, 1, plan.micro_batch_size, 1, document_end=plan.document_end)
-    tokens_at = token_places(batches.at(0))
+    trainer = one_step.set_up(flags, drawn_on_device=True)
+    plan, tokens_at = trainer.plan, token_places(one_step.batches_of(trainer).at(0))
     turns.said = {
         "tokens": plan.micro_batch_size * plan.dataset.context_length,
         "operations_per_token": flops.of_model(trainer.model.causal_lm).of(tokens_at) / int(tokens_at.sum()),
         "loss": plan.loss,
         "attention": plan.config._attn_implementation,
     }
-    for step in itertools.count():
-        if not turns.go_on(loss):
-            return
-        loss = one_step.take_step(trainer, step, batches.at(step * batches.global_batch_size))
+    one_step.train(turns, trainer)
 
 
 def parameters(shape: dict[str, Any]) -> int:
@@ -260,18 +223,15 @@ def parameters(shape: dict[str, Any]) -> int:
     return layers * (attention + 3 * hidden * shape["intermediate_size"]) + embeddings + (2 * layers + 1) * hidden
 
 
-# ------------------------------------------------------------------- what is written
-
-
-def write(options: argparse.Namespace, laws: list[dict[str, Any]], rows: list[turns.Row], began: float) -> None:
+def write(options: argparse.Namespace, laws: list[dict[str, Any]], rows: list[page.Row], began: float) -> None:
     """Both files, with what there is so far."""
     from fabric_llm.model.flops import peak_tflops
 
     peak = peak_tflops(options.device.get("name", ""))
-    context, documents = (TOY_CONTEXT, TOY_DOCUMENT_TOKENS) if options.smoke else (CONTEXT, DOCUMENT_TOKENS)
+    _, context, _, documents = TOY_DATA if options.smoke else DATA
     for row in rows:
-        if not row["error"]:
-            row["tokens_per_second"] = row["tokens"] / statistics.median(row["seconds"])
+        if (seconds := page.median(row)) is not None:
+            row["tokens_per_second"] = row["tokens"] / seconds
             row["tflops"] = row["tokens_per_second"] * row["operations_per_token"] / 1e12
             row["mfu"] = None if peak is None or row["dtype"] != "bfloat16" else row["tflops"] / peak
     notes = [
@@ -280,25 +240,21 @@ def write(options: argparse.Namespace, laws: list[dict[str, Any]], rows: list[tu
         f"Cases: Llama, bfloat16 with stochastic rounding, packed documents of {documents} tokens on average, "
         f"context {context}; peak: the allocator's high-water mark in a step, with weights and moments",
     ]
-    lines = [
-        [law["strategy"], *([law["error"], "", ""] if law["error"] else [law["start"], law["resume"], law["export"]])]
-        for law in laws
-    ]
-    body = f"{turns.table(LAWS, lines)}\n\n{turns.table(TITLES, [line_of(row) for row in rows])}"
-    page = turns.page("gpu.py", "One GPU", notes, options, body)
-    (options.output / "gpu.md").write_text(page + "\n")
-    document = {"about": turns.about("gpu.py", options), "laws": laws, "cases": rows}
-    (options.output / "gpu.json").write_text(json.dumps(document, indent=1) + "\n")
+    shown = [[law["error"]] if law["error"] else [law["start"], law["resume"], law["export"]] for law in laws]
+    of_laws = page.table(LAWS, [[law["strategy"], *cells] for law, cells in zip(laws, shown)])
+    body = f"{of_laws}\n\n{page.table(TITLES, [line_of(row) for row in rows])}"
+    options.markdown.write_text(page.page("gpu.py", "One GPU", notes, options, body) + "\n")
+    document = {"about": page.about("gpu.py", options), "laws": laws, "cases": rows}
+    options.output.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def line_of(row: turns.Row) -> list[str]:
+def line_of(row: page.Row) -> list[str]:
     asked = [row["shape"], row["dtype"], str(row["micro_batch"]), "yes" if row["compile"] else "no"]
     asked += [row["loss"], row["attention"], row["checkpointing"]]
-    if row["error"] or "tokens_per_second" not in row:
+    if (seconds := page.median(row)) is None:
         return [*asked, "", "", "", "", row["error"] or ""]
-    seconds, peak = statistics.median(row["seconds"]), row["peak_bytes"]
-    measured = [f"{row['tokens_per_second']:,.0f}", turns.number(row["mfu"], ".1%")]
-    return [*asked, *measured, turns.number(peak and peak / 2**30, ".1f"), turns.milliseconds(seconds), ""]
+    measured = [f"{row['tokens'] / seconds:,.0f}", page.number("mfu", ".1%")(row)]
+    return [*asked, *measured, page.number("peak_bytes", ".1f", 2**30)(row), page.milliseconds(seconds), ""]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What benchmarks train on: Llamas with random weights or none, and rows of random tokens."""
+"""What benchmarks train on: Llamas with random weights or none, rows of random tokens, and flags of train.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 DOCUMENT_END = 0  # the token that ends each document of packed rows
 DOCUMENT_TOKENS = 300  # of a document, on average
+ROWS_AT_ONCE = 1000  # of a record batch, as `datasets` writes them
 
 
 def write_llama(folder: Path, with_weights: bool = False, **shape: Any) -> None:
@@ -24,42 +25,55 @@ def write_llama(folder: Path, with_weights: bool = False, **shape: Any) -> None:
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
-def write_rows(folder: Path, vocabulary: int, context: int, rows: int, document_tokens: int = 0, seed: int = 0) -> None:
-    """A dataset folder for train.py with rows of uniformly random tokens.
+def write_rows(
+    folder: Path, vocabulary: int, context: int, rows: int, document_tokens: int = 0, dtype: str = "int32"
+) -> None:
+    """A dataset folder for train.py with rows of uniformly random tokens, written at constant memory.
 
     document_tokens: the rows are packed with documents of so many tokens on average (each token ends its document
     with the same probability), as prepare_data.py packs them. 0: each row is one document.
     """
-    import datasets
     import numpy as np
 
-    generator = np.random.default_rng(seed)
-    tokens = generator.integers(1, vocabulary, (rows, context), dtype=np.int32)
-    if document_tokens:
-        tokens[generator.random(tokens.shape) < 1 / document_tokens] = DOCUMENT_END
-    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), length=context)})
-    split = datasets.Dataset.from_dict({"input_ids": list(tokens)}, features=features)
-    datasets.disable_progress_bars()
-    datasets.DatasetDict({"train": split, "validation": split.select(range(min(rows, 8)))}).save_to_disk(str(folder))
+    generator = np.random.default_rng(0)
+    for split, count in (("train", rows), ("validation", min(rows, 8))):
+        _write_split(folder / split, generator, vocabulary, context, count, document_tokens, dtype)
+    (folder / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
     if document_tokens:
         manifest = {"packed": True, "context_length": context, "max_token_id": vocabulary - 1}
         (folder / "manifest.json").write_text(json.dumps({**manifest, "eos_token_id": DOCUMENT_END}))
 
 
-def flags(folder: Path, model: str, data: str, kind: str, precision: str, *more: Any) -> list[str]:
-    """The flags of train.py that every benchmark gives, for one device. The last of a flag wins."""
-    words = ["--model_name", folder / model, "--train_data_dir", folder / data, "--output_dir", folder / "runs"]
-    words += [
-        "--accelerator",
-        kind,
-        "--devices",
-        1,
-        "--precision",
-        precision,
-        "--max_step",
-        10**6,
-        "--verify_start",
-        "false",
-        *more,
-    ]
-    return [str(word) for word in words]
+def _write_split(
+    folder: Path, generator: Any, vocabulary: int, context: int, rows: int, document_tokens: int, dtype: str
+) -> None:
+    """`datasets` writes a single row, whose file is then replaced by one with all rows."""
+    import datasets
+    import pyarrow as pa
+
+    datasets.disable_progress_bars()
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value(dtype), length=context)})
+    one = datasets.Dataset.from_dict({"input_ids": [[DOCUMENT_END] * context]}, features=features)
+    one.save_to_disk(str(folder))
+    [file], schema = folder.glob("*.arrow"), one.data.table.schema
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
+        for begin in range(0, rows, ROWS_AT_ONCE):
+            tokens = generator.integers(1, vocabulary, (min(ROWS_AT_ONCE, rows - begin), context), dtype=dtype)
+            if document_tokens:
+                tokens[generator.random(tokens.shape) < 1 / document_tokens] = DOCUMENT_END
+            column = pa.FixedSizeListArray.from_arrays(pa.array(tokens.ravel()), context)
+            stream.write_batch(pa.record_batch([column.cast(schema.field(0).type)], schema=schema))
+    info = json.loads((folder / "dataset_info.json").read_text())
+    (folder / "dataset_info.json").write_text(json.dumps({**info, "splits": None}))
+
+
+def flags(**given: Any) -> list[str]:
+    """Flags of a command of this repository."""
+    return [str(word) for name, value in given.items() for word in (f"--{name}", value)]
+
+
+def training(folder: Path, model: str, data: str, kind: str, precision: str, **more: Any) -> list[str]:
+    """The flags of train.py that every benchmark gives, for one device unless `more` says otherwise."""
+    common = {"model_name": folder / model, "train_data_dir": folder / data, "output_dir": folder / "runs"}
+    common |= {"accelerator": kind, "devices": 1, "precision": precision, "max_step": 10**6, "verify_start": "false"}
+    return flags(**{**common, **more})

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Rows per second of the loader, for one dataset and for a mixture of five, against `datasets` and torch's DataLoader.
 
     python benchmarks/loader.py --gib 10 --markdown docs/results/loader.md
@@ -10,12 +9,9 @@ put out of the page cache before (the kernel is asked to, per file). Warm: they 
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
+import functools
+import itertools
 import os
-import platform
-import shlex
 import shutil
 import statistics
 import sys
@@ -24,19 +20,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import datasets  # noqa: E402
 import numpy as np  # noqa: E402
-import pyarrow as pa  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks.bf16_updates import cpu_name, markdown, progress  # noqa: E402
+from benchmarks import inputs, page  # noqa: E402
+from benchmarks.turns import alternate  # noqa: E402
 from fabric_llm.data.batches import Batches, Prefetch  # noqa: E402
-from fabric_llm.data.dataset import TokenDataset, open_dataset, together  # noqa: E402
+from fabric_llm.data.dataset import open_dataset, together  # noqa: E402
 from fabric_llm.data.mixture import Mixture  # noqa: E402
 from fabric_llm.data.pattern import Segment  # noqa: E402
 
@@ -47,119 +43,77 @@ second are those of the disk: a row of 2,048 tokens is 4 KiB somewhere in the fi
 order of the table.
 """
 VOCABULARY, SEED, SOURCES = 50_000, 7, 5
-ROWS_AT_ONCE = 1000  # of a record batch, as `datasets` writes them
+MICRO_BATCH, MICRO_BATCHES = 8, 4  # rows, and of a step
 WEIGHTS = (15, 2, 1, 1, 1)
-DTYPES = {"uint16": (np.uint16, pa.uint16()), "int32": (np.int32, pa.int32())}
-
-
-class Contender(NamedTuple):
-    """steps(): yields micro-batches, each once it is there."""
-
-    name: str
-    sources: int
-    workers: int
-    steps: Callable[[], Iterator[Any]]
+NEEDED = 3000.0  # tokens a second that a step here takes, for the ratio
+TITLES = ["", "sources", "workers", "rows/s, cold", "rows/s, warm", "million tokens/s, warm", "x what a step needs"]
 
 
 def main(argv: Optional[list[str]] = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
-    options = parse(argv)
+    parser = page.parser(__doc__, rounds=5)
+    parser.add_argument("--gib", type=float, default=10.0, help="size of all datasets together")
+    parser.add_argument("--context_length", type=int, default=2048, help="tokens of a row")
+    parser.add_argument("--steps", type=int, default=200, help="of each contender in a round")
+    parser.add_argument("--folder", type=Path, help="where to write the datasets (default: the system's)")
+    options = page.parse(parser, argv)
     torch.set_num_threads(1)
-    datasets.disable_progress_bars()
-    load = os.getloadavg()[0]
-    folder = Path(tempfile.mkdtemp(prefix="fabric_llm-loader-", dir=options.folder))
-    try:
-        if (free := shutil.disk_usage(folder).free) < options.gib * 1.1 * 2**30:
+    context, written = options.context_length, int(options.gib * 2**30)
+    with tempfile.TemporaryDirectory(prefix="fabric_llm-loader-", dir=options.folder) as name:
+        folder = Path(name)
+        if (free := shutil.disk_usage(folder).free) < 1.1 * written:
             print(f"{folder} has {free / 2**30:.1f} GiB free, {options.gib} are to be written.", file=sys.stderr)
             return 2
-        began = time.monotonic()
-        written = write(folder, options)
-        progress(f"{written / 2**30:.2f} GiB written in {time.monotonic() - began:.0f} s")
-        opened = [open_dataset(folder / str(number), "size") for number in range(SOURCES)]
-        table = measure(contenders(opened, folder, options), folder, options)
+        for number in range(SOURCES):
+            rows = written // (2 * context * SOURCES)
+            inputs.write_rows(folder / str(number), VOCABULARY, context, rows, inputs.DOCUMENT_TOKENS, "uint16")
+        rows = contenders(folder, context, options.steps)
+        for row in rows:
+            forget(folder)
+            row["cold"] = rate(row["read"])
+            page.progress(f"cold: {row['name']}, {row['workers']} workers: {row['cold']:,.0f} rows/s")
+        warm_up(folder)
+        for row in alternate(rows, options.rounds):
+            row["warm"].append(rate(row["read"]))
         memory = resident_gib()
-    finally:
-        shutil.rmtree(folder)
-    page = header(argv, options, written, load, memory) + table + "\n" + NOTES.rstrip()
-    print(page)
-    if options.markdown:
-        options.markdown.write_text(page + "\n")
+    lines = []
+    for row in rows:
+        warm = statistics.median(row["warm"])
+        cells = [f"{warm:,.0f}", f"{warm * context / 1e6:,.1f}", f"{warm * context / NEEDED:,.0f}"]
+        lines.append([row["name"], row["sources"], row["workers"], f"{row['cold']:,.0f}", *cells])
+    notes = [
+        f"Data: {options.gib:.2f} GiB of random uint16 tokens in {SOURCES} datasets, rows of {context} tokens",
+        f"A step is {MICRO_BATCHES} micro-batches of {MICRO_BATCH} rows; {options.steps} steps a round; "
+        f"warm: medians of {options.rounds} rounds, in turns",
+        f"A step needs: {NEEDED:,.0f} tokens/s, {NEEDED / context:,.1f} rows/s",
+        f"Memory of the process at the end, without the page cache: {memory:.2f} GiB",
+    ]
+    body = page.table(TITLES, lines) + "\n" + NOTES.rstrip()
+    page.write("loader.py", "What the loader gives", notes, options, body, rows)
     return 0
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gib", type=float, default=10.0, help="size of all datasets together")
-    parser.add_argument("--context_length", type=int, default=2048, help="tokens of a row")
-    parser.add_argument("--micro_batch_size", type=int, default=8, help="rows of a micro-batch")
-    parser.add_argument("--micro_batches", type=int, default=4, help="of a step")
-    parser.add_argument("--dtype", choices=DTYPES, default="uint16", help="of a token in the files")
-    parser.add_argument("--steps", type=int, default=200, help="of each contender in a round")
-    parser.add_argument("--rounds", type=int, default=5, help="warm ones; a table has medians")
-    parser.add_argument(
-        "--step_tokens_per_second", type=float, default=3000.0, help="what a run here needs, for the ratio"
-    )
-    parser.add_argument("--folder", type=Path, help="where to write the datasets (default: the system's)")
-    parser.add_argument("--markdown", type=Path, help="file to write the tables to")
-    return parser.parse_args(argv)
-
-
-def write(folder: Path, options: argparse.Namespace) -> int:
-    """SOURCES datasets of random tokens, of equal size. Returns the bytes of all tokens."""
-    numpy_type, arrow_type = DTYPES[options.dtype]
-    context, generator = options.context_length, np.random.default_rng(0)
-    rows = int(options.gib * 2**30) // (np.dtype(numpy_type).itemsize * context * SOURCES)
-    features = datasets.Features({"input_ids": datasets.List(datasets.Value(options.dtype), length=context)})
-    for number in range(SOURCES):
-        for name, count in (("train", rows), ("validation", 8)):
-            target = folder / str(number) / name
-            target.mkdir(parents=True)
-            write_split(target, count, context, generator, numpy_type, arrow_type, features)
-        said = {"packed": True, "context_length": context, "max_token_id": VOCABULARY - 1, "eos_token_id": 0}
-        (folder / str(number) / "manifest.json").write_text(json.dumps(said))
-        (folder / str(number) / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
-    return rows * SOURCES * context * np.dtype(numpy_type).itemsize
-
-
-def write_split(
-    folder: Path, rows: int, context: int, generator: Any, numpy_type: Any, arrow_type: Any, features: Any
-) -> None:
-    """An Arrow file as `save_to_disk` writes it, one record batch after the other, at constant memory."""
-    one = datasets.Dataset.from_dict({"input_ids": [[0] * context]}, features=features)
-    one.save_to_disk(str(folder))
-    [file] = folder.glob("*.arrow")
-    schema = one.data.table.schema
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
-        for start in range(0, rows, ROWS_AT_ONCE):
-            tokens = generator.integers(1, VOCABULARY, (min(ROWS_AT_ONCE, rows - start), context), dtype=numpy_type)
-            column = pa.FixedSizeListArray.from_arrays(pa.array(tokens.ravel(), arrow_type), context)
-            stream.write_batch(pa.record_batch([column.cast(schema.field(0).type)], schema=schema))
-    info = json.loads((folder / "dataset_info.json").read_text())
-    (folder / "dataset_info.json").write_text(json.dumps({**info, "splits": None}))
-
-
-def contenders(opened: list[TokenDataset], folder: Path, options: argparse.Namespace) -> list[Contender]:
-    rows, batch = tuple(len(one.train) for one in opened), options.micro_batch_size
+def contenders(folder: Path, context: int, steps: int) -> list[page.Row]:
+    """The rows of the table; "read" yields micro-batches, each once it is there."""
     names = tuple(str(number) for number in range(SOURCES))
-    mixture = Mixture(names, rows, (options.context_length,) * SOURCES, (Segment(0, WEIGHTS),), SEED)
-    plain = [datasets.load_from_disk(str(folder / str(n) / "train")).with_format("numpy") for n in range(SOURCES)]
-    whole = datasets.concatenate_datasets(plain)
-    mixed = together(opened).train
-    torched = datasets.concatenate_datasets([one.with_format("torch") for one in plain])
-    of_one = Batches(mixed, SEED, batch, options.micro_batches)
-    of_five = Batches(mixed, SEED, batch, options.micro_batches, mixture=mixture)
-    found = []
+    opened = [open_dataset(folder / name, "size") for name in names]
+    plain = [datasets.load_from_disk(str(folder / name / "train")).with_format("numpy") for name in names]
+    ours, whole = together(opened).train, datasets.concatenate_datasets(plain)
+    counts, segments = tuple(len(one.train) for one in opened), (Segment(0, WEIGHTS),)
+    mixture = Mixture(names, counts, (context,) * SOURCES, segments, SEED)
+    found: list[page.Row] = []
+
+    def add(name: str, sources: int, workers: int, read: Callable[..., Iterator[Any]], rows: Any) -> None:
+        row = {"name": name, "sources": sources, "workers": workers, "warm": []}
+        found.append({**row, "read": functools.partial(read, rows, workers, steps)})
+
     for workers in (0, 4):
-        found.append(Contender("fabric_llm", 1, workers, lambda w=workers: prefetched(of_one, w, options.steps)))
-        found.append(Contender("fabric_llm", SOURCES, workers, lambda w=workers: prefetched(of_five, w, options.steps)))
-    fallback = Batches(whole, SEED, batch, options.micro_batches, mixture=mixture)
-    found.append(
-        Contender("the same, rows by `datasets` indexing", SOURCES, 0, lambda: prefetched(fallback, 0, options.steps))
-    )
+        for sources, order in ((1, None), (SOURCES, mixture)):
+            batches = Batches(ours, SEED, MICRO_BATCH, MICRO_BATCHES, mixture=order)
+            add("fabric_llm", sources, workers, prefetched, batches)
+    indexing = Batches(whole, SEED, MICRO_BATCH, MICRO_BATCHES, mixture=mixture)
+    add("the same, rows by `datasets` indexing", SOURCES, 0, prefetched, indexing)
     for workers in (0, 4):
-        found.append(
-            Contender("torch DataLoader on `datasets`", SOURCES, workers, lambda w=workers: loaded(torched, w, options))
-        )
+        add("torch DataLoader on `datasets`", SOURCES, workers, loaded, whole.with_format("torch"))
     return found
 
 
@@ -171,50 +125,21 @@ def prefetched(batches: Batches, workers: int, steps: int) -> Iterator[Any]:
     prefetch.close()
 
 
-def loaded(rows: Any, workers: int, options: argparse.Namespace) -> Iterator[Any]:
+def loaded(rows: Any, workers: int, steps: int) -> Iterator[Any]:
     """As trainers do: a sampler of random rows, the dataset's own formatting, default collation."""
-    count = options.steps * options.micro_batch_size * options.micro_batches
-    chosen = np.random.default_rng().integers(0, len(rows), count).tolist()
+    chosen = np.random.default_rng().integers(0, len(rows), steps * MICRO_BATCHES * MICRO_BATCH).tolist()
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores
-    loader = torch.utils.data.DataLoader(rows, options.micro_batch_size, sampler=chosen, num_workers=workers)
-    for batch in loader:
+    for batch in torch.utils.data.DataLoader(rows, MICRO_BATCH, sampler=chosen, num_workers=workers):
         yield {"input_ids": batch["input_ids"].long(), "labels": batch["input_ids"].long().clone()}
 
 
-def measure(found: list[Contender], folder: Path, options: argparse.Namespace) -> str:
-    """The table: rows and tokens per second of each contender, cold and warm."""
-    cold = {}
-    for number, contender in enumerate(found):
-        forget(folder)
-        cold[number] = rate(contender, options)
-        progress(
-            f"cold: {contender.name}, {contender.sources} sources, {contender.workers} workers: {cold[number]:,.0f} rows/s"
-        )
-    warm_up(folder)
-    warm: dict[int, list[float]] = {number: [] for number in range(len(found))}
-    for _ in range(options.rounds):
-        for number, contender in enumerate(found):
-            warm[number].append(rate(contender, options))
-    needed = options.step_tokens_per_second / options.context_length
-    lines = []
-    for number, contender in enumerate(found):
-        rows = statistics.median(warm[number])
-        lines.append(
-            [contender.name, str(contender.sources), str(contender.workers), f"{cold[number]:,.0f}", f"{rows:,.0f}"]
-            + [f"{rows * options.context_length / 1e6:,.1f}", f"{rows / needed:,.0f}"]
-        )
-    titles = ("", "sources", "workers", "rows/s, cold", "rows/s, warm", "million tokens/s, warm", "x what a step needs")
-    return markdown(titles, lines)
-
-
-def rate(contender: Contender, options: argparse.Namespace) -> float:
+def rate(read: Callable[[], Iterator[Any]]) -> float:
     """Rows per second, the start of workers left out: from the second step on."""
-    micro_batches = contender.steps()
-    for _ in range(options.micro_batches):
-        next(micro_batches)
+    micro_batches = read()
+    for _ in itertools.islice(micro_batches, MICRO_BATCHES):
+        pass
     began = time.perf_counter()
-    count = sum(1 for _ in micro_batches)
-    return count * options.micro_batch_size / (time.perf_counter() - began)
+    return sum(MICRO_BATCH for _ in micro_batches) / (time.perf_counter() - began)
 
 
 def forget(folder: Path) -> None:
@@ -237,24 +162,6 @@ def resident_gib() -> float:
     """Memory of this process that isn't the files' page cache."""
     said = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return int(said["RssAnon"].split()[0]) / 2**20
-
-
-def header(argv: list[str], options: argparse.Namespace, written: int, load: float, memory: float) -> str:
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, datasets {datasets.__version__}, "
-    versions += f"numpy {np.__version__}, pyarrow {pa.__version__}"
-    return f"""# What the loader gives
-
-- Command: `python benchmarks/loader.py {shlex.join(argv)}`
-- Date: {datetime.date.today()}
-- Hardware: {cpu_name()}, {os.cpu_count()} cores
-- Load: average {load:.1f} before the start, {os.getloadavg()[0]:.1f} at the end
-- Versions: {versions}
-- Data: {written / 2**30:.2f} GiB of random {options.dtype} tokens in {SOURCES} datasets, rows of {options.context_length} tokens
-- A step is {options.micro_batches} micro-batches of {options.micro_batch_size} rows; {options.steps} steps a round; warm: medians of {options.rounds} rounds, in turns
-- A step needs: {options.step_tokens_per_second:,.0f} tokens/s, {options.step_tokens_per_second / options.context_length:,.1f} rows/s
-- Memory of the process at the end, without the page cache: {memory:.2f} GiB
-
-"""
 
 
 if __name__ == "__main__":

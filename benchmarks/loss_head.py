@@ -1,13 +1,12 @@
-#!/usr/bin/env python
 """From hidden states to the loss and its gradients: time, memory and error of each way to do it.
 
     python benchmarks/loss_head.py --output loss_head.json
 
 `full` makes the logits of all tokens, as transformers does. `chunked` is this template's
 (fabric_llm/model/loss_head.py). `torch` is torch.nn.functional.linear_cross_entropy, from torch 2.13. `liger` and
-`cce` (cut_cross_entropy) are GPU kernels, where their packages are installed. Each way is a process of its own for
-each size, and the ways take turns (turns.py). A step is the sum of the losses of all tokens, and the gradients of
-hidden states and head. Errors are relative, in the L2 norm, against float64 on the same inputs.
+`cce` (cut_cross_entropy) are GPU kernels, where their packages are installed. A step is the sum of the losses of all
+tokens, and the gradients of hidden states and head. Errors are relative, in the L2 norm, against float64 on the same
+inputs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import turns  # noqa: E402
+from benchmarks import page, turns  # noqa: E402
 from benchmarks.turns import NotHere  # noqa: E402
 
 if TYPE_CHECKING:
@@ -34,61 +33,32 @@ SIZES = {  # tokens x hidden size x vocabulary
     "cuda": ["2048x512x8192", "1024x576x49152", "8192x4096x128256"],
 }
 EXACT_TOKENS = 256  # at once, in float64
-TITLES = [
-    "",
-    "ms",
-    "quartiles",
-    "times as fast as full",
-    "additional peak, MiB",
-    "error of loss",
-    "of hidden states'",
-    "of head's gradient",
-]
+COLUMNS = {
+    **{"ms": page.step, "quartiles": page.spread, "times as fast as full": page.number("times")},
+    "additional peak, MiB": page.mebibytes("additional_bytes"),
+    "error of loss": page.number("loss_error", ".1e"),
+    "of hidden states'": page.number("hidden_error", ".1e"),
+    "of head's gradient": page.number("head_error", ".1e"),
+}
 
 
 def main(argv: Optional[list[str]] = None) -> int:
-    parser = turns.parser(__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", help="TOKENSxHIDDENxVOCABULARY (default: those of the docs)")
-    parser.add_argument("--only", nargs="+", default=list(WAYS), choices=WAYS, help="ways to run")
-    options = turns.resolve(parser, argv)
-    sizes = options.sizes or SIZES["smoke" if options.smoke else options.kind]
-    rows: list[turns.Row] = []
+    options = turns.resolve(turns.parser(__doc__), argv)
+    rows: list[page.Row] = []
     tables = []
-    for size in sizes:
+    for size in SIZES["smoke" if options.smoke else options.kind]:
         for dtype in options.dtypes:
-            numbers = tuple(map(int, size.split("x")))
-            contenders = [
-                turns.Contender(
-                    options, {"name": way, "size": size, "dtype": dtype}, step, way, numbers, dtype, options.kind
-                )
-                for way in options.only
-            ]
-            tables.append(f"{size} in {dtype}\n\n{table(found := turns.in_turns(contenders, options))}")
-            rows += found
+            known, given = {"size": size, "dtype": dtype}, (tuple(map(int, size.split("x"))), dtype, options.kind)
+            contenders = [turns.Contender(options, {"name": way, **known}, step, way, *given) for way in WAYS]
+            rows += (found := turns.in_turns(contenders, options))
+            tables.append(f"{size} in {dtype}\n\n{page.compare(found, COLUMNS, beside='full')}")
     notes = [
         "Sizes: tokens x hidden size x vocabulary",
         "Additional peak: above hidden states, head and targets, so with both gradients",
         "Errors: of the loss, of the gradient of the hidden states, and of that of the head, against float64",
     ]
-    print(turns.page("loss_head.py", "The loss head", notes, options, "\n\n".join(tables)))
-    turns.write("loss_head.py", options, rows)
+    page.write("loss_head.py", "The loss head", notes, options, "\n\n".join(tables), rows)
     return 0
-
-
-def table(rows: list[turns.Row]) -> str:
-    full, lines = next((row for row in rows if row["name"] == "full"), None), []
-    for row in rows:
-        if (seconds := turns.median(row)) is None:
-            lines.append(turns.failed(row["name"], row, TITLES))
-            continue
-        row["times_full"] = None if full is None else turns.times_faster(row, full)
-        cells = [turns.milliseconds(seconds), turns.spread(row), turns.number(row["times_full"])]
-        errors = [turns.number(row[key], ".1e") for key in ("loss_error", "hidden_error", "head_error")]
-        lines.append([row["name"], *cells, turns.mebibytes(row["additional_bytes"]), *errors])
-    return turns.table(TITLES, lines)
-
-
-# ------------------------------------------------------------------- the contenders
 
 
 def step(turns: Any, way: str, size: tuple[int, int, int], dtype: str, kind: str) -> None:
@@ -114,31 +84,23 @@ def errors(loss_of: Way, hidden: Tensor, head: Tensor, targets: Tensor) -> dict[
     """Of the loss and its gradients against float64, as parts of their norms."""
     loss = loss_of(hidden, head, targets)
     loss.backward()
-    exact, exact_hidden, exact_head = in_float64(hidden, head, targets)
-    found = {
-        "loss_error": abs(loss.item() - exact) / exact,
-        "hidden_error": distance(hidden.grad, exact_hidden),
-        "head_error": distance(head.grad, exact_head),
-    }
+    pairs = zip((loss.detach(), hidden.grad, head.grad), in_float64(hidden, head, targets))
+    found = [((ours.double() - exact).norm() / exact.norm()).item() for ours, exact in pairs]
     hidden.grad = head.grad = None
-    return found
+    return dict(zip(("loss_error", "hidden_error", "head_error"), found))
 
 
-def distance(gradient: Tensor, exact: Tensor) -> float:
-    return ((gradient.double() - exact).norm() / exact.norm()).item()
-
-
-def in_float64(hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[float, Tensor, Tensor]:
+def in_float64(hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, gradient of the hidden states, gradient of the head), some tokens at a time."""
     import torch
 
     exact_head = head.detach().double().requires_grad_()
     exact_hidden = hidden.detach().double().requires_grad_()
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for part, part_targets in zip(exact_hidden.split(EXACT_TOKENS), targets.split(EXACT_TOKENS)):
         loss = torch.nn.functional.cross_entropy(part @ exact_head.T, part_targets, reduction="sum")
         loss.backward()
-        total += loss.item()
+        total += loss.detach()
     return total, exact_hidden.grad, exact_head.grad
 
 

@@ -27,15 +27,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-TAKEN_AWAY, PATCHED = (
-    "FABRIC_LLM_TAKEN_AWAY",
-    "FABRIC_LLM_PATCHED",
-)  # environment variables: a key; a file, made once done
+TAKEN_AWAY = "FABRIC_LLM_TAKEN_AWAY"  # an environment variable: a key
+PATCHED = "FABRIC_LLM_PATCHED"  # another: a file, made once done
 TIMEOUT_SECONDS = 400  # without its mechanism a test may hang, which is a failure as well
 KILLS, ROWS, DAMAGE = "tests/faults/test_kills.py", "tests/faults/test_rows.py", "tests/faults/test_damage.py"
 CHECKPOINT, SECURITY, STOP = "tests/test_checkpoint.py", "tests/test_security.py", "tests/test_stop.py"
@@ -485,7 +484,8 @@ class Finder:
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            take_away(self.mechanism, module)
+            owner, attribute = owner_of(self.mechanism, module)
+            setattr(owner, attribute, self.mechanism.instead(getattr(owner, attribute)))
             Path(os.environ[PATCHED]).touch()
 
         spec.loader.exec_module = exec_module
@@ -498,13 +498,12 @@ def install() -> None:
     sys.meta_path.insert(0, Finder(mechanism))
 
 
-def take_away(mechanism: Mechanism, module: ModuleType) -> None:
-    """Replace it in its module. Raises AttributeError where it isn't there."""
-    *owners, name = mechanism.target.partition(":")[2].split(".")
-    owner: Any = module
-    for part in owners:
-        owner = getattr(owner, part)
-    setattr(owner, name, mechanism.instead(getattr(owner, name)))
+def owner_of(mechanism: Mechanism, module: ModuleType) -> tuple[Any, str]:
+    """(what has it, its name there). Raises AttributeError where it isn't there."""
+    owners, _, attribute = mechanism.target.partition(":")[2].rpartition(".")
+    owner = attrgetter(owners)(module) if owners else module
+    getattr(owner, attribute)
+    return owner, attribute
 
 
 # ------------------------------------------------------------------------------- the command
@@ -513,29 +512,24 @@ def take_away(mechanism: Mechanism, module: ModuleType) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[""], help="mechanisms whose row or name holds one of these")
-    parser.add_argument("--output", type=Path, default=None, help="JSON file for the results")
     parser.add_argument("--markdown", type=Path, default=None, help="Markdown file for the results as a table")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    results = []
+    from benchmarks import page
+
+    lines = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for mechanism in MECHANISMS:
-            if any(words in mechanism.key for words in options.only):
-                began = time.monotonic()
-                found = verdict(folder, mechanism)
-                result = {"row": mechanism.row, "mechanism": mechanism.name, "verdict": found}
-                results.append({**result, "tests": f"{mechanism.tests} -k '{mechanism.select}'"})
-                print(f"{found:9} {mechanism.key} ({time.monotonic() - began:.0f} s)", flush=True)
-    if options.output is not None:
-        options.output.write_text(json.dumps(results, indent=2) + "\n")
+        for mechanism in [one for one in MECHANISMS if any(words in one.key for words in options.only)]:
+            began = time.monotonic()
+            found = verdict(Path(name), mechanism)
+            lines.append([mechanism.row, mechanism.name, found, f"`{mechanism.tests} -k '{mechanism.select}'`"])
+            print(f"{found:9} {mechanism.key} ({time.monotonic() - began:.0f} s)", flush=True)
     if options.markdown is not None:
-        rows = ["| {row} | {mechanism} | {verdict} | `{tests}` |".format(**result) for result in results]
-        head = ["| row | mechanism taken away | by the tests | tests |", "|---|---|---|---|"]
-        options.markdown.write_text("\n".join([*head, *rows]) + "\n")
-    noticed = sum(result["verdict"] == "noticed" for result in results)
-    print(f"Of {len(results)} mechanisms that were taken away, tests noticed {noticed}.")
-    raise SystemExit(noticed < len(results))
+        table = page.table(["row", "mechanism taken away", "by the tests", "tests"], lines, words=4)
+        options.markdown.write_text(table + "\n")
+    noticed = sum(found == "noticed" for _, _, found, _ in lines)
+    print(f"Of {len(lines)} mechanisms that were taken away, tests noticed {noticed}.")
+    raise SystemExit(noticed < len(lines))
 
 
 def verdict(folder: Path, mechanism: Mechanism) -> str:
@@ -557,11 +551,8 @@ def verdict(folder: Path, mechanism: Mechanism) -> str:
 
 def is_stale(mechanism: Mechanism) -> bool:
     """Whether what it replaces doesn't exist any more."""
-    module, _, names = mechanism.target.partition(":")
     try:
-        owner: Any = importlib.import_module(module)
-        for name in names.split("."):
-            owner = getattr(owner, name)
+        owner_of(mechanism, importlib.import_module(mechanism.target.partition(":")[0]))
     except (ModuleNotFoundError, AttributeError):
         return True
     return False

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from arguments import Arguments, parse_train  # noqa: E402
 from fabric_llm.base.fabric import Fabric  # noqa: E402
-from fabric_llm.data.batches import MicroBatch  # noqa: E402
+from fabric_llm.data.batches import Batches, MicroBatch, Prefetch  # noqa: E402
 from fabric_llm.model import loading  # noqa: E402
 from fabric_llm.model.language_model import trained_loss  # noqa: E402
 from fabric_llm.model.strategy import make_fabric  # noqa: E402
@@ -100,3 +103,45 @@ def take_step(trainer: Trainer, number: int, micro_batches: list[MicroBatch]) ->
     optimizer.step()
     optimizer.zero_grad()
     return loss
+
+
+def batches_of(trainer: Trainer) -> Batches:
+    """What this rank reads, in the order of `train.py`."""
+    fabric, arguments, plan, *_ = trainer
+    ranks = {"rank": fabric.global_rank, "world_size": fabric.world_size, "document_end": plan.document_end}
+    return Batches(plan.dataset.train, arguments.training.seed, plan.micro_batch_size, plan.micro_batches, **ranks)
+
+
+def train(turns: Any, trainer: Trainer, first: int = 0) -> None:
+    """Take steps, of which `first` are done, for as long as it is this contender's turn (turns.py)."""
+    batches, loss = batches_of(trainer), None
+    reader = Prefetch(batches, trainer.arguments.data.num_workers)
+    for number in itertools.count(first):
+        if not turns.go_on(loss):
+            return reader.close()
+        loss = take_step(trainer, number, reader.at(number * batches.global_batch_size))
+
+
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors of an optimizer's state, with or without Fabric's wrapper."""
+    states = getattr(optimizer, "optimizer", optimizer).state.values()
+    return [value for state in states for value in state.values() if hasattr(value, "untyped_storage")]
+
+
+def storage_bytes(tensors: Iterable[Tensor], kind: Optional[str] = None) -> int:
+    """What this rank holds for `tensors` (on devices of a kind): storage that several of them share counts once, whole."""
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    storages = (tensor.detach().untyped_storage() for tensor in local if kind in (None, tensor.device.type))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation in the body returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = function(*args, **(kwargs or {}))
+        sizes = [x.numel() * x.element_size() for x in tree_leaves(results) if hasattr(x, "untyped_storage")]
+        self.bytes = max([self.bytes, *sizes])
+        return results

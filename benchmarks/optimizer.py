@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """What a step of each optimizer costs, and how much of an update arrives: AdamW of this template against torch.optim's.
 
     python benchmarks/optimizer.py --markdown docs/results/optimizer.md
@@ -9,26 +8,21 @@ on the machine meets all of them; times are medians over turns, ratios medians o
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import datetime
-import os
-import platform
-import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from torch import nn  # noqa: E402
 
-from benchmarks.bf16_updates import cpu_name, markdown, progress  # noqa: E402
+from benchmarks import page  # noqa: E402
+from benchmarks.turns import seconds_in_turns  # noqa: E402
 from fabric_llm.training import adamw_cpu, adamw_plain, adamw_rounded  # noqa: E402
 from fabric_llm.training.adamw import AdamW  # noqa: E402
 
@@ -39,7 +33,6 @@ SHAPES = {  # hidden size, of the MLP, of keys and values, layers, vocabulary; e
     "1B": (2048, 8192, 512, 16, 128256),  # Llama 3.2 1B, for a GPU
 }
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-MIB = 2**20
 
 
 class Row(NamedTuple):
@@ -64,10 +57,15 @@ ROWS = [
 
 
 def main(argv: Optional[list[str]] = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
-    options = parse(argv)
-    device = torch.device("cuda" if options.accelerator == "cuda" else "cpu")
-    load = os.getloadavg()[0]
+    parser = page.parser(__doc__, rounds=9)
+    parser.add_argument("--sizes", nargs="+", default=["30M", "135M"], choices=SHAPES, help="parameters")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="of a CPU")
+    parser.add_argument("--elements", type=int, default=2**20, help="weights of the last table")
+    parser.add_argument("--accelerator", default="cpu", choices=("cpu", "cuda"), help="where to run")
+    options = page.parse(parser, argv)
+    device = torch.device(options.accelerator)
+    if device.type == "cuda":
+        options.device = {"name": torch.cuda.get_device_name()}
     tables = [("Compiling", compiling(device))]
     for threads in options.threads if device.type == "cpu" else [1]:
         torch.set_num_threads(threads)
@@ -75,25 +73,15 @@ def main(argv: Optional[list[str]] = None) -> int:
             on = f", {threads} thread{'s' * (threads != 1)}" * (device.type == "cpu")
             tables.append((f"{size}{on}", timing(size, device, options.rounds)))
     tables.append(("What arrives of an update", accuracy(device, options.elements)))
-    page = header(argv, device, load) + "\n\n".join(f"## {title}\n\n{text}" for title, text in tables)
-    print(page)
-    if options.markdown:
-        options.markdown.write_text(page + "\n")
+    notes = [
+        *(["GPU: not measured"] if device.type == "cpu" else []),
+        "Times: medians over rounds; the optimizers take turns, one step each. x torch fused: median of the ratios within a "
+        "round to torch.optim.AdamW(fused=True) on bfloat16 parameters",
+        "Bytes a parameter: what a step can't do without, reading and writing each tensor once; GB/s: these bytes in the time",
+    ]
+    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in tables)
+    page.write("optimizer.py", "What a step of the optimizer costs", notes, options, body, tables)
     return 0
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", default=["30M", "135M"], choices=SHAPES, help="(default: 30M 135M)")
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="of a CPU (default: 1 2)")
-    parser.add_argument("--rounds", type=int, default=9, help="timed steps of each optimizer (default: 9)")
-    parser.add_argument("--elements", type=int, default=2**20, help="weights of the last table (default: 2**20)")
-    parser.add_argument("--accelerator", default="cpu", choices=("cpu", "cuda"), help="(default: cpu)")
-    parser.add_argument("--markdown", type=Path, help="file to write the page to")
-    options = parser.parse_args(argv)
-    if min(*options.threads, options.rounds, options.elements) < 1:
-        parser.error("numbers of threads, rounds and elements must be at least 1.")
-    return options
 
 
 def compiling(device: torch.device) -> str:
@@ -110,9 +98,6 @@ def compiling(device: torch.device) -> str:
     )
 
 
-# ------------------------------------------------------------------- time
-
-
 def timing(size: str, device: torch.device, rounds: int) -> str:
     """A table of times, ratios to torch's fused kernel in bfloat16, and bytes a second."""
     steps, count = {}, sum(shape[0] * shape[-1] for shape in shapes(*SHAPES[size]))
@@ -126,44 +111,18 @@ def timing(size: str, device: torch.device, rounds: int) -> str:
         steps[row.name] = optimizer.step
     source = torch.randn(count, device=device)
     steps["copy"] = lambda target=torch.empty_like(source): target.copy_(source)
-    times = in_turns(steps, rounds, device)
+    times = seconds_in_turns(steps, rounds, device.type)
     copied = 2 * source.numel() * 4 / statistics.median(times["copy"])
     lines = []
     for row in ROWS:
         seconds = statistics.median(times[row.name])
         ratio = statistics.median(own / fused for own, fused in zip(times[row.name], times[ROWS[0].name]))
         rate = row.bytes * count / seconds
-        lines.append(
-            (
-                row.name,
-                f"{1000 * seconds:.1f}",
-                f"{ratio:.2f}",
-                str(row.bytes),
-                f"{rate / 1e9:.1f}",
-                f"{rate / copied:.0%}",
-            )
-        )
+        of_copy = [f"{rate / 1e9:.1f}", f"{rate / copied:.0%}"]
+        lines.append([row.name, f"{1000 * seconds:.1f}", f"{ratio:.2f}", row.bytes, *of_copy])
     titles = ("", "step, ms", "x torch fused", "bytes a parameter, at least", "GB/s", "of a copy's")
     notes = f"{count / 1e6:.1f} M parameters; copying memory moves {copied / 1e9:.1f} GB/s (read and written)."
-    return f"{notes}\n\n{markdown(titles, lines)}"
-
-
-def in_turns(steps: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each step in each round; a first round isn't counted."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 1):
-        for name, step in steps.items():
-            synchronize(device)
-            began = time.perf_counter()
-            step()
-            synchronize(device)
-            times[name] += [time.perf_counter() - began] * (turn > 0)
-    return times
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return f"{notes}\n\n{page.table(titles, lines)}"
 
 
 def shapes(hidden: int, wide: int, key_values: int, layers: int, vocabulary: int) -> Iterator[tuple[int, ...]]:
@@ -181,9 +140,6 @@ def random_parameters(size: str, dtype: torch.dtype, device: torch.device) -> li
         params.append(nn.Parameter((0.02 * torch.randn(shape, generator=generator)).to(device, dtype)))
         params[-1].grad = torch.randn(shape, generator=generator).to(device, dtype)
     return params
-
-
-# ------------------------------------------------------------------- error
 
 
 def accuracy(device: torch.device, elements: int) -> str:
@@ -208,37 +164,16 @@ def accuracy(device: torch.device, elements: int) -> str:
         parts = found * update
         kept = parts.sum() / update.square().sum()
         error = parts.std() * elements**0.5 / update.square().sum()
-        moment = relative_bias(state["exp_avg_sq"].cpu().double(), 0.05 * grad.double().square())
+        second = 0.05 * grad.double().square()
+        moment = (state["exp_avg_sq"].cpu().double() - second).sum() / second.sum()
         lines.append((row.name, f"{kept:.4f} ± {error:.4f}", f"{moment:+.1e}"))
     titles = ("", "part of the update that arrives", "mean error of exp_avg_sq")
     notes = (
         f"{elements} weights of standard deviation 0.02, one step at lr {lr:g}, from bfloat16 weights and gradients. The part "
         "is the projection of the change on float64's, ± one standard error; of master, the master's. The mean error is relative."
     )
-    return f"{notes}\n\n{markdown(titles, lines)}"
-
-
-def relative_bias(found: Tensor, exact: Tensor) -> float:
-    return ((found - exact).sum() / exact.sum()).item()
-
-
-def header(argv: list[str], device: torch.device, load: float) -> str:
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{cpu_name()}, {os.cpu_count()} cores"
-    lines = [
-        f"Command: `{shlex.join(['python', 'benchmarks/optimizer.py', *argv])}`",
-        f"Date: {datetime.date.today()}",
-        f"Hardware: {name}",
-        f"Load: average {load:.1f} before the start, {os.getloadavg()[0]:.1f} at the end",
-        f"Versions: Python {platform.python_version()}, torch {torch.__version__}",
-        *(["GPU: not measured"] if device.type == "cpu" else []),
-        "Times: medians over rounds; the optimizers take turns, one step each. x torch fused: median of the ratios within a "
-        "round to torch.optim.AdamW(fused=True) on bfloat16 parameters",
-        "Bytes a parameter: what a step can't do without, reading and writing each tensor once; GB/s: these bytes in the time",
-    ]
-    return "\n".join(["# What a step of the optimizer costs", "", *(f"- {line}" for line in lines), "", ""])
+    return f"{notes}\n\n{page.table(titles, lines)}"
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        progress("optimizers in turns")
-        sys.exit(main())
+    sys.exit(main())

@@ -11,71 +11,72 @@ run.
 
 from __future__ import annotations
 
-import argparse
-import json
-import shutil
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import conftest  # noqa: E402, F401  one thread, no network
-import datasets  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
 from ranks import run_ranks  # noqa: E402
-from transformers import LlamaConfig  # noqa: E402
+
+from benchmarks import inputs, page  # noqa: E402
 
 SAVED = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12, "num_attention_heads": 8}
 SAVES = ((1, "full"), (2, "full"), (2, "sharded"))  # ranks, --state_dict_type
 STEPPED = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+KINDS = ("with", "without")
+Times = dict[str, list[float]]  # by kind
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40, help="saves of each kind")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--output", type=Path, default=None, help="JSON file for the results")
-    options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=ROOT / "checkpoints"))  # on the disk that runs go to
-    try:
-        tokens = np.random.default_rng(0).integers(0, 2000, (2048, 256)).tolist()
-        rows = datasets.Dataset.from_dict({"input_ids": tokens})
-        datasets.DatasetDict({"train": rows, "validation": rows.select(range(16))}).save_to_disk(str(folder / "data"))
-        for name, shape in (("saved", SAVED), ("stepped", STEPPED)):
-            LlamaConfig(**shape, vocab_size=16_000 if name == "saved" else 2048).save_pretrained(folder / name)
-        saves = [
-            run_ranks(ranks, time_saves, folder, options.rounds, ranks, what, timeout_seconds=900)[0]
-            for ranks, what in SAVES
-        ]
-        step = run_ranks(2, time_steps, folder, options.steps, timeout_seconds=1800)[0]
-    finally:
-        shutil.rmtree(folder)
-    results = {"saves": saves, "step": step, "torch": torch.__version__}
-    if options.output is not None:
-        options.output.write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results, indent=2))
+def main(argv: Optional[list[str]] = None) -> int:
+    parser = page.parser(__doc__, rounds=40)
+    parser.add_argument("--steps", type=int, default=400, help="steps of both kinds together")
+    options = page.parse(parser, argv)
+    (ROOT / "checkpoints").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "checkpoints") as name:  # on the disk that runs go to
+        folder = Path(name)
+        inputs.write_rows(folder / "data", 2000, 256, 2048)
+        inputs.write_llama(folder / "saved", vocab_size=16_000, **SAVED)
+        inputs.write_llama(folder / "stepped", vocab_size=2048, **STEPPED)
+        saves = {}
+        for ranks, what in SAVES:
+            [found, *_] = run_ranks(ranks, time_saves, folder, options.rounds, ranks, what, timeout_seconds=900)
+            saves[f"{ranks} ranks, {what}"] = found
+        steps = run_ranks(2, time_steps, folder, options.steps, timeout_seconds=1800)[0]
+    lines = []
+    for name, (times, size) in saves.items():
+        middle = {kind: statistics.median(times[kind][1:]) for kind in KINDS}
+        means = statistics.fmean(times["with"][1:]) / statistics.fmean(times["without"][1:])
+        ratios = [f"{ratio:.2f}" for ratio in (middle["with"] / middle["without"], means)]
+        lines.append([f"{name}, {size / page.MIB:.0f} MiB", *(f"{middle[kind]:.2f} s" for kind in KINDS), *ratios])
+    of_saves = page.table(["a save", "with manifest's hashes", "without", "ratio", "ratio of means"], lines)
+    times, watching = steps
+    ms = {kind: 1000 * statistics.median(values) for kind, values in times.items()}
+    lines = [["with requests, marks and judgement", f"{ms['with']:.1f} ms"], ["without", f"{ms['without']:.1f} ms"]]
+    lines += [["spent in them", f"{ms['inside']:.2f} ms, {ms['inside'] / ms['without']:.2%}"]]
+    lines += [["processor time of the watching thread", f"{watching:.2%}"]]
+    body = f"{of_saves}\n\n{page.table(['a step of two ranks', ''], lines)}"
+    page.write("safety_cost.py", "What safety costs", [], options, body, {"saves": saves, "step": steps})
+    return 0
 
 
-def flags(folder: Path, model: str, *more: Any) -> list[str]:
-    words = ["--model_name", folder / model, "--train_data_dir", folder / "data", "--output_dir", folder / "runs"]
-    words += ["--precision", "32-true", "--eval_iters", 0, "--verify_start", "false", "--log_step_interval", 10**6]
-    return [str(word) for word in [*words, *more]]
+def flags(folder: Path, model: str, ranks: int, **more: Any) -> list[str]:
+    quiet = {"eval_iters": 0, "log_step_interval": 10**6, "devices": ranks}
+    return inputs.training(folder, model, "data", "auto", "32-true", **quiet, **more)
 
 
-def time_saves(folder: Path, rounds: int, ranks: int, what: str) -> dict[str, Any]:
-    """Seconds of a whole save on this rank, with and without hashing."""
+def time_saves(folder: Path, rounds: int, ranks: int, what: str) -> tuple[Times, int]:
+    """(seconds of whole saves on this rank with and without hashing, bytes of a checkpoint)"""
     import train
     from fabric_llm.base import files
     from fabric_llm.run.saver import Saver
 
-    times: dict[str, list[float]] = {"with": [], "without": []}
-    processor: dict[str, list[float]] = {"with": [], "without": []}
+    times: Times = {kind: [] for kind in KINDS}
     save, hashed = Saver.save, files.sha256
 
     def timed(self: Any, *given: Any, **named: Any) -> None:
@@ -83,33 +84,22 @@ def time_saves(folder: Path, rounds: int, ranks: int, what: str) -> dict[str, An
         kind = "with" if count % 4 in (0, 3) else "without"  # ABBA: whatever comes every second time falls on both
         files.sha256 = hashed if kind == "with" else lambda path: "0" * 64
         self.fabric.barrier()
-        began, worked = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
         save(self, *given, **named)
-        processor[kind].append(time.process_time() - worked)
         self.fabric.barrier()
         times[kind].append(time.perf_counter() - began)
         files.sha256 = hashed
 
     Saver.save = timed
-    more = ("--max_step", 2 * rounds + 2, "--save_step_interval", 1, "--keep_last", 1, "--run_name", f"{ranks}-{what}")
-    more += ("--devices", ranks, "--global_batch_size", ranks, "--state_dict_type", what)
-    train.main(flags(folder, "saved", *more))
-    last = folder / "runs" / f"{ranks}-{what}" / f"step-{2 * rounds + 2:08d}"
-    size = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
-    medians = {kind: statistics.median(values[1:]) for kind, values in times.items()}
-    worked = {kind: statistics.median(values[1:]) for kind, values in processor.items()}
-    pairs = [a / b for a, b in zip(times["with"][1:], times["without"][1:])]
-    said = {"ranks": ranks, "state_dict_type": what, "bytes": size, "seconds": medians, "processor_seconds": worked}
-    return {
-        **said,
-        "ratio": medians["with"] / medians["without"],
-        "median_of_pairs": statistics.median(pairs),
-        "all": times,
-    }
+    run, last = f"{ranks}-{what}", 2 * rounds + 2
+    saving = {"max_step": last, "save_step_interval": 1, "keep_last": 1, "state_dict_type": what}
+    train.main(flags(folder, "saved", ranks, run_name=run, global_batch_size=ranks, **saving))
+    written = (folder / "runs" / run / f"step-{last:08d}").rglob("*")
+    return times, sum(path.stat().st_size for path in written if path.is_file())
 
 
-def time_steps(folder: Path, steps: int) -> dict[str, Any]:
-    """Milliseconds of a step, with and without what watches over it, and those spent in it.
+def time_steps(folder: Path, steps: int) -> tuple[Times, float]:
+    """(seconds of steps with and without what watches over them, and inside of it; the watching thread's part of a core)
 
     The scatter of whole steps is larger than 1 % on a shared machine, so what the step calls is timed by itself as well,
     and the processor time of the watching thread.
@@ -123,25 +113,18 @@ def time_steps(folder: Path, steps: int) -> dict[str, Any]:
 
     inside, watching, began = [0.0], [0.0], time.perf_counter()
     share = parts.share  # the loss goes over the ranks in any case; what they ask goes with it
-    ours = {
+    nothing = {
         (Requests, "ask"): lambda self: (False, False),
         (Saver, "has_written"): lambda self: False,
         (Watch, "mark"): lambda self, step, doing: None,
         (Guard, "accept"): lambda self, loss, grad_norm: True,
     }
-    kinds = {
-        "with": {
-            **{place: clocked(getattr(*place), inside, time.perf_counter) for place in ours},
-            (parts, "share"): share,
-        },
-        "without": {
-            **ours,
-            (parts, "share"): lambda fabric, total, asked: (share(fabric, total, [])[0], [0] * len(asked)),
-        },
-    }
+    watched = {place: clocked(getattr(*place), inside, time.perf_counter) for place in nothing}
+    alone = {(parts, "share"): lambda fabric, total, asked: (share(fabric, total, [])[0], [0] * len(asked))}
+    kinds = {"with": {**watched, (parts, "share"): share}, "without": {**nothing, **alone}}
     for name in ("_beat", "_listen", "_hangs"):
         setattr(Watch, name, clocked(getattr(Watch, name), watching, time.thread_time))
-    times: dict[str, list[float]] = {"with": [], "without": [], "inside": []}
+    times: Times = {"with": [], "without": [], "inside": []}
     seed_step, state = parts.seed_step, {"kind": "", "began": 0.0}
 
     def next_step(seed: int, step: int, rank: int) -> None:
@@ -157,27 +140,9 @@ def time_steps(folder: Path, steps: int) -> dict[str, Any]:
         seed_step(seed, step, rank)
 
     parts.seed_step = next_step
-    more = (
-        "--max_step",
-        steps,
-        "--strategy",
-        "fsdp",
-        "--devices",
-        2,
-        "--global_batch_size",
-        8,
-        "--micro_batch_size",
-        4,
-    )
-    train.main(flags(folder, "stepped", *more, "--run_name", "steps"))
-    medians = {kind: 1000 * statistics.median(values) for kind, values in times.items()}
-    return {
-        "milliseconds": medians,
-        "ratio": medians["with"] / medians["without"],
-        "part_inside": medians["inside"] / medians["without"],
-        "part_watching": watching[0] / (time.perf_counter() - began),
-        "steps": len(times["with"]),
-    }
+    more = {"max_step": steps, "strategy": "fsdp", "global_batch_size": 8, "micro_batch_size": 4}
+    train.main(flags(folder, "stepped", 2, run_name="steps", **more))
+    return times, watching[0] / (time.perf_counter() - began)
 
 
 def clocked(function: Any, total: list[float], clock: Any) -> Any:
@@ -194,4 +159,4 @@ def clocked(function: Any, total: list[float], clock: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,11 +1,9 @@
-#!/usr/bin/env python
 """Tokens per second and memory as context, depth, width, vocabulary, ranks and accumulation grow, each alone.
 
     python benchmarks/scaling.py --output scaling.json
 
 Around one small shape each axis is followed by itself, with the steps of training outside of a run (one_step.py).
-The points of an axis are processes of their own, which take turns (turns.py); several ranks are several processes,
-which meet over gloo (NCCL on GPUs). Beside each measured exponent, the slope of log(seconds of a step) over
+The points of an axis take turns (turns.py). Beside each measured exponent, the slope of log(seconds of a step) over
 log(size), stands what theory says: the slope of the operations that a step needs, so that what is quadratic in the
 context or the width counts with the part that it has at this size. Memory is the peak of a step above parameters
 and optimizer state, and its theory is activations and gradients as this model keeps them. A last line names the
@@ -17,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -25,20 +24,16 @@ from typing import Any, NamedTuple, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import inputs, turns  # noqa: E402
+from benchmarks import inputs, page, turns  # noqa: E402
 
 SECONDS_TOLERANCE, MEMORY_TOLERANCE = 0.2, 0.25  # between the exponents
-TITLES = [
-    "",
-    "",
-    "tokens/s",
-    "step, ms",
-    "quartiles",
-    "times the first",
-    "operations",
-    "additional peak, MiB",
-    "in theory",
-]
+COLUMNS = {
+    "size": lambda row: str(row["size"]),
+    **{"tokens/s": page.number("tokens_per_second", ",.0f"), "step, ms": page.step, "quartiles": page.spread},
+    **{"times the first": page.number("times_first"), "operations": page.number("operations")},
+    "additional peak, MiB": page.mebibytes("additional_bytes"),
+    "in theory": page.mebibytes("additional_bytes_in_theory"),
+}
 EXPONENTS = ["", "seconds: theory", "measured", "memory: theory", "measured", ""]
 
 
@@ -101,127 +96,83 @@ AXES = {
 }
 TOY_BASE = Point(context=16, layers=1, hidden=64, vocabulary=64, micro_batch=2)
 TOY_AXES = {
-    "context": (16, 32),
-    "layers": (1, 2),
-    "hidden": (64, 128),
-    "vocabulary": (64, 128),
-    "ranks": (1, 2),
-    "accumulation": (1, 2),
+    **{"context": (16, 32), "layers": (1, 2), "hidden": (64, 128), "vocabulary": (64, 128)},
+    **{"ranks": (1, 2), "accumulation": (1, 2)},
 }
 
 
 def main(argv: Optional[list[str]] = None) -> int:
-    parser = turns.parser(__doc__.splitlines()[0])
+    parser = turns.parser(__doc__)
     parser.set_defaults(threads=1, dtypes="float32")
     parser.add_argument("--axes", nargs="+", default=list(AXES), choices=AXES, help="what to grow")
     options = turns.resolve(parser, argv)
     base, axes = (TOY_BASE, TOY_AXES) if options.smoke else (BASE, AXES)
-    rows: list[turns.Row] = []
-    tables, lines = [], []
+    rows: list[page.Row] = []
+    lines = []
     with tempfile.TemporaryDirectory() as name:
         for dtype, axis in itertools.product(options.dtypes, options.axes):
             points = [base._replace(**{axis: size}) for size in axes[axis]]
             found = measure(Path(name) / f"{axis}-{dtype}", axis, points, dtype, options)
-            tables += table(axis, points, found)
-            lines.append(exponents(f"{axis}, {dtype}", axis, points, found))
+            lines.append(exponents(f"{axis}, {dtype}", points, found))
             rows += found
     notes = [
         f"Around: {dict(base._asdict())}; one axis grows at a time; ranks under --strategy fsdp",
         f"As theory says: exponents of seconds to {SECONDS_TOLERANCE}, of memory to {MEMORY_TOLERANCE}",
     ]
     unlike = [line[0] for line in lines if line[-1] != "as theory says"]
-    body = [turns.table(TITLES, tables), turns.table(EXPONENTS, lines)]
+    body = [page.compare(rows, COLUMNS), page.table(EXPONENTS, lines)]
     body.append(f"Growth isn't what theory says: {'; '.join(unlike) if unlike else 'nowhere'}.")
-    print(turns.page("scaling.py", "Scaling", notes, options, "\n\n".join(body)))
-    turns.write("scaling.py", options, rows)
+    page.write("scaling.py", "Scaling", notes, options, "\n\n".join(body), rows)
     return 0
 
 
-def measure(folder: Path, axis: str, points: list[Point], dtype: str, options: argparse.Namespace) -> list[turns.Row]:
+def measure(folder: Path, axis: str, points: list[Point], dtype: str, options: argparse.Namespace) -> list[page.Row]:
     contenders = []
     for number, point in enumerate(points):
         inside = folder / str(number)
-        shape = {
-            "hidden_size": point.hidden,
-            "intermediate_size": point.intermediate,
-            "num_hidden_layers": point.layers,
-        }
-        heads = max(1, point.hidden // 64)
-        inputs.write_llama(inside / "llama", vocab_size=point.vocabulary, num_attention_heads=heads, **shape)
+        shape = {"hidden_size": point.hidden, "intermediate_size": point.intermediate}
+        shape |= {"num_hidden_layers": point.layers, "num_attention_heads": max(1, point.hidden // 64)}
+        inputs.write_llama(inside / "llama", vocab_size=point.vocabulary, **shape)
         inputs.write_rows(inside / "data", point.vocabulary, point.context, 64)
-        flags = inputs.flags(inside, "llama", "data", options.kind, turns.DTYPES[dtype], "--compile", "false")
-        flags += ["--devices", str(point.ranks), "--micro_batch_size", str(point.micro_batch)]
-        flags += ["--gradient_accumulation_steps", str(point.accumulation)]
-        flags += ["--strategy", "fsdp"] if axis == "ranks" else []
-        row = {
-            "axis": axis,
-            "size": getattr(point, axis),
-            "dtype": dtype,
-            "ranks": point.ranks,
-            "store": inside / "store",
-        }
+        more = {"devices": point.ranks, "micro_batch_size": point.micro_batch, "compile": "false"}
+        more |= {"gradient_accumulation_steps": point.accumulation} | ({"strategy": "fsdp"} if axis == "ranks" else {})
+        flags = inputs.training(inside, "llama", "data", options.kind, turns.DTYPES[dtype], **more)
+        row = {"name": axis, "axis": axis, "size": getattr(point, axis), "dtype": dtype}
+        row |= {"ranks": point.ranks, "store": inside / "store"}
         contenders.append(turns.Contender(options, row, training, flags))
-    return turns.in_turns(contenders, options)
+    rows = turns.in_turns(contenders, options)
+    for point, row in zip(points, rows):
+        row["additional_bytes_in_theory"] = point.additional_bytes()
+        row["operations"] = point.operations() / points[0].operations()
+        row["tokens_per_second"] = None if row["error"] else point.tokens / page.median(row)
+        row["times_first"] = page.over(row, rows[0])
+    return rows
 
 
 def training(turns: Any, flags: list[str]) -> None:
     from benchmarks import one_step
-    from fabric_llm.data.batches import Batches
 
-    trainer = one_step.set_up(flags)
-    fabric, plan, loss = trainer.fabric, trainer.plan, None
-    ranks = {"rank": fabric.global_rank, "world_size": fabric.world_size}
-    batches = Batches(plan.dataset.train, 1, plan.micro_batch_size, plan.micro_batches, **ranks)
-    for step in itertools.count():
-        if not turns.go_on(loss):
-            return
-        loss = one_step.take_step(trainer, step, batches.at(step * batches.global_batch_size))
+    one_step.train(turns, one_step.set_up(flags))
 
 
-def table(axis: str, points: list[Point], rows: list[turns.Row]) -> list[list[str]]:
-    """The lines of an axis."""
-    lines, first = [], turns.median(rows[0])
-    for point, row in zip(points, rows):
-        seconds, name = turns.median(row), [axis, str(row["size"])]
-        if seconds is None:
-            lines.append([*name, row["error"], *[""] * (len(TITLES) - 3)])
-            continue
-        row["tokens_per_second"] = point.tokens / seconds
-        row["operations"], row["additional_bytes_in_theory"] = point.operations(), point.additional_bytes()
-        cells = [f"{row['tokens_per_second']:,.0f}", turns.milliseconds(seconds), turns.spread(row)]
-        cells += [turns.number(seconds / first if first else None), f"{row['operations'] / points[0].operations():.2f}"]
-        memory = [turns.mebibytes(row["additional_bytes"]), turns.mebibytes(row["additional_bytes_in_theory"])]
-        lines.append([*name, *cells, *memory])
-    return lines
-
-
-def exponents(name: str, axis: str, points: list[Point], rows: list[turns.Row]) -> list[str]:
+def exponents(name: str, points: list[Point], rows: list[page.Row]) -> list[str]:
     """The line that compares an axis with theory."""
-    whole = [(point, row) for point, row in zip(points, rows) if turns.median(row) is not None]
+    whole = [(point, row) for point, row in zip(points, rows) if page.median(row) is not None]
     measured = [row["additional_bytes"] for _, row in whole]
     if len(whole) < 2 or any(not count or count <= 0 for count in measured):
         return [name, *[""] * (len(EXPONENTS) - 2), "not measured"]
+    seconds = [page.median(row) for _, row in whole]
+    operations, memory = ([getattr(point, name)() for point, _ in whole] for name in ("operations", "additional_bytes"))
     sizes = [row["size"] for _, row in whole]
-    slopes = [
-        slope(sizes, [point.operations() for point, _ in whole]),
-        slope(sizes, [turns.median(row) for _, row in whole]),
-        slope(sizes, [point.additional_bytes() for point, _ in whole]),
-        slope(sizes, measured),
-    ]
-    of_seconds, of_memory = slopes[1] - slopes[0], slopes[3] - slopes[2]
-    found = [
-        f"{'seconds' if d is of_seconds else 'memory'} {d:+.2f}"
-        for d, most in ((of_seconds, SECONDS_TOLERANCE), (of_memory, MEMORY_TOLERANCE))
-        if abs(d) > most
-    ]
+    slopes = [slope(sizes, column) for column in (operations, seconds, memory, measured)]
+    apart = {"seconds": (slopes[1] - slopes[0], SECONDS_TOLERANCE), "memory": (slopes[3] - slopes[2], MEMORY_TOLERANCE)}
+    found = [f"{what} {difference:+.2f}" for what, (difference, most) in apart.items() if abs(difference) > most]
     return [name, *(f"{value:.2f}" for value in slopes), ", ".join(found) or "as theory says"]
 
 
 def slope(sizes: list[float], values: list[float]) -> float:
     """Of log(value) over log(size), by least squares: the exponent with which values grow."""
-    xs, ys = [math.log(size) for size in sizes], [math.log(value) for value in values]
-    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((a - x) * (b - y) for a, b in zip(xs, ys)) / sum((a - x) ** 2 for a in xs)
+    return statistics.linear_regression([math.log(size) for size in sizes], [math.log(one) for one in values]).slope
 
 
 if __name__ == "__main__":

@@ -10,69 +10,57 @@ together) says nearly the same on one that does.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Optional
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from benchmarks import inputs, page  # noqa: E402
+from benchmarks.turns import alternate  # noqa: E402
+
 CASES = {  # name -> flags
-    "1 device": ("--devices", "1"),
-    "2 devices, fsdp": ("--devices", "2", "--strategy", "fsdp"),
-    "2 devices, ddp": ("--devices", "2", "--strategy", "ddp"),
+    "1 device": {"devices": 1},
+    "2 devices, fsdp": {"devices": 2, "strategy": "fsdp"},
+    "2 devices, ddp": {"devices": 2, "strategy": "ddp"},
 }
-SIGNS = {"Start verified": "Start verified", "first step": "step "}  # how a line begins that says so
+SIGNS = {"start verified": "Start verified", "first step": "step "}  # how a line begins that says so
 STEPS = 3
+TITLES = ["seconds to", *SIGNS, "exit", "processor time"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each kind")
-    parser.add_argument("--against", type=Path, default=None, help="another checkout, to compare with")
-    parser.add_argument("--output", type=Path, default=None, help="JSON file for the results")
-    options = parser.parse_args()
+def main(argv: Optional[list[str]] = None) -> int:
+    parser = page.parser(__doc__, rounds=5)
+    parser.add_argument("--against", type=Path, help="another checkout, to compare with")
+    options = page.parse(parser, argv)
     checkouts = {"here": ROOT} | ({} if options.against is None else {"against": options.against.resolve()})
-    folder = Path(tempfile.mkdtemp())
+    kinds = [(name, case) for case in CASES for name in checkouts]
     times: dict[str, list[dict[str, float]]] = {}
-    try:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         make_toys(folder)
-        for number in range(options.rounds + 1):
-            for case in CASES:
-                for name, checkout in checkouts.items():
-                    for resumes in (False, True):
-                        took = time_run(checkout, folder, f"{name}-{case}".replace(" ", "-"), case, resumes)
-                        if number > 0:  # the first round fills the disk cache
-                            times.setdefault(f"{name}: {case}{', resumed' * resumes}", []).append(took)
-                    shutil.rmtree(folder / "runs")
-    finally:
-        shutil.rmtree(folder)
-    medians = {
-        kind: {what: round(statistics.median(run[what] for run in runs), 2) for what in runs[0]}
+        for name, case in alternate(kinds, 1 + options.rounds):
+            run = f"{name}-{len(times.get(f'{name}: {case}', []))}-{case}".replace(" ", "-")
+            for resumed in (False, True):
+                took = time_run(checkouts[name], folder, run, case, resumed)
+                times.setdefault(f"{name}: {case}{', resumed' * resumed}", []).append(took)
+    lines = [
+        [kind, *(f"{statistics.median(run[what] for run in runs[1:]):.2f}" for what in TITLES[1:])]
         for kind, runs in times.items()
-    }
-    results = {"medians": medians, "rounds": options.rounds, "load": os.getloadavg(), **versions()}
-    if options.output is not None:
-        options.output.write_text(json.dumps({**results, "runs": times}, indent=2) + "\n")
-    print(json.dumps(results, indent=2))
-
-
-def versions() -> dict[str, Any]:
-    names = ("torch", "lightning", "transformers", "datasets")
-    return {"python": platform.python_version(), "cores": os.cpu_count(), **{name: version(name) for name in names}}
+    ]
+    notes = [f"Medians of {options.rounds}; a first round, which fills the disk cache, isn't counted"]
+    page.write("start.py", "What starting costs", notes, options, page.table(TITLES, lines), times)
+    return 0
 
 
 def make_toys(folder: Path) -> None:
     """`model` and `data`, as the tests have them."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import conftest
     import numpy as np
     from transformers import AutoModelForCausalLM
@@ -83,13 +71,13 @@ def make_toys(folder: Path) -> None:
 
 def time_run(checkout: Path, folder: Path, run: str, case: str, resumes: bool) -> dict[str, float]:
     """Seconds to each sign and to the exit of one run, and its seconds of processor time. Raises where it fails."""
-    words = ["--model_name", folder / "model", "--train_data_dir", folder / "data", "--output_dir", folder / "runs"]
-    words += ["--run_name", run, "--micro_batch_size", 2, "--global_batch_size", 4, "--precision", "32-true"]
-    words += ["--max_step", STEPS * (1 + resumes), "--log_step_interval", 1, "--eval_iters", 0, *CASES[case]]
+    words = inputs.flags(model_name=folder / "model", train_data_dir=folder / "data", output_dir=folder / "runs")
+    words += inputs.flags(run_name=run, micro_batch_size=2, global_batch_size=4, precision="32-true", eval_iters=0)
+    words += inputs.flags(max_step=STEPS * (1 + resumes), log_step_interval=1, **CASES[case])
     words += ["--resume", "true", "--resume_override", "max_step"] if resumes else []
     began = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, str(checkout / "train.py"), *map(str, words)],
+        [sys.executable, str(checkout / "train.py"), *words],
         cwd=checkout,
         env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
@@ -109,4 +97,4 @@ def time_run(checkout: Path, folder: Path, run: str, case: str, resumes: bool) -
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

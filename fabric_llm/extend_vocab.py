@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Optional
 
 from fabric_llm.base.command_line import fail, flag, parse
+from fabric_llm.base.console import plain_output
 from fabric_llm.base.ending import in_one_sentence
 
 # torch is imported only in the functions below: it takes seconds, which --help and bad arguments don't have to wait for.
@@ -120,4 +121,5 @@ def main(argv: Optional[list[str]] = None) -> None:
 
 
 if __name__ == "__main__":
+    plain_output()
     main()

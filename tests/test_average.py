@@ -283,6 +283,31 @@ def test_a_sharded_bf16_run_of_two_ranks_is_evaluated_as_it_was(runs, tmp_path, 
     assert note["eval_loss"]["validation"] == pytest.approx(metrics(runs / "sharded", "eval_loss")[-1], abs=1e-2)
 
 
+def test_a_set_that_is_not_packed_is_evaluated_as_the_run_did(toys, packed_data, tmp_path, run_average):
+    """The token that ends documents of the training data is a word like others there."""
+    flags = ("--model_name", toys / "llama", "--train_data_dir", packed_data, "--eval_data", f"plain={toys / 'data'}")
+    flags += ("--output_dir", tmp_path, "--run_name", "run", "--max_step", 1, "--eval_iters", 2)
+    train_ranks(1, *flags, "--micro_batch_size", 4, "--verify_start", "false", "--precision", "32-true")
+    assert run_average(tmp_path / "run", evaluate="true")[0] == 0
+    sets, note = metrics(tmp_path / "run", "eval")[-1], json.loads((tmp_path / "hf" / "average.json").read_text())
+    assert note["eval_loss"] == pytest.approx({name: one["loss"] for name, one in sets.items()}, abs=1e-5)
+
+
+def test_an_average_that_is_worse_than_a_part_says_so(runs, tmp_path, run_average):
+    code, out, _ = run_average(runs / "full", "--last", 3, "--weights", "1,1,98", evaluate="true")
+    note = json.loads((tmp_path / "hf" / "average.json").read_text())
+    average, (least, best) = (
+        note["eval_loss"]["validation"],
+        min((part["eval_loss"]["validation"], part["path"]) for part in note["parts"]),
+    )
+    assert code == 0 and least < average
+    name = best.removeprefix(f"{runs}/")
+    assert f"The average is worse than {name} on validation ({average:.4f}, and {least:.4f})." in out
+    assert out.endswith(f"Next: python export_hf.py {best} --output {tmp_path / 'hf'} --overwrite true\n")
+    out = run_average(runs / "full", "--overwrite", "true", evaluate="true")[1]
+    assert "is worse" not in out and "Next: AutoModelForCausalLM" in out
+
+
 def test_without_the_data_there_is_a_sentence_and_no_table(runs, toys, tmp_path, run_average):
     shutil.copytree(runs / "full", tmp_path / "full")
     arguments = tmp_path / "full" / "arguments.yaml"

@@ -19,6 +19,7 @@ from fabric_llm.base.faults import as_fault
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.run.placement import place
 from fabric_llm.run.plan import make_plan
+from fabric_llm.run.resume import directory
 
 
 @pytest.fixture
@@ -182,7 +183,7 @@ ROW = list(range(8))
         ({"validation": {"input_ids": [ROW]}}, ["no split 'train'"]),
         ({"train": {"input_ids": []}, "validation": {"input_ids": [ROW]}}, ["'train'", "empty"]),
         ({"train": {"input_ids": [ROW]}, "valid": {"input_ids": []}}, ["'valid'", "empty"]),
-        ({"train": {"text": ["a"]}, "validation": {"input_ids": [ROW]}}, ["'input_ids'", "'text'"]),
+        ({"train": {"text": ["a"]}, "validation": {"input_ids": [ROW]}}, ["holds text", "--tokenizer"]),
         ({"train": {"input_ids": ["a"]}, "validation": {"input_ids": [ROW]}}, ["'input_ids'", "integers"]),
         ({"train": {"input_ids": [[0.5] * 8]}, "validation": {"input_ids": [ROW]}}, ["'input_ids'", "integers"]),
         ({"train": {"input_ids": [ROW, ROW[:5]]}, "validation": {"input_ids": [ROW]}}, ["5", "8", "different length"]),
@@ -323,8 +324,21 @@ def finished(toys, tmp_path_factory):
     ],
 )
 def test_a_run_that_is_there_already(refused, finished, flags, words):
+    files = [finished / "run" / name for name in ("STATUS.json", "events.jsonl", "metrics.jsonl", "arguments.yaml")]
+    before = [file.read_bytes() for file in files]
     sentence = refused("--output_dir", finished, "--run_name", "run", "--global_batch_size", 4, "--max_step", 9, *flags)
     assert all(word in sentence for word in words), sentence
+    assert [file.read_bytes() for file in files] == before, "it stays done"
+
+
+def test_resume_alone_says_which_run_it_could_mean(refused, finished, tmp_path):
+    both = shutil.copytree(finished, tmp_path / "both")
+    shutil.copytree(both / "run", both / "demo_llama-demo")
+    sentence = refused("--resume", "true", "--output_dir", both, good=False)
+    assert "--run_name" in sentence and "'demo_llama-demo', 'run'" in sentence
+    assert "--run_name run" in refused("--resume", "true", "--output_dir", finished, good=False)
+    shutil.rmtree(both / "run")
+    assert directory(parse_train(["--resume", "true", "--output_dir", str(both)])) == both / "demo_llama-demo"
 
 
 def test_a_checkpoint_of_another_model(refused, finished, toys):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import sharding
+from benchmarks import one_step, sharding
 
 SCRIPT = Path(sharding.__file__)
 SHARDED = ("fsdp, no wrapping", "fsdp, by layer", "fsdp2, by layer")
@@ -18,15 +18,15 @@ WHOLE = ("ddp", "fsdp, by layer, NO_SHARD")
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, dict]]:
-    """(standard output, numbers of each row) of a run on two ranks, losses of two steps and memory only."""
+    """(standard output, numbers of each row) of a run on two ranks, losses of two steps and memory."""
     folder = tmp_path_factory.mktemp("sharding")
-    size = ("--hidden_size", "64", "--layers", "2", "--steps", "2", "--rounds", "0", "--accelerator", "cpu")
-    files = ("--json", folder / "rows.json", "--markdown", folder / "table.md")
+    size = ("--hidden_size", "64", "--layers", "2", "--warm_up", "2", "--rounds", "1", "--accelerator", "cpu")
+    files = ("--output", folder / "rows.json", "--markdown", folder / "table.md")
     command = [sys.executable, SCRIPT, *size, *files, "--only", *WHOLE, *SHARDED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-6000:]
     assert (folder / "table.md").read_text() == done.stdout
-    return done.stdout, {row["name"]: row for row in json.loads((folder / "rows.json").read_text())}
+    return done.stdout, {row["name"]: row for row in json.loads((folder / "rows.json").read_text())["rows"]}
 
 
 @pytest.mark.parametrize("key", ["parameter_bytes", "optimizer_bytes"])
@@ -58,13 +58,13 @@ def test_the_table_has_a_line_for_each_row(result):
     for name, row in rows.items():
         [line] = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
         assert f"| {row['parameter_bytes'] / 2**20:.1f} |" in line
-        assert sharding.NOT_MEASURED in line  # step times, with --rounds 0
+        assert f"| {row['losses'][-1]:.6f} |" in line
 
 
 @pytest.mark.parametrize("other", [2.0002, math.nan])
 def test_another_loss_is_an_error(other):
     rows = [
-        {"name": name, "failed": False, "losses": losses} for name, losses in (("a", [3.0, 2.0]), ("b", [3.0, other]))
+        {"name": name, "error": None, "losses": losses} for name, losses in (("a", [3.0, 2.0]), ("b", [3.0, other]))
     ]
     assert sharding.problem_of(rows[:1]) is None
     assert "b: losses" in sharding.problem_of(rows)
@@ -72,13 +72,13 @@ def test_another_loss_is_an_error(other):
 
 
 def test_a_failed_row_is_an_error_and_stays_in_the_table():
-    rows = [{"name": "a", "failed": True}]
-    assert sharding.problem_of(rows) == "failed: a."
-    assert "| a | failed |" in sharding.table(rows)
+    rows = [{"name": "a", "error": "why", "seconds": []}]
+    assert sharding.problem_of(rows) == "failed: a (why)."
+    assert "| a | why |" in sharding.table(rows)
 
 
 def test_a_storage_counts_once_and_whole():
     whole = torch.zeros(10)
     assert (
-        sharding.storage_bytes([whole[:3], whole[5:], torch.zeros(0), torch.zeros(2, dtype=torch.float64)]) == 40 + 16
+        one_step.storage_bytes([whole[:3], whole[5:], torch.zeros(0), torch.zeros(2, dtype=torch.float64)]) == 40 + 16
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks import gpu, scaling, throughput, turns
+from benchmarks import gpu, page, scaling, throughput
 
 FOLDER = Path(gpu.__file__).parent
 
@@ -34,7 +34,7 @@ def header(titles):
 )
 def test_throughput(tmp_path, words):
     said, document = run("throughput.py", tmp_path, *words)
-    assert header(throughput.TITLES) in said
+    assert header(["", *throughput.COLUMNS]) in said
     rows = {row["name"]: row for row in document["rows"]}
     for name in ("fabric_llm", "bare loop"):
         assert rows[name]["tokens_per_second"] > 0 and rows[name]["additional_bytes"] > 0, rows[name]
@@ -71,7 +71,7 @@ def test_attention(tmp_path):
 @pytest.mark.longer
 def test_scaling(tmp_path):
     said, document = run("scaling.py", tmp_path, "--axes", "context", "ranks")
-    assert header(scaling.TITLES) in said and header(scaling.EXPONENTS) in said
+    assert header(["", *scaling.COLUMNS]) in said and header(scaling.EXPONENTS) in said
     assert "Growth isn't what theory says: " in said
     rows = {(row["axis"], row["size"]): row for row in document["rows"]}
     assert set(rows) == {("context", 16), ("context", 32), ("ranks", 1), ("ranks", 2)}
@@ -106,7 +106,7 @@ def test_other_losses_are_an_error():
 
 def test_ratios_are_taken_within_rounds():
     slow, fast = ({"error": None, "seconds": seconds} for seconds in ([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]))
-    assert turns.times_faster(fast, slow) == 2.0 and turns.median(slow) == 2.0
+    assert page.times_faster(fast, slow) == 2.0 and page.median(slow) == 2.0
 
 
 def test_growth_is_the_exponent():

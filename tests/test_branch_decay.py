@@ -1,5 +1,7 @@
 """--branch_decay: a run that only decays, from any checkpoint of a phase of constant rate."""
 
+import re
+
 import pytest
 from ranks import Job, metrics, run_ranks, toy_run, train_ranks
 from test_forgetting import _refused
@@ -50,6 +52,24 @@ def test_a_restart_of_the_same_command_goes_on(toys, trunk):
     assert metrics(trunk / "restarted", "step")[-1] == 8
     train_ranks(1, *branch(trunk, "wsd", 4, "--run_name", "undisturbed"))
     assert metrics(trunk / "restarted", "loss") == metrics(trunk / "undisturbed", "loss")
+
+
+@pytest.mark.parametrize("decays", [True, False])
+def test_a_branch_that_is_stopped_before_its_first_step_is_named_as_it_is(toys, tmp_path, decays):
+    """Its checkpoint owes an evaluation, in which the branch is asked to stop as well."""
+    words = flags(toys, tmp_path, "--lr_schedule", "constant", "--eval_iters", 10, "--eval_batch_size", 1)
+    words = (*words, "--eval_step_interval", 4)
+    assert Job(1, *words, "--run_name", "trunk", failpoint="evaluate:count=12:do=term").wait() == [75]
+    from_there = ("--checkpoint", tmp_path / "trunk" / "step-00000004", "--run_name", "branch")
+    more = (*from_there, *(("--branch_decay", 4) if decays else ("--resume", "true")))
+    job = Job(1, *words, *more, failpoint="evaluate:count=2:do=term")
+    assert job.wait() == [75] and f"Checkpoint: {tmp_path / 'branch' / 'step-00000004'}\n" in job.output[0]
+    assert (tmp_path / "branch" / "step-00000004" / "MANIFEST.json").is_file()
+    [following] = re.findall("Next: the same command with (.*)", job.output[0])
+    train_ranks(1, *words, *more, *following.split())
+    train_ranks(1, *words, *more, "--run_name", "undisturbed")
+    for key in ("step", "loss", "eval_loss"):
+        assert metrics(tmp_path / "branch", key) == metrics(tmp_path / "undisturbed", key)
 
 
 def test_a_branch_of_an_infinite_schedule_decays_from_its_constant_rate(trunk):

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import AutoModelForCausalLM
 
 import train
+from arguments import parse_train
 from fabric_llm.base import files
 from fabric_llm.base.step_names import checkpoints, latest, step_of
 from fabric_llm.checkpoint import reading, writing
@@ -25,7 +26,7 @@ from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.checkpoint.reading import verified
 from fabric_llm.checkpoint.writing import publish
 from fabric_llm.data.order import claimed_rows
-from fabric_llm.run import run_directory
+from fabric_llm.run import resume, run_directory
 from fabric_llm.verify.export import export
 
 FLAGS = ("--micro_batch_size", 4, "--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true", "--max_step", 3)
@@ -150,6 +151,9 @@ def test_progress_json_says_where_the_run_is(runs):
     schedule = document.pop("schedule")
     assert (schedule["lr"], schedule["max_step"], schedule["global_batch_size"]) == (1e-2, 3, 4)
     assert len(document["fixed"].pop("train_fingerprint")) == 64
+    measured = document.pop("measured_on")
+    assert set(measured) == {"validation", "copy"} and measured["copy"] == measured["validation"]
+    assert len(measured["validation"][0]) == 64 and measured["validation"][1] == 0, "rows, without evaluations"
     assert document.pop("rows_read") == {"from_position": 0, **asdict(claimed_rows(44, 1234, 0, 8))}
     assert document == {
         "progress": {"step": 2, "position": 8, "tokens": 8 * 24},
@@ -215,7 +219,7 @@ def test_a_save_that_was_killed_is_no_checkpoint(toys, runs, tmp_path, capsys, w
 
     one_rank(toys, tmp_path, "--run_name", "run", "--resume", "true")
     assert f"Removed {leftover}, left by a save that was cut off." in capsys.readouterr().out
-    assert names(tmp_path / "run") == names(runs / "full")
+    assert names(tmp_path / "run") == sorted([*names(runs / "full"), "metrics.discarded.jsonl"]), "nothing else is left"
     assert_same_weights(tmp_path / "run", runs / "full")
 
 
@@ -528,6 +532,14 @@ def choose(parent, run_name=None, resume=False, given=None):
 def test_default_name():
     assert run_directory.default_name("meta-llama/Meta-Llama-3-8B", "data/mine") == "Meta-Llama-3-8B-mine"
     assert run_directory.default_name("checkpoints/first/step-00000100", "data/mine/") == "first-mine"
+
+
+def test_a_run_that_replays_is_called_after_its_new_data():
+    words = ["--model_name", "m", "--output_dir", "nowhere"]
+    replays = parse_train([*words, "--train_data_dir", "data/basque", "--replay", "data/general"])
+    assert resume.directory(replays) == Path("nowhere/m-basque")
+    mixes = parse_train([*words, "--data_mix", "a=data/x:1,b=data/y:2"])
+    assert resume.directory(mixes) == Path("nowhere/m-a-b")
 
 
 def test_new_runs_are_numbered_and_resume_takes_the_newest(run):

@@ -26,6 +26,7 @@ def run(command, folder, expected_code=0):
         words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == expected_code, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert not re.search(r"\r|\wWarning: ", done.stderr), "bars, or warnings in Python's own format"
     return done.stdout, done.stderr
 
 
@@ -74,14 +75,17 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     config = json.loads((ROOT / "configs" / "demo_llama" / "config.json").read_text())
     small = {"vocab_size": 512, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
     (model / "config.json").write_text(json.dumps({**config, **small}))
-    prepare, train, export, resume = (
+    prepare, general, train, export, resume = (
         readme_commands(word)[0]
-        for word in ("prepare_data.py --input", "train.py --devices 4 --model_name", "export_hf.py ", "--resume true")
+        for word in ("--input corpus/", "--input general/", "train.py --devices 4 --model_name", "export_hf.py ", "--resume true")
     )
     name = "meta-llama/Meta-Llama-3-8B"
     prepare = prepare.replace(f"--tokenizer {name}", "--train_tokenizer 512").replace("4096", "64")
     out, _ = run(prepare, tmp_path)
     assert "train" in out and "Next: python train.py --model_name NAME_OR_DIR --train_data_dir data/mine" in out
+    (tmp_path / "general").mkdir()
+    (tmp_path / "general" / "license.txt").write_text((ROOT / "LICENSE").read_text())
+    run(general.replace(f"--tokenizer {name}", "--tokenizer data/mine/tokenizer").replace("4096", "64"), tmp_path)
     flags = "--max_step 6 --save_step_interval 3 --eval_step_interval 3 --eval_iters 2"
     train = train.replace("--devices 4", "--devices 2").replace(name, "model")
     train = re.sub(r"--(number_epochs 1|eval_step_interval 200|save_step_interval 500)", "", train)
@@ -113,6 +117,14 @@ def test_a_mistake_gets_one_sentence_in_all_processes(toys, tmp_path):
     assert error.startswith("prepare_data.py: error: ") and "nowhere" in error and len(error.splitlines()) == 1
     out, error = run("python export_hf.py nowhere --output x", tmp_path, expected_code=2)
     assert error == "export_hf.py: error: No checkpoint at 'nowhere'.\n"
+
+
+def test_an_end_with_words_prints_them_and_is_no_success(tmp_path):
+    """SystemExit("text") of code of one's own."""
+    code = "import arguments, runpy, sys; arguments.parse_train = lambda argv: sys.exit('not here'); runpy.run_path(sys.argv[1], run_name='__main__')"
+    words = [sys.executable, "-c", code, ROOT / "train.py"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "not here\n")
 
 
 def test_a_mistake_that_only_the_weights_show_ends_all_processes(toys, tmp_path):

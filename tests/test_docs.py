@@ -2,10 +2,14 @@
 
 import ast
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from arguments import parse_train
+from fabric_llm.training.forgetting import parse_budgets
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -70,3 +74,36 @@ def test_the_readme_is_short():
 def test_the_index_lists_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
     assert [str(page) for page in PAGES if page.is_relative_to(ROOT / "docs") and page.name not in index] == []
+
+
+def started_runs():
+    """The flags of the runs of trained weights that the README and the recipe start, and of the preset, by place."""
+    places = {page.name: page for page in PAGES if page.name in ("README.md", "continued_pretraining.md")}
+    places["README.md"] = ROOT / "README.md"
+    runs = {}
+    for name, page in places.items():
+        blocks = "".join(text for language, text in FENCED.findall(page.read_text()) if language == "bash")
+        for line in blocks.replace("\\\n", " ").splitlines():
+            if re.match(r"python train.py .*--model_name (BASE|meta-llama)", line):
+                runs[name] = parse_train(shlex.split(line)[2:])
+    preset = f"--config {ROOT / 'configs' / 'llama3_8b.yaml'} --devices 4 --train_data_dir d --replay old"
+    return {**runs, "preset": parse_train(preset.split())}
+
+
+def test_the_pages_start_runs_as_the_recipe_says():
+    runs = started_runs()
+    assert set(runs) == {"README.md", "continued_pretraining.md", "preset"}
+    for place, flags in runs.items():
+        training = flags.training
+        assert training.lr == 2e-5 and training.warmup_steps >= 100, place
+        assert training.global_batch_size * (flags.data.context_length or 4096) >= 2**18, place
+        assert flags.save.save_step_interval and flags.save.keep_last, place
+        assert "replay" in flags.data.data_mix, place
+    budget = parse_budgets(runs["continued_pretraining.md"].evaluation.forgetting_budget)
+    assert budget == {"replay": 0.25}, "the one that the page's experiment kept"
+
+
+def test_a_page_says_how_to_get_a_gated_model():
+    page = (ROOT / "docs" / "runs.md").read_text()
+    assert all(word in page for word in ("gated", "licence", "hf auth login", "HF_TOKEN", "HF_HUB_OFFLINE"))
+    assert "docs/runs.md#models-from-the-hub" in (ROOT / "README.md").read_text()

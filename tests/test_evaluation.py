@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import make_dataset
+from datasets import load_from_disk
 from ranks import Job, metrics, toy_run, train_ranks
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 VALIDATION_ROWS = 40
 
@@ -98,3 +101,31 @@ def test_a_request_to_save_inside_an_evaluation_is_kept_for_the_next_step(toys, 
     job = Job(1, *flags(toys, data, tmp_path, "--run_name", "run", "--eval_iters", 5), before=touch)
     assert job.wait() == [0], job.output
     assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-00000001", "step-00000004"]
+
+
+def smoothed(logits, targets):
+    """Another loss: label smoothing."""
+    return F.cross_entropy(logits.float(), targets, ignore_index=-100, reduction="sum", label_smoothing=0.5)
+
+
+def train_smoothed():
+    from fabric_llm.model import language_model
+
+    language_model.token_loss = smoothed
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "loss"), [("auto", 1, "chunked"), ("auto", 1, "full"), ("fsdp2", 2, "auto")]
+)
+def test_evaluation_is_plain_cross_entropy_whatever_trains(toys, data, tmp_path, strategy, ranks, loss):
+    words = flags(toys, data, tmp_path, "--strategy", strategy, "--loss", loss, "--precision", "32-true")
+    for name, change in (("plain", lambda: None), ("smoothed", train_smoothed)):
+        job = Job(ranks, *words, "--run_name", name, before=change)
+        assert job.wait() == [0] * ranks and "gradients are equal to rounding" in job.output[0], job.output
+    plain, other = tmp_path / "plain", tmp_path / "smoothed"
+    assert metrics(other, "eval_loss")[0] == metrics(plain, "eval_loss")[0]
+    assert metrics(other)[0] != pytest.approx(metrics(plain)[0], rel=1e-3), "which is what trains"
+    model = AutoModelForCausalLM.from_pretrained(other / "step-00000004").eval()
+    rows = torch.tensor(load_from_disk(str(data))["validation"]["input_ids"])
+    with torch.no_grad():
+        assert metrics(other, "eval_loss")[-1] == pytest.approx(model(rows, labels=rows).loss.item(), rel=1e-5)

@@ -213,6 +213,74 @@ def test_a_run_that_would_forget_is_stopped_with_a_saved_checkpoint(base, tmp_pa
     )
 
 
+@pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
+def test_a_stop_before_the_base_was_measured_leaves_it_to_the_resumed_run(base, tmp_path, strategy):
+    ranks = 1 if strategy == "auto" else 2
+    more = ("--forgetting_budget", "replay:0.05,copy:9", "--forgetting_action", "stop", "--strategy", strategy)
+    run, whole = replayed(base, tmp_path, *more), replayed(base, tmp_path, *more, "--run_name", "whole")
+    assert Job(ranks, *whole).wait() == [76] * ranks
+    job = Job(ranks, *run, failpoint="evaluate:count=2:do=term")  # in the evaluation before step 1
+    assert job.wait() == [75] * ranks and [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000000"]
+    assert verify.main([str(tmp_path / "run")]) == 0
+    again = Job(ranks, *run, "--resume", "true", failpoint="evaluate:count=3:do=term")
+    assert again.wait() == [75] * ranks, "and again"
+    assert Job(ranks, *run, "--resume", "true").wait() == [76] * ranks
+    for key in ("step", "loss", "eval", "drift"):
+        assert metrics(tmp_path / "run", key) == metrics(tmp_path / "whole", key), key
+
+
+@pytest.mark.parametrize("name", ["general", "copy"])
+def test_a_budget_of_a_set_without_a_base_is_refused(base, tmp_path, name):
+    run = flags(base, tmp_path, "--train_data_dir", base / "new", "--max_step", 4)
+    train_ranks(1, *run)
+    more = ("--resume", "true", "--max_step", 8, "--resume_override", "max_step,forgetting_budget")
+    more += ("--eval_data", f"general={base / 'old'}")
+    budget = ("--forgetting_budget", f"validation:9,{name}:0.05")
+    job = Job(1, *run, *more, *budget)
+    assert job.wait() == [2] and f"{name!r} wasn't evaluated before step 1" in job.output[0]
+    train_ranks(1, *run, *more, "--forgetting_budget", "validation:9")
+    assert evaluated(tmp_path / "run", "validation", "budget")[-1] == 9
+    weights = ("--model_name", tmp_path / "run" / "step-00000004", "--run_name", "anew")  # as the sentence says
+    train_ranks(1, *run, *more[4:], "--resume_override", "", *weights, *budget)
+
+
+@pytest.mark.parametrize("change", ["data", "rows", "copied"])
+def test_a_base_of_other_rows_is_refused(base, tmp_path, change):
+    """The same name isn't the same set: what was forgotten would be the difference of two sets."""
+    run = flags(base, tmp_path, "--train_data_dir", base / "new", "--max_step", 4, "--eval_iters", 2)
+    budget = ("--forgetting_budget", "general:9,copy:9")
+    train_ranks(1, *run, *budget, "--eval_data", f"general={base / 'old'},other={base / 'new'}")
+    again = (*run, "--resume", "true", "--max_step", 8, "--resume_override", "max_step,forgetting_budget")
+    sets, budgets, name = ("old", "new"), budget, "general"
+    if change == "data":
+        sets = ("new", "old")
+    elif change == "rows":
+        again += ("--eval_iters", 1)
+    else:
+        budgets, name = ("--forgetting_budget", "copy:9,other:9"), "copy"
+    job = Job(1, *again, *budgets, "--eval_data", f"general={base / sets[0]},other={base / sets[1]}")
+    assert job.wait() == [2] and f"{name!r} was evaluated on other rows before step 1" in job.output[0]
+    train_ranks(1, *again, *budget, "--eval_iters", 2, "--eval_data", f"general={base / 'old'},other={base / 'new'}")
+    assert verify.main([str(tmp_path / "run")]) == 0
+
+
+def test_a_stop_in_the_step_of_a_rewind_to_the_beginning_keeps_the_raised_share(base, tmp_path):
+    more = ("--forgetting_budget", "replay:0.0001", "--forgetting_action", "rewind", "--eval_step_interval", 2)
+    run = replayed(base, tmp_path, *more, "--max_step", 8, "--max_skipped_steps", 1)
+    first = Job(1, *run, failpoint="evaluate:count=30:do=term")  # in the evaluation after step 2
+    assert first.wait() == [75] and [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000002"]
+    # That is made up, and too much was forgotten: in the next step the run goes back.
+    second = Job(1, *run, "--resume", "true", failpoint="forward:do=term")
+    assert second.wait() == [75] and "went back to the beginning" in second.output[0]
+    assert (tmp_path / "run" / "step-00000001").is_dir()
+    document = read_progress(tmp_path / "run" / "step-00000001")
+    assert Fraction(document["mixture"]["raised"]["replay"]) == Fraction(1, 10) and document["guard"]["rewinds"] == 1
+    assert document["progress"]["position"] == 4 * 8, "no row was read twice"
+    assert verify.main([str(tmp_path / "run")]) == 0
+    third = Job(1, *run, "--resume", "true")
+    assert third.wait() == [76] and "resumed from" in third.output[0], third.output
+
+
 def test_rewind_goes_on_with_more_replay_and_ends_inside_the_budget(base, tmp_path):
     more = ("--forgetting_budget", "replay:0.4", "--forgetting_action", "rewind", "--eval_step_interval", 2)
     run = replayed(base, tmp_path, *more, "--strategy", "fsdp", "--save_step_interval", 2, "--max_step", 12)
@@ -243,6 +311,24 @@ def test_a_source_of_which_half_is_replayed_ends_the_run(base, tmp_path):
     assert job.wait() == [76]
     assert "the share of 'replay' is 0.5 already" in job.output[0]
     assert "Without replay" not in job.output[0]
+    assert _goes_on(base, tmp_path, more, share=0.3) == 76, "the budget is too small, at half the rate as well"
+
+
+@pytest.mark.parametrize(("lr", "saved"), [(3e-3, True), (3e-2, False)])
+def test_a_run_that_has_forgotten_too_much_says_how_to_go_on(base, tmp_path, lr, saved):
+    more = ("--forgetting_budget", "replay:0.3", "--forgetting_action", "stop", "--lr", lr)
+    more += ("--eval_step_interval", 1, "--save_step_interval", 1)
+    assert Job(1, *replayed(base, tmp_path, *more)).wait() == [76]
+    assert _goes_on(base, tmp_path, more) in (0, 76)
+    folder = tmp_path / ("run" if saved else "run-2")
+    assert metrics(folder, "lr")[-1] == lr / 2, "from where half of the budget was left, or anew"
+
+
+def _goes_on(base, folder, more, **share):
+    """The exit code of the command that STATUS.json names."""
+    reason = json.loads((folder / "run" / "STATUS.json").read_text())["reason"]
+    following = reason.rpartition(": the same command with ")[2].split()
+    return Job(1, *replayed(base, folder, *more, *following, **share)).wait()[0]
 
 
 def test_a_run_on_weights_without_replay_says_what_that_risks_once(base, tmp_path):

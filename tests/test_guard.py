@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import re
+import signal
 
 import pytest
 import torch
@@ -82,6 +85,15 @@ def test_too_many_in_a_row_end_the_run_and_leave_the_last_good_checkpoint(toys, 
     saved = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
     assert saved == ["step-00000002", "step-00000004"], "a skipped step's weights are those before it, and finite"
     assert all(torch.isfinite(value).all() for value in weights(tmp_path, 4).values())
+    following = named(tmp_path)
+    assert f"--checkpoint {tmp_path / 'run' / 'step-00000004'} --lr 0.005" in " ".join(following)
+    assert run(toys, tmp_path, ranks, {}, *flags, *following, "--save_step_interval", 50) == 0 and weights(tmp_path, 50)
+
+
+def named(folder):
+    """The flags of the command that STATUS.json names, as mending what ended the run."""
+    reason = json.loads((folder / "run" / "STATUS.json").read_text())["reason"]
+    return re.search(r": the same command with (.*)$", reason)[1].split()
 
 
 def test_skips_that_are_not_in_a_row_do_not_add_up(toys, tmp_path):
@@ -153,6 +165,40 @@ def killed_after_the_rewind(argv, faults):
     return "killed" if train_with_faults(argv, faults, 100.0) == 75 else "not killed"
 
 
+@pytest.mark.parametrize("branch", [False, True])
+def test_a_stop_in_the_step_of_a_rewind_reads_no_row_twice(toys, tmp_path, branch):
+    flags = ("--spike_threshold", 6, "--lr", 1e-4, "--spike_action", "rewind", "--save_step_interval", 12)
+    assert run(toys, tmp_path, 1, {}, *flags, "--max_step", 12) == 0
+    more = (*flags, "--resume_override", "max_step", "--max_step", 20)
+    at = ("--checkpoint", tmp_path / "run" / "step-00000012")
+    spike = {0: range(4 * 1, 4 * 2)}  # step 14
+    assert run(toys, tmp_path, 1, spike, *more, "--resume", "true", *at, "--run_name", "whole", factor=100.0) == 0
+    name = "branch" if branch else "run"
+    argv = argv_of(toys, tmp_path, 1, *more, "--resume", "true", *(at if branch else ()), "--run_name", name)
+    assert run_ranks(1, stopped_in_the_rewind, argv, spike) == [75]
+    status = json.loads((tmp_path / name / "STATUS.json").read_text())
+    assert status["last_durable_step"] == status["step"] == 13
+    assert run(toys, tmp_path, 1, {}, *more, "--resume", "true", "--run_name", name) == 0
+    for key in ("step", "loss", "tokens", "position"):
+        assert metrics(tmp_path / name, key) == metrics(tmp_path / "whole", key), key
+    ours, theirs = (load_file(tmp_path / one / "step-00000020" / "model.safetensors") for one in (name, "whole"))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def stopped_in_the_rewind(argv, faults):
+    from fabric_llm.training import step
+
+    clip, calls = step.clip, iter(range(10**9))
+
+    def signalled(*args):
+        if next(calls) == 1:  # in step 14, before it asks
+            os.kill(os.getpid(), signal.SIGTERM)
+        return clip(*args)
+
+    step.clip = signalled
+    return train_with_faults(argv, faults, 100.0)
+
+
 def lines_with(folder, key):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if key in line]
@@ -171,6 +217,7 @@ def test_a_run_of_epochs_that_went_back_resumes_on_the_same_schedule(toys, tmp_p
     assert run(toys, tmp_path, 1, {}, *flags, *branch) == 0
     for key in ("step", "loss", "lr"):
         assert metrics(tmp_path / "branch", key) == metrics(tmp_path / "run", key)
+    assert not (tmp_path / "branch" / "metrics.discarded.jsonl").exists(), "what it left out is the run's, not its own"
     ours, theirs = (load_file(tmp_path / name / "step-00000020" / "model.safetensors") for name in ("branch", "run"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -212,6 +259,14 @@ def test_a_save_before_any_step_was_taken_changes_nothing(toys, tmp_path):
 def test_a_rewind_without_a_checkpoint_ends_the_run(toys, tmp_path):
     flags = ("--max_step", 16, "--spike_threshold", 6, "--spike_action", "rewind", "--lr", 1e-4)
     assert run(toys, tmp_path, 1, SPIKE_AT, *flags, factor=100.0) == 76
+    assert run(toys, tmp_path, 1, SPIKE_AT, *flags, *named(tmp_path), factor=100.0) == 0
+    assert metrics(tmp_path / "run", "verdict") == ["rewind"]
+
+
+def test_a_run_that_went_back_too_often_says_how_to_go_on(toys, tmp_path):
+    flags = (*SPIKE, "--spike_action", "rewind", "--max_skipped_steps", 0)
+    assert run(toys, tmp_path, 1, SPIKE_AT, *flags, factor=100.0) == 76
+    assert run(toys, tmp_path, 1, {}, *flags, *named(tmp_path)) == 0 and weights(tmp_path, 16)
 
 
 def test_what_is_a_spike():
@@ -243,3 +298,52 @@ def test_only_finite_steps_are_taken_and_the_state_survives_json():
     again.restore(json.loads(json.dumps(guard.state())))
     assert again.state() == guard.state() and again.gives_up()
     assert again.accept(1.0, 1.0) and not again.gives_up()
+
+
+def train_and_count(argv, faults):
+    """[(models, optimizers, bytes of tensors alive)] of a run with spikes, whenever a rewind begins to build and has built."""
+    import gc
+    import weakref
+
+    from fabric_llm.run import build, verdicts
+    from fabric_llm.run.log import Log
+
+    build_model, rewound, built, seen = build.build_model, Log.rewound, [], []
+
+    def counting(*args):
+        if built:
+            count()
+        made = build_model(*args)
+        built.append([weakref.ref(one) for one in (made[1].module, made[2].optimizer)])
+        return made
+
+    def count():
+        tensors = [
+            one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not hasattr(one, "to_local")
+        ]
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+        models, optimizers = (sum(one() is not None for one in of_all) for of_all in zip(*built))
+        seen.append((models, optimizers, sum(storages.values())))
+
+    def counting_afterwards(*args):
+        gc.collect()
+        count()
+        return rewound(*args)
+
+    build.build_model = verdicts.build_model = counting
+    Log.rewound = counting_afterwards
+    assert train_with_faults(argv, faults, 100.0) == 0
+    return seen
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
+def test_a_rewind_drops_model_and_optimizer_before_it_builds_them_anew(toys, tmp_path, strategy, ranks):
+    of_step = 4 // ranks
+    faults = {0: [*range(of_step * 13, of_step * 14), *range(of_step * 15, of_step * 16)]}
+    more = ("--spike_action", "rewind", "--async_save", "true", "--ema_decay", 0.9, "--eval_iters", 2)
+    argv = argv_of(toys, tmp_path, ranks, *SPIKE, *more, strategy=strategy)
+    for rank, seen in enumerate(run_ranks(ranks, train_and_count, argv, faults)):
+        assert [counts[:2] for counts in seen] == [(0, 0), (1, 1)] * 2, f"rank {rank}"
+        sizes = [size for *_, size in seen]
+        assert sizes[2] <= sizes[0] * 1.1 and sizes[3] <= sizes[1] * 1.1, "nothing else of them stays"
+        assert sizes[0] < sizes[1] / 2, "what is left is small beside them"

@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 from ranks import metrics, refuse_imports, toy_run
 
+from arguments import parse_train
+from fabric_llm.base import machine
+from fabric_llm.processes import launch
 from fabric_llm.processes.launch import adopt_slurm
+from fabric_llm.run.placement import place, require_fit
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 JOB = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost"}
@@ -59,15 +63,40 @@ def test_a_batch_script_without_srun_starts_its_own_ranks(toys, tmp_path):
     assert task.returncode == 0 and "fsdp on 2 cpu devices" in said, said
 
 
-def test_a_port_that_is_in_use_is_named(toys, tmp_path):
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
+@pytest.mark.parametrize("by", ["hand", "srun"])
+def test_a_port_that_is_in_use_is_named_and_no_lost_peer(toys, tmp_path, by):
+    """Which a loop would start again for ever. By hand it is told before a rank is started."""
+    given = {"MASTER_ADDR": "127.0.0.1"}
+    if by == "srun":
+        given |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
+        words = ("--devices", "auto")
+    else:
+        given |= {"NODE_RANK": "0", "PYTHONPATH": refuse_imports(tmp_path, ("torch",))}
+        words = ("--num_nodes", "2")
+    with socket.create_server(("", 0)) as other:
         port = str(other.getsockname()[1])
-        task = start(toys, tmp_path, "--devices", "2", MASTER_PORT=port, SLURM_PROCID="0")
+        task = start(toys, tmp_path, *words, **given, MASTER_PORT=port, SLURM_PROCID="0", SLURM_LOCALID="0")
         said = task.communicate(timeout=120)[0]
-    assert task.returncode == 71 and f"port {port}, where the ranks meet, is in use" in said, said
-    assert "Traceback" not in said
+    sentence = f"port {port}, where the ranks meet, is in use on rank 0's machine: start all with another MASTER_PORT."
+    assert task.returncode == 2 and f"train.py: error: {sentence}" in said and "Traceback" not in said, said
+
+
+def test_ranks_of_one_machine_meet_at_a_port_of_their_own(toys, tmp_path):
+    """Whatever the environment says of others, and nobody takes it from them while they import torch."""
+    with socket.create_server(("", 0)) as other:
+        given = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": str(other.getsockname()[1])}
+        task = start(toys, tmp_path, "--devices", "2", **given, SLURM_PROCID="0")
+        said = task.communicate(timeout=120)[0]
+    assert task.returncode == 0 and metrics(tmp_path / "run", "step") == [1, 2, 3], said
+
+
+def test_nobody_takes_the_port_while_the_ranks_start(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(subprocess, "Popen", lambda *command, **options: None)
+    children = launch.start_ranks(2, 1)
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+    children.door.close()
 
 
 def test_two_steps_of_a_job_meet_in_two_places(monkeypatch):
@@ -100,3 +129,111 @@ def test_the_other_ranks_start_before_torch_is_imported(toys, tmp_path):
     said = run.communicate(timeout=60)[0]
     assert "AssertionError: rank 0 of 2 imports torch" in said, said
     assert (tmp_path / "run" / ".lock").is_file()
+
+
+# ------------------------------------------------------------------------------- more ranks than fit the machine
+
+
+def fits(*words):
+    arguments = parse_train(["--model_name", "m", "--train_data_dir", "d", "--accelerator", "cpu", *words])
+    require_fit(arguments, place(arguments))
+
+
+def test_more_ranks_than_the_cores_or_the_memory_allow_are_refused_unless_insisted_on(monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda: 40 * 2**30)
+    fits("--devices", "8")
+    with pytest.raises(ValueError, match="--devices 9: so many .* on 2 CPU cores .*--devices 2, at most 8, or .*true"):
+        fits("--devices", "9")
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda: 3 * 2**30)
+    fits("--devices", "7")
+    with pytest.raises(ValueError, match="8 processes take 3.2 GiB .* 3.0 GiB are free; take --devices 7 at most"):
+        fits("--devices", "8")
+    fits("--devices", "64", "--oversubscribe", "true")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # torchrun has started them: its ranks' cores may be a part of the machine's
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "100000"), ("LOCAL_WORLD_SIZE", "100000")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    with pytest.raises(ValueError, match="on 16 CPU cores"):
+        fits()
+
+
+def test_what_insists_is_not_kept_for_the_next_start():
+    flags = ["--model_name", "m", "--train_data_dir", "d", "--oversubscribe", "true"]
+    assert "oversubscribe" not in parse_train(flags).kept()
+
+
+LIMITS = {  # files of the kernel; cores, of those that there are; free bytes
+    "none": ({}, None, 8 * 2**30),
+    "version 2": (
+        {
+            "proc/self/cgroup": "0::/pod/me\n",
+            "sys/fs/cgroup/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/pod/cpu.max": "50000 100000\n",
+            "sys/fs/cgroup/pod/me/memory.max": "max\n",
+            "sys/fs/cgroup/pod/me/memory.current": "400\n",
+            "sys/fs/cgroup/pod/memory.max": "1000\n",
+            "sys/fs/cgroup/pod/memory.current": "600\n",
+            "sys/fs/cgroup/pod/memory.stat": "anon 300\nfile 300\ninactive_file 100\nactive_file 150\n",
+        },
+        1,
+        650,
+    ),
+    "version 1, as docker shows it": (
+        {
+            "proc/self/cgroup": "4:memory:/docker/0123\n3:cpu,cpuacct:/docker/0123\n0::/\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "1000\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "600\n",
+            "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 100\ntotal_active_file 150\n",
+        },
+        1,
+        650,
+    ),
+    "version 1, without a limit": (
+        {
+            "proc/self/cgroup": "4:memory:/\n3:cpu,cpuacct:/\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "600\n",
+        },
+        None,
+        8 * 2**30,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_control_groups_limit_cores_and_memory(tmp_path, case):
+    files, limit, free = LIMITS[case]
+    for name, text in {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    8388608 kB\n", **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert machine.cores(tmp_path) == (limit or len(os.sched_getaffinity(0)))
+    assert machine.free_memory_bytes(tmp_path) == free
+    assert machine.free_memory_bytes(tmp_path / "elsewhere") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "sentence"),
+    [
+        ((), {"MASTER_PORT": ""}, "MASTER_PORT in the environment must be a number from 0 to 65535, not ''."),
+        ((), {"LOCAL_RANK": "2"}, "LOCAL_RANK in the environment must be a number from 0 to 1, not '2'."),
+        (
+            ("--num_nodes", "2"),
+            {"NODE_RANK": "2"},
+            "NODE_RANK in the environment must be a number from 0 to 1, not '2'.",
+        ),
+        (("--num_nodes", "2"), {"MASTER_PORT": "x"}, "MASTER_PORT in the environment must be a number from 1 to 65535"),
+    ],
+)
+def test_numbers_of_ranks_in_the_environment_are_checked_before_torch_is_imported(
+    toys, tmp_path, words, given, sentence
+):
+    by_hand = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} if not words else {}
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0", **by_hand, **given}
+    task = start(toys, tmp_path, *words, PYTHONPATH=refuse_imports(tmp_path, ("torch",)), **there)
+    said = task.communicate(timeout=60)[0]
+    assert task.returncode == 2 and said.startswith(f"train.py: error: {sentence}") and said.count("\n") == 1, said

@@ -1,6 +1,7 @@
 """Who started the ranks says how many there are; what a run claims to have read is what its ranks have read."""
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ from ranks import Job, metrics, toy_run, train_ranks
 from fabric_llm.data import dataset
 from fabric_llm.data.batches import Batches, Prefetch
 from fabric_llm.data.order import RowsRead, claimed_rows
-from fabric_llm.processes.launch import _free_port, launched_world
+from fabric_llm.processes.launch import launched_world
 from fabric_llm.verify import __main__ as verify_main
 
 TRAIN = Path(__file__).parent.parent / "train.py"
@@ -54,7 +55,8 @@ def test_torchrun_and_a_devices_flag_that_disagree(toys, tmp_path, ranks, device
 @pytest.mark.faults
 def test_two_agents_of_torchrun_without_num_nodes(toys, tmp_path, capsys):
     """757 of 772 rows were read twice."""
-    port = str(_free_port())
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
     command = [str(TORCHRUN), "--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
     command += ["--rdzv_endpoint", f"localhost:{port}", str(TRAIN), *flags(toys, tmp_path, "--devices", 2)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -124,6 +126,14 @@ def test_the_world_is_the_launchers(launched):
         ({"num_nodes": 1}, two_by_two, ["--num_nodes 1", "2 processes on each of 2 nodes"]),
         ({}, {**two_by_two, "WORLD_SIZE": 3}, ["3 processes, 2 of them on this machine"]),
         ({}, {"LOCAL_RANK": 0, "RANK": 0, "WORLD_SIZE": 1}, ["LOCAL_WORLD_SIZE isn't", "torchrun"]),
+        ({}, {**two_by_two, "WORLD_SIZE": "four"}, ["WORLD_SIZE in the environment must be a number from 1", "'four'"]),
+        ({}, {**two_by_two, "LOCAL_WORLD_SIZE": 0}, ["LOCAL_WORLD_SIZE in the environment must be a number from 1"]),
+        ({}, {**two_by_two, "RANK": 4}, ["RANK in the environment must be a number from 0 to 3, not '4'."]),
+        (
+            {},
+            {**two_by_two, "LOCAL_RANK": "x"},
+            ["LOCAL_RANK in the environment must be a number from 0 to 1, not 'x'."],
+        ),
         ({}, {"OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_RANK": 1}, ["mpirun has started 2", "torchrun or srun"]),
     ):
         with pytest.raises(ValueError) as refused:

@@ -286,6 +286,13 @@ def whole(toys, sources, tmp_path_factory):
     return output / "mix.yaml", output
 
 
+def test_it_is_evaluated_in_the_middle_and_at_the_end_of_each_epoch_of_its_largest_source(whole):
+    _, output = whole
+    lines = map(json.loads, (output / "whole" / "metrics.jsonl").read_text().splitlines())
+    # 6 rows a step of the 31 of `new`, for 7 steps; all sources together have 141, half of which are 9 steps
+    assert [line["step"] for line in lines if "eval_loss" in line] == [0, 3, 6, STEPS]
+
+
 def test_the_log_counts_tokens_and_epochs_of_each_source(whole):
     _, output = whole
     sources = metrics(output / "whole", "sources")
@@ -517,7 +524,7 @@ def test_mixtures_that_do_not_go_together_are_refused(toys, sources, tmp_path):
         f"new={new}:1,long={sources / 'long'}:1"
     )
     assert "--context_length 99: the rows of" in said(f"new={new}:1,old={old}:1", "--context_length", 99)
-    assert "have different columns: input_ids, and input_ids, labels." in said(
+    assert "have different columns: input_ids, and input_ids, labels; run prepare_data.py for both" in said(
         f"new={new}:1,ragged={toys / 'ragged'}:1"
     )
     late = {**staged(sources), "stages": [{"from": 0.99, "weights": {"new": 1}}]}

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import pickle
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from fabric_llm.checkpoint.keep import checkpoint_at as find
 from fabric_llm.checkpoint.reading import read_probe
 from fabric_llm.checkpoint.state_dicts import PREFIX
 from fabric_llm.data.batches import document_ends
-from fabric_llm.model import fast_paths, gradient_equality, layers, loss_head, packed_attention
+from fabric_llm.model import equality, fast_paths, gradient_equality, layers, loss_head, packed_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.verify import __main__ as verify
 from fabric_llm.verify.export import export
@@ -466,3 +467,29 @@ def test_layers_that_are_no_part_of_a_gradient_are_compared_as_well():
             gradient_equality.Gradients(reference.loss, squares, samples), reference, "32-true"
         )
         assert "model.layers.1" in found, factor
+
+
+def test_what_the_gate_keeps_and_sends_is_as_small_as_it_looks():
+    """A view holds all that is behind it, and is pickled with it: whole gradients on all ranks."""
+    model = LanguageModel(causal_lm("llama", vocab_size=2000))
+    gradients = gradient_equality.of_reference(model, batch())
+    outputs = equality.outputs(model.causal_lm, batch(1)["input_ids"], model)
+    kept = {**gradients.samples, "logits": outputs.logits, **outputs.modules}
+    assert [name for name, t in kept.items() if t.untyped_storage().nbytes() > t.numel() * t.element_size()] == []
+    head = gradients.samples["causal_lm.lm_head.weight"]  # of 64,000 elements
+    assert len(pickle.dumps(head)) < 4 * gradient_equality.SAMPLED_ELEMENTS + 1000
+
+
+def test_an_embedding_of_which_the_sample_has_no_token_passes():
+    """Its gradient is zero but for the probe's few tokens: at a large vocabulary the sample may miss them all."""
+    model = LanguageModel(causal_lm("llama", vocab_size=40_000))
+    step = -(-40_000 * COMMON["hidden_size"] // gradient_equality.SAMPLED_ELEMENTS)
+    missed = [row for row in range(100) if -row * COMMON["hidden_size"] % step >= COMMON["hidden_size"]]
+    ids = torch.tensor([missed[:CONTEXT]])
+    reference = gradient_equality.of_reference(model, {"input_ids": ids, "labels": ids})
+    name = "causal_lm.model.embed_tokens.weight"
+    assert reference.squares[name] > 0 and not reference.samples[name].any()
+    assert gradient_equality.difference(reference, reference, "32-true") is None
+    others = {**reference.samples, name: torch.ones_like(reference.samples[name])}
+    ours = gradient_equality.Gradients(reference.loss, reference.squares, others)
+    assert "embed_tokens" in gradient_equality.difference(ours, reference, "32-true")

@@ -19,9 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fabric_llm.base.console import Console
 from fabric_llm.run import trackers
-from fabric_llm.run.log import flat
 from fabric_llm.run.metrics import MetricsFile, Throughput, duration, peak_memory_gib
-from fabric_llm.run.trackers import MANY_LINES, Tracker, open_tracker
+from fabric_llm.run.trackers import MANY_LINES, Tracker, flat, open_tracker
 
 TRAINING = {
     "step": int,
@@ -49,18 +48,18 @@ def flags(toys, output, *more):
     )
 
 
-@pytest.fixture(scope="module", params=["csv", "tensorboard"])
-def run(request, toys, tmp_path_factory):
-    """(run directory, logger) of six steps, of which 5 and 6 were done twice: once before resuming from step 4."""
-    output = tmp_path_factory.mktemp(request.param)
-    base = flags(toys, output, "--logger", request.param, "--save_step_interval", 4, "--eval_step_interval", 3)
-    train_ranks(1, *base, "--max_step", 6)
+@pytest.fixture(scope="module")
+def run(toys, tmp_path_factory):
+    """Directory of a run of six steps with two trackers, of which 5 and 6 were done twice: once before resuming from step 4."""
+    output = tmp_path_factory.mktemp("trackers")
+    base = flags(toys, output, "--save_step_interval", 4, "--eval_step_interval", 3)
+    train_ranks(1, *base, "--max_step", 6, "--logger", "csv,tensorboard")
     train_ranks(
         1,
-        *(*base, "--max_step", 6, "--resume_override", "max_step"),
+        *(*base, "--max_step", 6, "--resume_override", "max_step", "--logger", "tensorboard, csv"),
         *("--resume", "true", "--checkpoint", output / "run" / "step-00000004"),
     )
-    return output / "run", request.param
+    return output / "run"
 
 
 def lines(folder):
@@ -71,8 +70,8 @@ def lines(folder):
 
 
 def test_every_line_has_its_keys_and_types(run):
-    training = [line for line in lines(run[0]) if "loss" in line]
-    evaluation = [line for line in lines(run[0]) if "loss" not in line]
+    training = [line for line in lines(run) if "loss" in line]
+    evaluation = [line for line in lines(run) if "loss" not in line]
     for expected, found in ((TRAINING, training), (EVALUATION, evaluation)):
         assert found
         for line in found:
@@ -81,13 +80,13 @@ def test_every_line_has_its_keys_and_types(run):
 
 
 def test_one_line_for_each_step_and_evaluation_also_after_resuming(run):
-    assert [line["step"] for line in lines(run[0]) if "loss" in line] == [1, 2, 3, 4, 5, 6]
-    evaluations = [line["step"] for line in lines(run[0]) if "eval_loss" in line]
+    assert [line["step"] for line in lines(run) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    evaluations = [line["step"] for line in lines(run) if "eval_loss" in line]
     assert evaluations == [0, 3, 6], "before the run, in the middle of the epoch, at the end"
 
 
 def test_tokens_are_those_of_all_sequences_so_far(run):
-    assert [line["tokens"] for line in lines(run[0]) if "loss" in line] == [
+    assert [line["tokens"] for line in lines(run) if "loss" in line] == [
         k * GLOBAL_BATCH * CONTEXT for k in range(1, 7)
     ]
 
@@ -119,6 +118,27 @@ def test_a_resumed_file_loses_what_is_done_again_and_a_torn_line(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_what_goes_is_kept_as_discarded_and_once(tmp_path):
+    path, file = tmp_path / "metrics.jsonl", tmp_path / "metrics.discarded.jsonl"
+    whole = '{"step": 1, "loss": 1.5}\n{"step": 2, "loss": 1.25}\n{"step": 2, "eval_loss": 3.0}\n{"step": 3, "lo'
+    for _ in range(2):  # the second time after a kill that came before the file was cut back
+        path.write_text(whole)
+        MetricsFile(path, resumed_step=1, keeps_discarded=True)
+        assert lines(tmp_path) == [{"step": 1, "loss": 1.5}]
+    MetricsFile(path, keeps_discarded=True)
+    discarded = [json.loads(line) for line in file.read_text().splitlines()]
+    assert discarded == [
+        *({"step": 1, "discarded": 2}, {"step": 2, "loss": 1.25}, {"step": 2, "eval_loss": 3.0}),
+        *({"step": 0, "discarded": 1}, {"step": 1, "loss": 1.5}),
+    ]
+    assert lines(tmp_path) == []
+
+
+def test_a_run_that_goes_back_keeps_what_it_does_again(run):
+    [header, *discarded] = map(json.loads, (run / "metrics.discarded.jsonl").read_text().splitlines())
+    assert header == {"step": 4, "discarded": 3} and [line["step"] for line in discarded] == [5, 6, 6]
+
+
 def test_a_run_that_starts_again_starts_its_file_again(tmp_path):
     """Killed before its first checkpoint: nothing of the first try stays, the evaluation at step 0 neither."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 2.0}\n{"step": 1, "loss": 1.5}\n')
@@ -136,13 +156,10 @@ def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path):
 # ------------------------------------------------------------------------------- trackers
 
 
-def test_the_tracker_has_what_metrics_jsonl_has(run):
-    folder, logger = run
-    records = [(line["step"], flat(line)) for line in lines(folder)]
-    nested = logger != "csv"  # whose columns are known before the run
-    expected = {
-        (step, k): v for step, line in records for k, v in line.items() if k != "step" and (nested or "/" not in k)
-    }
+@pytest.mark.parametrize("logger", ["csv", "tensorboard"])
+def test_each_of_two_trackers_has_what_metrics_jsonl_has(run, logger):
+    folder, records = run, [(line["step"], flat(line)) for line in lines(run)]
+    expected = {(step, k): v for step, line in records for k, v in line.items() if k != "step"}
     found = read_csv(folder) if logger == "csv" else read_tensorboard(folder)
     assert found.keys() == expected.keys()
     assert found == pytest.approx(expected, rel=1e-6)
@@ -158,6 +175,19 @@ def read_tensorboard(folder):
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return {(event.step, key): event.value for key in events.Tags()["scalars"] for event in events.Scalars(key)}
+
+
+def test_a_number_that_comes_later_is_a_column_of_the_table(tmp_path):
+    """As in Lightning's CSVLogger; also where a resumed run takes over the lines so far."""
+    verdict = {"step": 2, "verdict": "skip", "reason": "a spike"}
+    first = [{"step": 0, "eval_loss": 2.0}, {"step": 1, "loss": 1.5}, verdict]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in first))
+    log, close = trackers._csv(tmp_path)
+    log(2, {"loss": 1.25, "yours": 7})
+    log(3, {"loss": 1.0, "eval/a,b/loss": 1.75})
+    found = {(0, "eval_loss"): 2.0, (1, "loss"): 1.5, (2, "loss"): 1.25, (2, "yours"): 7}
+    assert read_csv(tmp_path) == {**found, (3, "loss"): 1.0, (3, "eval/a,b/loss"): 1.75}, "before it is closed"
+    close()
 
 
 def test_a_tracker_that_fails_warns_once_and_lets_the_run_go_on(tmp_path):
@@ -192,6 +222,20 @@ def test_a_tracker_that_is_slow_holds_nobody_up(tmp_path):
     answers.set()
     tracker.thread.join(30)
     assert had == list(range(2 * MANY_LINES))
+
+
+def test_an_upload_that_fails_is_one_warning_and_the_numbers_go_on(tmp_path):
+    pytest.importorskip("wandb")
+    had = []
+    tracker = Tracker("wandb", lambda step, record: had.append(step), lambda: None)
+    with pytest.warns(
+        UserWarning, match="can't take a checkpoint, nor perhaps later ones, by --log_model: .*step-1:"
+    ) as caught:
+        for step in (1, 2, 3):
+            tracker.log(step, {"loss": 1.0})
+            tracker.upload(tmp_path / f"step-{step}")  # which isn't there
+        trackers.close_all([tracker], 30)
+    assert len(caught) == 1 and had == [1, 2, 3]
 
 
 def test_no_tracker(tmp_path):
@@ -251,11 +295,13 @@ def wandb_runs(toys, tmp_path_factory):
         "no key": {},
         "no server": {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "2"},
     }
+    more = {"no key": ("--logger", "csv,wandb", "--log_model", "all", "--save_step_interval", 1)}
     started = {}
     for case, variables in cases.items():
         output = tmp_path_factory.mktemp("wandb")
         (output / "home").mkdir()
-        base = flags(toys, output, "--logger", "wandb", "--max_step", 2, "--log_step_interval", 1, "--devices", 1)
+        base = flags(toys, output, "--max_step", 2, "--log_step_interval", 1, "--devices", 1)
+        base += more.get(case, ("--logger", "wandb"))
         environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
         stdin = {"stdin": subprocess.DEVNULL} if case == "no server" else {"preexec_fn": lambda: os.close(0)}
         started[case] = (
@@ -290,6 +336,14 @@ def test_wandb_without_key_or_server_logs_offline_with_one_warning(wandb_runs, c
     assert [line["step"] for line in lines(folder) if "loss" in line] == [1, 2]
     assert list((folder / "wandb").glob("offline-run-*/*.wandb")), "what `wandb sync` uploads later"
     assert (folder / "step-00000002" / "MANIFEST.json").is_file()
+
+
+def test_each_checkpoint_goes_to_wandb_beside_another_tracker(wandb_runs):
+    _, folder = wandb_runs["no key"]
+    [written] = folder.glob("wandb/offline-run-*/*.wandb")
+    for name in ("step-00000001", "step-00000002"):
+        assert name.encode() in written.read_bytes(), "an alias of a version"
+    assert {step for step, key in read_csv(folder) if key == "loss"} == {1, 2}
 
 
 # ------------------------------------------------------------------------------- clock, memory, console
@@ -355,3 +409,25 @@ def test_console_has_a_bar_on_a_terminal(monkeypatch):
     console.line("step 2/3")
     console.close()
     assert "1/3" in sys.stderr.getvalue() and "step 2/3\n" in sys.stdout.getvalue()
+
+
+LIBRARIES = """
+from fabric_llm.base.console import plain_output
+plain_output()
+import sys, warnings
+import lightning.fabric, datasets, transformers  # Lightning has a format of its own for warnings
+from huggingface_hub.utils import tqdm
+warnings.warn("a library's\\nsentence")
+list(tqdm(range(3)))
+datasets.Dataset.from_dict({"a": [1, 2, 3]}).map(lambda row: row)
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model.save_pretrained(sys.argv[2])
+"""
+
+
+@pytest.mark.longer
+def test_a_log_file_gets_no_bars_of_libraries_and_plain_warnings(toys, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    words = [sys.executable, "-c", LIBRARIES, toys / "llama", tmp_path / "model"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "Warning: a library's sentence\n")

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from arguments import ROOT
+from fabric_llm.base.machine import cores
 from fabric_llm.base.spelling import NOT_HERE
 
 HEAVY = ("torch", "lightning", "transformers", "datasets", "numpy", "pyarrow", "tokenizers")
@@ -83,6 +84,12 @@ def place(toys, tmp_path_factory):
         (folder / "sets" / name / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
         said = {"packed": True, "context_length": context, "splits": {"train": {"rows": rows}}}
         (folder / "sets" / name / "manifest.json").write_text(json.dumps(said))
+    for name, column in (("text", "text"), ("body", "body")):
+        (folder / "sets" / name / "train").mkdir(parents=True)
+        (folder / "sets" / name / "dataset_dict.json").write_text('{"splits": ["train"]}')
+        said = {"features": {"number": {"dtype": "int64"}, column: {"dtype": "string"}}}
+        (folder / "sets" / name / "train" / "dataset_info.json").write_text(json.dumps(said))
+        (folder / "sets" / name / "train" / "state.json").write_text("{}")
     for name, text in {
         "unknown": "{sources: {old: {path: prepared, weight: 1}}, stages: [{from: 0.5, weights: {lod: 1}}]}",
         "key": "{sources: {new: {path: prepared, wieght: 1}}}",
@@ -96,9 +103,20 @@ GOOD = ("--model_name", "model", "--train_data_dir", "data")
 TRAIN = [  # flags after the good ones, code, words of the sentence
     ("--lr -1", 2, "--lr must be positive, not -1.0."),
     ("--lr .inf", 2, "--lr must be a finite number"),
+    (
+        "--logger wandb,tensorbord",
+        2,
+        "--logger takes none, csv, tensorboard, wandb, or several of them with commas, not",
+    ),
+    ("--logger wandb,tensorbord", 2, "'tensorbord': take tensorboard."),
+    ("--logger WandB", 2, "not 'WandB': take wandb."),
+    ("--logger csv,", 2, "not ''."),
+    ("--logger none,csv", 2, "--logger none,csv: none goes by itself."),
+    ("--log_model lats", 2, "--log_model takes false, last or all, not 'lats': take last."),
     ("--min_lr 1", 2, "--min_lr 1.0 is larger than --lr 2e-05."),
     ("--devices 0", 2, "--devices must be positive, not 0."),
     ("--devices -1", 2, "not -1; --devices auto takes all GPUs."),
+    (f"--accelerator cpu --devices {4 * cores() + 1}", 2, f"so many processes on {cores()} CPU core"),
     ("--train_data_dir nowhere", 2, "No dataset at 'nowhere'. Make one with prepare_data.py"),
     ("--train_data_dir corpus", 2, "isn't a dataset folder: it has no dataset_dict.json"),
     ("--train_data_dir corpus/a.txt", 2, "It is a file. Make one with"),
@@ -111,6 +129,33 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         "--model_name ./modle",
         2,
         "No model './modle': there is no such folder, and it can't be a name on the hub. Did you",
+    ),
+    (
+        "--model_name checkpoints/rnu",
+        2,
+        "No model 'checkpoints/rnu': there is no such folder. Did you mean 'checkpoints/run'?",
+    ),
+    (
+        "--train_data_dir sets/text",
+        2,
+        "make it with prepare_data.py --input sets/text --tokenizer model --output sets/text-t",
+    ),
+    (
+        "--eval_data a=sets/text",
+        2,
+        "'sets/text' holds text, not tokens: make it with prepare_data.py --input sets/text",
+    ),
+    ("--train_data_dir sets/body/train", 2, "--tokenizer model --output sets/body/train-tokens --text_field body."),
+    ("--train_data_dir null --data_mix a=data:1,b=sets/text:1", 2, "'sets/text' holds text, not tokens: make it with"),
+    (
+        "--train_data_dir null --data_mix a=data:0,75,b=long:0,25",
+        2,
+        "'a=data:0,75' has a decimal comma: write 'a=data:0.75'.",
+    ),
+    (
+        "--train_data_dir null --data_mix a=data,b=long:1",
+        2,
+        "'a=data' has no weight: write 'a=data:1', or another number.",
     ),
     ("--model_name a/b/c", 2, "No model 'a/b/c': there is no such folder"),
     ("--model_name checkpoints/run/step-100", 2, "There is 'checkpoints/run', without 'step-100'."),
@@ -192,7 +237,7 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     ("--train_data_dir null --data_mix none.yaml", 2, "--data_mix 'none.yaml' can't be read: No such file"),
     ("--train_data_dir null --data_mix unknown.yaml", 2, "names 'lod', which isn't a source. Did you mean 'old'?"),
     ("--train_data_dir null --data_mix key.yaml", 2, "unknown key 'wieght' of source 'new'. Did you mean 'weight'?"),
-    ("--train_data_dir null --data_mix twice.yaml", 2, "'new' is in 'twice.yaml' twice."),
+    ("--train_data_dir null --data_mix twice.yaml", 2, "'twice.yaml' has 'new' twice, in line 1 again."),
     (
         "--train_data_dir null --data_mix a=prepared:1:2,b=sets/prepared:1 --max_step 99 --accelerator cpu",
         2,
@@ -232,8 +277,10 @@ OTHERS = [
         "prepare_data",
         "--input corpus --output prepared --train_tokenizer 300",
         2,
-        "exists and is not empty: pass --overwrite",
+        "exists and is not empty: pass --overwrite true to replace it",
     ),
+    ("prepare_data", "--input corpus --output out --tokenizer sets/lnog", 2, "Did you mean 'sets/long'?"),
+    ("prepare_data", "--input sets/lnog --output out --train_tokenizer 300", 2, "Did you mean 'sets/long'?"),
     ("prepare_data", "--input corpus --output out --tokenizer ./modle", 2, "No tokenizer './modle'"),
     (
         "export_hf",
@@ -267,7 +314,7 @@ def test_mistakes_are_told_before_torch_is_imported(place):
 
 def test_a_rank_looks_at_the_run_that_it_resumes_only_if_it_is_the_first(place):
     """Another machine may not see it yet, or see what rank 0 is changing; flags are the same everywhere."""
-    rank = {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    rank = {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
     commands = [(*GOOD, "--resume", "true", "--run_name", "other"), (*GOOD, "--resume", "true", "--lr", "-1")]
     (later, _), (now, said) = answers([("train", flags) for flags in commands], place, **rank)
     assert "too late" in str(later), "it goes on to join the others"

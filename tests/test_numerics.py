@@ -1,5 +1,7 @@
 """Numbers that a run rests on: parity with a plain loop, summed gradients, the part of weights that changes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +11,10 @@ from ranks import metrics, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from fabric_llm.checkpoint.state_dicts import _is_finite
 from fabric_llm.data.batches import Batches
 from fabric_llm.data.dataset import open_dataset
-from fabric_llm.training.gradients import GradientSums
+from fabric_llm.training.gradients import GradientSums, clip_gradients
 from fabric_llm.training.schedule import lr_at
 from fabric_llm.training.updates import sample_weights, update_size
 
@@ -139,7 +142,7 @@ def test_few_changing_weights_are_warned_of_once(toys, tmp_path):
     import train
 
     def said(*flags):
-        words = [*toy_run(toys, tmp_path), "--max_step", 8, "--log_step_interval", 1, "--eval_iters", 0]
+        words = [*toy_run(toys, tmp_path), "--global_batch_size", 3, "--max_step", 8, "--log_step_interval", 1, "--eval_iters", 0]
         words += ["--lr", 1e-7, *flags]
 
         def run():
@@ -183,3 +186,20 @@ def test_the_loss_counts_tokens_not_rows(toys, tmp_path):
         logits = model(rows["input_ids"]).logits[:, :-1].reshape(-1, VOCABULARY)
     expected = F.cross_entropy(logits, rows["labels"][:, 1:].flatten()).item()
     assert metrics(tmp_path / "run", "eval_loss")[0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("look", [lambda p: clip_gradients([p], 0, None), lambda p: _is_finite(p.grad)])
+def test_a_gradient_is_measured_without_a_copy_of_it(look):
+    parameter = nn.Parameter(torch.ones(2**25))
+    parameter.grad = torch.ones(2**25)
+    look(parameter)
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel begins again with what is held now
+    before = most_held()
+    look(parameter)
+    assert most_held() - before < 64 * 2**20, "of 128 MiB"
+
+
+def most_held():
+    """Bytes, at once, since the kernel began to count."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024

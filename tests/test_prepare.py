@@ -18,9 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from fabric_llm.data import rows
 from fabric_llm.data.documents import Bad, read_rows
 from fabric_llm.data.prepare import prepare, summary
 from fabric_llm.data.rows import document_hash
@@ -222,7 +225,7 @@ def test_saved_tokenizer_gives_the_tokens_of_the_rows(make, tmp_path, texts, bos
 
 @pytest.mark.parametrize("which", ["bpe", "bos_bpe"])
 def test_text_that_spells_a_special_token_stays_text(make, tmp_path, request, which):
-    spelled = ["</s> a", f"{END_OF_TEXT}", f"a{END_OF_TEXT}b <s>x</s>", f"end{END_OF_TEXT}"] * 3
+    spelled = ["</s> a", f"{END_OF_TEXT}", f"a{END_OF_TEXT}b <s>x</s>", f"end{END_OF_TEXT}"] * 6
     make(write_texts(tmp_path / "in", spelled), tokenizer=request.getfixturevalue(which), context_length=2)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
     for split in ("train", "validation"):
@@ -296,6 +299,44 @@ def test_another_seed_gives_another_split(make, tmp_path, texts):
     make(folder, output=tmp_path / "b", seed=2)
     assert documents_of(tmp_path / "a", "validation") != documents_of(tmp_path / "b", "validation")
     assert_holds(tmp_path / "b", texts, seed=2)
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_a_huge_document_stays_in_train_and_that_is_said(make, tmp_path, texts, packing):
+    seed = next(seed for seed in range(1000) if document_hash(seed, 30) < 0.01)
+    path = write_lines(
+        tmp_path / "a.jsonl", [{"text": text * (400 if at == 30 else 1)} for at, text in enumerate(texts * 9)]
+    )
+    manifest = make(path, seed=seed, validation_fraction=0.05, packing=packing)
+    tokens = {name: split["tokens"] for name, split in manifest["splits"].items()}
+    assert 0 < tokens["validation"] <= 0.1 * sum(tokens.values())
+    assert manifest["held_back"]["documents"] >= 1 and manifest["held_back"]["tokens"] > 0.5 * sum(tokens.values())
+    assert "drawn for it stay in train: with them it would hold more than" in summary(manifest)
+    assert sum(split["documents"] for split in manifest["splits"].values()) == len(texts) * 9
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.one_of(st.integers(2, 50), st.integers(2, 10**6)), min_size=2, max_size=60),
+    st.floats(1e-6, 0.9),
+    st.integers(0, 99),
+    st.integers(1, 60),
+)
+def test_validation_never_has_much_more_than_its_fraction(tmp_path_factory, lengths, fraction, seed, chunk):
+    folder = tmp_path_factory.mktemp("pieces")
+    (folder / "000000.lengths").write_bytes(b"".join(rows.Lengths.encode(n, False, True) for n in lengths))
+    rows.CHUNK_DOCUMENTS = chunk
+    try:
+        found = list(rows.documents(rows.with_both_splits(rows.bounded(rows.Choice(folder, 1, seed, fraction)))))
+    finally:
+        rows.CHUNK_DOCUMENTS = 2**18
+    inside = np.concatenate([some.in_validation for some in found])
+    held = np.concatenate([some.held_back for some in found])
+    drawn = np.array([document_hash(seed, index) < fraction for index in range(len(lengths))])
+    assert 0 < inside.sum() < len(lengths) and not (held & inside).any()
+    assert (inside != drawn & ~held).sum() <= 1  # the one that moves where a split would be empty
+    most = max(2 * fraction, min(2 / len(lengths), 0.5))
+    assert np.array(lengths)[inside].sum() <= most * sum(lengths)
 
 
 def test_validation_fraction_is_kept_on_the_average():
@@ -457,6 +498,20 @@ def test_byte_order_mark_is_dropped_and_line_ends_are_kept(make, tmp_path):
     assert documents_of(tmp_path / "out", "train")[0] == ("one\r\ntwo\r" + "\ufeffone\r\ntwo\r" * 3)
 
 
+def test_hidden_files_and_folders_are_read_only_where_they_are_named(make, tmp_path, texts):
+    folder = write_texts(tmp_path / "in", texts)
+    for name in (".git/a.txt", "deep/.ipynb_checkpoints/b.txt", ".c.txt", "deep/d.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(texts[0].encode())
+    manifest = make(folder)
+    assert manifest["files_total"] == len(texts) + 1 and manifest["skipped"]["hidden"] == 3
+    assert f"hidden     {folder}/.git, {folder}/.c.txt, {folder}/deep/.ipynb_checkpoints: left out" in summary(manifest)
+    assert make(folder, output=tmp_path / "b", pattern=["*.txt", ".*.txt"])["files_total"] == len(texts) + 2
+    assert make(folder, folder / ".git", folder / ".c.txt", output=tmp_path / "c")["files_total"] == len(texts) + 3
+    with pytest.raises(ValueError, match=r"no file in .*deep/ matches .* \(1 hidden files and folders were left out"):
+        make(f"{folder}/deep/", output=tmp_path / "d", exclude=["deep"], pattern=["b.txt"])
+
+
 # --- documents that are left out -----------------------------------------------------
 
 
@@ -598,7 +653,7 @@ def test_failed_preparation_cleans_up(make, tmp_path, texts):
 def test_output_that_is_not_empty_is_kept(make, tmp_path, texts):
     folder = write_texts(tmp_path / "in", texts)
     first = make(folder)
-    with pytest.raises(ValueError, match="out exists and is not empty: pass --overwrite to replace it"):
+    with pytest.raises(ValueError, match="out exists and is not empty: pass --overwrite true to replace it"):
         make(folder, seed=2)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == first
 
@@ -740,9 +795,12 @@ def test_file_that_comes_in_twice(make, tmp_path, texts):
 def test_single_text_file_without_a_blank_line_cannot_be_split(make, tmp_path):
     (tmp_path / "a.txt").write_text("one long book " * 1000)
     with pytest.raises(
-        ValueError, match=r"0 tokens in 0 of 1 documents, .* one document unless --document_separator says"
+        ValueError, match=r"hold one document, which is never divided .* with --document_separator, where"
     ):
         make(tmp_path / "a.txt")
+    assert os.listdir(tmp_path) == ["a.txt"]
+    manifest = make(tmp_path / "a.txt", document_separator="book ")
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 1000
 
 
 def test_corpus_without_text(make, tmp_path):
@@ -782,8 +840,9 @@ def test_split_that_fills_no_row(make, tmp_path, lengths, split, advice):
 def test_single_document_cannot_be_split(make, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "a" * 1000}])
     seed = next(seed for seed in range(1000) if document_hash(seed, 0) >= 0.3)
-    with pytest.raises(ValueError, match="the validation split has 0 tokens in 0 of 1 documents"):
-        make(path, seed=seed)
+    for packing in ("concat", "best_fit"):
+        with pytest.raises(ValueError, match="the inputs hold one document, which is never divided between"):
+            make(path, seed=seed, packing=packing)
 
 
 def test_output_that_is_a_file(make, tmp_path, texts):

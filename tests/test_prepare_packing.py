@@ -57,13 +57,17 @@ def test_best_fit_keeps_every_token_once_and_in_order(lengths, context, window):
         rows, done = packed(documents, context)
     finally:
         packing.WINDOW_DOCUMENTS = 2**20
-    assert rows.shape == (done.rows, context) and done.padding_tokens == rows.size - sum(lengths)
+    alone = sum(length > context and length % context == 1 for length in lengths)  # EOS of a text that fills its rows
+    assert done.dropped_tokens == alone
+    assert rows.shape == (done.rows, context) and done.padding_tokens == rows.size - sum(lengths) + alone
     assert done.documents_cut == sum(length > context for length in lengths)
     place = {
         token: (row, at) for row, line in enumerate(rows.tolist()) for at, token in enumerate(line) if token != EOS
     }
     assert len(place) == sum(lengths) - len(lengths) == (rows != EOS).sum()
-    assert (rows == EOS).sum() == len(lengths) + done.padding_tokens
+    assert (rows == EOS).sum() == len(lengths) - alone + done.padding_tokens
+    # What passes for padding is padding, and whatever isn't is predicted by the token before it, but for the first of a row.
+    assert ((rows[:, 1:] == EOS) & (rows[:, :-1] == EOS)).sum() == done.padding_tokens
     for document in documents:
         body = document[:-1]
         cuts = [n for n in range(1, len(body)) if place[body[n]] != (place[body[n - 1]][0], place[body[n - 1]][1] + 1)]
@@ -137,13 +141,29 @@ def test_a_dataset_packed_by_best_fit_says_what_it_holds(corpus, tmp_path):
         rows = np.array(loaded[name]["input_ids"])
         padding = (rows[:, 1:] == manifest["eos_token_id"]) & (rows[:, :-1] == manifest["eos_token_id"])
         assert rows.shape == (split["rows"], 64)
-        assert split["tokens"] + split["padding_tokens"] == rows.size
-        # The end of a document that fills its rows but for one token stands alone, and looks like padding or the like.
-        assert abs(int(padding.sum()) - split["padding_tokens"]) <= split["documents_cut"]
-        assert (rows == manifest["eos_token_id"]).sum() == split["documents"] + split["padding_tokens"]
-        assert split["row_use_percent"] == round(100 * split["tokens"] / rows.size, 3)
+        assert split["tokens"] + split["padding_tokens"] - split["dropped_tokens"] == rows.size
+        assert padding.sum() == split["padding_tokens"]
+        ends = split["documents"] - split["dropped_tokens"]
+        assert (rows == manifest["eos_token_id"]).sum() == ends + split["padding_tokens"]
+        assert split["row_use_percent"] == round(100 * (1 - split["padding_tokens"] / rows.size), 3)
     line = summary(manifest).splitlines()[0]
     assert f"({manifest['splits']['train']['row_use_percent']} % of them text, " in line
+
+
+@pytest.mark.parametrize("context", [2, 32])
+def test_an_end_that_nothing_predicts_is_dropped_and_counted(corpus, tmp_path, context):
+    manifest = made(corpus, tmp_path / "out", context_length=context)
+    dataset = open_dataset(tmp_path / "out")
+    for rows, split in (
+        (dataset.train, manifest["splits"]["train"]),
+        (dataset.validation, manifest["splits"]["validation"]),
+    ):
+        labels = rows[np.arange(len(rows))]["labels"]
+        assert (labels == -100).sum() == split["padding_tokens"]
+        ends = (labels[:, 1:] == manifest["eos_token_id"]).sum()  # each is a target
+        assert ends == split["documents"] - split["dropped_tokens"] and (labels[:, 0] != manifest["eos_token_id"]).all()
+    assert manifest["splits"]["train"]["dropped_tokens"] > 0
+    assert "of them without their end)" in summary(manifest).splitlines()[0]
 
 
 def test_lengths_that_leave_padding_are_said(tmp_path):

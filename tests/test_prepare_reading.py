@@ -6,6 +6,8 @@ import gzip
 import io
 import json
 import lzma
+import os
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from datasets import Dataset
 
-from fabric_llm.data import documents, formats, inputs, pieces
+import prepare_data
+from fabric_llm.data import documents, encoding, formats, inputs, pieces
 from fabric_llm.data.documents import BLANK_LINES, Bad, Part, read_part, where
 from fabric_llm.data.encoding import lines_before
 from fabric_llm.data.prepare import prepare, summary
@@ -92,6 +96,7 @@ def read(path, text_field="text", **more):
 
 
 def write(path, data):
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
     return path
 
@@ -336,6 +341,16 @@ def test_a_single_text_file_is_split_at_blank_lines_and_the_summary_says_so(tmp_
     assert f"documents  {path}: split at blank lines; choose with --document_separator" in summary(manifest)
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_large_text_without_a_blank_line_is_not_said_to_be_split(tmp_path, make, monkeypatch, name):
+    monkeypatch.setattr(pieces, "LONG_TEXT_BYTES", 100)
+    content = b"one line and\nthe next\n" * 1000
+    path = write(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
+    manifest = make(path, write(tmp_path / "b.jsonl", as_lines(TEXTS)))
+    assert manifest["split_at_blank_lines"] == [] and manifest["without_blank_lines"] == [str(path)]
+    assert f"documents  {path}: one document each, without a blank line; choose with" in summary(manifest)
+
+
 def test_large_texts_among_several_are_split_and_small_ones_not(tmp_path, make, monkeypatch):
     monkeypatch.setattr(pieces, "LONG_TEXT_BYTES", 300)
     large = write(tmp_path / "a.txt", "\n\n".join(f"paragraph {n} of a book" for n in range(20)).encode())
@@ -389,6 +404,26 @@ def test_a_file_in_several_pieces_of_which_every_record_is_bad_is_an_error(tmp_p
         make(good, mixed)
 
 
+def test_long_lines_in_a_row_are_skipped_and_counted(tmp_path, make, monkeypatch):
+    for module, name, value in (
+        (pieces, "PIECE_BYTES", 500),
+        (documents, "RECORD_BYTES", 1000),
+        (encoding, "MUCH_BYTES", 100),
+    ):
+        monkeypatch.setattr(module, name, value)
+    long = b'{"text": "' + b"long " * 300 + b'"}\n'
+    path = write(tmp_path / "a.jsonl", as_lines(TEXTS) + 5 * long + as_lines(TEXTS))
+    with pytest.warns(UserWarning, match=r"skipped 5 bad records \(5 too long\)"):
+        manifest = make(path)
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 2 * len(TEXTS)
+    monkeypatch.setattr(encoding, "MANY_RECORDS", 3)  # but much of a file that is bad throughout is a mistake
+    bad = as_lines(TEXTS * 9).replace(b'"text"', b'"body"')
+    with pytest.raises(
+        ValueError, match=r"none of the \d+ records of .*a\.jsonl can be read: .*a\.jsonl:1 has no field"
+    ):
+        make(write(tmp_path / "a.jsonl", bad + as_lines(TEXTS)), output=tmp_path / "p")
+
+
 def test_bad_records_are_counted_by_kind_and_named(tmp_path, make):
     lines = b'{"text": \n{"text": 5}\n{"body": ""}\n' + as_lines(TEXTS)
     path = write(tmp_path / "a.jsonl", lines)
@@ -399,6 +434,115 @@ def test_bad_records_are_counted_by_kind_and_named(tmp_path, make):
     assert f"           {path}:2 holds int" in summary(manifest)
     with pytest.raises(ValueError, match=r"a\.jsonl:1 is not valid JSON"):
         make(path, output=tmp_path / "p", on_error="stop")
+
+
+PAGE = (
+    "<html><head><title>no</title><style>p {color: red}</style></head><body><nav>no</nav><h1>Caf\xe9</h1>"
+    "<p>Some <b>text</b> &amp; more.</p><script>no()</script><footer>no</footer></body></html>"
+)
+
+
+def test_of_a_page_the_text_is_read_where_it_is_asked_for(tmp_path, make):
+    folder = tmp_path / "in"
+    for number in range(8):
+        charset = "latin-1" if number % 2 else "utf-8"
+        page = PAGE.replace("<head>", f'<head><meta charset="{charset}">').encode(charset)
+        write(folder / f"{number}.html", page)
+    write(folder / "bomb.htm.gz", gzip.compress(b"<div>" * 10**5 + b"end"))
+    assert [text for text in documents.texts([Part(str(folder / "1.html"), "html")], "text")] == [
+        "Caf\xe9\n\nSome text & more."
+    ]
+    assert [text for text in documents.texts([Part(str(folder / "bomb.htm.gz"), "html")], "text")] == ["end"]
+    manifest = make(folder, pattern=["*.html", "*.htm.gz"])
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 9
+    assert "resiliparse" in manifest["versions"] and manifest["skipped"]["bad"] == {}
+    with pytest.raises(ValueError, match=r"no file in .*in matches \*\.txt"):  # not unasked
+        make(folder, output=tmp_path / "p")
+
+
+@pytest.mark.parametrize("name", ["a.html", "a.warc"])
+def test_a_kind_whose_package_is_missing(tmp_path, make, monkeypatch, name):
+    monkeypatch.setattr(formats, "_is_installed", lambda package: False)
+    path = write(tmp_path / "in" / name, PAGE.encode())
+    said = rf"reading .*{name} needs the package \w+: pip install 'fabric_llm\[{name[2:]}\]'"
+    for given, pattern in ((path, ["*"]), (path.parent, ["*.html", "*.warc"])):
+        with pytest.raises(ValueError, match=said):
+            make(given, pattern=pattern)
+        with pytest.raises(ValueError, match=said):
+            inputs.text_input(str(given), pattern, [], tmp_path / "o")
+
+
+def test_what_is_no_file_is_named_as_what_it_is(tmp_path, make):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "link.txt").symlink_to("gone.txt")
+    (tmp_path / "link").symlink_to("pipe.txt")
+    kinds = {"pipe.txt": "a pipe", "link.txt": "a link to gone.txt, which leads nowhere", "link": "a pipe"}
+    for path, kind in [*((tmp_path / name, kind) for name, kind in kinds.items()), ("/dev/zero", "a device")]:
+        with pytest.raises(ValueError, match=f"input {path} is {kind}: name a file"):
+            make(path)
+        with pytest.raises(ValueError, match=f"input {path} is {kind}: name a file"):
+            inputs.text_input(str(path), ["*"], [], tmp_path / "o")
+    write(tmp_path / "a.jsonl", GOOD)
+    assert make(tmp_path)["skipped"]["files_by_suffix"] == {
+        "pipe, socket, device or dead link": 2,
+        "without a suffix": 1,
+    }
+
+
+def test_a_mistyped_input_is_answered_without_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "corpus" / "part1.jsonl", GOOD)
+    for given, meant in (("corpsu", "corpus"), ("corpsu/", "corpus"), ("corpus/part.jsonl", "corpus/part1.jsonl")):
+        with pytest.raises(ValueError, match=rf"input {given} is neither .*\. Did you mean '{meant}'\?"):
+            inputs.text_input(given, ["*"], [], tmp_path / "o")
+    with pytest.raises(ValueError, match="input corpus/books is neither a file or folder here nor"):
+        inputs.text_input("corpus/books", ["*"], [], tmp_path / "o")
+    inputs.text_input("wikitext", ["*"], [], tmp_path / "o")  # which only the hub can say
+    inputs.text_input("org/name", ["*"], [], tmp_path / "o")
+
+
+NASTY = "\x1b[2J\x1b]0;owned\x07\nprepare_data.py: error: forged\r\u202e"
+LONG = "k" * 10_000_000
+GOOD = as_lines(TEXTS)
+HOSTILE = {
+    "key": lambda folder: write(folder / "a.jsonl", GOOD + json.dumps({NASTY: 1}).encode()),
+    "long keys": lambda folder: write(folder / "a.jsonl", GOOD + 2 * (json.dumps({LONG: 1}).encode() + b"\n")),
+    "many keys": lambda folder: write(
+        folder / "a.jsonl", GOOD + json.dumps(dict.fromkeys(map(str, range(99_999)))).encode()
+    ),
+    "broken": lambda folder: write(folder / "a.json", b'[{"text": "one"}, \x1b[31m' + b"x" * 10**6),
+    "file": lambda folder: write(folder / f"{NASTY.replace('/', '')}.jsonl", GOOD + b"{bad\n"),
+    "file not in UTF-8": lambda folder: write(folder / "a\udcff\x1b[31m.jsonl", GOOD + b"{bad\n"),
+    "suffix": lambda folder: write(folder / "a.jsonl", GOOD) and write(folder / "b.\x1b[31m\nforged", b""),
+    "hidden": lambda folder: write(folder / "a.jsonl", GOOD) and write(folder / ".\x1b[31m\nforged", b""),
+    "large text": lambda folder: write(folder / "\x1b[31m\nforged.txt", b"one\n\ntwo\n\n" * 20),
+    "columns": lambda folder: pq.write_table(pa.table({NASTY: ["a"], LONG: ["a"]}), folder / "a.parquet"),
+    "csv": lambda folder: write(folder / "a.csv", f'"{NASTY}",{LONG}\n1,2\n'.encode()),
+    "csv without an end": lambda folder: write(folder / "a.csv", b'"a\x1b[31m"b,c\n1,2\n'),
+    "dataset": lambda folder: Dataset.from_dict({NASTY: ["a"]}).save_to_disk(folder / "a") or folder / "a",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("on_error", ["skip", "stop"])
+def test_what_others_wrote_reaches_nobody_raw(tmp_path, capfd, kind, on_error):
+    """Neither the terminal nor the manifest: names of files, keys and columns are escaped and cut."""
+    (tmp_path / "in").mkdir()
+    HOSTILE[kind](tmp_path / "in")
+    words = f"--input {tmp_path}/in{'/a' * (kind == 'dataset')} --output {tmp_path}/out --train_tokenizer 258 --context_length 8"
+    code = 0
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            prepare_data.main([*words.split(), "--validation_fraction", "0.3", "--on_error", on_error])
+        except SystemExit as ended:
+            code = ended.code
+    out, err = capfd.readouterr()
+    said = out + err + "".join(str(warning.message) for warning in warned)
+    lines = [line for line in said.split("\n") if line]
+    assert all(line.isprintable() for line in lines) and len(said) < 12_000
+    assert not any(line.startswith(("forged", "prepare_data.py: error: forged")) for line in lines)
+    assert code == 2 and len(err.split("\n")) == 2 or (tmp_path / "out" / "manifest.json").stat().st_size < 20_000
 
 
 @pytest.mark.parametrize("given", ["", "x" * 1001])

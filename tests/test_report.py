@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import toy_run, train_ranks
+from conftest import CONTEXT
+from ranks import run_ranks, toy_run, train_ranks
+from test_guard import train_with_faults
 
 from fabric_llm.base.faults import Fault
 from fabric_llm.report import __main__ as command
@@ -108,12 +110,16 @@ def test_a_real_run_that_was_resumed(toys, tmp_path, capfd):
     shutil.rmtree(run / "step-00000004")
     train_ranks(1, *flags, "--resume", "true")
     shown = report(run)
-    [line] = shown.lines("loss")
+    line, discarded = shown.lines("loss")
+    assert discarded["style"] == "discarded" and discarded["x"] == [3, 4, 4] and discarded["y"][2] is None
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     training_lines = [one for one in logged if "loss" in one]
     assert line["x"] == [1, 2, 3, 4] and line["t"] == [one["tokens"] for one in training_lines]
     assert line["y"] == pytest.approx([one["loss"] for one in training_lines], rel=1e-5)
-    assert [line["set"] for line in shown.lines("eval_loss")] == ["validation"]
+    assert [(line["set"], line["style"]) for line in shown.lines("eval_loss")] == [
+        ("validation", "points"),
+        ("validation", "discarded"),
+    ]
     kinds = [event["kind"] for event in shown.data["events"]]
     assert kinds == ["started", "saved", "resumed", "saved", "done", "saved", "done"]
     assert "LlamaForCausalLM" in shown.text and "4 of 4" in shown.text and "whole" in shown.text
@@ -126,10 +132,39 @@ def test_a_real_run_that_was_resumed(toys, tmp_path, capfd):
     shown = report(run)
     assert "isn't about its newest checkpoint" in shown.text and "says that step 4 was saved" in shown.text
     (run / "step-00000002" / "model.safetensors").write_bytes(b"x")
-    assert "model.safetensors has 1 bytes" in report(run).text
+    text = report(run).text
+    assert "model.safetensors has 1 bytes" in text and "How it ended Done, with warnings The certificate below" in text
     capfd.readouterr()
     shown = report(run, code=66, more=("--verify", "true"))
     assert "damaged" in shown.text and "isn't looked at" not in capfd.readouterr().err
+
+
+def test_a_rewind_stages_and_an_average_are_drawn_and_what_was_discarded_counts(toys, tmp_path):
+    paths = {"new": toys / "many", "old": toys / "data"}
+    sources = {name: {"path": str(path), "weight": 0.5} for name, path in paths.items()}
+    stages = [{"from": 0.5, "weights": {"new": 0.25, "old": 0.75}}]
+    (tmp_path / "mix.yaml").write_text(json.dumps({"sources": sources, "stages": stages}))
+    flags = ("--model_name", toys / "gpt2-no-dropout", "--data_mix", tmp_path / "mix.yaml", "--output_dir", tmp_path)
+    flags += ("--run_name", "run", "--devices", 1, "--global_batch_size", 4, "--micro_batch_size", 1, "--lr", 1e-4)
+    flags += ("--max_step", 16, "--save_step_interval", 4, "--eval_step_interval", 4, "--eval_iters", 1)
+    flags += ("--spike_threshold", 6, "--spike_action", "rewind", "--ema_decay", 0.9, "--log_step_interval", 10)
+    spike = {0: range(4 * 13, 4 * 14)}  # step 14
+    assert run_ranks(1, train_with_faults, list(map(str, flags)), spike, 100.0) == [0]
+    shown = report(tmp_path / "run")
+    kept, discarded = shown.lines("loss")
+    assert kept["x"] == [1, 4, 8, 10, 12, 16] and discarded["x"][:-1] == [14], "the step of the spike is logged"
+    assert discarded["style"] == "discarded" and discarded["y"][0] > 100 and discarded["y"][-1] is None
+    read = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-2])["sources"]
+    assert kept["t"][-1] == 4 * 16 * CONTEXT and sum(one["tokens"] for one in read.values()) == 4 * 18 * CONTEXT
+    assert f"step 16 of 16; {4 * 2 * CONTEXT} more discarded" in shown.text
+    assert "pauses; 0 s more discarded" in shown.text and "Faint lines" in shown.text
+    sets = [line["set"] for line in shown.lines("eval_loss")]
+    assert sets == ["all sets, weighted", "new", "old", figures.AVERAGE]
+    assert re.search(r"best \d\.\d+ at step 1[0-6]; before step 10 it had other shares", shown.text)
+    kinds = {event["kind"]: event for event in shown.data["events"]}
+    assert kinds["stage"]["x"] == 8 and kinds["stage"]["words"] == "from here on new 25 %, old 75 %"
+    row = r"12 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d Rewind [^;]*; at sequence 56; 192 tokens discarded"
+    assert re.search(row, shown.text), "with a time"
 
 
 def test_evaluations_with_sets_budgets_a_copy_probe_and_drift(tmp_path):
@@ -143,6 +178,7 @@ def test_evaluations_with_sets_budgets_a_copy_probe_and_drift(tmp_path):
     [copy] = shown.lines("copy")
     assert copy["y"] == [1.0, 0.5] and copy["t"] == [0, 40960]
     assert shown.lines("drift")[0]["y"] == [0, 0.01] and shown.lines("bits_per_byte")[0]["y"] == [1.5, 1.1]
+    assert ("dd", {"class": "figure stopped long"}) in shown.tags and "general is 0.1000 nats above" in shown.text
     dashes = {(one["set"], one["dash"]) for name in ("eval_loss", "forgotten", "copy") for one in shown.lines(name)}
     assert len({name for name, _ in dashes}) == len(dashes) == 4, "a set has one dash in all figures"
 
@@ -188,7 +224,7 @@ def test_verdicts_kills_stops_and_other_devices_are_events(tmp_path):
     assert [(one.step, one.last_step) for one in timeline.rows(found)][1] == (2, 4)
     shown = report(run)
     assert "8 cuda devices of 2 machines, before: 2 cuda devices" in shown.text and "at sequence 1,234" in shown.text
-    assert "Loss nan (exit code 76)" in shown.text
+    assert "How it ended Failed Loss nan (exit code 76) No checkpoint." in shown.text
     assert shown.lines("loss")[0]["y"][4] is None, "a step that was skipped is a gap"
 
 
@@ -239,6 +275,8 @@ def test_any_value_in_any_file_is_shown_or_left_out(tmp_path, monkeypatch):
         status = {"code": odd, "reason": odd, "step": odd, "last_durable_step": odd, "pid": odd}
         samples = [{"step": 1, "prompt": odd, "text": odd}, {"step": odd, "prompt": "p", "text": "t"}]
         run = made(tmp_path / f"{number}", lines, flags=flags, status=status, events=happened, samples=samples)
+        undone = [{"step": 1, "discarded": odd}, {"step": odd, "discarded": 1}, *lines]
+        (run / "metrics.discarded.jsonl").write_text("".join(json.dumps(line) + "\n" for line in undone))
         (run / "certificate.json").write_text(json.dumps({"verdict": "whole", "counts": {"a": odd}, "newest": odd}))
         assert report(run).lines("loss")[0]["y"][0] == 9.0, odd
 
@@ -272,6 +310,7 @@ def test_runs_beside_each_other(tmp_path):
     assert shown.data["runs"] == ["x/same", "y/same"], "each once, and told apart"
     assert [line["run"] for line in shown.lines("loss")] == [0, 1]
     differing = shown.text.split("Flags Flag x/same y/same")[1]
+    assert "x/same 3 3 at step 0 8,192 step 4" in shown.text, "Best has a number"
     assert differing.startswith(" lr 0.001 0.002 new_flag \N{EN DASH} null All flags")
     assert not (one / "report.html").exists()
     third = made(tmp_path / "z", lines, flags={"lr": 1e-3, "compile": "auto"})
@@ -403,6 +442,9 @@ seen.hidden = traces();
 dispatchEvent(new Event("beforeprint"));
 seen.printed = document.documentElement.dataset.theme;
 dispatchEvent(new Event("afterprint"));
+seen.cut = [...document.querySelectorAll(".compared .scroll")].some((one) => one.scrollWidth > one.clientWidth);
+seen.ticks = document.querySelectorAll("#chart-grad_norm .ytick").length;
+seen.labels = [...document.querySelectorAll("#chart-forgotten .textpoint")].map((one) => one.textContent);
 const wide = document.documentElement.scrollWidth > innerWidth;
 const asked = performance.getEntriesByType("resource").map((one) => one.name).filter((name) => !/^(data|blob):/.test(name));
 const shown = JSON.stringify({ ...seen, problems, asked, wide, page });
@@ -457,3 +499,16 @@ def test_it_opens_in_a_browser_without_errors_and_without_the_network(tmp_path):
     assert seen["before"] == lines_of_charts + 2, "each line is a trace, and each run has its events"
     assert seen["hidden"] < seen["before"] and seen["tokens"] == "Tokens"
     assert seen["theme"] == "dark" and seen["printed"] == "light" and seen["page"] == "rgb(21, 23, 27)"
+
+
+@pytest.mark.skipif(browser() is None, reason="no chromium or chrome is installed")
+@pytest.mark.longer
+@pytest.mark.parametrize("width", [500, 1400])  # a window can't be narrower
+def test_nothing_is_cut_off_and_axes_and_budgets_have_labels(tmp_path, width):
+    lines = [EVALUATIONS[0], *(training(step, grad_norm=1.2 + step % 3 / 10) for step in range(1, 21)), EVALUATIONS[1]]
+    status = {"code": 76, "reason": "a long sentence about a run that has ended badly; " * 3}
+    runs = [made(tmp_path / f"a-run-with-a-name-{name}", lines, status=status) for name in ("a", "b", "c")]
+    for compared in (runs[:1], runs):
+        report(*compared)
+        _, seen = opened(runs[0] / "report.html", tmp_path, width)
+        assert not seen["wide"] and not seen["cut"] and seen["ticks"] > 1 and set(seen["labels"]) == {"budget 0.05"}

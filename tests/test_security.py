@@ -16,6 +16,8 @@ import pickle
 import resource
 import shutil
 import struct
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 
@@ -426,15 +428,6 @@ def python_in_the_arguments_of_a_run(scene):
 @attack(2, "--lr")
 def python_on_the_command_line(scene):
     return scene.train("--lr", python_in_yaml(scene).removeprefix("lr: ").strip())
-
-
-@attack(2, "evil.yaml", "min_lr")
-def billion_laughs_in_a_config(scene):
-    lines = ["seed: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]"]
-    names = ("min_lr", "beta1", "beta2", "grad_clip", "max_step", "num_workers", "weight_decay", "warmup_steps", "lr")
-    lines += [f"{name}: &a{k + 1} [{', '.join([f'*a{k}'] * 9)}]" for k, name in enumerate(names)]
-    (scene.work / "evil.yaml").write_text("\n".join(lines))
-    return scene.train("--config", scene.work / "evil.yaml")
 
 
 @attack(2, "evil.yaml")
@@ -1268,6 +1261,169 @@ def test_attack(base, tmp_path, name):
         [sentence] = [line for line in said.splitlines() if ": error: " in line]
         assert said.rstrip().endswith(sentence)
         assert all(word in sentence for word in words), sentence
+
+
+def laughs(form, names="seed lr min_lr beta1 beta2 grad_clip max_step num_workers weight_decay".split()):
+    """Nine lines that stand for 9**8 values. form: of what refers to the line before, with a `*`."""
+    lines = [f"{names[0]}: &a0 {{x: 1}}"]
+    return "\n".join(
+        [*lines, *(f"{n}: &a{k} {form % ', '.join([f'*a{k - 1}'] * 9)}" for k, n in enumerate(names[1:], 1))]
+    )
+
+
+MERGES, ALIASES = laughs("{<<: [%s]}"), laughs("[%s]")
+BOMBS = {  # what a YAML file says -> words of the sentence
+    "aliases": (ALIASES, "has '&a0' in line 1: write the value itself, aliases aren't read."),
+    "merges": (MERGES, "has '&a0' in line 1"),
+    "alias": ("lr: *lr", "has '*lr' in line 1"),
+    "merge": ("lr: 1\n<<: {seed: 1}", "has '<<' in line 2: write the values themselves, merges aren't read."),
+    "tag": ("lr: !!float 1", "has the YAML tag 'tag:yaml.org,2002:float' in line 1"),
+    "deep": ("lr: " + "[" * 20_000, "is more than 8 levels deep in line 1."),
+    "large": ("# " + "x" * 10**7, "has more than 64 KiB, the most that is read as YAML."),
+    "number": ("lr: " + "9" * 10_000, "has a number of 10,000 characters in line 1."),
+    "hexadecimal": ("lr: 0x" + "f" * 10_000, "has a number of 10,002 characters in line 1."),
+    "twice": ("lr: 1\nlr: 2", "has 'lr' twice, in line 2 again."),
+}
+IN_A_CONFIG = {  # what only the flags of a --config make of it
+    "text in which YAML stands": (f"lr: {json.dumps(MERGES)}", "'lr' in evil.yaml is a text of"),
+    "in a choice": (f"strategy: {json.dumps(MERGES)}", "'strategy' in evil.yaml is a text of"),
+    "beside a choice": (f"activation_checkpointing: {json.dumps(MERGES)}", "in evil.yaml is a text of"),
+    "in a mixture": (f"model_name: m\ndata_mix: {json.dumps('{a: &a [*a]}')}", "--data_mix: it has '&a' in line 1"),
+    "escapes": ('"\\e[31mlr\\r": 1', "unknown key '\\x1b[31mlr\\r' in evil.yaml."),
+}
+MIXTURES = {  # the value of --data_mix -> words of the sentence
+    "digits": ("a=data:" + "9" * 50_000, "the mixture has 50,007 characters; at most 32,768 are read."),
+    "fewer digits": ("a=data:" + "9" * 20_000, "the weight of source 'a' must be a number of 0 or more, not '999"),
+    "sources": (",".join(f"s{k}=d:1" for k in range(2_000)), "--data_mix has 2,000 sources; at most 500 are read."),
+    "escapes": ('{sources: {a: {path: "\\e[31mp\\nx", weight: 1}}}', "No dataset at '\\x1b[31mp\\nx'. Make one with"),
+}
+HOSTILE_TEXT = {  # program and flags, file -> what it holds, words of the sentence
+    **{f"config: {name}": ("train --config evil.yaml", *bomb) for name, bomb in (BOMBS | IN_A_CONFIG).items()},
+    **{f"mixture: {name}": ("train --model_name m --data_mix evil.yaml", *bomb) for name, bomb in BOMBS.items()},
+    **{f"--data_mix: {name}": ("train --model_name m --data_mix", *mix) for name, mix in MIXTURES.items()},
+    "resume": ("train --resume true --run_name run", *BOMBS["merges"]),
+    "branch": ("train --branch_decay 2 --checkpoint checkpoints/run/step-00000001", *BOMBS["merges"]),
+    "prepare_data": ("prepare_data --config evil.yaml", *BOMBS["merges"]),
+    "export_hf": ("export_hf --config evil.yaml", *BOMBS["merges"]),
+    "average": ("fabric_llm.average.__main__ checkpoints/run --output hf", *BOMBS["merges"]),
+    "report": ("fabric_llm.report.__main__ checkpoints/run", *BOMBS["aliases"]),
+    "a device": ("train --config /dev/zero", "", "--config: '/dev/zero' isn't a file."),
+}
+ONE_COMMAND = """
+import importlib, json, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+resource.setrlimit(resource.RLIMIT_CPU, (2, 2))
+program, *words = json.load(sys.stdin)
+sys.exit(importlib.import_module(program).main(words))
+"""
+
+
+def nested(levels):
+    return {"type": "Lowercase"} if levels == 0 else {"type": "Sequence", "normalizers": [nested(levels - 1)]}
+
+
+TWICE = {"type": "Replace", "pattern": {"String": "1"}, "content": "11"}
+HOSTILE_MODELS = {  # file in a model's folder -> what it holds, words of the sentence
+    "config.json": {
+        "rope": (
+            {"rope_parameters": {"factor": 1e300}},
+            "a number that float32 can't (rope_parameters.factor: 1e+300).",
+        ),
+        "an integer": ({"hidden_size": 10**400}, "a number that float32 can't (hidden_size: 1000"),
+        "layers": ({"num_hidden_layers": 10**9}, "it declares 1000000000 layers (num_hidden_layers); at most 4096"),
+    },
+    "tokenizer.json": {
+        "a number": (
+            {"model": {"vocab": {"a": 2**32 - 6}}},
+            "has a token with the number 4294967290; at most 16,777,216",
+        ),
+        "an added number": ({"added_tokens": [{"id": 2**32 - 6}]}, "has a token with the number 4294967290"),
+        "padding": (
+            {"padding": {"strategy": {"Fixed": 10**9}}},
+            "pads each text to 1000000000 tokens; at most 1,048,576",
+        ),
+        "multiples": ({"padding": {"pad_to_multiple_of": 10**9}}, "pads each text to 1000000000 tokens"),
+        "deep steps": ({"normalizer": nested(100)}, "has a normalizer that is more than 16 levels deep."),
+        "many steps": ({"decoder": [{}] * 1000}, "has 1000 parts in its decoder; at most 500 are read."),
+        "growth": (
+            {"normalizer": [TWICE] * 40},
+            "has a normalizer that makes texts more than a thousand times longer.",
+        ),
+        "deep": ("[" * 100_000, "is nested too deeply to be read."),
+    },
+}
+MODELS = [
+    (program, file, name)
+    for program, files_of in (("train", HOSTILE_MODELS), ("prepare_data", ["tokenizer.json"]))
+    for file in files_of
+    for name in HOSTILE_MODELS[file]
+]
+
+
+def refused_at_once(folder, *flags):
+    """What a command says on stderr, that ends with 2 and writes nothing, within two seconds of a processor and a GiB."""
+    left = snapshot(folder)
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_COMMAND],
+        input=json.dumps(flags),
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, ""), (done.returncode, done.stderr[-2000:])
+    assert " error: " in done.stderr and len(done.stderr) < 500 and done.stderr.endswith("\n"), done.stderr[:2000]
+    assert done.stderr[:-1].isprintable(), "one line, without what a terminal obeys"
+    assert snapshot(folder) == left
+    return done.stderr
+
+
+@pytest.mark.parametrize("name", HOSTILE_TEXT)
+def test_hostile_text_is_refused_at_once(tmp_path, name):
+    command, text, words = HOSTILE_TEXT[name]
+    checkpoint = tmp_path / "checkpoints" / "run" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "MANIFEST.json").write_text("{}")
+    for file in (tmp_path / "evil.yaml", checkpoint.parent / "arguments.yaml"):
+        file.write_text(text)
+    said = refused_at_once(tmp_path, *command.split(), *([text] if command.endswith("--data_mix") else []))
+    assert words in said, said
+
+
+@pytest.mark.parametrize(("program", "file", "name"), MODELS)
+def test_a_hostile_model_or_tokenizer_is_refused_at_once(tmp_path, program, file, name):
+    content, words = HOSTILE_MODELS[file][name]
+    for folder, good, text in (
+        ("model", "config.json", "{}"),
+        ("data", "dataset_dict.json", '{"splits": ["train", "validation"]}'),
+        ("corpus", "a.txt", "text"),
+        ("model", file, content if isinstance(content, str) else json.dumps(content)),
+    ):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / good).write_text(text)
+    flags = ("--input", "corpus", "--tokenizer", "model", "--output", "out")
+    if program == "train":
+        flags = ("--model_name", "model", "--train_data_dir", "data")
+    said = refused_at_once(tmp_path, program, *flags)
+    assert words in said and "model" in said, said
+
+
+def test_a_regular_expression_that_takes_too_long_is_told_in_one_sentence(base, tmp_path):
+    scene = copy_of(base, tmp_path)
+    pattern = {"Regex": "(1|1 |2|2 )*(([0-9 ]+)+)+$x"}
+    edit(scene.model / "tokenizer.json", normalizer={"type": "Replace", "pattern": pattern, "content": ""})
+    (scene.work / "long.txt").write_text("1 2 3 4 5 6 7 8 9 10\n\n" * 50)
+    words = [str(word) for word in scene.prepare("--input", scene.work / "long.txt")]
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent.parent / "prepare_data.py", *words[1:]],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and done.stdout == "", done.stderr
+    said = "prepare_data.py: error: the tokenizer fails on a text: Onig: Regex search error: retry-limit-in-match over"
+    assert done.stderr.startswith(said) and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_a_configuration_that_nobody_thought_of(base, tmp_path, monkeypatch):

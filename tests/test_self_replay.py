@@ -1,9 +1,12 @@
 """prepare_data.py --self_replay: a dataset of documents that a model samples, in its own distribution and resumable."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import datasets
@@ -13,8 +16,11 @@ import torch
 from ranks import train_ranks
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, LlamaConfig
 
+from fabric_llm.base.failpoints import VARIABLE
+from fabric_llm.data.encoding import Convention, Job, piece_files
 from fabric_llm.data.prepare import prepare
 from fabric_llm.data.tokenizer import train_byte_level_bpe
+from fabric_llm.model import self_replay as module
 from fabric_llm.model.self_replay import Sampler, self_replay
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +54,7 @@ def test_samples_are_of_the_models_own_distribution(models):
     sampler = Sampler(str(models / "llama"), longest=12)
     model, surprise, entropy = sampler.model, [], []
     for seed in range(30):
-        for ids in sampler.documents(seed):
+        for ids in sampler.documents(seed, 32):
             sampled = torch.tensor([*ids.tolist(), *([0] if len(ids) < 12 else [])])  # with the EOS that ended it
             with torch.no_grad():
                 logits = model(torch.tensor([[0, *sampled[:-1].tolist()]])).logits[0].double()
@@ -86,32 +92,59 @@ def test_a_dataset_of_samples_trains(models, tmp_path):
     train_ranks(1, "--model_name", models / "llama", "--data_mix", mix, "--output_dir", tmp_path, "--max_step", 2)
 
 
-def test_a_killed_preparation_goes_on_to_the_same_bytes(models, tmp_path, monkeypatch):
-    from fabric_llm.model import self_replay as module
+def filled(models, folder, tokens, seed):
+    """The mark of a piece of at least so many tokens of documents of up to 31."""
+    folder.mkdir()
+    job = Job(str(folder), Convention([], [0], [], "uint16"), "text", False, False, 1)
+    with piece_files(folder, 0, job) as out:
+        self_replay(str(models / "llama"), tokens, CONTEXT, seed).fill(out, lambda tokens: None)
+        return out.mark
 
-    monkeypatch.setattr(module, "PIECE_TOKENS", 1500)
+
+@pytest.mark.longer
+def test_no_more_is_sampled_than_asked_for_and_short_documents_are_not_favoured(models, tmp_path, monkeypatch):
+    """Whole documents until there are enough: their mean length is that of documents without an end to come to (Wald)."""
+    sampler = cache(Sampler)
+    monkeypatch.setattr(module, "Sampler", sampler)
+    lengths = [len(ids) + 1 for seed in range(4) for ids in sampler(str(models / "llama"), 31).documents(seed, 256)]
+    marks = [filled(models, tmp_path / str(seed), 60, seed) for seed in range(60)]
+    assert all(60 <= mark.tokens < 60 + 4 * 32 for mark in marks), "before: 32 documents at once, about 700"
+    tokens, documents = (np.array([getattr(mark, name) for mark in marks]) for name in ("tokens", "documents"))
+    mean = np.mean(lengths)
+    error = np.std(tokens - mean * documents) / np.sqrt(len(marks)) / documents.mean()
+    assert abs(tokens.sum() / documents.sum() - mean) < 4 * error, (mean, tokens.sum() / documents.sum(), error)
+    assert np.std(lengths) > 5 and error < 0.1 * mean, (np.std(lengths), mean, error)
+
+
+@pytest.mark.parametrize("action", ["term", pytest.param("kill", marks=pytest.mark.longer)])
+def test_a_stop_keeps_what_was_sampled_and_goes_on_to_the_same_bytes(models, tmp_path, action):
     options = {"tokenizer": str(models / "gpt2"), "context_length": CONTEXT, "progress": False, "inputs": []}
+    whole = prepare(self_replay(str(models / "gpt2"), 3000, CONTEXT, 1234), output=tmp_path / "whole", **options)
+    words = ["--self_replay", models / "gpt2", "--tokens", 3000, "--context_length", CONTEXT]
+    command = [sys.executable, ROOT / "prepare_data.py", *words, "--output", tmp_path / "again"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environment[VARIABLE] = f"prepare.sampled:count=4:do={action}"
+    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == (-9 if action == "kill" else 75), done.stderr
+    assert action == "kill" or "the same command goes on from there" in done.stderr
+    mark = json.loads((tmp_path / ".again.preparing" / "000000.json").read_text())
+    assert mark["items"] == 4 and not mark["done"] and 0 < mark["tokens"] < 3000
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        again = prepare(self_replay(str(models / "gpt2"), 3000, CONTEXT, 1234), output=tmp_path / "again", **options)
+    assert f"Going on: {mark['tokens']:,} of 3,000 tokens are there." in said.getvalue()
+    assert whole["self_replay"]["longest_document"] == 19, "the model has positions for 20"
+    assert whole["splits"] == again["splits"], "hashes of the rows as well"
 
-    def generated():
-        return self_replay(str(models / "gpt2"), 6000, CONTEXT, seed=3)
 
-    prepare(generated(), output=tmp_path / "whole", **options)
-    assert generated().settings["longest_document"] == 19, "the model has positions for 20"
-    calls = iter(range(100))
-
-    def killed(name):
-        if name == "self_replay.batch" and next(calls) == 7:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "failpoint", killed)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(generated(), output=tmp_path / "again", **options)
-    assert len(list((tmp_path / ".again.preparing").glob("[0-9]*.json"))) >= 1
-    prepare(generated(), output=tmp_path / "again", **options)
-    rows = [datasets.load_from_disk(str(tmp_path / name)) for name in ("whole", "again")]
-    for split in ("train", "validation"):
-        assert rows[0][split]["input_ids"][:] == rows[1][split]["input_ids"][:]
+def test_a_split_without_a_row_keeps_what_was_sampled(models, tmp_path):
+    """No document of gpt2's fills a row, and a single one is drawn."""
+    options = {"tokenizer": str(models / "gpt2"), "context_length": CONTEXT, "progress": False, "inputs": []}
+    options |= {"output": tmp_path / "data"}
+    generated = self_replay(str(models / "gpt2"), 300, CONTEXT, seed=3)
+    with pytest.raises(ValueError, match="a larger --validation_fraction"):
+        prepare(generated, validation_fraction=1e-9, **options)
+    prepare(generated._replace(fill=None), validation_fraction=0.4, **options)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +156,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(models, tmp_path, monkey
         ("--self_replay MODEL --tokens 100 --input x.txt", "--input doesn't go with --self_replay"),
         ("--self_replay MODEL --tokens 100 --train_tokenizer 300", "--train_tokenizer doesn't go"),
         ("--self_replay MODEL --tokens 100 --shard 1/2", "--shard doesn't go"),
+        ("--self_replay MODEL --tokens 60", "ask for 64 at least"),
         ("--self_replay nowhere/at/all --tokens 100", "nowhere/at/all"),
         ("--tokenizer MODEL", "no input"),
     ],

@@ -1,7 +1,7 @@
 """The gate before step 1 finds a model that isn't the one transformers loads, and names where it begins."""
 
 import pytest
-from ranks import run_ranks, toy_run
+from ranks import built, run_ranks, toy_run
 
 
 def train_with_damage(argv, tensor, damage):
@@ -88,3 +88,34 @@ def test_a_good_start_passes_and_says_so(toys, tmp_path, strategy, ranks, precis
 def test_it_can_be_switched_off(toys, tmp_path):
     [(code, said)] = run(toys, tmp_path, "auto", 1, "32-true", CASES[0][0], halve, "--verify_start", "false")
     assert code == 0 and "verified" not in said
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("fsdp2", 2)])
+def test_the_reference_is_gone_before_the_model_on_the_devices_is_compared(toys, tmp_path, strategy, ranks):
+    """Host memory holds the weights once: the shards, or what they are made from."""
+    words = [*toy_run(toys, tmp_path), "--strategy", strategy, "--devices", ranks, "--precision", "32-true"]
+    assert run_ranks(ranks, references_at_the_comparison, words) == [[None], []]
+
+
+def references_at_the_comparison(argv):
+    import gc
+    import weakref
+
+    from fabric_llm.model import loading
+    from fabric_llm.run import reference
+
+    loaded, seen, load, verify = [], [], loading.load_reference, reference.verify_start
+
+    def load_reference(*given):
+        model = load(*given)
+        loaded.append(weakref.ref(model))
+        return model
+
+    def verify_start(*given):
+        gc.collect()
+        seen.extend(model() for model in loaded)
+        verify(*given)
+
+    loading.load_reference, reference.verify_start = load_reference, verify_start
+    built(argv)
+    return seen

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -148,6 +149,97 @@ def test_a_terminal_that_is_gone_asks_once_and_never_under_nohup(monkeypatch):
             assert signal.getsignal(signal.SIGHUP) == action
     finally:
         signal.signal(signal.SIGHUP, former)
+
+
+# ------------------------------------------------------------------------------- before there is anything to save
+
+AT_START = "stopped on request before training began: nothing was lost."
+PARSES_SLOWLY = """
+import time, train
+def parse(argv):
+    print("parsing", flush=True)
+    time.sleep(600)
+train.parse_train = parse
+train.main([])
+"""
+HANGS_AT_TORCH = """
+import os, sys, time
+class Hang:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            open({folder!r} + f"/{{os.getpid()}}", "w").close()
+            time.sleep(600)
+sys.meta_path.insert(0, Hang())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_is_heard_while_flags_are_parsed(tmp_path, number):
+    env = {**os.environ, "PYTHONPATH": str(TRAIN.parent)}
+    words = [sys.executable, "-c", PARSES_SLOWLY]
+    run = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
+    try:
+        assert run.stdout.readline() == "parsing\n"
+        run.send_signal(number)
+        said = run.communicate(timeout=30)[0]
+    finally:
+        run.kill()
+    assert run.returncode == 75 and said == f"train.py: error: {AT_START}\n"
+
+
+@pytest.mark.parametrize("to_all", [False, True], ids=["SIGTERM to rank 0", "Ctrl-C"])
+def test_a_stop_while_the_ranks_start_ends_them_all(toys, tmp_path, to_all):
+    """They hang where they import torch, which takes minutes where many ranks share few cores."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "pids").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(HANGS_AT_TORCH.format(folder=str(tmp_path / "pids")))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])}
+    words = flags(toys, tmp_path, "fsdp", "--devices", 4, "--accelerator", "cpu", "--micro_batch_size", 1)
+    run = subprocess.Popen(
+        [sys.executable, str(TRAIN), *words, "--run_name", "run"],
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        until = time.monotonic() + 60
+        while len(pids := os.listdir(tmp_path / "pids")) < 4 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert len(pids) == 4
+        os.killpg(run.pid, signal.SIGINT) if to_all else os.kill(run.pid, signal.SIGTERM)
+        said = run.communicate(timeout=30)[1]
+    finally:
+        run.kill()
+    assert run.returncode == 75 and said == f"train.py: error: {AT_START}\n"
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
+    assert status["code"] == 75 and status["retryable"] and status["reason"] == AT_START
+
+
+def test_a_stop_is_heard_while_a_rank_waits_for_the_others(toys, tmp_path):
+    """In C++, where Python's handlers aren't called: the other rank never comes."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(
+        [sys.executable, str(TRAIN), *flags(toys, tmp_path, "fsdp"), "--run_name", "run"],
+        env={**os.environ, **world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert any("Initializing distributed" in line for line in run.stderr)
+        time.sleep(2)
+        run.terminate()
+        said = run.communicate(timeout=30)[1]
+    finally:
+        run.kill()
+    assert run.returncode == 75 and said.endswith(f"train.py: error: {AT_START}\n"), said
+    assert json.loads((tmp_path / "run" / "STATUS.json").read_text())["code"] == 75
 
 
 def save_comes_first(argv, run_directory):

@@ -1,7 +1,7 @@
 """Record what training computes, to the last bit, and compare two versions of the code.
 
     python docs/results/same_numbers.py record OLD_CHECKOUT before/      # trains, and keeps the runs
-    python docs/results/same_numbers.py record NEW_CHECKOUT after/
+    python docs/results/same_numbers.py record NEW_CHECKOUT after/ before/  # on the datasets of the old code
     python docs/results/same_numbers.py resume NEW_CHECKOUT before/ resumed/   # goes on from the old code's checkpoints
     python docs/results/same_numbers.py compare before/ after/ resumed/  # prints the table
 
@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Optional
 
 import torch
 from safetensors import safe_open
@@ -35,10 +36,22 @@ TOYS = {
         **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 512, "n_embd": 64, "n_layer": 2},
         **{"n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0},  # with dropout 0.1
     },
+    "mixtral": {
+        **{"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 512, "hidden_size": 64},
+        **{"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1},
+        **{"max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0},
+    },
+}
+MORE = {  # flags of a run on two fsdp processes, besides those of the other cases
+    "mixture": "--replay old --replay_fraction 0.3 --async_save true",
+    "rewind": "--max_step 24 --lr 1e-5 --spike_threshold 1 --spike_window 10 --spike_action rewind --save_step_interval 4",
+    "ema": "--ema_decay 0.9 --ema_every 2 --lr_schedule wsd",
 }
 STRATEGIES = {"single": (1, "auto"), "fsdp": (2, "fsdp"), "fsdp2": (2, "fsdp2"), "ddp": (2, "ddp")}
 PRECISIONS = ("32-true", "bf16-true")
 CASES = ["demo", *(f"{toy} {name} {precision}" for toy in TOYS for name in STRATEGIES for precision in PRECISIONS)]
+CASES += [f"llama fsdp bf16-true {name}" for name in MORE]
 
 
 def main() -> None:
@@ -50,19 +63,36 @@ def main() -> None:
     {"record": record, "resume": resume, "compare": compare}[given.action](*paths)
 
 
-def record(checkout: Path, folder: Path) -> None:
-    """Train every case with the code of `checkout`; runs, models and datasets stay in `folder`."""
+def record(checkout: Path, folder: Path, other: Optional[Path] = None) -> None:
+    """Train every case with the code of `checkout`; runs, models and datasets stay in `folder`.
+
+    other: a folder of a record, whose models and datasets are taken.
+    """
+    if other is None:
+        prepare(checkout, folder)
+    else:
+        shutil.copytree(other, folder, ignore=shutil.ignore_patterns("runs", "numbers.json"))
+    for case in CASES:
+        train(checkout, folder, case)
+    if other is None:
+        shutil.copytree(checkout / "data" / "demo", folder / "demo_data")
+    (folder / "numbers.json").write_text(json.dumps({case: numbers(folder, case) for case in CASES}, indent=1))
+
+
+def prepare(checkout: Path, folder: Path) -> None:
+    """Models and datasets."""
     folder.mkdir(parents=True)
     for toy, config in TOYS.items():
         (folder / toy).mkdir(exist_ok=True)
         (folder / toy / "config.json").write_text(json.dumps(config))
-    text = [str(Path(os.__file__).parent / name) for name in ("json", "email", "logging")]
-    prepare = ["--input", *text, "--pattern", "*.py", "--train_tokenizer", 512, "--context_length", 64]
-    run(checkout, folder, "prepare_data.py", *prepare, "--validation_fraction", 0.1, "--output", folder / "data")
-    for case in CASES:
-        train(checkout, folder, case)
-    shutil.copytree(checkout / "data" / "demo", folder / "demo_data")
-    (folder / "numbers.json").write_text(json.dumps({case: numbers(folder, case) for case in CASES}, indent=1))
+    library, common = (
+        Path(os.__file__).parent,
+        ["--context_length", 64, "--validation_fraction", 0.1, "--pattern", "*.py"],
+    )
+    text = [library / name for name in ("json", "email", "logging")]
+    run(checkout, folder, "prepare_data.py", "--input", *text, *common, "--train_tokenizer", 512, "--output", "data")
+    tokenizer = ["--tokenizer", "data/tokenizer"]
+    run(checkout, folder, "prepare_data.py", "--input", library / "asyncio", *common, *tokenizer, "--output", "old")
 
 
 def resume(checkout: Path, before: Path, folder: Path) -> None:
@@ -78,25 +108,17 @@ def resume(checkout: Path, before: Path, folder: Path) -> None:
 def train(checkout: Path, folder: Path, case: str, *more: str) -> None:
     """One run, saved half-way and at the end."""
     steps = DEMO_STEPS if case == "demo" else STEPS
-    flags = [
-        "--output_dir",
-        folder / "runs",
-        "--run_name",
-        name(case),
-        "--max_step",
-        steps,
-        "--save_step_interval",
-        steps // 2,
-    ]
-    flags += ["--log_step_interval", 1, *more]
+    flags = ["--output_dir", folder / "runs", "--run_name", name(case), "--log_step_interval", 1, *more]
+    flags += ["--max_step", steps, "--save_step_interval", steps // 2]
     if case != "demo":
-        toy, strategy, precision = case.split()
+        toy, strategy, precision, *kind = case.split()
         devices, strategy = STRATEGIES[strategy]
         flags += ["--model_name", folder / toy, "--train_data_dir", folder / "data", "--devices", devices]
         flags += ["--strategy", strategy, "--precision", precision, "--global_batch_size", 8, "--micro_batch_size", 2]
         flags += ["--lr", 1e-3, "--warmup_steps", 2, "--eval_iters", 4, "--eval_step_interval", 6]
         flags += ["--state_dict_type", "sharded" if strategy == "fsdp2" else "full"]
-    elif more:
+        flags += MORE[kind[0]].split() if kind else []
+    elif (folder / "demo_data").is_dir():
         flags += ["--config", checkout / "configs" / "demo.yaml", "--model_name", checkout / "configs" / "demo_llama"]
         flags += ["--train_data_dir", folder / "demo_data"]
     print(case, *more, flush=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from fabric_llm.base.command_line import fail, flag, parse
+from fabric_llm.base.console import plain_output
 from fabric_llm.base.ending import in_one_sentence
 
 # torch is imported only in `main`: it takes seconds, which --help and bad arguments don't have to wait for.
@@ -86,10 +87,14 @@ def main(argv: Optional[list[str]] = None) -> None:
             fail(PROGRAM, f"not averaged, verification failed: {error}", VERIFICATION_FAILED)
         print(summed, flush=True)
         ending.left = f"{output} is complete"
-        if given.evaluate:
-            evaluating.evaluate(opened, weights, output)
-        print(f"Next: AutoModelForCausalLM.from_pretrained({given.output!r})", flush=True)
+        better = evaluating.evaluate(opened, weights, output) if given.evaluate else None
+        if better is not None and better.run:
+            print(f"Next: python export_hf.py {better.path} --output {output} --overwrite true", flush=True)
+        else:
+            best = given.output if better is None else str(better.path)
+            print(f"Next: AutoModelForCausalLM.from_pretrained({best!r})", flush=True)
 
 
 if __name__ == "__main__":
+    plain_output()
     main()

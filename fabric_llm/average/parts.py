@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from fabric_llm.base import files, step_names
+from fabric_llm.base import files, plain_yaml, step_names
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import nearest_of
@@ -46,6 +46,13 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
         folders, runs = [*folders, *there[-(last or 1) :]], runs + 1
     if last is not None and not runs:
         raise ValueError(f"--last {last} counts the checkpoints of a run, and {given[0]!r} is none.")
+    for run in dict.fromkeys(folder.resolve().parent for folder in folders):
+        try:
+            plain_yaml.read(run / "arguments.yaml")
+        except plain_yaml.NotPlain as error:
+            raise ValueError(f"{error}.") from error
+        except (OSError, ValueError):
+            continue  # there is none, or evaluating.py says what is wrong with it
     return folders
 
 

@@ -12,12 +12,13 @@ from dataclasses import field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin, get_type_hints
 
-from fabric_llm.base.faults import BAD_INPUT, tell_torchrun
+from fabric_llm.base import plain_yaml
+from fabric_llm.base.faults import BAD_INPUT, printable, tell_torchrun
 from fabric_llm.base.spelling import flag_instead, value_instead
 
-Flags = (
-    Any  # arguments.Arguments, which this package doesn't import: a group's flags are its fields, `flags.training.lr`
-)
+# arguments.Arguments, which this package doesn't import. A group's flags are its fields: `flags.training.lr`.
+Flags = Any
+LONGEST_NUMBER = 100  # characters
 
 
 def flag(default: Any, help: str, takes: Optional[str] = None) -> Any:
@@ -53,6 +54,7 @@ def is_first_of_machine() -> bool:
 
 def fail(program: str, sentence: str, code: int = BAD_INPUT) -> NoReturn:
     """One sentence on stderr, from the first process of each machine, and an exit code."""
+    sentence = printable(sentence)
     tell_torchrun(sentence)
     if is_first_of_machine():
         print(f"{program}: error: {sentence}", file=sys.stderr, flush=True)
@@ -62,8 +64,9 @@ def fail(program: str, sentence: str, code: int = BAD_INPUT) -> NoReturn:
 def parse(
     program: str, description: str, flag_groups: Any, argv: list[str], not_in_config: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, set_loader
 
+    set_loader("yaml", plain_yaml.load, exceptions=(ValueError,))  # of a file, and of text in it that is YAML again
     flag_groups = list(flag_groups)
     types = {name: hint for group in flag_groups for name, hint in get_type_hints(group).items()}
     takes = {f.name: f.metadata["takes"] or _type_name(types[f.name]) for group in flag_groups for f in fields(group)}
@@ -86,7 +89,7 @@ def parse(
             section.add_argument(f"--{f.name}", type=flag_type, help=f.metadata["help"], **options)
     words, config = _split_config(argv)
     if config is not None:
-        _check_config(program, config, [name for name in types if name not in not_in_config])
+        _check_config(program, config, {name: hint for name, hint in types.items() if name not in not_in_config})
         words = ["--config", config, *words]  # first, so that the command line wins whatever the order
     flat = parser.parse_args(words).as_dict()
     return {name: flat[name] for name in types}
@@ -104,16 +107,15 @@ def _split_config(argv: list[str]) -> tuple[list[str], Optional[str]]:
     return words, config
 
 
-def _check_config(program: str, config: str, known: list[str]) -> None:
-    """Known keys, and values without depth: a few aliases of lists of aliases would fill the memory."""
-    import yaml
-
+def _check_config(program: str, config: str, types: dict[str, Any]) -> None:
+    """Known keys, and values without depth."""
+    known = list(types)
     try:
-        values = yaml.safe_load(Path(config).read_text())
+        values = plain_yaml.read(Path(config))
     except OSError as error:
         fail(program, f"--config {config!r} can't be read: {error.strerror}.")
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        fail(program, f"--config {config!r} isn't valid YAML: {' '.join(str(error).split())}.")
+    except ValueError as error:
+        fail(program, f"--config: {error}.")
     if not isinstance(values, dict):
         fail(program, f"--config {config!r} must hold `flag: value` lines, but holds {type(values).__name__}.")
     for key, value in values.items():
@@ -122,6 +124,9 @@ def _check_config(program: str, config: str, known: list[str]) -> None:
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, (list, dict, set, tuple)):
                 fail(program, f"{key!r} in {config} must hold a value, or a list of values, not {type(item).__name__}.")
+            if isinstance(item, str) and len(item) > LONGEST_NUMBER and not _takes_text(types[key]):
+                # jsonargparse would read it as YAML, aliases included
+                fail(program, f"{key!r} in {config} is a text of {len(item):,} characters: {item[:60]!r} ...")
 
 
 def _nearest(name: str, known: list[str], dashes: str = "") -> str:
@@ -160,6 +165,10 @@ def _inner(hint: Any) -> Any:
     if _optional(hint):
         return Union[tuple(a for a in get_args(hint) if a is not type(None))]
     return hint
+
+
+def _takes_text(hint: Any) -> bool:
+    return _inner(hint) is str or get_origin(_inner(hint)) is list
 
 
 def _words(hint: Any) -> list[Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
+import warnings
 from contextlib import suppress
 from typing import Any
+
+from fabric_llm.base.faults import one_line
 
 SECONDS_FOR_A_READER = 5.0
 SAFE_CHARACTERS = 1000  # a pipe that is writable has room for 4096 bytes
@@ -56,6 +60,18 @@ def outlast_readers() -> None:
         if (stream := getattr(sys, name)) is not None:
             stream.reconfigure(line_buffering=True)  # so that little is lost when nobody reads
             setattr(sys, name, Lasting(stream))
+
+
+def plain_output() -> None:
+    """What programs call first: warnings are a sentence without file and source, and only a terminal gets libraries' bars."""
+
+    def show(message: Any, *_: Any, **__: Any) -> None:
+        print(f"Warning: {one_line(message)}", file=sys.stderr, flush=True)
+
+    warnings.showwarning = show  # Lightning replaces formatwarning when it is imported
+    if sys.stderr is None or not sys.stderr.isatty():
+        for library in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(library, "1")  # read when they are imported
 
 
 class Console:

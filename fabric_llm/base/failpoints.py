@@ -21,7 +21,7 @@ NAMES = (
     *("between_steps", "evaluate", "finish"),
     *("save.begin", "save.parts", "save.rest", "save.hash"),
     *("publish.begin", "publish.manifest", "publish.before_rename", "publish.renamed", "publish.done"),
-    *("prepare.documents", "prepare.mark", "prepare.marked", "prepare.rows", "prepare.publish"),
+    *("prepare.documents", "prepare.mark", "prepare.marked", "prepare.rows", "prepare.publish", "prepare.sampled"),
     *("prune.begin", "prune.renamed", "prune.done", "resume.moved_aside", "metrics.replace"),
 )
 _reached: dict[str, int] = {}

@@ -34,6 +34,7 @@ CODES = (
     OUT_OF_MEMORY,
 )
 RETRYABLE = (PEER_LOST, SAVE_FAILED, STOPPED)  # the same command with --resume auto may succeed
+MOST_CHARACTERS = 4000  # of a sentence
 # Messages of gloo, NCCL and torch.distributed when a peer is lost. Most are those of a plain RuntimeError.
 _PEER_WORDS = (
     *("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed"),
@@ -50,7 +51,7 @@ class Fault(ValueError):
     """What ends a run: one sentence for the user, an exit code, and whether the same command may succeed later."""
 
     def __init__(self, sentence: str, code: int = BAD_INPUT, retryable: Optional[bool] = None) -> None:
-        super().__init__(sentence)
+        super().__init__(printable(sentence))
         self.code = code
         self.retryable = code in RETRYABLE if retryable is None else retryable
 
@@ -58,6 +59,12 @@ class Fault(ValueError):
 def one_line(error: object) -> str:
     """The text of an error without its line breaks."""
     return " ".join(str(error).split())
+
+
+def printable(text: str) -> str:
+    """A sentence in one line, without what a terminal obeys, such as escape sequences in a file's name, and with an end."""
+    shown = "".join(c if c.isprintable() else " " if c == "\n" else repr(c)[1:-1] for c in text[:MOST_CHARACTERS])
+    return shown + " ..." * (len(text) > MOST_CHARACTERS)
 
 
 def as_fault(error: BaseException) -> Fault:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from threading import Event, Thread
 from typing import Optional
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from huggingface_hub import constants, errors, get_token
 
+SECONDS = 2.0
+_gave_up = False
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -26,7 +34,7 @@ def answer(name: str, error: BaseException, kind: str = "model") -> Optional[str
         return f"the Hub has disabled it, see {page}"
     unknown = any(isinstance(link, errors.RepositoryNotFoundError) for link in chain)
     if unknown or "doesn't exist on the Hub or cannot be accessed" in words:
-        return f"there is no such folder here, and the Hub shows {_nobody()} no {kind} of that name: {_spelling(name)}"
+        return f"there is no such folder here, and the Hub shows {_nobody()} no {kind} of that name: {_spelling()}"
     status = next((code for link in chain if (code := _status(link)) is not None), None)
     if status == 401:
         return f"the Hub doesn't take the token of this machine (HF_TOKEN, or {constants.HF_TOKEN_PATH}): {LOG_IN} anew"
@@ -38,11 +46,55 @@ def answer(name: str, error: BaseException, kind: str = "model") -> Optional[str
         return f"the Hub fails ({status}): try again later"
     if any(isinstance(link, errors.EntryNotFoundError) and not isinstance(link, OSError) for link in chain):
         return f"{page} is there, but hasn't the files that a {kind} of transformers needs"
+    if _gave_up:
+        return f"the Hub at {constants.ENDPOINT} can't be reached, and {_not_in_the_cache(name, kind)}"
     if constants.is_offline_mode() or any(isinstance(link, errors.OfflineModeIsEnabled) for link in chain):
         return f"HF_HUB_OFFLINE is set, so that the Hub isn't asked, and {_not_in_the_cache(name, kind)}"
     if any(isinstance(link, (errors.LocalEntryNotFoundError, ConnectionError)) for link in chain):
         return f"the Hub at {constants.ENDPOINT} can't be reached, and {_not_in_the_cache(name, kind)}"
     return None
+
+
+@cache
+def reach() -> None:
+    """Find out once whether the Hub can be reached, within two seconds. If not, all libraries take their caches at once.
+
+    They would try again and again, and say so, for half a minute and more. Behind a proxy nothing is found out.
+    """
+    address = urlsplit(constants.ENDPOINT)
+    host, port = address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
+    if constants.is_offline_mode() or address.scheme in getproxies() and not proxy_bypass(host):
+        return
+    answered = Event()
+
+    def ask() -> None:
+        with suppress(OSError), socket.create_connection((host, port), SECONDS):
+            answered.set()
+
+    thread = Thread(target=ask, daemon=True)  # looking up a name can't be given up otherwise
+    thread.start()
+    thread.join(SECONDS)
+    if not answered.is_set():
+        global _gave_up
+        _gave_up = constants.HF_HUB_OFFLINE = True
+
+
+def require_reachable(name: str, kind: str = "model") -> None:
+    """Raises ValueError where neither the Hub nor a cache has a name: asked before what loads it is imported, for seconds."""
+    folder = f"{'datasets' if kind == 'dataset' else 'models'}--{name.partition(':')[0].replace('/', '--')}"
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
+    if any(Path(constants.HF_HUB_CACHE, folder).glob("snapshots/*")):
+        return
+    if kind == "dataset" and (prepared / name.partition(":")[0].replace("/", "___")).is_dir():
+        return
+    reach()
+    if constants.is_offline_mode():
+        raise ValueError(f"No {kind} {name!r}: {answer(name, errors.OfflineModeIsEnabled(), kind)}.")
+
+
+def gave_up() -> bool:
+    """Whether `reach` has found that the Hub can't be reached."""
+    return _gave_up
 
 
 def _chain(error: Optional[BaseException]) -> Iterator[BaseException]:
@@ -66,13 +118,9 @@ def _nobody() -> str:
     return "without a token" if get_token() is None else "the account of this machine's token"
 
 
-def _spelling(name: str) -> str:
-    first = name.split("/")[0]
-    here = ""
-    if "/" in name and os.path.isdir(first):
-        here = f" (there is a folder {first!r} here, without {name.split('/', 1)[1]!r})"
+def _spelling() -> str:
     private = f", or, if it is private, {LOG_IN}" if get_token() is None else ""
-    return f"check the spelling{here}{private}"
+    return f"check the spelling{private}"
 
 
 def _not_in_the_cache(name: str, kind: str) -> str:

@@ -1,4 +1,4 @@
-"""Check names of models and datasets, and suggest the right one for a name that doesn't exist."""
+"""Check names of models and datasets, suggest the right one for a name that doesn't exist, and show any name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import os
 import re
 from pathlib import Path
 
+from fabric_llm.base.faults import printable
 from fabric_llm.base.spelling import nearest
+
+MOST_CHARACTERS = 300  # of a path
+
+
+def shown(name: object, most: int = MOST_CHARACTERS) -> str:
+    """A name that others chose, such as that of a file or a field, for a message: in one line, and cut in its middle."""
+    text = str(name)
+    return printable(text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}")
 
 
 def hub_name(flag: str, name: str, what: str = "model") -> None:
@@ -28,6 +37,13 @@ def hub_name(flag: str, name: str, what: str = "model") -> None:
         raise ValueError(
             f"No {what} {name!r}: there is no such folder, and it can't be a name on the hub.{_near(name)}"
         )
+    if is_path(name):
+        raise ValueError(f"No {what} {name!r}: there is no such folder.{_near(name)}")
+
+
+def is_path(name: str) -> bool:
+    """Whether a name that isn't here is that of a folder, of which the parent is here, rather than one on the hub."""
+    return "/" in name.rstrip("/") and os.path.isdir(os.path.dirname(name.rstrip("/")))
 
 
 def _near(name: str) -> str:
@@ -42,10 +58,12 @@ def _near(name: str) -> str:
     )
 
 
-def nearest_of(path: Path) -> str:
-    """A folder with a similar name beside `path`, which doesn't exist, as the end of a message."""
+def nearest_of(path: Path, files: bool = False) -> str:
+    """A folder, or a file too, with a similar name beside `path`, which doesn't exist, as the end of a message."""
+    while not path.parent.exists():
+        path = path.parent
     try:
-        beside = [other.name for other in path.absolute().parent.iterdir() if other.is_dir()]
+        beside = [other.name for other in path.absolute().parent.iterdir() if files or other.is_dir()]
     except OSError:
         beside = []
     close = nearest(path.name, sorted(beside))

@@ -154,7 +154,7 @@ VALUES = {
     ("grad_clip", "none"): "0 is no clipping",
     ("devices", "all"): "auto takes all GPUs",
     ("backward_prefetch", "null"): "take none",
-    ("logger", "wandb,tensorboard"): "take one of them",
+    ("log_model", "none"): "take false",
 }
 
 
@@ -212,8 +212,6 @@ def value_instead(flag: str, value: str, options: Iterable[Any], kinds: str) -> 
         return "it is how many: choose which with CUDA_VISIBLE_DEVICES=0,1 and --devices 2"
     if flag == "resume" and ("/" in value or low.startswith("step")):
         return f"a checkpoint goes to --checkpoint {value}, with --resume true"
-    if flag == "logger" and "," in value:
-        return "take one of them"
     if low in ("none", "no", "off", "false") and "an integer" in kinds:
         return "leave it out"
     if kinds == "text":  # which 3:5 isn't: in YAML it is the number 185

@@ -9,6 +9,7 @@ encoding     `encode_piece`: a piece -> tokens in the work folder, with marks of
 generated    `Generated`: documents that a program makes, in place of those that are read
 workers      `encode_locally`, `encode_on_ray`: a process for each core, or a cluster
 tokenizer    `load_tokenizer`, `packing_tokenizer`, `train_byte_level_bpe`, `convention`
+tokenizer_bounds  `check_file`: what a tokenizer.json may declare
 corpus       `read`: a corpus in memory, and a part of it held out
 new_tokens   `learn`, `extended`: tokens for a tokenizer that is there
 duplicates   `repeated`: documents whose text has come before

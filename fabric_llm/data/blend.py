@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Optional
 
+from fabric_llm.base import plain_yaml
 from fabric_llm.base.spelling import nearest
 from fabric_llm.data.pattern import MOST_SLOTS
 
 MOST_CHARACTERS = 60  # of a value in a message
-REPLAY = "replay"  # the name of --replay as a source
+MOST_BYTES = plain_yaml.MOST_BYTES // 2
+MOST_SOURCES = 500
+NEW, REPLAY = "new", "replay"  # the names of --train_data_dir and --replay as sources
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 NUMBER = r"\d{1,15}(\.\d{1,15})?([eE][+-]?\d{1,2})?|\d{1,9}/0*[1-9]\d{0,8}"
 KEYS = {"the mixture": ("sources", "stages"), "source": ("path", "weight", "max_epochs"), "stage": ("from", "weights")}
@@ -61,21 +64,18 @@ class Blend:
 def text_of(given: str) -> str:
     """The mixture as one line: what --data_mix says, or what is in the YAML file that it names. Raises ValueError."""
     if not given.endswith((".yaml", ".yml")):
-        return given
-    import yaml
-
+        return _bounded(given)
     try:
-        text = Path(given).read_text()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "it isn't text"
-        raise ValueError(f"--data_mix {given!r} can't be read: {why}.") from error
-    return yaml.safe_dump(_loaded(text, repr(given)), default_flow_style=True, sort_keys=False, width=10**9).strip()
+        text = _one_line(plain_yaml.read(Path(given)))
+    except OSError as error:
+        raise ValueError(f"--data_mix {given!r} can't be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ValueError(f"--data_mix: {error}.") from error
+    return _bounded(text)
 
 
 def with_replay(new: Optional[str], data_mix: Optional[str], replay: Optional[str], share: Optional[float]) -> str:
     """What --train_data_dir `new`, --replay and --replay_fraction say, as a mixture in one line. Raises ValueError."""
-    import yaml
-
     if replay is None:
         raise ValueError("--replay_fraction is the share of --replay, which isn't given.")
     if data_mix is not None or new is None:
@@ -87,9 +87,21 @@ def with_replay(new: Optional[str], data_mix: Optional[str], replay: Optional[st
     part = Fraction("0.2" if share is None else repr(share))
     if not 0 < part < 1:
         raise ValueError(f"--replay_fraction must be between 0 and 1, not {share}.")
-    sources = {"new": (new, 1 - part), REPLAY: (replay, part)}
+    sources = {NEW: (new, 1 - part), REPLAY: (replay, part)}
     said = {name: {"path": path, "weight": f"{float(weight):.12g}"} for name, (path, weight) in sources.items()}
-    return yaml.safe_dump({"sources": said}, default_flow_style=True, sort_keys=False, width=10**9).strip()
+    return _one_line({"sources": said})
+
+
+def _one_line(values: Any) -> str:
+    import yaml
+
+    return yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10**9).strip()
+
+
+def _bounded(text: str) -> str:
+    if len(text) > MOST_BYTES:  # arguments.yaml holds it, among others
+        raise ValueError(f"--data_mix: the mixture has {len(text):,} characters; at most {MOST_BYTES:,} are read.")
+    return text
 
 
 def at_least(blend: Blend, shares: Mapping[str, Fraction]) -> Blend:
@@ -112,11 +124,13 @@ def _raised(weights: tuple[int, ...], names: Sequence[str], shares: Mapping[str,
 def parse(given: str) -> Blend:
     """The mixture that --data_mix describes. Raises ValueError in one sentence; no folder is looked at."""
     text = text_of(given.strip())
-    values = _loaded(text, "it") if text.startswith("{") else _of_short_form(text)
+    values = _loaded(text) if text.startswith("{") else _of_short_form(text)
     _require_keys(values, "the mixture", "the mixture")
     listed, stages = values.get("sources"), values.get("stages") or []
     if not isinstance(listed, dict) or not listed:
         raise ValueError("--data_mix needs `sources`: a name for each, with its path and weight.")
+    if len(listed) > MOST_SOURCES:
+        raise ValueError(f"--data_mix has {len(listed):,} sources; at most {MOST_SOURCES} are read.")
     if not isinstance(stages, list):
         raise ValueError("--data_mix: `stages` is a list of {from: ..., weights: {...}}.")
     sources, weights = [], {}
@@ -140,36 +154,25 @@ def parse(given: str) -> Blend:
     return Blend(tuple(sources), tuple(Stage(begins, _slots(given, names, where)) for begins, given, where in found))
 
 
-def _loaded(text: str, where: str) -> dict[str, Any]:
-    """YAML -> a mapping, in which no key is given twice."""
-    import yaml
-
+def _loaded(text: str) -> Any:
     try:
-        if twice := next(_repeated(yaml.compose(text, Loader=yaml.SafeLoader)), None):
-            raise ValueError(f"--data_mix: {twice!r} is in {where} twice.")
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"--data_mix: {where} isn't valid YAML: {' '.join(str(error).split())[:300]}.") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"--data_mix: {where} must hold `sources`, and maybe `stages`, not {type(values).__name__}.")
-    return values
-
-
-def _repeated(node: Any) -> Iterable[str]:
-    children = getattr(node, "value", None)
-    if not isinstance(children, list):
-        return
-    keys = [pair[0].value for pair in children if isinstance(pair, tuple) and isinstance(pair[0].value, str)]
-    yield from (key for number, key in enumerate(keys) if key in keys[:number])
-    for child in children:
-        yield from _repeated(child[1] if isinstance(child, tuple) else child)
+        return plain_yaml.load(text)
+    except ValueError as error:
+        raise ValueError(f"--data_mix: {error}.") from error
 
 
 def _of_short_form(text: str) -> dict[str, Any]:
     """new=data/x:0.75:4 -> {"new": {"path": "data/x", "weight": "0.75", "max_epochs": "4"}}"""
     sources: dict[str, Any] = {}
+    if decimal := re.search(r"[^,:]+:(\d+),(\d+)(?=,|$)", text):
+        point = f"{decimal[0][: decimal.start(1) - decimal.start()]}{decimal[1]}.{decimal[2]}"
+        raise ValueError(f"--data_mix: {_shown(decimal[0])} has a decimal comma: write {_shown(point)}.")
     for part in filter(None, (part.strip() for part in text.split(","))):
         found = re.fullmatch(r"([^=:]+)=(.+?):([^:=/]*(?:/\d+)?)(?::([^:=/]*))?", part)
+        if found is None and re.fullmatch(r"[^=:]+=[^=:]+", part):
+            raise ValueError(
+                f"--data_mix: {_shown(part)} has no weight: write {_shown(part + ':1')}, or another number."
+            )
         if found is None:
             raise ValueError(f"--data_mix takes a YAML file, or {SHORT}; not {_shown(part)}.")
         name, path, weight, max_epochs = found.groups()

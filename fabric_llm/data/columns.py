@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fabric_llm.base.faults import one_line
+from fabric_llm.base.names import shown
 
 COLUMNS = ("input_ids", "attention_mask", "labels")
 IGNORED = -100  # label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy
@@ -38,12 +39,16 @@ def columns_of(split: datasets.Dataset, where: str) -> list[str]:
     if len(split) == 0:
         raise ValueError(f"The {where} is empty.")
     if "input_ids" not in split.column_names:
-        raise ValueError(f"The {where} has no column 'input_ids', only {', '.join(map(repr, split.column_names))}.")
+        raise ValueError(
+            f"The {where} has no column 'input_ids', only {', '.join(repr(shown(name, 60)) for name in split.column_names[:20])}."
+        )
     names = [name for name in COLUMNS if name in split.column_names]
     for name in names:
         value_type = getattr(split.features[name], "feature", None)
         if not str(getattr(value_type, "dtype", "")).startswith(("int", "uint", "bool")):
-            raise ValueError(f"Column {name!r} of the {where} must hold lists of integers: {split.features[name]}.")
+            raise ValueError(
+                f"Column {name!r} of the {where} must hold lists of integers: {shown(split.features[name])}."
+            )
     return names
 
 

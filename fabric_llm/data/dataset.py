@@ -39,10 +39,15 @@ class TokenDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the training split's length and of 64 evenly spaced rows: a resumed run requires the same."""
-        count = len(self.train)
-        rows = self.train[sorted({index * (count - 1) // 63 for index in range(64)})]["input_ids"]
-        return hashlib.sha256(json.dumps([count, [list(map(int, row)) for row in rows]]).encode()).hexdigest()
+        """Of the training split: a resumed run requires the same."""
+        return fingerprint(self.train)
+
+
+def fingerprint(split: Any) -> str:
+    """Hash of a split's length and of 64 evenly spaced rows."""
+    count = len(split)
+    rows = split[sorted({index * (count - 1) // 63 for index in range(64)})]["input_ids"]
+    return hashlib.sha256(json.dumps([count, [list(map(int, row)) for row in rows]]).encode()).hexdigest()
 
 
 def together(sources: Sequence[TokenDataset]) -> TokenDataset:

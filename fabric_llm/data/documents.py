@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Optional, Union
 
 from fabric_llm.base.faults import REFUSED, Fault, one_line
+from fabric_llm.base.names import shown
 from fabric_llm.data.formats import damaged, is_damage, suffix
 from fabric_llm.data.formats import opened as _open
 
@@ -26,6 +27,7 @@ RECORD_BYTES = 64 * 2**20  # longest line or record
 BLOCK_BYTES = 2**20  # of plain text, read at once
 SEPARATOR_BYTES = 1000  # longest separator of documents, see inputs.separator
 PARQUET_ROWS = 256  # read at once
+MAX_FIELDS = 20  # named
 BLANK_LINES = r"\r?\n(?:[ \t\r]*\n)+"  # where a text is split into documents by default
 
 NOT_UTF8, NO_FIELD, NOT_STRING, BROKEN, TOO_LONG, SPECIAL = (
@@ -44,6 +46,10 @@ class Part(NamedTuple):
     own_validation: bool = False  # the dataset itself has put it there
     draws: bool = True  # False: its validation split is its own
     separator: Optional[str] = None  # regular expression between documents of a text; None: the file is one document
+
+    @property
+    def is_one_document(self) -> bool:
+        return self.kind == "html" or self.kind == "text" and self.separator is None
 
 
 class Bad(NamedTuple):
@@ -73,15 +79,16 @@ def read_part(part: Part, text_field: str, handles: Optional[list] = None) -> It
 
 def where(part: Part, number: Optional[int], lines_before: int = 0) -> str:
     """The place of a record, for messages. lines_before: lines of the file before this part."""
-    if number is None or part.kind == "text" and part.separator is None:
-        return part.path
+    path = shown(part.path)
+    if number is None or part.is_one_document:
+        return path
     if part.kind == "json_lines":
-        return f"{part.path}:{number + lines_before}"
+        return f"{path}:{number + lines_before}"
     if part.kind == "csv":
-        return f"{part.path}:{number}"
+        return f"{path}:{number}"
     if part.kind in ("dataset", "hub"):
-        return f"{part.path} [{part.split}] row {number}"
-    return f"{part.path} {dict(text='byte', parquet='row').get(part.kind, 'record')} {number}"
+        return f"{path} [{shown(part.split)}] row {number}"
+    return f"{path} {dict(text='byte', parquet='row').get(part.kind, 'record')} {number}"
 
 
 def texts(parts: Iterable[Part], text_field: str) -> Iterator[str]:
@@ -183,8 +190,10 @@ def _checked(number: int, text: str) -> Iterator[Record]:
 
 
 def no_field(text_field: str, present: Iterable[str]) -> str:
-    names = ", ".join(map(str, present)) or "none"
-    return f'has no field "{text_field}" (fields: {names}): name the right one with --text_field'
+    names = list(present)
+    some = ", ".join(shown(name, 60) for name in names[:MAX_FIELDS]) or "none"
+    more = f" and {len(names) - MAX_FIELDS:,} more" if len(names) > MAX_FIELDS else ""
+    return f'has no field "{text_field}" (fields: {some}{more}): name the right one with --text_field'
 
 
 def _read_json_lines(part: Part, text_field: str, handles: list) -> Iterator[Record]:
@@ -258,7 +267,10 @@ def _read_csv(part: Part, text_field: str, handles: list) -> Iterator[Record]:
     with _open(part.path, handles) as file:
         lines = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
         rows = csv.reader(lines, dialect, strict=True)
-        names = next(rows, [])
+        try:
+            names = next(rows, [])
+        except csv.Error as error:
+            raise ValueError(f"{part.path} has no first line that names the columns: {error}") from None
         if names.count(text_field) != 1:
             raise ValueError(f"{part.path} {no_field(text_field, names)}")
         column = names.index(text_field)
@@ -365,6 +377,9 @@ def load_hub_dataset(name: str) -> dict[str, Any]:
 
     nowhere = hub_dataset(name)
     repository, _, config = name.partition(":")
+    hub.reach()
+    if hub.gave_up():
+        datasets.config.HF_HUB_OFFLINE = True
     try:
         return dict(datasets.load_dataset(repository, config or None, streaming=True))
     except Exception as error:  # the hub, its client and its file formats raise some twenty types
@@ -402,12 +417,9 @@ def read_rows(name: str, rows: Any, text_field: str, first: int = 0) -> Iterator
 
 def _read_warc(part: Part, text_field: str, handles: list) -> Iterator[Record]:
     """The text records of a WET or WARC file: extracted text (`conversion`), and responses of type text/plain."""
-    try:
-        from warcio.archiveiterator import ArchiveIterator
-        from warcio.exceptions import ArchiveLoadFailed
-    except ImportError:
-        message = f"reading {part.path} needs the package warcio: pip install 'fabric_llm[warc]'"
-        raise ValueError(message) from None
+    from warcio.archiveiterator import ArchiveIterator
+    from warcio.exceptions import ArchiveLoadFailed
+
     number, of_text = 0, 0
     with _open(part.path, handles) as file:
         try:
@@ -437,8 +449,28 @@ def _is_text(record: Any) -> bool:
     )
 
 
+# --------------------------------------------------------------------------- pages
+
+NO_TEXT = ["nav", "aside", "footer"]  # elements that hold menus and the like; scripts and styles are never text
+
+
+def _read_html(part: Part, text_field: str, handles: list) -> Iterator[Record]:
+    """The text of a page. (resiliparse's `main_content`, which also leaves menus of plain <div> out, takes hours for some.)"""
+    from resiliparse.extract.html2text import extract_plain_text
+    from resiliparse.parse.encoding import bytes_to_str, detect_encoding
+
+    with _open(part.path, handles) as file:
+        data = file.read(RECORD_BYTES + 1)
+    if len(data) > RECORD_BYTES:
+        yield Bad(TOO_LONG, None, f"is longer than {RECORD_BYTES >> 20} MiB")
+    else:
+        page = bytes_to_str(data, detect_encoding(data, from_html_meta=True))
+        yield from _checked(0, extract_plain_text(page, skip_elements=NO_TEXT))
+
+
 READERS: dict[str, Reader] = {
     "text": _read_text,
+    "html": _read_html,
     "json_lines": _read_json_lines,
     "json": _read_json,
     "csv": _read_csv,

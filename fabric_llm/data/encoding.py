@@ -31,7 +31,8 @@ from tokenizers import Tokenizer
 
 from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import UNWRITABLE, Fault
+from fabric_llm.base.faults import UNWRITABLE, Fault, one_line
+from fabric_llm.base.names import shown
 from fabric_llm.data.documents import SPECIAL, Bad, Part, read_part, where
 from fabric_llm.data.pieces import Piece
 
@@ -42,7 +43,9 @@ BATCH_CHARACTERS = 1_000_000
 BATCH_CHARACTERS_A_THREAD = 500_000
 MARK_CHARACTERS = 64_000_000  # encoded between two marks
 MAX_NAMED = 20  # bad records
-MUCH_BYTES = 2**24
+MAX_MESSAGE = 2000  # characters
+MUCH_BYTES = 2**24  # of a large file, in so many records
+MANY_RECORDS = 1000
 HASH_BYTES = 16
 
 
@@ -155,6 +158,7 @@ class Reading:
             self.items += 1
             failpoint("prepare.documents")
             if isinstance(record, Bad):
+                record = record._replace(message=shown(record.message, MAX_MESSAGE))  # it may quote what the file holds
                 bad, first = bad + 1, first or record
                 item = Item(number, record.number, record, True, self.items)
             else:
@@ -162,8 +166,7 @@ class Reading:
             read += item.is_last
             if self.items > self.skip:
                 yield item
-        one_document = part.kind == "text" and part.separator is None
-        if first is not None and bad == read and not one_document and _is_much(part):
+        if first is not None and bad == read and not part.is_one_document and _is_much(part, read):
             raise ValueError(
                 f"none of the {read} records of {part.path} can be read: {where(part, first.number, lines_before(part))}"
                 f" {first.message}"
@@ -180,10 +183,14 @@ class Reading:
         return self.parts_bytes + (self.bytes_of_part(self.piece.parts[-1]) if len(self.piece.parts) == 1 else 0)
 
 
-def _is_much(part: Part) -> bool:
-    """Whether a part of which every record is bad is a mistake: a whole file, or much of it. See also `counted`."""
-    is_range = part.kind in ("text", "json_lines", "parquet") and part.end is not None
-    return not is_range or part.kind != "parquet" and part.end - part.start >= MUCH_BYTES
+def _is_much(part: Part, records: int) -> bool:
+    """Whether a part of which every record is bad is a mistake: a whole file, or much of it. See also `counted`.
+
+    A range can hold a single record, such as a line that is too long, beside good ones.
+    """
+    if part.kind not in ("text", "json_lines", "parquet") or part.end is None:
+        return True
+    return part.kind != "parquet" and part.end - part.start >= MUCH_BYTES and records >= MANY_RECORDS
 
 
 def lines_before(part: Part) -> int:
@@ -211,6 +218,23 @@ def _batches(items: Iterable[Item], threads: int) -> Iterator[list[Item]]:
         yield batch
 
 
+@contextmanager
+def without_panic() -> Iterator[None]:
+    """Raises ValueError where tokenizers panics, as for a regular expression that takes too long, without its own report."""
+    said, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which isn't an Exception, and isn't exported
+            raise
+        raise ValueError(f"the tokenizer fails on a text: {one_line(error)[:300]}") from None
+    finally:
+        os.dup2(said, 2)
+        os.close(said)
+        os.close(nowhere)
+
+
 def _encoded(batches: Iterable[list[Item]], backend: Tokenizer, threads: int) -> Iterator[tuple[list[Item], list]]:
     """Each batch with the encodings of its texts. With several threads, the next is read while one is encoded."""
 
@@ -218,7 +242,8 @@ def _encoded(batches: Iterable[list[Item]], backend: Tokenizer, threads: int) ->
         # The backend itself makes no attention masks or offsets, and doesn't warn of documents longer than the model's
         # context.
         texts = [item.text for item in batch if isinstance(item.text, str)]
-        return backend.encode_batch_fast(texts, add_special_tokens=False)
+        with without_panic():
+            return backend.encode_batch_fast(texts, add_special_tokens=False)
 
     if threads == 1:
         yield from ((batch, encode(batch)) for batch in batches)
@@ -256,7 +281,9 @@ def _write(batch: list[Item], encodings: list, out: PieceFiles, job: Job, piece:
                 out.special = dict(job.convention.forbidden)[int(found[0])]
             special = out.add(ids, item.text, item.is_last, part.own_validation, part.draws)
             if special is not None:
-                message = f"holds text that this tokenizer turns into its special token {special}: take it out of"
+                message = (
+                    f"holds text that this tokenizer turns into its special token {shown(special)}: take it out of"
+                )
                 message += " the text, or choose a byte-level tokenizer"
                 _bad(Bad(SPECIAL, item.number, message), item.part, part, out.mark, job)
         out.mark.items = item.items

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import codecs
 import gzip
+import importlib.util
 import io
 import lzma
 import os
@@ -12,6 +13,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import BinaryIO, Optional
 
 PACKED = (".gz", ".zst", ".bz2", ".xz")  # which each of KINDS can be
@@ -22,8 +24,12 @@ KINDS = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     ".parquet": "parquet",
     **dict.fromkeys((".wet", ".warc"), "warc"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
 }
-DEFAULT_PATTERNS = [f"*{kind}{packed}" for packed in ("", *PACKED) for kind in KINDS]
+# Without pages, which are read where they are named: what a folder gives mustn't depend on the packages that are installed.
+DEFAULT_KINDS = [suffix for suffix, kind in KINDS.items() if kind != "html"]
+DEFAULT_PATTERNS = [f"*{suffix}{packed}" for packed in ("", *PACKED) for suffix in DEFAULT_KINDS]
+PACKAGES = {"warc": "warcio", "html": "resiliparse"}  # that a kind needs; the extra has the name of the kind
 NOT_TEXT = frozenset(
     ".zip .tar .tgz .7z .rar .pdf .doc .docx .odt .epub .ppt .pptx .xls .xlsx .bin .pt .pth .pkl .npy .npz .safetensors .gguf"
     " .arrow .feather .avro .orc .h5 .sqlite .db .exe .so .png .jpg .jpeg .gif .webp .mp3 .wav .mp4".split()
@@ -47,6 +53,18 @@ def kind_of(path: str) -> str:
     return KINDS.get(suffix(path), "text")
 
 
+@cache
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def require_package(path: str) -> None:
+    """Raises ValueError where a file is of a kind that an optional package reads, which isn't installed."""
+    package = PACKAGES.get(kind := kind_of(path))
+    if package and not _is_installed(package):
+        raise ValueError(f"reading {path} needs the package {package}: pip install 'fabric_llm[{kind}]'")
+
+
 def is_packed(path: str) -> bool:
     """Whether a file is compressed, by its first bytes or its name."""
     if path.lower().endswith(PACKED):
@@ -65,6 +83,7 @@ def is_what_its_name_says(path: str) -> bool:
 
 def named_file(path: str) -> None:
     """Raises ValueError for a file, named by the user, that can't hold text."""
+    require_package(path)
     if suffix(path) in KINDS and is_what_its_name_says(path):
         return
     if suffix(path) not in NOT_TEXT:
@@ -84,7 +103,7 @@ def in_words(patterns: list[str]) -> str:
     """The patterns of a folder's files, for a message."""
     if patterns != DEFAULT_PATTERNS:
         return " ".join(patterns)
-    return f"{' '.join(f'*{kind}' for kind in KINDS)} (or these with {' '.join(PACKED)})"
+    return f"{' '.join(f'*{kind}' for kind in DEFAULT_KINDS)} (or these with {' '.join(PACKED)})"
 
 
 # ------------------------------------------------------------------------- decompression

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,26 +13,26 @@ from fabric_llm.data.pieces import Piece
 
 
 class Generated(NamedTuple):
-    """A set of documents in pieces, each a function of its number and of `settings` alone."""
+    """A set of documents, a function of `settings` alone, in one piece."""
 
     settings: dict[str, Any]  # for the manifest
-    pieces: int
-    tokens_a_piece: int  # at least
-    fill: Callable[
-        [int, PieceFiles, Callable[[int], Any]], None
-    ]  # (number of the piece, its files, told of new tokens)
+    tokens: int  # at least
+    fill: Callable[[PieceFiles, Callable[[int], Any]], None]  # (files, told of new tokens), goes on from their mark
 
     def plan(self) -> list[Piece]:
-        """The pieces, whose size is in tokens."""
-        return [Piece(number, self.tokens_a_piece, []) for number in range(self.pieces)]
+        """The piece, whose size is in tokens."""
+        return [Piece(0, self.tokens, [])]
 
     def fingerprint(self) -> str:
         """What a later start has to have in common."""
         return json.dumps(self.settings, sort_keys=True)
 
     def make(self, pieces: Sequence[Piece], job: Job, report: Callable[[int], Any]) -> None:
-        """Make the pieces in the work folder. report: is told how many more tokens there are."""
+        """Make the piece in the work folder, unless it is done. report: is told how many more tokens there are."""
         for piece in pieces:
             with piece_files(Path(job.folder), piece.number, job) as out:
-                self.fill(piece.number, out, report)
+                if out.mark.tokens:
+                    print(f"Going on: {out.mark.tokens:,} of {self.tokens:,} tokens are there.", file=sys.stderr)
+                report(out.mark.tokens)
+                self.fill(out, report)
                 out.set_mark(done=True)

@@ -9,11 +9,13 @@ import fnmatch
 import glob
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from fabric_llm.base.names import is_path, nearest_of
 from fabric_llm.data import formats
 from fabric_llm.data.formats import DEFAULT_PATTERNS
 
@@ -63,7 +65,9 @@ def prepared_output(output: Path, overwrite: bool) -> None:
     if not any(output.iterdir()):
         return
     if not overwrite:
-        raise ValueError(f"output {output} exists and is not empty: pass --overwrite to replace it, or name another")
+        raise ValueError(
+            f"output {output} exists and is not empty: pass --overwrite true to replace it, or name another"
+        )
     # A typo such as `--output ~ --overwrite` must not delete anyone's files.
     if not (output / "manifest.json").is_file() or not (output / "dataset_dict.json").is_file():
         raise ValueError(f"output {output} holds no prepared dataset, so it is not overwritten: remove it yourself")
@@ -75,24 +79,40 @@ def text_input(given: str, pattern: Sequence[str], exclude: Sequence[str], outpu
         if not os.path.exists(path):
             hub_dataset(path)
         elif os.path.isdir(path) and not is_dataset_folder(path):
-            if next(files_of(path, pattern, exclude, output), None) is None:
-                raise ValueError(no_match(path, pattern))
+            hidden: list[str] = []
+            if (first := next(files_of(path, pattern, exclude, output, hidden=hidden), None)) is None:
+                raise ValueError(no_match(path, pattern, hidden))
+            formats.require_package(first)
         elif os.path.isfile(path):
             formats.named_file(path)
 
 
 def expanded(given: str) -> list[str]:
     """The paths that a glob stands for, such as 'corpus/*.jsonl', which the shell hasn't expanded; else `given` itself."""
-    if os.path.exists(given) or not glob.has_magic(given):
-        return [given]
-    found = sorted(glob.glob(given, recursive=True))
+    found = [given]
+    if not os.path.lexists(given) and glob.has_magic(given):
+        found = sorted(glob.glob(given, recursive=True))
     if not found:
         raise ValueError(f"input {given}: no file or folder here has such a name")
+    for path in found:
+        if kind := _what_cannot_be_read(path):
+            raise ValueError(f"input {path} is {kind}: name a file, a folder or a dataset on the hub")
     return found
 
 
-def no_match(folder: str, pattern: Sequence[str]) -> str:
-    return f"no file in {folder} matches {formats.in_words(list(pattern))}: choose others with --pattern"
+def _what_cannot_be_read(path: str) -> Optional[str]:
+    """What a path is that is neither a file nor a folder: opening a pipe would wait for whoever writes into it."""
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"a link to {os.readlink(path)}, which leads nowhere"
+    if not os.path.exists(path) or os.path.isfile(path) or os.path.isdir(path):
+        return None
+    mode = os.stat(path).st_mode
+    return "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+
+
+def no_match(folder: str, pattern: Sequence[str], hidden: Sequence[str]) -> str:
+    left_out = f" ({len(hidden):,} hidden files and folders were left out: name them with --input)" if hidden else ""
+    return f"no file in {folder} matches {formats.in_words(list(pattern))}: choose others with --pattern{left_out}"
 
 
 def separator(given: Optional[str]) -> Optional[str]:
@@ -122,10 +142,10 @@ def hub_dataset(name: str) -> str:
     if found := re.match(r"(?:https?://)?(?:huggingface\.co|hf\.co)/datasets/([\w.-]+/[\w.-]+)", name):
         raise ValueError(f"{nowhere}: it is an address; take --input {found[1]}")
     # Anything that can't be a name on the hub is a mistyped path, for which the network isn't asked.
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^/:]+)?", name) or name.startswith("."):
-        raise ValueError(nowhere)
-    if matcher(DEFAULT_PATTERNS)(name.lower()):
-        raise ValueError(nowhere)
+    near = nearest_of(Path(name), files=True)
+    is_of_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(:[^/:]+)?", name) and not matcher(DEFAULT_PATTERNS)(name.lower())
+    if not is_of_hub or is_path(name) or "/" not in name and near:
+        raise ValueError(f"{nowhere}.{near}" if near else nowhere)
     return nowhere
 
 
@@ -135,31 +155,47 @@ def is_dataset_folder(folder: str) -> bool:
 
 
 def files_of(
-    folder: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, others: Optional[Counter] = None
+    folder: str,
+    pattern: Sequence[str],
+    exclude: Sequence[str],
+    output: Path,
+    others: Optional[Counter] = None,
+    hidden: Optional[list[str]] = None,
 ) -> Iterator[str]:
     """The matching files below `folder`, in order. `output`, a resolved path, and its work folder are left out.
 
-    others: counts the files that don't match, by suffix.
+    Left out, too, are files and folders whose names begin with a dot, such as .git and .ipynb_checkpoints, which holds copies
+    of what is beside it. A pattern that begins with a dot takes such files, and an input that names such a folder takes it.
+
+    others: counts the files that don't match, by suffix. hidden: gets the names of those that begin with a dot.
     """
+    hidden = [] if hidden is None else hidden
     left_out = {str(output), str(output.with_name(f".{output.name}.preparing"))}
     taken = matcher(pattern)
-    for root, directories, names in os.walk(folder, onerror=_refuse):
-        directories[:] = sorted(
+    for root, walked, names in os.walk(folder, onerror=_refuse):
+        directories = [
             name
-            for name in directories
+            for name in walked
             if name not in exclude and os.path.realpath(os.path.join(root, name)) not in left_out
-        )
+        ]
+        hidden += [os.path.join(root, name) for name in sorted(directories) if name.startswith(".")]
+        walked[:] = sorted(name for name in directories if not name.startswith("."))
         for name in sorted(names):
             path = os.path.join(root, name)
             if taken(name.lower()) and os.path.isfile(path):
                 yield path
+            elif name.startswith("."):
+                hidden.append(path)
+            elif others is not None and taken(name.lower()):
+                others["pipe, socket, device or dead link"] += 1
             elif others is not None:
                 others[os.path.splitext(name)[1].lower() or "without a suffix"] += 1
 
 
 def matcher(pattern: Sequence[str]) -> Callable[[str], Any]:
-    """Whether a name in lower case matches one of the patterns."""
-    return re.compile("|".join(fnmatch.translate(one.lower()) for one in pattern)).match
+    """Whether a name in lower case matches one of the patterns, as a shell has it: a dot at its beginning only by a dot."""
+    one_by_one = (("" if one.startswith(".") else r"(?!\.)") + fnmatch.translate(one.lower()) for one in pattern)
+    return re.compile("|".join(one_by_one)).match
 
 
 def _refuse(error: OSError) -> None:

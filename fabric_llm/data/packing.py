@@ -4,7 +4,8 @@
 `best_fit`: only documents longer than a row are cut, and the rest of a row is filled with EOS. Ding et al. 2024, "Fewer
 Truncations Improve Language Modeling", arXiv 2404.10830: from the longest on, each goes into the fullest row that has room.
 
-Exactly one EOS ends each document, so that EOS after EOS is padding.
+Exactly one EOS ends each document, so that EOS after EOS is padding. Where the text of a document fills whole rows, its EOS
+would be alone in another: no token before it predicts it, and behind another document it would pass for padding. It is dropped.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Packed:
     rows: int = 0
     padding_tokens: int = 0
     documents_cut: int = 0
+    dropped_tokens: int = 0  # EOS of documents whose text fills whole rows
 
 
 def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -83,13 +85,14 @@ def pack(
         for start, rows in zip(starts[whole > 0].tolist(), whole[whole > 0].tolist()):
             _write_whole(tokens[start : start + rows * context], context, write)
         rest = some - whole * context
-        item_starts, item_lengths = (starts + whole * context)[rest > 0], rest[rest > 0]
+        item_starts, item_lengths = (starts + whole * context)[rest > 1], rest[rest > 1]
         row, place, count = best_fit(item_lengths, context)
         packed = np.full(count * context, padding, dtype=tokens.dtype)
         _scatter(tokens, item_starts, item_lengths, row * context + place, packed)
         write(packed.reshape(count, context))
         done.rows += int(whole.sum()) + count
         done.padding_tokens += count * context - int(item_lengths.sum())
+        done.dropped_tokens += int((rest == 1).sum())
     return done
 
 

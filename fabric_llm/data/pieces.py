@@ -20,11 +20,13 @@ from fabric_llm.data import formats
 from fabric_llm.data.documents import (
     BLANK_LINES,
     BLOCK_BYTES,
+    Bad,
     Part,
     load_dataset_folder,
     load_hub_dataset,
     parquet_column,
     parquet_file,
+    read_part,
 )
 from fabric_llm.data.inputs import expanded, files_of, is_dataset_folder, no_match
 
@@ -64,6 +66,8 @@ class Found:
     left_out: list[str] = field(default_factory=list)  # splits
     piece_bytes: int = PIECE_BYTES
     split_texts: list[str] = field(default_factory=list)  # files that are split at blank lines without being told to
+    whole_texts: list[str] = field(default_factory=list)  # files that would be, and have no blank line
+    hidden: list[str] = field(default_factory=list)  # files and folders that are left out for their names
 
 
 def find_sources(
@@ -78,7 +82,7 @@ def find_sources(
     found, origin = Found([]), {}
     for given in (path for name in inputs for path in expanded(str(name))):
         not_read = found.not_read if list(pattern) == formats.DEFAULT_PATTERNS else None  # else they were not wanted
-        for source in _sources_of(given, pattern, exclude, output, not_read):
+        for source in _sources_of(given, pattern, exclude, output, not_read, found.hidden):
             # A text in both train and validation would make the validation loss meaningless.
             path = os.path.abspath(source.name)
             if path in origin:
@@ -91,7 +95,12 @@ def find_sources(
 
 
 def _sources_of(
-    given: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, not_read: Optional[Counter]
+    given: str,
+    pattern: Sequence[str],
+    exclude: Sequence[str],
+    output: Path,
+    not_read: Optional[Counter],
+    hidden: list[str],
 ) -> list[Source]:
     if not os.path.exists(given):
         return [Source(given, "hub", None)]  # `plan` asks the hub
@@ -102,13 +111,14 @@ def _sources_of(
         files = [file.stat() for file in Path(given).rglob("*.arrow")]
         newest = max((file.st_mtime_ns for file in files), default=0)
         return [Source(given, "dataset", sum(file.st_size for file in files), newest)]
-    sources = [_file_source(path) for path in files_of(given, pattern, exclude, output, not_read)]
+    sources = [_file_source(path) for path in files_of(given, pattern, exclude, output, not_read, hidden)]
     if not sources:
-        raise ValueError(no_match(given, pattern))
+        raise ValueError(no_match(given, pattern, hidden))
     return sources
 
 
 def _file_source(path: str) -> Source:
+    formats.require_package(path)
     status = os.stat(path)
     return Source(path, formats.kind_of(path), status.st_size, status.st_mtime_ns)
 
@@ -153,7 +163,7 @@ def _parts_of(source: Source, found: Found, text_field: str, separator: Optional
     part = Part(source.name, source.kind)
     if source.kind == "text":
         part = part._replace(separator=_separator_of(source, found, separator))
-    if source.bytes <= found.piece_bytes or source.kind in ("json", "csv", "warc"):
+    if source.bytes <= found.piece_bytes or source.kind in ("json", "csv", "warc", "html"):
         yield part, source.bytes
     elif source.kind == "parquet":
         yield from _parquet_parts(part, source.bytes, found.piece_bytes, text_field)
@@ -168,8 +178,10 @@ def _separator_of(source: Source, found: Found, separator: Optional[str]) -> Opt
         return separator or None
     if len(found.sources) > 1 and source.bytes < LONG_TEXT_BYTES:
         return None
-    found.split_texts.append(source.name)
-    return BLANK_LINES
+    records = read_part(Part(source.name, "text", separator=BLANK_LINES), "")
+    is_divided = any((record.number if isinstance(record, Bad) else record[0]) for record in records)
+    (found.split_texts if is_divided else found.whole_texts).append(source.name)
+    return BLANK_LINES if is_divided else None
 
 
 def _ranges(part: Part, size: int, piece_bytes: int) -> Iterator[tuple[Part, int]]:

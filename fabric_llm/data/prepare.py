@@ -29,33 +29,34 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Optional
 
-import datasets
-import pyarrow as pa
-import tokenizers
-import transformers
 from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fabric_llm.base import files
 from fabric_llm.base.ending import on_disk
+from fabric_llm.base.faults import printable
+from fabric_llm.base.machine import cores
+from fabric_llm.base.names import shown
 from fabric_llm.data import inputs as checks
 from fabric_llm.data import workers
 from fabric_llm.data.documents import texts
 from fabric_llm.data.duplicates import repeated
 from fabric_llm.data.encoding import MAX_NAMED, Job, Mark, counted, read_mark
-from fabric_llm.data.formats import DEFAULT_PATTERNS
+from fabric_llm.data.formats import DEFAULT_PATTERNS, PACKAGES
 from fabric_llm.data.generated import Generated
 from fabric_llm.data.pieces import Found, Piece, find_sources, fingerprint, plan
-from fabric_llm.data.rows import Choice, save_rows, split_documents
+from fabric_llm.data.rows import ONE_DOCUMENT, Choice, save_rows, split_documents
 from fabric_llm.data.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
 from fabric_llm.data.work_folder import begin, new_folder, publish, work_folder
 
 MANIFEST_FORMAT = 1
 MAX_LISTED_FILES = 10_000
+MAX_LISTED_SUFFIXES = 100
 MUCH_PADDING_PERCENT = 1.0
 MANY_ROWS = 50  # among fewer, the last one says little of the documents
 
@@ -114,12 +115,16 @@ def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
         key = fingerprint(found, pieces)
     else:
         found, pieces, key = Found([]), generated.plan(), generated.fingerprint()
+    parts = [part for piece in pieces for part in piece.parts]
+    if len(parts) == 1 and parts[0].is_one_document:
+        raise ValueError(ONE_DOCUMENT)
     if not options.validation_fraction and not found.own_validation:
         raise ValueError("validation_fraction is 0, and no input has a validation split of its own: take more than 0")
     # Here, so that it fails before anything is written.
     given = None if options.tokenizer is None else packing_tokenizer(options.tokenizer)
     needs = "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over 65,536"
-    with work_folder(target, mine is not None, lambda folder: _all_done(folder, pieces)) as folder:
+    is_quick = lambda folder: generated is None and _all_done(folder, pieces)  # to make again
+    with work_folder(target, mine is not None, is_quick) as folder:
         with on_disk(target, folder, needs):
             hf_tokenizer = _begin(folder, options, key, given, pieces)
             marks = _encode(pieces, _job(folder, options, hf_tokenizer), mine, options, generated)
@@ -211,7 +216,7 @@ def _encode(
         elif left_bytes <= workers.LITTLE_BYTES and options.num_workers is None:
             workers.encode_here(left, job, bar.update)
         else:
-            workers.encode_locally(left, job, options.num_workers or workers.cores(), bar.update)
+            workers.encode_locally(left, job, options.num_workers or cores(), bar.update)
     return [read_mark(folder, piece.number) for piece in pieces]
 
 
@@ -244,7 +249,9 @@ def _left_out(found: Found, pieces: list[Piece], marks: list[Mark], on_error: st
         "empty": skipped["empty"],
         "bad": skipped["bad"],
         "bad_records": skipped["named"],
-        "files_by_suffix": dict(sorted(found.not_read.items())),
+        "files_by_suffix": dict(sorted(found.not_read.most_common(MAX_LISTED_SUFFIXES))),
+        "hidden": len(found.hidden),
+        "hidden_first": found.hidden[:MAX_NAMED],
         "splits": found.left_out,
     }
 
@@ -270,7 +277,7 @@ def _rows(folder: Path, marks: list[Mark], options: Options, hf_tokenizer: PreTr
         hashes = [folder / f"{number:06d}.hashes" for number in range(len(marks))]
         same = repeated(hashes, sum(mark.documents for mark in marks), folder)
     choice = Choice(folder, len(marks), options.seed, options.validation_fraction, same)
-    splits, duplicates = split_documents(choice, folder, dtype)
+    splits, apart = split_documents(choice, folder, dtype)
     saved = save_rows(
         splits, made, options.context_length, options.packing, hf_tokenizer.eos_token_id, options.progress
     )
@@ -279,7 +286,7 @@ def _rows(folder: Path, marks: list[Mark], options: Options, hf_tokenizer: PreTr
         "dtype": dtype,
         "max_token_id": max(split.max_token_id for split in splits.values()),
         "splits": saved,
-        "duplicates": duplicates,
+        **apart,
         "characters": sum(mark.characters for mark in marks),
         "documents_in_sections": sum(mark.long for mark in marks),
     }
@@ -314,7 +321,7 @@ def _manifest(
         "deduplicate": options.deduplicate,
         **rows,
         "skipped": skipped,
-        "versions": _versions(),
+        "versions": _versions(found),
         "written": files.describe(made, files.files_in(made)),
     }
 
@@ -327,6 +334,7 @@ def _facts_of_sources(found: Found) -> dict[str, Any]:
         "bytes_total": sum(source.bytes or 0 for source in sources),
         "own_validation": found.own_validation,
         "split_at_blank_lines": found.split_texts[:MAX_LISTED_FILES],
+        "without_blank_lines": found.whole_texts[:MAX_LISTED_FILES],
     }
 
 
@@ -339,9 +347,11 @@ def _facts_of_tokenizer(hf_tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
     }
 
 
-def _versions() -> dict[str, str]:
-    modules = {"pyarrow": pa, "datasets": datasets, "tokenizers": tokenizers, "transformers": transformers}
-    return {"python": platform.python_version(), **{name: module.__version__ for name, module in modules.items()}}
+def _versions(found: Found) -> dict[str, str]:
+    """Of what the rows depend on."""
+    names = ["pyarrow", "datasets", "tokenizers", "transformers"]
+    names += sorted({PACKAGES[source.kind] for source in found.sources if source.kind in PACKAGES})
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
 
 
 # ----------------------------------------------------------------------------- summary
@@ -354,7 +364,7 @@ def summary(manifest: dict) -> str:
     lines = [_split_line(name, split, manifest["context_length"]) for name, split in manifest["splits"].items()]
     if (sampled := manifest.get("self_replay")) is not None:
         lines.append(f"sampled    {sampled['tokens']:,} tokens or more of {sampled['model']}, seed {sampled['seed']}")
-    lines += _reading_lines(manifest)
+    lines += map(printable, _reading_lines(manifest))
     lines.append(f"tokenizer  {manifest['tokenizer']}, {manifest['vocab_size']:,} tokens")
     lines.append(f"written to {manifest['output']}")
     return "\n".join(lines)
@@ -372,13 +382,18 @@ def _split_line(name: str, split: dict, context_length: int) -> str:
     line += f" {context_length}"
     if "padding_tokens" not in split:
         return f"{line} ({split['dropped_tokens']} tokens of the last, unfilled row dropped)"
-    line += f" ({split['row_use_percent']} % of them text, {split['documents_cut']:,} documents cut)"
+    alone = f", {split['dropped_tokens']:,} of them without their end" if split["dropped_tokens"] else ""
+    line += f" ({split['row_use_percent']} % of them text, {split['documents_cut']:,} documents cut{alone})"
     if 100 - split["row_use_percent"] > MUCH_PADDING_PERCENT and split["rows"] >= MANY_ROWS:
         line += (
             "\n           these documents leave much padding: few fit beside each other; --packing concat leaves none, and a"
             " larger --context_length less"
         )
     return line
+
+
+def _some(names: Sequence[str], total: int) -> str:
+    return ", ".join(map(shown, names[:3])) + (f" and {total - 3:,} more" if total > 3 else "")
 
 
 def _reading_lines(manifest: dict) -> list[str]:
@@ -393,11 +408,25 @@ def _reading_lines(manifest: dict) -> list[str]:
         lines.append(f"repeated   {dropped['documents']:,} documents, {dropped['tokens']:,} tokens, dropped")
     if skipped["files_by_suffix"]:
         most = sorted(skipped["files_by_suffix"].items(), key=lambda item: -item[1])[:10]
-        lines.append(f"not read   {', '.join(f'{count:,} {name}' for name, count in most)}; choose with --pattern")
-    if manifest["split_at_blank_lines"]:
-        names = manifest["split_at_blank_lines"]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        lines.append(f"documents  {', '.join(names[:3])}{more}: split at blank lines; choose with --document_separator")
+        lines.append(
+            f"not read   {', '.join(f'{count:,} {shown(name, 30)}' for name, count in most)}; choose with --pattern"
+        )
+    if skipped["hidden"]:
+        first = _some(skipped["hidden_first"], skipped["hidden"])
+        lines.append(f"hidden     {first}: left out; name what is meant with --input")
+    for how, said in (
+        ("split_at_blank_lines", "split at blank lines"),
+        ("without_blank_lines", "one document each, without a blank line"),
+    ):
+        if manifest[how]:
+            names = _some(manifest[how], len(manifest[how]))
+            lines.append(f"documents  {names}: {said}; choose with --document_separator")
+    if manifest["held_back"]["documents"]:
+        held = manifest["held_back"]
+        lines.append(
+            f"validation {held['documents']:,} documents, {held['tokens']:,} tokens, drawn for it stay in train: with them it"
+            " would hold more than twice --validation_fraction of the tokens"
+        )
     if manifest["own_validation"]:
         lines.append(f"validation {', '.join(manifest['own_validation'])}: kept, and none drawn from these datasets")
     if skipped["splits"]:

@@ -29,6 +29,10 @@ COPY_TOKENS = 4 * 2**20
 CHUNK_DOCUMENTS = 2**18
 SHARD_BYTES = 10**9
 SPLITS = ("train", "validation")
+ONE_DOCUMENT = (
+    "the inputs hold one document, which is never divided between train and validation: give more documents, or divide a"
+    r" text file with --document_separator, where '\n' makes a document of each line"
+)
 
 
 class Documents(NamedTuple):
@@ -38,6 +42,7 @@ class Documents(NamedTuple):
     first_token: int  # in the piece
     lengths: np.ndarray  # tokens, int64
     in_validation: np.ndarray  # bool
+    held_back: np.ndarray  # bool: drawn for validation, which would hold too much with it, and so in train
     repeated: np.ndarray  # bool: an earlier one equals it
 
 
@@ -51,6 +56,7 @@ class Choice:
     validation_fraction: float
     repeated: Optional[np.ndarray] = None  # bool [documents]
     moved: int = -1  # index of a document that goes to the other split, so that this has one
+    most_tokens: int = 0  # of the drawn documents that validation may hold, see `bounded`
 
 
 @dataclass
@@ -93,39 +99,67 @@ def document_hash(seed: int, index: int) -> float:
 
 def documents(choice: Choice) -> Iterator[Documents]:
     """All documents of the pieces, in order."""
-    for first, piece, first_token, lengths, own, draws in _lengths(choice):
+    room = choice.most_tokens
+    for first, piece, first_token, lengths, own, draws, repeated in _lengths(choice):
         indices = np.arange(first, first + len(lengths))
         drawn = document_hashes(choice.seed, indices) < choice.validation_fraction
-        in_validation = np.where(draws, drawn ^ (indices == choice.moved), own)
-        repeated = np.zeros(len(lengths), bool)
-        if choice.repeated is not None:
-            repeated = np.array(choice.repeated[first : first + len(lengths)])
-        yield Documents(piece, first_token, lengths, in_validation, repeated)
+        drawn = draws & (drawn ^ (indices == choice.moved))
+        held_back = np.zeros(len(lengths), bool)
+        asking = np.flatnonzero(drawn & ~repeated)
+        held_back[asking], room = _beyond(lengths[asking], room)
+        yield Documents(piece, first_token, lengths, np.where(draws, drawn & ~held_back, own), held_back, repeated)
 
 
-def _lengths(choice: Choice) -> Iterator[tuple[int, int, int, np.ndarray, np.ndarray, np.ndarray]]:
+def _beyond(lengths: np.ndarray, room: int) -> tuple[np.ndarray, int]:
+    """(which of the documents don't fit, one after the other, into what is left of `room` tokens, what is left then)"""
+    if (total := int(lengths.sum())) <= room:
+        return np.zeros(len(lengths), bool), room - total
+    beyond = []
+    for length in lengths.tolist():
+        beyond.append(length > room)
+        room -= 0 if beyond[-1] else length
+    return np.array(beyond), room
+
+
+def _lengths(choice: Choice) -> Iterator[tuple[int, int, int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
     first = 0
     for piece in range(choice.pieces):
         first_token = 0
         with open(choice.folder / f"{piece:06d}.lengths", "rb") as file:
             while data := file.read(8 * CHUNK_DOCUMENTS):
                 lengths, own, draws = Lengths.decode(np.frombuffer(data, dtype="<u8"))
-                yield first, piece, first_token, lengths, own, draws
+                repeated = np.zeros(len(lengths), bool)
+                if choice.repeated is not None:
+                    repeated = np.array(choice.repeated[first : first + len(lengths)])
+                yield first, piece, first_token, lengths, own, draws, repeated
                 first, first_token = first + len(lengths), first_token + int(lengths.sum())
 
 
+def bounded(choice: Choice) -> Choice:
+    """With the most tokens that validation may hold: twice its fraction, so that one huge document doesn't fill it.
+
+    Of a few documents, each of which may be more than that, it may hold two of average length, but not more than half of all.
+    """
+    tokens, count = 0, 0
+    for _, _, _, lengths, _, draws, repeated in _lengths(choice):
+        mine = draws & ~repeated
+        tokens, count = tokens + int(lengths[mine].sum()), count + int(mine.sum())
+    share = max(2 * choice.validation_fraction, min(2 / max(1, count), 0.5))
+    return replace(choice, most_tokens=int(tokens * share))
+
+
 def with_both_splits(choice: Choice) -> Choice:
-    """All of a few documents can fall into one split. Then the one nearest to the other split moves there."""
+    """All of a few documents can fall into one split. Then the one nearest to the other split that may go there moves there."""
     counts, nearest = np.zeros(2, np.int64), (2.0, -1)
     all_documents = documents(choice)
-    for (first, _, _, lengths, _, draws), some in zip(_lengths(choice), all_documents, strict=True):
+    for (first, _, _, lengths, _, draws, _), some in zip(_lengths(choice), all_documents, strict=True):
         counts += [(~some.repeated & ~some.in_validation).sum(), (~some.repeated & some.in_validation).sum()]
         if counts.all():
             return choice
         distance = np.abs(
             document_hashes(choice.seed, np.arange(first, first + len(lengths))) - choice.validation_fraction
         )
-        distance[some.repeated | ~draws] = 3.0
+        distance[some.repeated | ~draws | (lengths > choice.most_tokens)] = 3.0
         at = int(distance.argmin())
         nearest = min(nearest, (float(distance[at]), first + at))
     if counts.sum() < 2 or nearest[0] >= 2 or not choice.validation_fraction:
@@ -136,24 +170,28 @@ def with_both_splits(choice: Choice) -> Choice:
 # --------------------------------------------------------------------------- flat files
 
 
-def split_documents(choice: Choice, folder: Path, dtype: str) -> tuple[dict[str, Split], dict[str, int]]:
-    """Write each document, whole and in order, to the flat files of its split. Returns also what repeated ones held."""
+def split_documents(choice: Choice, folder: Path, dtype: str) -> tuple[dict[str, Split], dict[str, dict]]:
+    """Write each document, whole and in order, to the flat files of its split.
+
+    Returns also the documents and tokens of what was `duplicates`, and of what was `held_back` from validation.
+    """
     splits = {name: Split(folder / f"{name}.tokens", np.dtype(dtype)) for name in SPLITS}
-    dropped = {"documents": 0, "tokens": 0}
-    choice = with_both_splits(choice)
+    apart = {name: {"documents": 0, "tokens": 0} for name in ("duplicates", "held_back")}
+    choice = with_both_splits(bounded(choice))
     with contextlib.ExitStack() as stack:
         out = {name: stack.enter_context(open(split.path, "wb")) for name, split in splits.items()}
         lengths = {name: stack.enter_context(open(split.lengths, "wb")) for name, split in splits.items()}
         for some in documents(choice):
-            dropped["documents"] += int(some.repeated.sum())
-            dropped["tokens"] += int(some.lengths[some.repeated].sum())
+            for count, mine in zip(apart.values(), (some.repeated, some.held_back)):
+                count["documents"] += int(mine.sum())
+                count["tokens"] += int(some.lengths[mine].sum())
             chosen = {"train": ~some.in_validation & ~some.repeated, "validation": some.in_validation & ~some.repeated}
             for name, split in splits.items():
                 split.documents += int(chosen[name].sum())
                 split.tokens += int(some.lengths[chosen[name]].sum())
                 lengths[name].write(some.lengths[chosen[name]].astype("<i8").tobytes())
             _copy(choice, some, chosen, splits, out)
-    return splits, dropped
+    return splits, apart
 
 
 def _copy(
@@ -221,6 +259,8 @@ def save_rows(
 def _no_row(name: str, splits: dict[str, Split], context_length: int) -> str:
     larger = "a larger --validation_fraction" if name == "validation" else "a smaller --validation_fraction"
     total = sum(one.documents for one in splits.values())
+    if total == 1:
+        return ONE_DOCUMENT
     return (
         f"the {name} split has {splits[name].tokens} tokens in {splits[name].documents} of {total} documents, which do not"
         f" fill one row of context_length {context_length}: choose a smaller --context_length or {larger},"
@@ -245,10 +285,10 @@ def _pack(split: Split, context_length: int, eos: int) -> None:
     packed_path.replace(split.path)
     split.rows = done.rows
     split.more = {
-        "dropped_tokens": 0,
+        "dropped_tokens": done.dropped_tokens,
         "padding_tokens": done.padding_tokens,
         "documents_cut": done.documents_cut,
-        "row_use_percent": round(100 * split.tokens / (done.rows * context_length), 3),
+        "row_use_percent": round(100 * (1 - done.padding_tokens / (done.rows * context_length)), 3),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
@@ -33,9 +34,15 @@ def open_source(folder: Path, verify: str = "auto") -> TokenDataset:
     return SOURCES[source_of(folder) or "dataset_dict.json"](folder, verify)
 
 
-def check_dataset_folder(name: str | Path) -> None:
-    """Raises ValueError unless the names of its files are those of a dataset's folder. Their content isn't read."""
+def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> None:
+    """Raises ValueError unless the names of its files, and of its columns, are those of a dataset of tokens.
+
+    tokenizer: that of the model, for the command that makes one.
+    """
     folder = Path(name)
+    if (column := _text_column(folder)) is not None:
+        field = "" if column == "text" else f" --text_field {shlex.quote(column)}"
+        raise ValueError(f"{str(folder)!r} holds text, not tokens: {_preparing(folder, tokenizer)}{field}.")
     if not folder.is_dir():
         is_file = " It is a file." if folder.exists() else ""
         raise ValueError(
@@ -50,9 +57,28 @@ def check_dataset_folder(name: str | Path) -> None:
         there = f" There is one in {', '.join(repr(str(path)) for path in inside)}." if inside else ""
         if (folder / "config.json").is_file():
             there = " It is a model: that goes to --model_name."
+        there = there or f" If it holds text, {_preparing(folder, tokenizer)}."
         raise ValueError(
             f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json (see data/README.md).{there}"
         )
+
+
+def _preparing(folder: Path, tokenizer: str) -> str:
+    made = shlex.quote(f"{folder}-tokens")
+    return f"make it with prepare_data.py --input {shlex.quote(str(folder))} --tokenizer {shlex.quote(tokenizer)} --output {made}"
+
+
+def _text_column(folder: Path) -> Optional[str]:
+    """The column of text in a dataset of `datasets` that has no tokens."""
+    for info in (folder / "dataset_info.json", *sorted(folder.glob("*/dataset_info.json"))):
+        try:
+            columns = json.loads(info.read_bytes())["features"]
+            texts = [str(name) for name, said in columns.items() if str(said.get("dtype")).endswith("string")]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue
+        if texts and "input_ids" not in columns:
+            return "text" if "text" in texts else texts[0]
+    return None
 
 
 def check_splits(folder: Path) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import cached_file
 
 from fabric_llm.base import hub
 from fabric_llm.base.faults import REFUSED, Fault, one_line
 from fabric_llm.base.files import check_name
-from fabric_llm.data.encoding import Convention
+from fabric_llm.data import tokenizer_bounds
+from fabric_llm.data.encoding import Convention, without_panic
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -23,7 +26,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises Fault (77) for one that needs Python code of its own or would write files elsewhere when it is saved, and
     whatever transformers, huggingface_hub and the tokenizer's class raise where it can't be loaded.
     """
+    if not os.path.isdir(name):
+        hub.reach()
     try:
+        with suppress(OSError):  # where there is none
+            tokenizer_bounds.check_file(Path(cached_file(name, "tokenizer.json")))
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
         if "custom code" in str(error) or "trust_remote_code" in str(error):
@@ -91,6 +98,7 @@ def convention(backend: Tokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> Con
 
 def _special_tokens_around(backend: Tokenizer) -> tuple[list[int], list[int]]:
     """The special tokens that the tokenizer itself puts before and after a text."""
-    probe = backend.encode("a", add_special_tokens=True)
+    with without_panic():
+        probe = backend.encode("a", add_special_tokens=True)
     text = [position for position, special in enumerate(probe.special_tokens_mask) if not special]
     return probe.ids[: text[0]], probe.ids[text[-1] + 1 :]

@@ -28,7 +28,7 @@ def beside(output: Path) -> Path:
 
 @contextmanager
 def work_folder(output: Path, shared: bool, is_encoded: Callable[[Path], bool]) -> Iterator[Path]:
-    """The work folder, locked. It is removed where the body fails and no work would be lost, or no later start could use it.
+    """The work folder, locked. It is kept after a failure if a later start can use it.
 
     shared: others may work in it, on other pieces. is_encoded: whether all pieces are done.
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric_llm.base.faults import PEER_LOST, Fault
+from fabric_llm.base.machine import cores
 from fabric_llm.base.parent import die_with
 from fabric_llm.data.encoding import Job, encode_piece, load_backend
 from fabric_llm.data.pieces import Piece
@@ -25,11 +26,6 @@ from fabric_llm.data.pieces import Piece
 LITTLE_BYTES = 16 * 2**20  # of input, for which no process is started
 SERVE = "from fabric_llm.data.workers import serve; serve()"
 Report = Callable[[int], Any]
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def encode_here(pieces: Sequence[Piece], job: Job, report: Report) -> None:

@@ -7,6 +7,7 @@ and memory first, for whatever nobody has thought of.
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import re
 import resource
@@ -17,8 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable, NoReturn
 
-import torch
-
 from fabric_llm.base.parent import die_with
 
 MOST_BYTES = 4 * 2**20  # of a file; configurations have a few thousand, of quantised models some hundred thousand
@@ -26,6 +25,7 @@ MOST_ENTRIES = 2**15  # of a list or an object, and of labels, experts and block
 MOST_LAYERS = 4096
 MOST_EXPERTS = 2**18  # of all layers together: each can be some modules; Kimi-K2 has 23,424
 COUNT = re.compile(r"(?:^|_)(layer|expert|label|block)s?$")  # how keys end that say how many there are
+LARGEST_NUMBER = 3.5e38  # computing with more, such as the factor of a rotary embedding, overflows
 MOST_CPU_SECONDS = 10  # to build the modules without memory, several times what the largest models take
 MOST_SECONDS = 120  # on a machine that is busy; whoever hasn't used its processor time by then isn't refused
 MOST_MEMORY_BYTES = 2 * 2**30
@@ -48,6 +48,8 @@ def check_document(document: Any) -> None:
         where = ".".join(filter(None, path))
         if isinstance(value, (list, dict)) and len(value) > MOST_ENTRIES:
             raise TooMuch(f"it declares {len(value)} entries ({where}); at most {MOST_ENTRIES} are read")
+        if isinstance(value, (int, float)) and LARGEST_NUMBER < abs(value) < math.inf:
+            raise TooMuch(f"it holds a number that float32 can't ({where}: {str(value)[:20]})")
         word = COUNT.search(path[-1]) if path else None
         if word is not None and isinstance(value, int):
             _require(value, f"{word[1]}s", where, MOST_LAYERS if word[1] == "layer" else MOST_ENTRIES)
@@ -142,6 +144,8 @@ def _in_child(build: Callable[[], Any]) -> NoReturn:
 
 def _limit() -> None:
     """Of this child process: silence, little time and memory, no core file, no life without its parent."""
+    import torch  # here, since a configuration's JSON is looked at before torch is imported
+
     faulthandler.disable()
     die_with(os.getppid())
     nowhere = os.open(os.devnull, os.O_RDWR)

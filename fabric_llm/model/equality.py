@@ -59,7 +59,12 @@ def outputs(
     model.train(training)
     loss = F.cross_entropy(logits[:-1], input_ids[0, 1:].to(logits.device)).item()
     buffers = {name_of(name): buffer.cpu().clone() for name, buffer in model.named_buffers()}
-    return Outputs(loss, logits[-KEPT_POSITIONS:].cpu(), modules, buffers)
+    return Outputs(loss, _kept(logits), modules, buffers)
+
+
+def _kept(output: Tensor) -> Tensor:
+    """The last positions of an output. A copy: a view would keep all of them."""
+    return output[-KEPT_POSITIONS:].to("cpu", torch.float32, copy=True)
 
 
 @contextmanager
@@ -70,7 +75,7 @@ def _recording(model: nn.Module, name_of: Callable[[str], str]) -> Iterator[dict
         def hook(module: nn.Module, inputs: object, output: object) -> None:
             output = output[0] if isinstance(output, tuple) else output  # RoPE gives cosines and sines
             if isinstance(output, Tensor) and output.ndim == 3 and output.is_floating_point():
-                kept[name] = output[0, -KEPT_POSITIONS:].float().cpu()
+                kept[name] = _kept(output[0])
 
         return hook
 

@@ -20,10 +20,8 @@ LIMITS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 
 def chunks_its_loss(reference: PreTrainedModel, precision: str) -> bool:
     """Whether the model's own code, given its hidden states alone, makes the logits that the whole model makes."""
-    if precision == "16-mixed" or not loss_head.has_head(
-        reference
-    ):  # gradients of float16 need their scale from the start
-        return False
+    if precision == "16-mixed" or not loss_head.has_head(reference):
+        return False  # gradients in float16 need their scale from the start
     rows = _rows(reference)
     reference.eval()
     try:

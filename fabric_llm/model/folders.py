@@ -10,6 +10,7 @@ from fabric_llm.base import step_names
 from fabric_llm.base.faults import REFUSED, Fault
 from fabric_llm.base.files import check_name, weight_map
 from fabric_llm.base.names import hub_name
+from fabric_llm.model import bounds
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -25,6 +26,7 @@ def check_model_folder(name: str, flag: str = "--model_name") -> None:
         raise ValueError(f"{name!r} holds an adapter{_base_of(adapter)}: merge it into its model first.")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name!r} isn't a model directory: it has no config.json.{_instead(folder, flag)}")
+    _check_declared(folder / "config.json")
     pickled = sorted(path.name for path in folder.iterdir() if path.name.endswith(PICKLES))
     if pickled and not any((folder / name).is_file() for name in WEIGHT_FILES):
         raise Fault(
@@ -36,6 +38,17 @@ def check_model_folder(name: str, flag: str = "--model_name") -> None:
         for file in sorted(set(weight_map(index).values())):
             if index.name in WEIGHT_FILES:
                 weights_name(file, index)
+
+
+def _check_declared(config: Path) -> None:
+    """Raises ValueError where a config.json declares too much of something."""
+    try:
+        bounds.check_file(config)
+        bounds.check_document(json.loads(config.read_bytes()))
+    except bounds.TooMuch as error:
+        raise ValueError(f"The configuration of {str(config.parent)!r} can't be read: {error}.") from error
+    except (OSError, ValueError, RecursionError):
+        return  # loading.py says so
 
 
 def weights_name(name: Any, where: Path) -> None:

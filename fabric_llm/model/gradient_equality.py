@@ -39,9 +39,12 @@ class Gradients:
 
 
 def sampled(gradient: Tensor, offset: int, count: int) -> Tensor:
-    """The elements at every n-th place of a gradient with `count` elements. gradient: its flat part that begins at `offset`."""
+    """The elements at every n-th place of a gradient with `count` elements. gradient: its flat part that begins at `offset`.
+
+    A copy: a view would keep the whole gradient, which would be sent to all ranks with it.
+    """
     step = max(1, -(-count // SAMPLED_ELEMENTS))
-    return gradient[-offset % step :: step].float().cpu()
+    return gradient[-offset % step :: step].to("cpu", torch.float32, copy=True)
 
 
 def of_reference(model: nn.Module, inputs: Inputs) -> Gradients:
@@ -52,7 +55,7 @@ def of_reference(model: nn.Module, inputs: Inputs) -> Gradients:
 
     def keep(parameter: Tensor) -> None:
         flat, name = parameter.grad.flatten(), names[parameter]
-        squares[name], samples[name] = _square(flat), sampled(flat, 0, flat.numel())
+        squares[name], samples[name] = square(flat).item(), sampled(flat, 0, flat.numel())
         parameter.grad = None
 
     handles = [parameter.register_post_accumulate_grad_hook(keep) for parameter in names]
@@ -65,9 +68,8 @@ def of_reference(model: nn.Module, inputs: Inputs) -> Gradients:
         model.train(training)
         for handle in handles:
             handle.remove()
-    for name, parameter in model.named_parameters(
-        remove_duplicate=False
-    ):  # a wrapped model may name a tied one otherwise
+    # Under all their names: a wrapped model may name a tied parameter otherwise.
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if (first := names.get(parameter)) in squares:
             squares[name], samples[name] = squares[first], samples[first]
     return Gradients(loss.item(), squares, samples)
@@ -83,23 +85,22 @@ def of_wrapped(fabric: Fabric, wrapped: nn.Module, inputs: Inputs) -> Gradients:
         fabric.backward(loss)
     wrapped.train(training)
     trained = [(name, parameter) for name, parameter in wrapped.module.named_parameters() if parameter.requires_grad]
-    pieces = {original_name(name): _piece(parameter) for name, parameter in trained}
-    for _, parameter in trained:
-        parameter.grad = None
     group = shard_group(wrapped)
     holders = [fabric.global_rank] if group is None else torch.distributed.get_process_group_ranks(group)
-    lengths = ranks.gather({name: piece.numel() for name, piece in pieces.items()})
+    lengths = ranks.gather({original_name(name): _local(parameter).numel() for name, parameter in trained})
     found = {}
-    for name, piece in pieces.items():
+    for name, parameter in trained:
+        piece, name = _piece(parameter), original_name(name)
         offset = sum(lengths[rank][name] for rank in holders if rank < fabric.global_rank)
         count = sum(lengths[rank][name] for rank in holders)
-        found[name] = _square(piece), sampled(piece, offset, count)
+        found[name] = square(piece).item(), sampled(piece, offset, count)
+        parameter.grad = piece = None
     gathered = ranks.gather(found)
     held = [gathered[rank] for rank in holders]
     return Gradients(
         loss.item(),
-        {name: sum(own[name][0] for own in held) for name in pieces},
-        {name: torch.cat([own[name][1] for own in held]) for name in pieces},
+        {name: sum(own[name][0] for own in held) for name in found},
+        {name: torch.cat([own[name][1] for own in held]) for name in found},
     )
 
 
@@ -152,16 +153,22 @@ def _layers(gradients: Gradients) -> dict[str, list[str]]:
 
 def _piece(parameter: Tensor) -> Tensor:
     """This rank's part of a gradient, flat; zeros where there is none."""
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return local.detach().flatten()
+    return _local(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).detach().flatten()
 
 
-def _square(gradient: Tensor) -> float:
-    return torch.linalg.vector_norm(gradient, dtype=torch.float64).square().item()
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def square(gradient: Tensor) -> Tensor:
+    """The sum of its squares, float64 scalar, in parts: torch makes a float64 copy of what it is given."""
+    parts = gradient.flatten().split(2**22)
+    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
 
 
 def _cosine(one: Tensor, other: Tensor) -> float:
+    if not (one.any() or other.any()):  # an embedding's sample may hold none of the probe's tokens
+        return 1.0
     return (one.double() @ other.double() / (one.double().norm() * other.double().norm())).item()
 
 

@@ -1,4 +1,4 @@
-"""A causal language model that returns its loss. Another loss goes into `token_loss`."""
+"""A causal language model that returns its loss. Another loss to train with goes into `token_loss`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from fabric_llm.model.router import load_balancing_loss
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross-entropies of all targets, float32 scalar, in nats.
+    """What is trained: a sum over all targets, float32 scalar. Arguments as of `cross_entropy`."""
+    return cross_entropy(logits, targets)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the cross-entropies of all targets, float32 scalar, in nats. What is evaluated, whatever is trained.
 
     logits: [tokens, vocabulary]. targets: int64 [tokens], -100 where there is none. Tokens may be a part of a batch.
     """
@@ -32,7 +37,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.causal_lm, self.with_router_loss = causal_lm, with_router_loss
         self.head = loss_head.Head(causal_lm) if chunked else None
-        self.token_loss = token_loss
+        self.token_loss, self.cross_entropy = token_loss, cross_entropy
         known = inspect.signature(causal_lm.forward).parameters.values()
         takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)
         self.without_cache = {"use_cache": False} if takes_use_cache else {}
@@ -50,7 +55,7 @@ class LanguageModel(nn.Module):
         position_ids: Optional[Tensor] = None,
         document_ends: Optional[Tensor] = None,
     ) -> Tensor:
-        """`token_loss`; without `labels` the logits.
+        """`token_loss`, or `cross_entropy` where no gradient is wanted; without `labels` the logits.
 
         with_router_loss, in training: float32 [2], the second the rows' auxiliary losses, each times the row's targets.
 
@@ -71,12 +76,13 @@ class LanguageModel(nn.Module):
         if labels is None:
             return self.causal_lm(**inputs).logits
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # position t is predicted from those before it
+        loss_of = self.token_loss if torch.is_grad_enabled() else self.cross_entropy
         if self.head is None:
             outputs = self.causal_lm(**inputs)
-            loss = token_loss(outputs.logits.flatten(0, 1), targets.flatten())
+            loss = loss_of(outputs.logits.flatten(0, 1), targets.flatten())
         else:
             hidden, outputs = self.head.hidden_states(**inputs)
-            loss = loss_head.chunked_loss(self.head, self.token_loss, hidden.flatten(0, 1), targets.flatten())
+            loss = loss_head.chunked_loss(self.head, loss_of, hidden.flatten(0, 1), targets.flatten())
         return torch.stack([loss, self._router_loss(outputs, targets, attention_mask)]) if balances else loss
 
     def _router_loss(self, outputs: Any, targets: Tensor, attention_mask: Optional[Tensor]) -> Tensor:

@@ -72,7 +72,7 @@ def compile_layers(model: nn.Module) -> None:
 def compile_loss(model: LanguageModel) -> None:
     """Of a chunk: one pass over its logits and one over their gradients. Without it both are copied to float32."""
     with _importing_the_compiler():
-        model.token_loss = torch.compile(model.token_loss)
+        model.token_loss, model.cross_entropy = torch.compile(model.token_loss), torch.compile(model.cross_entropy)
 
 
 @contextmanager

@@ -48,6 +48,8 @@ def load_config(model_name: str, attention: Optional[str] = None) -> PretrainedC
     """
     check_model_folder(model_name)
     folder = Path(model_name)
+    if not folder.is_dir():
+        hub.reach()
     try:
         _check_bounds(model_name, attention)
         config = AutoConfig.from_pretrained(model_name, trust_remote_code=False, attn_implementation=attention)

@@ -76,9 +76,8 @@ def _fill(
     seen: set[tuple[int, ...]] = set()
     for number, parts in enumerate(made_of, first):
         row = table[list(parts)].mean(dim=0) if parts else mean
-        noise = torch.randn(
-            row.shape, generator=generator, dtype=row.dtype
-        )  # also where it isn't used: a row depends on its place
+        # Drawn also where it isn't used: a row depends on its place.
+        noise = torch.randn(row.shape, generator=generator, dtype=row.dtype)
         same = tuple(sorted(parts))
         table[number] = row + NOISE * spread * noise if same in seen else row
         seen.add(same)

@@ -7,6 +7,7 @@ document ends at its EOS, or where a row is full.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -25,8 +26,7 @@ from fabric_llm.data.order import random_key
 from fabric_llm.data.tokenizer import packing_tokenizer
 from fabric_llm.model.loading import disable_progress_bar, has_weights, load_config, load_reference
 
-PIECE_TOKENS = 2**17  # made between two marks
-BATCH = {"cpu": 32, "cuda": 256}  # documents that are sampled side by side
+BATCH = {"cpu": 32, "cuda": 256}  # documents that are sampled side by side, at most
 
 
 def self_replay(model_name: str, tokens: int, context_length: int, seed: int) -> Generated:
@@ -36,27 +36,30 @@ def self_replay(model_name: str, tokens: int, context_length: int, seed: int) ->
     longest = (
         min(context_length, getattr(load_config(model_name).get_text_config(), "max_position_embeddings", 2**31)) - 1
     )
-    of_piece = min(PIECE_TOKENS, tokens)
     device = _device().type
     settings = {
-        **{"model": model_name, "tokens": tokens, "longest_document": longest, "seed": seed, "batch": BATCH[device]},
+        **{"model": model_name, "tokens": tokens, "longest_document": longest, "seed": seed},
+        **{"largest_batch": BATCH[device]},
         **{"temperature": 1.0, "top_p": 1.0, "device": device, "weights": _fingerprint(Path(model_name))},
         **{"torch": str(torch.__version__), "transformers": transformers.__version__},
     }
     sampler = cache(lambda: Sampler(model_name, longest))
 
-    def fill(number: int, out: PieceFiles, report: Callable[[int], Any]) -> None:
-        batch = 0
-        while out.mark.tokens < of_piece:
-            before = out.mark.tokens
-            for ids in sampler().documents(int(random_key(seed, number * 2**32 + batch)) >> 1):
+    def fill(out: PieceFiles, report: Callable[[int], Any]) -> None:
+        """Whole documents, until there are enough: to cut the last ones, or to take the first that end, would favour short ones."""
+        while (left := tokens - out.mark.tokens) > 0:
+            before, sampled = out.mark.tokens, out.mark.documents + out.mark.empty
+            expected = before / sampled if before else longest  # tokens of a document
+            count = min(math.ceil(left / expected), BATCH[device])
+            for ids in sampler().documents(int(random_key(seed, out.mark.items)) >> 1, count):
                 text = sampler().tokenizer.decode(ids)
                 out.add(ids.astype(out.after.dtype), text, is_last=True, own_validation=False, draws=True)
+            out.mark.items += 1
+            out.set_mark(done=False)
             report(out.mark.tokens - before)
-            failpoint("self_replay.batch")
-            batch += 1
+            failpoint("prepare.sampled")
 
-    return Generated(settings, -(-tokens // of_piece), of_piece, fill)
+    return Generated(settings, tokens, fill)
 
 
 class Sampler:
@@ -87,9 +90,9 @@ class Sampler:
         )
         self.model.generation_config = self.settings  # or what the model's own says is filled in
 
-    def documents(self, seed: int) -> Iterator[np.ndarray]:
+    def documents(self, seed: int, count: int) -> Iterator[np.ndarray]:
         """Documents of a batch without the tokens that they begin and end with, int64 each."""
-        start = torch.full((BATCH[self.device.type], 1), self.begin, device=self.device)
+        start = torch.full((count, 1), self.begin, device=self.device)
         with torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(seed)
             sampled: Tensor = self.model.generate(

@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Optional
 
+from fabric_llm.base.console import plain_output
 from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import Fault
 from fabric_llm.report.__main__ import require_output, save
@@ -223,4 +224,5 @@ def data_table(plan: Any, course: Any) -> tuple[list[str], list[list[str]]]:
 
 
 if __name__ == "__main__":
+    plain_output()
     sys.exit(main())

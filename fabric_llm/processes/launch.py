@@ -6,6 +6,7 @@ why. It takes ranks that are already there, as under torchrun, by the same envir
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
@@ -20,6 +21,7 @@ from typing import Any, Optional
 from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.faults import CODES, DONE, PEER_LOST, STOPPED, Fault
 from fabric_llm.base.parent import die_with
+from fabric_llm.processes.stop import SIGNALS
 
 PARENT = "FABRIC_LLM_PARENT"  # environment variable of a started rank: the process that it must not outlive
 _parent: Optional[int] = None
@@ -28,8 +30,9 @@ _parent: Optional[int] = None
 class Children:
     """The ranks 1, 2, ... of this machine, started by this process; none under torchrun and the like."""
 
-    def __init__(self, processes: dict[int, subprocess.Popen[bytes]]) -> None:
-        self.processes = processes
+    def __init__(self, processes: dict[int, subprocess.Popen[bytes]], door: Optional[socket.socket] = None) -> None:
+        """door: listens where the ranks meet, so that no other program takes the port before rank 0's store does."""
+        self.processes, self.door = processes, door
 
     def dead(self) -> Optional[tuple[int, str]]:
         """(rank, how) of one that has ended otherwise than well."""
@@ -39,9 +42,9 @@ class Children:
         return None
 
     def code_of(self, rank: int) -> int:
-        """With which code the run ends because this rank has: its own where it is one of ours."""
+        """The run's exit code after this rank failed: the rank's own if it is one of the table."""
         code = self.processes[rank].returncode
-        return STOPPED if code == -signal.SIGINT else code if code in CODES else PEER_LOST
+        return STOPPED if -code in SIGNALS else code if code in CODES else PEER_LOST
 
     def end(self, seconds: float) -> None:
         """Wait for them, then kill those that are left."""
@@ -93,6 +96,13 @@ def find_slurm_host() -> None:
     os.environ["MASTER_ADDR"] = SLURMEnvironment.resolve_root_node_address(hosts)
 
 
+def require_port() -> None:
+    """In a rank among others that a launcher started. Raises ValueError where it doesn't say at which port they meet."""
+    if "MASTER_PORT" not in os.environ:
+        raise ValueError("LOCAL_RANK says that others started this rank, but MASTER_PORT, where all meet, isn't set.")
+    _number("MASTER_PORT", 0, 2**16 - 1)
+
+
 def started_by_other() -> bool:
     """True in a process that torchrun, srun, a started rank's parent or a user gave its rank."""
     return "LOCAL_RANK" in os.environ
@@ -112,13 +122,15 @@ def launched_world(asked: dict[str, Any]) -> Optional[tuple[int, int]]:
             f"LOCAL_RANK is set in the environment, but {' and '.join(missing)} isn't: start the ranks with torchrun or "
             "srun, or unset LOCAL_RANK."
         )
-    world_size, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    world_size, per_node = _number("WORLD_SIZE", 1), _number("LOCAL_WORLD_SIZE", 1)
     nodes = world_size // per_node
     if nodes * per_node != world_size:
         raise ValueError(
             f"The launcher has started {world_size} processes, {per_node} of them on this machine: each machine must "
             "have the same number."
         )
+    _number("RANK", 0, world_size - 1)
+    _number("LOCAL_RANK", 0, per_node - 1)
     for name, there in (("devices", per_node), ("num_nodes", nodes)):
         if asked.get(name, "auto") not in ("auto", there):
             raise ValueError(
@@ -127,6 +139,15 @@ def launched_world(asked: dict[str, Any]) -> Optional[tuple[int, int]]:
                 "out, or start as many."
             )
     return per_node, nodes
+
+
+def _number(name: str, first: int, last: int = 2**31) -> int:
+    """Of an environment variable. Raises ValueError where it isn't a number from `first` to `last`."""
+    given = os.environ[name]
+    if given.isdecimal() and first <= int(given) <= last:
+        return int(given)
+    os.environ["LOCAL_RANK"] = "0"  # others than the first of a machine would be silent
+    raise ValueError(f"{name} in the environment must be a number from {first} to {last}, not {given!r}.")
 
 
 def _refuse_mpi() -> None:
@@ -165,28 +186,47 @@ def warning_of_torchrun() -> Optional[str]:
 
 def start_ranks(devices: int, num_nodes: int) -> Children:
     """Make this process rank 0 of its machine and start the others with the same command line."""
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(_free_port())
-    node = int(os.environ.setdefault("NODE_RANK", "0"))
+    os.environ.setdefault("NODE_RANK", "0")
+    node, door = _number("NODE_RANK", 0, num_nodes - 1), None
+    if num_nodes == 1:  # nobody else has to find them: whatever the environment says, a port that is free
+        door = socket.create_server(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(door.getsockname()[1]))
+    elif (port := _number("MASTER_PORT", 1, 2**16 - 1)) and node == 0:
+        _require_free(port)
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(devices))
     os.environ.update(RANK=str(node * devices), WORLD_SIZE=str(devices * num_nodes))
     processes = {}
     for local_rank in range(1, devices):
         rank = node * devices + local_rank
         own = {"LOCAL_RANK": str(local_rank), "RANK": str(rank), PARENT: str(os.getpid())}
-        processes[rank] = subprocess.Popen([sys.executable, *_own_command()], env={**os.environ, **own})
-    return Children(processes)
+        try:
+            processes[rank] = subprocess.Popen([sys.executable, *_own_command()], env={**os.environ, **own})
+        except OSError as error:
+            raise Fault(
+                f"--devices {devices}: process {local_rank + 1} of them can't be started ({error.strerror}); take fewer, or "
+                "raise the limits of `ulimit -a`."
+            ) from error
+    return Children(processes, door)
 
 
 def _own_command() -> list[str]:
     return [os.path.abspath(sys.argv[0]), *sys.argv[1:]]
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        return int(sock.getsockname()[1])
+def _require_free(port: int) -> None:
+    """Raises Fault where MASTER_PORT is taken on this machine, on which rank 0 will listen to it."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise port_in_use() if error.errno == errno.EADDRINUSE else Fault(f"MASTER_PORT {port}: {error.strerror}.")
+
+
+def port_in_use() -> Fault:
+    """Of MASTER_PORT, which rank 0 of a launcher, or of several machines, can't change by itself: the others know it."""
+    port = os.environ.get("MASTER_PORT")
+    return Fault(
+        f"port {port}, where the ranks meet, is in use on rank 0's machine: start all with another MASTER_PORT."
+    )
 
 
 def die_with_parent() -> None:

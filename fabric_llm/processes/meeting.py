@@ -21,6 +21,7 @@ import torch
 
 from fabric_llm.base.faults import PEER_LOST, Fault
 from fabric_llm.processes.launch import Children
+from fabric_llm.processes.stop import at_start
 from fabric_llm.processes.watch import MOST_SECONDS_BETWEEN_BEATS, Heard, store_of_group
 
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -37,6 +38,7 @@ class Meeting:
     timeout_seconds: silence of a rank that is waited for, and time for all to connect once they are there.
     on_fault(fault): called in a thread, as the main thread waits; ends the process.
     children: the ranks that this process has started.
+    is_asked(): True once a signal asks this process to stop.
     """
 
     def __init__(
@@ -46,11 +48,14 @@ class Meeting:
         timeout_seconds: float,
         on_fault: Callable[[Fault], None],
         children: Children,
+        is_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank, self.world_size, self.on_fault, self.children = rank, world_size, on_fault, children
+        self.is_asked = is_asked
         self.timeout_seconds = max(timeout_seconds, 1.0)
         self.words: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}
         self.heard: dict[int, Heard] = {}
+        self.store: Any = None  # if it is there before others look for it
         self.since = time.monotonic()  # silence counts from here on
         self.complete_since: Optional[float] = None  # all wait for each other
         self.answered = False  # by the store, ever
@@ -64,6 +69,8 @@ class Meeting:
     def begin(self, directory: Optional[Path]) -> None:
         """This rank waits for the others. directory: rank 0's, that of the run. MASTER_PORT is in the environment."""
         self.since = time.monotonic()
+        if self.children.door is not None:  # before the process group wants the port
+            self.store = self._connect()
         self._say(directory=None if directory is None else str(directory))
         threading.Thread(target=self._talk, name="meeting", daemon=True).start()
         threading.Thread(target=self._look, name="join", daemon=True).start()
@@ -112,7 +119,7 @@ class Meeting:
     # ---------------------------------------------------------------- the thread that talks, and may wait for ever
 
     def _talk(self) -> None:
-        interval, store = min(MOST_SECONDS_BETWEEN_BEATS, self.timeout_seconds / 10), None
+        interval, store = min(MOST_SECONDS_BETWEEN_BEATS, self.timeout_seconds / 10), self.store
         while not self.over.is_set():
             try:
                 store = store or self._connect()
@@ -127,6 +134,7 @@ class Meeting:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # its store may be that of the attempt before
         if torch.distributed.is_initialized():
             return store_of_group(f"meeting-{attempt}").clone()
+        door, self.children.door = self.children.door, None
         of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = torch.distributed.TCPStore(
             os.environ.get("MASTER_ADDR", "127.0.0.1"),  # as Lightning has it
@@ -135,6 +143,7 @@ class Meeting:
             timeout=timedelta(seconds=self.timeout_seconds),
             wait_for_workers=False,
             multi_tenant=True,  # the process group's comes to the same address
+            master_listen_fd=door.detach() if door is not None else None,
         )
         return torch.distributed.PrefixStore(f"meeting-{attempt}", store)
 
@@ -159,9 +168,12 @@ class Meeting:
             if now - last > SECONDS_OF_SLEEP:
                 self.since, self.complete_since = now, None
             last = now
-            fault = self._dead_child() or self._last_words() or self._missing(now) or self._stuck(now)
+            fault = self._asked() or self._dead_child() or self._last_words() or self._missing(now) or self._stuck(now)
             if fault is not None and self.claimed.acquire(blocking=False):
                 self.on_fault(fault)
+
+    def _asked(self) -> Optional[Fault]:
+        return at_start() if self.is_asked() else None
 
     def _dead_child(self) -> Optional[Fault]:
         if (dead := self.children.dead()) is None:

@@ -5,24 +5,46 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Optional
+from typing import NoReturn, Optional
+
+from fabric_llm.base.faults import STOPPED, Fault
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # the last: its terminal is gone
 STOP_FILE, SAVE_FILE = "stop", "save_now"
 SECONDS_OF_ONE_REQUEST = 1.0  # schedulers signal all processes, and launchers pass it on to their ranks again
 
 
-class StopSignal:
-    """Remembers the first signal; a second one, which isn't the same delivered twice, ends the run without a save."""
+def at_start() -> Fault:
+    """Of a run that is asked to stop before there is anything to save."""
+    return Fault("stopped on request before training began: nothing was lost.", STOPPED)
 
-    def __init__(self) -> None:
+
+def interrupt(fault: Fault) -> NoReturn:
+    """`StopSignal.at_once` of a rank among others, which hear of it when this exception ends the run."""
+    raise KeyboardInterrupt(str(fault))
+
+
+class StopSignal:
+    """Remembers the first signal; a second one, which isn't the same delivered twice, ends the run without a save.
+
+    at_once(fault): ends this process at the first signal, as long as there is nothing to save; None: it is remembered.
+    """
+
+    def __init__(self, at_once: Optional[Callable[[Fault], NoReturn]] = None) -> None:
+        self.at_once = at_once
         self.started = time.monotonic()  # seconds; `train.py` makes this object first of all
         self.received: Optional[int] = None
         self.second = False
         self.stop_file = self.save_file = False  # what a file has asked for
         self.until = 0.0  # monotonic seconds: what comes before is the same request
+        self.pipe = os.pipe()  # into which Python's C code writes each signal as it comes
+        for end in self.pipe:
+            os.set_blocking(end, False)
+        self.former_wakeup = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
         self.former = {number: signal.signal(number, self._handle) for number in SIGNALS if not _under_nohup(number)}
 
     def _handle(self, number: int, frame: Optional[FrameType]) -> None:
@@ -32,6 +54,8 @@ class StopSignal:
         self.until = time.monotonic() + SECONDS_OF_ONE_REQUEST
         if self.received is None:
             self.received = number
+            if self.at_once is not None:
+                self.at_once(at_start())
             time.sleep(SECONDS_OF_ONE_REQUEST)  # else Python might hear of the same request after a long operation only
         elif not self.second:
             self.second = True
@@ -39,6 +63,19 @@ class StopSignal:
         else:
             signal.signal(number, signal.SIG_DFL)  # whoever has to ask a third time wants it gone
             os.kill(os.getpid(), number)
+
+    def end_by(self, at_once: Optional[Callable[[Fault], NoReturn]]) -> None:
+        """From here on, `at_once` is what a signal leads to; also one that was only remembered so far."""
+        self.at_once = at_once
+        if at_once is not None and self.received is not None:
+            at_once(at_start())
+
+    def is_asked(self) -> bool:
+        """True once a signal has come, also in a thread while the main thread is in C code and hears of none."""
+        heard = b""
+        with suppress(BlockingIOError):
+            heard = os.read(self.pipe[0], 4096)
+        return self.received is not None or any(number in SIGNALS for number in heard)
 
     def hours(self) -> float:
         """Since this object, and with it the process, began."""
@@ -53,6 +90,9 @@ class StopSignal:
         """Give the signals back to whoever had them."""
         for number, handler in self.former.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self.former_wakeup)
+        for end in self.pipe:
+            os.close(end)
 
 
 def _under_nohup(number: int) -> bool:
@@ -67,7 +107,8 @@ class Requests:
     """What asks this rank to stop or to save: signals, on rank 0 files in the run directory, and --max_hours."""
 
     def __init__(self, signals: StopSignal, run_directory: Optional[Path], max_hours: Optional[float]) -> None:
-        """run_directory, max_hours: None on other ranks than 0, which looks for all."""
+        """run_directory, max_hours: None on other ranks than 0, which looks for all. From here on signals are remembered."""
+        signals.end_by(None)
         self.signals, self.run_directory, self.max_hours = signals, run_directory, max_hours
 
     def is_to_stop(self) -> bool:

@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NoReturn, Optional
 
+from fabric_llm.base.console import plain_output
 from fabric_llm.base.faults import BAD_INPUT, DONE, Fault
 
 # What needs numpy, plotly or torch is imported in the functions below: --help and bad arguments are answered at once.
@@ -67,6 +68,9 @@ def write(folders: Sequence[str], output: Path, verifies: bool = False) -> int:
     _tell_apart(runs)
     whole = [certificate.whole(run) if verifies else certificate.last_whole(run) for run in runs]
     certificates = [(certificate.quick(run), one) for run, one in zip(runs, whole)]
+    for run, found in zip(runs, certificates):
+        if any(one is not None and one["verdict"] != "whole" for one in found):
+            run.wrong.append("The certificate below says what is damaged.")
     events = [timeline.timeline(run) for run in runs]
     found = figures.figures(runs)
     for figure in found:
@@ -123,4 +127,5 @@ def save(content: str, output: Path) -> None:
 
 
 if __name__ == "__main__":
+    plain_output()
     sys.exit(main())

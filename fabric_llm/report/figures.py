@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
@@ -18,6 +19,8 @@ DIGITS = 6
 TREND = (
     "Of lines with many points the bold one is a running mean, in which a point counts half as much after 1 % of them."
 )
+AVERAGE = "moving average of the weights"
+SHARES_CHANGED = "The shares by which the sets count have changed: only where they are the same, the mean compares."
 
 
 @dataclass
@@ -27,7 +30,7 @@ class Line:
     run: int
     set: str
     series: Series
-    style: str = "line"  # line, points (measured now and then), raw (with a trend over it), trend, budget
+    style: str = "line"  # line, points (measured now and then), raw (with a trend over it), trend, budget, discarded
 
 
 @dataclass
@@ -45,7 +48,27 @@ class Figure:
 
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
-    """All figures that have a line, in the order of the page."""
+    """All figures that have a line, in the order of the page, with what was discarded as lines of their own."""
+    made, discarded = _figures(runs), defaultdict(list)
+    for number in range(max((len(run.discarded) for run in runs), default=0)):
+        parts = [run.discarded[number] if number < len(run.discarded) else Run(run.name, run.folder) for run in runs]
+        for figure in _figures(parts):
+            for line in figure.lines:
+                if line.style not in ("trend", "budget"):
+                    discarded[figure.name, line.run, line.set].append(line.series)
+    for figure in made:
+        lines = [(key[1:], parts) for key, parts in discarded.items() if key[0] == figure.name]
+        figure.lines += [Line(*where, _with_gaps(parts), "discarded") for where, parts in lines]
+    return made
+
+
+def _with_gaps(parts: Sequence[Series]) -> Series:
+    """The parts one after the other, as one line with gaps."""
+    steps = np.concatenate([np.append(part.steps, part.steps[-1]) for part in parts])
+    return Series(steps, np.concatenate([np.append(part.values, math.nan) for part in parts]))
+
+
+def _figures(runs: Sequence[Run]) -> list[Figure]:
     made = [
         _of_sets(runs, "eval_loss", "Validation loss", "nats a token", "loss", lambda name: name != COPY),
         _with_trends(_of_number(runs, "loss", "Training loss", "nats a token", note=TREND)),
@@ -63,6 +86,8 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
         _with_trends(_waiting(runs)),
         _with_trends(_of_number(runs, "aux_loss", "Auxiliary loss of the routers", "")),
     ]
+    made[0].lines += [Line(i, AVERAGE, run.average, "points") for i, run in enumerate(runs) if run.average is not None]
+    made[0].note = SHARES_CHANGED * any(len(run.shares) > 1 for run in runs)
     made[
         4
     ].note = (
@@ -146,7 +171,7 @@ def _forgetting(runs: Sequence[Run]) -> Figure:
                 series = forgotten(named)
                 lines += [] if series is None else [Line(i, name, series, "points")]
                 lines += [Line(i, name, named["budget"], "budget")] if "budget" in named else []
-    note = "Above 0 a set was forgotten, below 0 it was learned." + " Thin lines: the budget." * has_budget
+    note = "Above 0 a set was forgotten, below 0 it was learned."
     return Figure("forgotten", "Forgetting: loss minus its value before step 1", "nats a token", lines, note=note)
 
 

@@ -5,7 +5,7 @@
   const root = document.documentElement;
   const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
   const KIND_COLORS = {
-    resumed: "c0", moved: "c5", spike: "c1", skipped: "c1", rewound: "c3", forgetting: "c4", stopped: "c6", killed: "c4", failed: "c4", stage: "c3",
+    resumed: "c0", moved: "c5", spike: "c1", skipped: "c1", rewound: "c3", forgetting: "c4", stopped: "c6", killed: "c4", failed: "c4", stage: "c2",
   };
   const MOST_EVENT_LINES = 40, MOST_POINTS_WITH_MARKERS = 60;
   const isTouch = matchMedia("(pointer: coarse)").matches;
@@ -23,15 +23,17 @@
   function traceOf(line) {
     const lineColor = color("c" + (several ? line.run : line.dash) % 8);
     const isBudget = line.style === "budget", isRaw = line.style === "raw", isTrend = line.style === "trend";
-    const name = [several ? data.runs[line.run] : "", line.set, isBudget ? "budget" : ""].filter(Boolean).join(" · ");
+    const isDiscarded = line.style === "discarded", hasMarkers = isDiscarded || line.style === "points";
+    const name = [several ? data.runs[line.run] : "", line.set, isBudget || isDiscarded ? line.style : ""].filter(Boolean).join(" · ");
     return {
-      type: "scatter", x: line[axis], y: line.y, name: plain(name),
-      mode: line.style === "points" && line.y.length <= MOST_POINTS_WITH_MARKERS || line.y.length === 1 ? "lines+markers" : "lines",
+      type: "scatter", x: line[axis], y: line.y, name: plain(name), text: isBudget ? [...line.y.slice(1).fill(""), "budget " + line.y.at(-1)] : undefined,
+      mode: isBudget ? "lines+text" : hasMarkers && line.y.length <= MOST_POINTS_WITH_MARKERS || line.y.length === 1 ? "lines+markers" : "lines",
+      textposition: 2 * line[axis].at(-1) > range()[1] ? "top left" : "top right", textfont: { color: lineColor },
       line: {
-        color: lineColor, width: isBudget || isRaw ? 1 : isTrend ? 2.2 : 2,
+        color: lineColor, width: isBudget || isRaw || isDiscarded ? 1 : isTrend ? 2.2 : 2,
         dash: isBudget ? "dot" : DASHES[line.dash % DASHES.length], shape: isBudget || line.style === "steps" ? "hv" : "linear",
       },
-      marker: { size: 5, color: lineColor }, opacity: isRaw ? 0.38 : isBudget ? 0.85 : 1,
+      marker: { size: isDiscarded ? 3 : 5, color: lineColor }, opacity: isRaw ? 0.38 : isDiscarded ? 0.55 : isBudget ? 0.85 : 1,
       hovertemplate: "%{y:.5~g}<extra>%{fullData.name}</extra>", hoverinfo: isTrend ? "skip" : undefined,
       visible: !hidden.has(line.run),
     };
@@ -46,12 +48,13 @@
     return [from - 0.01 * span, high + 0.02 * span];
   }
 
-  function ticksOf(chart) {
-    const values = (chart.lines || []).flatMap((line) => line.y).filter((value) => value !== null);
+  function yAxisOf(chart) {
+    const values = (chart.lines || []).filter((line) => line.style !== "discarded").flatMap((line) => line.y).filter((value) => value !== null);
     let low = Infinity, high = -Infinity;
     for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
-    if (chart.log) return { dtick: high / low < 100 ? "D2" : 1 };
-    return high >= 1000 && high < 1e7 ? { tickformat: "," } : {};
+    if (chart.log || chart.strip) return {};
+    const room = (high - low) / 2 || 1;  // for what was discarded, such as a spike
+    return { autorangeoptions: { clipmin: low - room, clipmax: high + room }, ...(high >= 1000 && high < 1e7 ? { tickformat: "," } : {}) };
   }
 
   function layoutOf(chart) {
@@ -68,9 +71,9 @@
       xaxis: { ...both, zeroline: false, title: { text: axisTitle(), font: { color: muted, size: 12 }, standoff: 8 },
         fixedrange: isTouch, nticks: 7, exponentformat: "SI", separatethousands: true, range: range() },
       yaxis: { ...both, zeroline: chart.name === "forgotten", type: chart.log ? "log" : "linear", fixedrange: isTouch, nticks: 6,
-        rangemode: chart.name === "lr" ? "tozero" : "normal", exponentformat: "power", ...ticksOf(chart) },
+        rangemode: chart.name === "lr" ? "tozero" : "normal", exponentformat: "power", ...yAxisOf(chart) },
       shapes: chart.strip ? [] : lines.map((e) => ({
-        type: "line", x0: e[axis], x1: e[axis], y0: 0, y1: 1, yref: "paper", layer: "below",
+        type: "line", x0: e[axis], x1: e[axis], y0: 0, y1: 1, yref: "paper", opacity: 0.7,
         line: { color: color(KIND_COLORS[e.kind]), width: 1, dash: "dot" },
       })),
     };

@@ -81,7 +81,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]], label: str, numeri
     def cell(tag: str, column: int, value: Any) -> str:
         scope = ' scope="col"' if tag == "th" else ""
         css = ' class="number"' if column in numeric else ""
-        return f"<{tag}{scope}{css}>{text(value)}</{tag}>"
+        name = f' data-name="{text(head[column])}"' if tag == "td" else ""  # where a phone shows a row as a list
+        return f"<{tag}{scope}{css}{name}>{text(value)}</{tag}>"
 
     top = "".join(cell("th", i, name) for i, name in enumerate(head))
     lines = ("<tr>" + "".join(cell("td", i, value) for i, value in enumerate(row)) + "</tr>" for row in rows)
@@ -118,8 +119,8 @@ def header(eyebrow: str, title: str, lead: str) -> str:
 </header>"""
 
 
-def controls(runs: Sequence[str]) -> str:
-    """The switch between steps and tokens, and one for each run where there are several."""
+def controls(runs: Sequence[str], note: str = "") -> str:
+    """The switch between steps and tokens, one for each run where there are several, and a note."""
     choice = "".join(
         f'<label><input type="radio" name="axis" value="{value}"{" checked" * (value == "x")}><span>{words}</span></label>'
         for value, words in (("x", "Steps"), ("t", "Tokens"))
@@ -131,7 +132,7 @@ def controls(runs: Sequence[str]) -> str:
             for i, name in enumerate(runs)
         )
         buttons = f'<div class="runs" role="group" aria-label="Runs shown">{each}</div>'
-    lines = '<p class="note">Dotted upright lines: what happened then, see Events.</p>' if runs else ""
+    lines = f'<p class="note">{text(note)}</p>' if note else ""
     return (
         f'<div class="controls"><fieldset class="axis"><legend>Over</legend>{choice}</fieldset>{buttons}{lines}</div>'
         "<noscript><p>The curves are drawn with JavaScript; the numbers below them are there without.</p></noscript>"
@@ -175,9 +176,8 @@ def numbers(figure: Figure, runs: Sequence[str]) -> str:
         found = extremes(line.series)
         if line.style == "trend" or found is None:
             continue
-        name = " · ".join(
-            filter(None, [runs[line.run] if len(runs) > 1 else "", line.set, "budget" * (line.style == "budget")])
-        )
+        special = line.style if line.style in ("budget", "discarded") else ""
+        name = " · ".join(filter(None, [runs[line.run] if len(runs) > 1 else "", line.set, special]))
         points = [f"{rounded(value):g} at {step:,}" for step, value in found.values()]
         rows.append([name or figure.title, *points, f"{len(line.series.steps):,}"])
     return table(

@@ -10,14 +10,14 @@ import math
 import os
 import socket
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from fabric_llm.base import step_names
+from fabric_llm.base import plain_yaml, step_names
 from fabric_llm.base.faults import DONE, STOPPED, Fault
 from fabric_llm.base.names import nearest_of
 from fabric_llm.run import events as history
@@ -53,12 +53,17 @@ class Run:
     numbers: dict[str, Series] = field(default_factory=dict)  # of training lines, by name
     sets: dict[str, dict[str, Series]] = field(default_factory=dict)  # of evaluations: set -> loss, budget, ... by name
     drift: Optional[Series] = None  # distance of the weights from the base, of evaluations
+    average: Optional[Series] = None  # loss of the moving average of the weights, of evaluations
+    shares: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # in the mean: (step, new shares)
     sources: dict[str, dict[str, Series]] = field(default_factory=dict)  # of a mixture: source -> tokens, epochs
     verdicts: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
     samples: list[dict[str, Any]] = field(default_factory=list)  # samples.jsonl
     checkpoints: list[int] = field(default_factory=list)  # steps of those that are there
     notes: list[str] = field(default_factory=list)  # what couldn't be read
+    wrong: list[str] = field(default_factory=list)  # what isn't as it should be, also if the run is done
+    discarded: list[Run] = field(default_factory=list)  # numbers and evaluations of work that was undone, one each time
+    tokens_before: int = 0  # of undone work: where it began
 
     @property
     def begun(self) -> dict[str, Any]:
@@ -85,9 +90,14 @@ class Run:
             return 0.0
         tokens, rates = self.numbers["tokens"], self.numbers["tokens_per_second"]
         rate_at = dict(zip(rates.steps.tolist(), rates.values.tolist()))
-        parts = np.diff(tokens.values, prepend=0.0)
+        parts = np.diff(tokens.values, prepend=self.tokens_before)
         each = [(part, rate_at.get(step, 0.0)) for step, part in zip(tokens.steps.tolist(), parts.tolist())]
         return sum(part / rate for part, rate in each if rate > 0 and part > 0)
+
+    def discarded_tokens(self) -> int:
+        """The tokens that were read in work that was undone."""
+        ends = ((part.numbers["tokens"].values[-1], part) for part in self.discarded if "tokens" in part.numbers)
+        return int(sum(max(end - part.tokens_before, 0) for end, part in ends))
 
     def is_alive(self) -> bool:
         """Whether the process that wrote STATUS.json is there, as far as this machine can say."""
@@ -96,14 +106,21 @@ class Run:
 
     def ending(self) -> tuple[str, str]:
         """(kind, words): how the run ended. kind: good, going, stopped or bad."""
-        code, reason = self.status.get("code"), str(self.status.get("reason", ""))
+        code = self.status.get("code")
         if not self.status:
             return "going", "Not known: no STATUS.json"
         if code is None:
             return ("going", "Running") if self.is_alive() else ("going", "Running elsewhere, or killed")
         if code == DONE:
-            return "good", "Done"
-        return ("stopped" if code == STOPPED else "bad"), f"{reason[:1].upper()}{reason[1:]} (exit code {code})"
+            return ("stopped", "Done, with warnings") if self.wrong else ("good", "Done")
+        return ("stopped", "Stopped") if code == STOPPED else ("bad", "Failed")
+
+    def told(self) -> str:
+        """More than `ending` says, in a sentence: what STATUS.json has for a reason, or what is wrong with a run that is done."""
+        code, reason = self.status.get("code"), str(self.status.get("reason", ""))
+        if code is None or code == DONE:
+            return " ".join(self.wrong) if code == DONE else ""
+        return f"{reason[:1].upper()}{reason[1:]} (exit code {code})"
 
     def _all_series(self) -> Iterable[Series]:
         yield from self.numbers.values()
@@ -148,7 +165,19 @@ def read_run(folder: Path) -> Run:
     run.progress = {} if newest is None else _json(newest / "trainer" / "progress.json")
     _read_metrics(run)
     _read_samples(run)
+    run.wrong = _over_budget(run)
     return run
+
+
+def _over_budget(run: Run) -> list[str]:
+    """What is forgotten in the last evaluation beyond its budget, a sentence for each set."""
+    found = []
+    for name, named in run.sets.items():
+        if {"forgotten", "budget"} <= named.keys():
+            rise, most = (named[key].values[-1] for key in ("forgotten", "budget"))
+            if rise > most and named["forgotten"].steps[-1] == named["budget"].steps[-1]:
+                found.append(f"{name} is {rise:.4f} nats above its loss before step 1, and its budget is {most:g}.")
+    return found
 
 
 def require_run(folder: Path) -> None:
@@ -164,27 +193,51 @@ def require_run(folder: Path) -> None:
 
 
 def _read_metrics(run: Run) -> None:
-    file, damaged = run.folder / "metrics.jsonl", []
-    training, others = Columns(), Columns()
+    """metrics.jsonl, and metrics.discarded.jsonl, in which a line with `discarded` says to which step the run went back."""
+    _fill(run, _lines(run, "metrics.jsonl"))
+    undone: list[tuple[int, list[dict[str, Any]]]] = []
+    for record in _lines(run, "metrics.discarded.jsonl"):
+        if "discarded" in record:
+            undone.append((record["step"], []))
+        elif undone:
+            undone[-1][1].append(record)
+    for step, lines in undone:
+        [tokens] = np.nan_to_num(run.tokens_at(np.array([step])))
+        run.discarded.append(Run(run.name, run.folder, tokens_before=int(tokens)))
+        _fill(run.discarded[-1], lines)
+
+
+def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
+    """The lines of a log of the run; those that can't be read are named in `run.notes`."""
+    file, damaged = run.folder / name, []
     try:
         for number, record, is_whole in records(file) if file.is_file() else ():
             if record is not None and 0 <= record["step"] < MOST_STEPS and 0 <= record.get("tokens", 0) < MOST_STEPS:
-                _add(training, others, run.verdicts, record)
+                yield record
             elif is_whole or record is not None:
                 damaged.append(number)
             else:
-                run.notes.append("The last line of metrics.jsonl is cut off, as a kill leaves it; it isn't shown.")
+                run.notes.append(f"The last line of {name} is cut off, as a kill leaves it; it isn't shown.")
     except OSError as error:
-        run.notes.append(f"metrics.jsonl can't be read: {error.strerror}.")
+        run.notes.append(f"{name} can't be read: {error.strerror}.")
     if damaged:
         more = f" and {len(damaged) - MOST_NAMED} more" if len(damaged) > MOST_NAMED else ""
-        run.notes.append(f"metrics.jsonl: line {', '.join(map(str, damaged[:MOST_NAMED]))}{more} can't be read.")
+        run.notes.append(f"{name}: line {', '.join(map(str, damaged[:MOST_NAMED]))}{more} can't be read.")
+
+
+def _fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
+    """Add the numbers of the lines to the run."""
+    training, others = Columns(), Columns()
+    for record in lines:
+        _add(run, training, others, record)
     run.numbers = training.series()
     for (kind, *names), series in others.series().items():
         if kind == "set":
             run.sets.setdefault(names[0], {})[names[1]] = series
         elif kind == "source":
             run.sources.setdefault(names[0], {})[names[1]] = series
+        elif kind == "average":
+            run.average = series
         else:
             run.drift = series
     run.sets = {name: named for name, named in run.sets.items() if "loss" in named}
@@ -194,14 +247,17 @@ def _read_metrics(run: Run) -> None:
         del run.sets[MEAN]  # it says the same again
 
 
-def _add(training: Columns, others: Columns, verdicts: list[dict[str, Any]], record: Mapping[str, Any]) -> None:
+def _add(run: Run, training: Columns, others: Columns, record: Mapping[str, Any]) -> None:
     """One line of metrics.jsonl: of a training step, or of a verdict or an evaluation, whose numbers go to `others`."""
     step = record["step"]
     if "verdict" in record:
-        verdicts.append(dict(record))
+        run.verdicts.append(dict(record))
     elif "eval_loss" in record:
         others.add(("set", MEAN, "loss"), step, record["eval_loss"])
         others.add(("drift",), step, record.get("drift"))
+        others.add(("average",), step, record.get("eval_loss_ema"))
+        if isinstance(shares := record.get("shares"), dict) and (not run.shares or run.shares[-1][1] != shares):
+            run.shares.append((step, shares))
         for name, said in _sets_of(record).items():
             for key, value in said.items():
                 others.add(("set", str(name), str(key)), step, value)
@@ -247,11 +303,11 @@ def _read_samples(run: Run) -> None:
 
 
 def _yaml(file: Path) -> dict[str, Any]:
-    import yaml
-
     try:
-        said = yaml.safe_load(file.read_text(errors="replace")) if file.is_file() else {}
-    except (OSError, yaml.YAMLError, ValueError, RecursionError):
+        said = plain_yaml.read(file)
+    except plain_yaml.NotPlain as error:
+        raise Fault(f"{error}.") from error
+    except (OSError, ValueError):
         return {}
     return said if isinstance(said, dict) else {}
 

@@ -72,7 +72,9 @@ def in_a_sentence(run: Run) -> str:
 
 
 def _notes(runs: Sequence[Run]) -> list[str]:
-    return [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
+    if len(runs) == 1:
+        return runs[0].notes
+    return [f"{run.name}: {note}" for run in runs for note in filter(None, [run.told(), *run.notes])]
 
 
 def headline(runs: Sequence[Run]) -> str:
@@ -86,12 +88,14 @@ def headline(runs: Sequence[Run]) -> str:
             tiles += f'<dd class="below">{text(below)}</dd></div>'
         return f'<dl class="headline">{tiles}</dl>'
     sets, losses = summary.losses(runs)
-    of_sets = [f"{name}, {word}" for name in map(set_name, sets) for word in ("last", "best")]
-    columns = ["Run", "Training loss", *of_sets]
-    compared = [[_named(runs, i), *row] for i, row in enumerate(losses)]
+    columns = ["Run", "Training loss", *sets]
+    rows_of_sets = [[Html("<br>".join(map(text, cell))) for cell in row] for row in losses]
+    compared = [[_named(runs, i), *row] for i, row in enumerate(rows_of_sets)]
+    note = '<p class="note">Weighted by other shares, the validation loss of all sets is another number: compare the sets.</p>'
     return (
-        f'<div class="compared">{table(summary.COMPARED, _beside(runs), "Runs", (1, 2, 3, 4, 5))}</div>'
+        f'<div class="compared">{table(summary.COMPARED, _beside(runs), "Runs", (1, 2, 3, 4, 5))}'
         f"<h4>Losses</h4>{table(columns, compared, 'Losses', range(1, len(columns)))}"
+        f"{note * any(MEAN in run.sets for run in runs)}</div>"
     )
 
 
@@ -100,7 +104,8 @@ def _beside(runs: Sequence[Run]) -> list[list[str]]:
     found = []
     for i, run in enumerate(runs):
         (_, loss, best), (_, tokens, step), (_, rate, _), (_, time, _), (_, ended, _) = summary.headline(run)
-        found.append([_named(runs, i), loss, best, tokens, step, rate, time, ended])
+        ended = Html(f'<span class="badge {run.ending()[0]}">{text(ended)}</span>')
+        found.append([_named(runs, i), loss, best.removeprefix("best "), tokens, step, rate, time, ended])
     return found
 
 
@@ -143,8 +148,11 @@ def curves(found: Sequence[Figure], names: Sequence[str]) -> str:
         "".join(chart(figure, names, dashes[figure.name]) for figure in found if figure.is_minor == is_minor)
         for is_minor in (False, True)
     )
+    note = "Dotted upright lines: what happened then, see Events."
+    if any(line.style == "discarded" for figure in found for line in figure.lines):
+        note += " Faint lines: what was discarded by a rewind or a kill."
     more = f'<details class="more"><summary>More numbers</summary><div class="charts">{minor}</div></details>'
-    return f'{controls(names)}<div class="charts">{first}</div>{more if minor else ""}'
+    return f'{controls(names, note)}<div class="charts">{first}</div>{more if minor else ""}'
 
 
 def happened(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any, Optional
 
@@ -44,6 +44,8 @@ def large(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """3725 -> 1 h 2 min"""
+    if not seconds < math.inf:
+        return NONE
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -57,33 +59,39 @@ def duration(seconds: float) -> str:
 def headline(run: Run) -> list[tuple[str, str, str]]:
     """(label, figure, what is said below it) of the five figures that decide."""
     loss = validation_loss(run)
-    found = None if loss is None else extremes(loss)
-    last, best = ("", "no validation") if found is None else (number(found["last"][1]), of_best(found))
+    last, best = (NONE, "no validation") if loss is None else (_last(loss), f"best {best_of(run, loss)}")
     tokens, rates = run.numbers.get("tokens"), run.numbers.get("tokens_per_second")
     read = 0 if tokens is None else int(tokens.values[-1])
     rate = None if rates is None else float(np.nanmedian(rates.values))
     seconds, clock = run.training_seconds(), wall_clock(run)
     planned = planned_steps(run)
     steps = f"step {run.last_step:,}" + (f" of {planned:,}" if planned else "")
+    if run.discarded:
+        steps += f"; {large(run.discarded_tokens())} more discarded"
+        clock += f"; {duration(sum(part.training_seconds() for part in run.discarded))} more discarded"
     more = [f"{devices(run.begun)}" if devices(run.begun) else "median of logged lines"]
     return [
-        ("Validation loss", last or NONE, best),
+        ("Validation loss", last, best),
         ("Tokens", large(read) if read else NONE, steps),
         ("Tokens per second", number(rate, 0) if rate else NONE, more[0]),
-        ("Time in training", duration(seconds) if 0 < seconds < math.inf else NONE, clock),
-        ("How it ended", run.ending()[1], last_save(run)),
+        ("Time in training", duration(seconds) if seconds > 0 else NONE, clock),
+        ("How it ended", run.ending()[1], " ".join(filter(None, [run.told(), last_save(run)]))),
     ]
 
 
-def of_best(found: dict[str, tuple[int, float]]) -> str:
-    """The best of the points that `extremes` has found."""
-    step, value = found["lowest"]
-    return f"best {number(value)} at step {step:,}" if step != found["last"][0] else "the best of the run"
+def best_of(run: Run, loss: Series) -> str:
+    """The best validation loss and its step; of a mean, since the shares of its sets last changed: others are other means."""
+    since = run.shares[-1][0] if len(run.shares) > 1 and loss is run.sets.get(MEAN, {}).get("loss") else 0
+    found = extremes(Series(*(part[loss.steps >= since] for part in loss)))
+    if found is None:
+        return NONE
+    words = f"; before step {since:,} it had other shares" if since else ""
+    return f"{number(found['lowest'][1])} at step {found['lowest'][0]:,}{words}"
 
 
 def last_save(run: Run) -> str:
     """The newest checkpoint, in words."""
-    return f"newest checkpoint: step {run.checkpoints[-1]:,}" if run.checkpoints else "no checkpoint"
+    return f"Newest checkpoint: step {run.checkpoints[-1]:,}." if run.checkpoints else "No checkpoint."
 
 
 def validation_loss(run: Run) -> Optional[Series]:
@@ -258,28 +266,19 @@ def shown(value: Any) -> str:
     return words[:MOST_CHARACTERS] + "..." * (len(words) > MOST_CHARACTERS)
 
 
-def losses(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+def losses(runs: Sequence[Run]) -> tuple[list[str], list[list[tuple[str, str]]]]:
     """(sets, for each run: its last training loss, and of each set the last and the best validation loss)."""
-    names = list(dict.fromkeys(name for run in runs for name in _first(run.sets, MEAN)))
+    names = list(dict.fromkeys(name for run in runs for name in sorted(run.sets) if name != MEAN))
     table = []
     for run in runs:
-        row = [_last(run.numbers.get("loss"))]
+        row = [(_last(run.numbers.get("loss")), "")]
         for name in names:
             series = run.sets.get(name, {}).get("loss")
-            row += [_last(series), _best(series)]
+            row.append((NONE, "") if series is None else (_last(series), f"best {best_of(run, series)}"))
         table.append(row)
     return names, table
-
-
-def _first(names: Iterable[str], first: str) -> list[str]:
-    return sorted(names, key=lambda name: (name != first, name))
 
 
 def _last(series: Optional[Series]) -> str:
     found = None if series is None else extremes(series)
     return NONE if found is None else number(found["last"][1])
-
-
-def _best(series: Optional[Series]) -> str:
-    found = None if series is None else extremes(series)
-    return NONE if found is None else f"{number(found['lowest'][1])} at {found['lowest'][0]:,}"

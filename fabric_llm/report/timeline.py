@@ -22,6 +22,7 @@ KINDS = {  # in the order of the time line, with what the page calls them
     "skipped": "Skipped step",
     "rewound": "Rewind",
     "forgetting": "Forgetting",
+    "stage": "Stage",
     "stopped": "Stop",
     "killed": "Killed",
     "failed": "Failed",
@@ -47,7 +48,10 @@ def timeline(run: Run) -> list[Event]:
         name = str(verdict["verdict"])
         kind, reason = VERDICTS.get(name, "spike"), str(verdict.get("reason", ""))
         where = f"; at sequence {verdict['position']:,}" if type(verdict.get("position")) is int else ""
-        found.append(Event(verdict["step"], kind, f"{reason or name}{where}"))
+        tokens = verdict.get("discarded_tokens")
+        where += f"; {tokens:,} tokens discarded" if type(tokens) is int else ""
+        where += f"; {shares}" if (shares := _shares(verdict)) else ""
+        found.append(Event(verdict["step"], kind, f"{reason or name}{where}", str(verdict.get("time", ""))))
     return sorted(found, key=lambda event: event.step)
 
 
@@ -69,12 +73,22 @@ def _of_events(events: Sequence[dict[str, Any]]) -> list[Event]:
             before = event
         elif kind == "saved":
             found.append(Event(step, "saved", f"step-{step:08d}", time))
+        elif kind == "stage":
+            found.append(Event(step, "stage", _shares(event), time))
         elif kind == "ended":
             code = event.get("code")
             kind = _kind_of_end(code)
             reason = str(event.get("reason", ""))
             found.append(Event(step, kind, reason if kind != "failed" else f"{reason} (exit code {code})", time))
     return found
+
+
+def _shares(said: dict[str, Any]) -> str:
+    """The shares of the sources from there on, in words, "" where none are said."""
+    shares = said.get("shares")
+    known = shares.items() if isinstance(shares, dict) else ()
+    words = (f"{name} {100 * share:.3g} %" for name, share in known if type(share) is float)
+    return f"from here on {', '.join(words)}" if known else ""
 
 
 def _kind_of_end(code: Any) -> str:

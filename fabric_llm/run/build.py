@@ -106,10 +106,9 @@ def evaluated_sets(flags: Flags, plan: Plan, common: dict[str, Any]) -> dict[str
     splits = plan.validation_splits()
     special = [] if plan.tokenizer is None else plan.tokenizer.all_special_ids
     sets = splits | measuring.copy_set(flags, splits, [plan.document_end, *special])
-    plain = {name for name, one in plan.eval_data.items() if not measuring.ends_with(one, plan.document_end)}
+    ends = measuring.document_ends(sets, plan.eval_data, plan.document_end)
     return {
-        name: evaluation_batches(split, flags, **{**common, **({"document_end": None} if name in plain else {})})
-        for name, split in sets.items()
+        name: evaluation_batches(split, flags, **{**common, "document_end": ends[name]}) for name, split in sets.items()
     }
 
 
@@ -135,7 +134,7 @@ def evaluation_batches(
         rank=rank,
         world_size=world_size,
         shuffle=False,
-        end=min(count * size, len(validation)),
+        end=measuring.evaluated_rows(validation, flags),
         document_end=document_end,
     )
 
@@ -204,6 +203,7 @@ def build_model(
     decayed = optim.decayed_names(skeleton)
     materializer = Materializer(skeleton, loaded.model, fabric.device)
     wrapped = strategy.wrap(fabric, plan.strategy, skeleton, materializer, plan.precision, plan.sharding)
+    loaded, materializer = loaded._replace(model=None), None  # its memory, before gradients need some
     optimizer = optim.make_optimizer(
         wrapped,
         decayed,

@@ -1,17 +1,17 @@
-"""What is allowed but hardly meant, such as flags without an effect: a table of conditions and sentences, one warning each.
+"""Warnings: valid flags that are probably a mistake, such as those without an effect. A table of conditions and sentences.
 
 A flag counts as given where it differs from its default: arguments.yaml of a run that is resumed holds them all.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flags, groups
 from fabric_llm.run.flag_rules import profiled_steps
+from fabric_llm.run.trackers import named
 
 # AdamW moves a weight by about the learning rate a step, and weights of language models begin, and mostly stay, around
 # 0.02 (initializer_range in transformers): above that one step replaces what they hold.
@@ -19,6 +19,8 @@ LARGEST_LR = 0.02
 SCHEDULE_TAKES = {"wsd": ("decay_steps", "decay_shape")}
 SCHEDULE_TAKES["infinite"] = (*SCHEDULE_TAKES["wsd"], "cooldown_steps", "constant_lr")
 LARGEST_DECAY = 0.01  # of a weight in one step: a third is left after a hundred
+# A step of so few sequences is mostly noise, unless they are long ones.
+FEW_SEQUENCES, FEW_TOKENS = 2, 65_536
 # Nearly as good as new text: Muennighoff et al. 2023, Scaling Data-Constrained Language Models, arXiv 2305.16264.
 MOST_EPOCHS = 4
 FSDP_FLAGS = ("auto_wrap_policy", "sharding_strategy", "limit_all_gathers", "backward_prefetch", "reduce_dtype")
@@ -44,6 +46,7 @@ class Facts:
     context_length: int  # tokens
     positions: Optional[int]  # that the model was made for, None where it has no such number
     start_step: int = 0  # steps that are done already
+    sequences: Optional[int] = None  # of a step that starts from trained weights, None from random ones
     epochs: Mapping[str, float] = field(default_factory=dict)  # how often each source of a mixture will be read
 
 
@@ -121,6 +124,14 @@ def _of_training(flat: Mapping[str, Any], given: Mapping[str, Any], facts: Facts
             "weight in a step.",
         ),
         (
+            facts.sequences is not None
+            and not facts.start_step
+            and facts.sequences <= FEW_SEQUENCES
+            and facts.sequences * facts.context_length < FEW_TOKENS,
+            f"a step of {facts.sequences} x {facts.context_length} tokens is mostly noise to a trained model: give "
+            "--global_batch_size, such as 64, and --micro_batch_size for what fits at once (docs/continued_pretraining.md).",
+        ),
+        (
             warmup > 0 and warmup >= last,
             f"--warmup_steps {warmup} isn't less than the run's {last} steps: the learning rate only rises, to "
             f"{lr * min(1, last / max(warmup, 1)):g}.",
@@ -170,7 +181,10 @@ def _of_the_rest(flat: Mapping[str, Any], given: Mapping[str, Any], facts: Facts
             "profile" in given and profiled_steps(flat["profile"])[1] <= facts.start_step,
             f"--profile {flat['profile']} has no effect: the run goes on after step {facts.start_step}.",
         ),
-        (bool(of_wandb) and flat["logger"] != "wandb", f"{_listed(of_wandb)} no effect without --logger wandb."),
+        (
+            bool(of_wandb) and "wandb" not in named(flat["logger"]),
+            f"{_listed(of_wandb)} no effect without --logger wandb.",
+        ),
         (
             bool(flat["sample_tokens"]) and flat["state_dict_type"] == "sharded" and flat["sample_prompts"] is None,
             "--sample_tokens has no effect with --state_dict_type sharded, which plain transformers doesn't open.",
@@ -196,8 +210,3 @@ def positions(config: Any) -> Optional[int]:
             if isinstance(factor, (int, float)):
                 longest = max(longest, int((before or longest) * factor))
     return longest
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
 from fabric_llm.base.command_line import Flags
+from fabric_llm.data.pattern import read_before
 from fabric_llm.training.schedule import arguments_of
 
 if TYPE_CHECKING:  # they need torch
@@ -23,18 +24,29 @@ class Due:
     is_last: bool
 
 
+FIRST = Due(logs=False, evaluates=True, saves=True, is_last=False)  # where an evaluation comes before the first step
+
+
 def at(before: Progress, progress: Progress, plan: Plan, flags: Flags) -> Due:
     """What follows the step from `before` to `progress`: at its interval, and at the last step everything.
 
     An evaluation is due in the middle and at the end of each epoch as well. What is saved or evaluated is also logged.
     """
     is_last = plan.is_over(progress)
-    half_epoch = len(plan.dataset.train) / 2
-    half_done = progress.position // half_epoch > before.position // half_epoch
+    half_done = half_epochs(plan, progress.position) > half_epochs(plan, before.position)
     evaluates = is_last or half_done or _at(progress.step, flags.evaluation.eval_step_interval)
     saves = is_last or _at(progress.step, flags.save.save_step_interval)
     logs = saves or evaluates or before == plan.start or _at(progress.step, flags.logging.log_step_interval)
     return Due(logs, evaluates, saves, is_last)
+
+
+def half_epochs(plan: Plan, position: int) -> int:
+    """How many halves of an epoch are read before `position`; of a mixture, of the source that the run reads most rows of."""
+    if plan.mixture is None:
+        return 2 * position // len(plan.dataset.train)
+    last, now = (read_before(plan.mixture.segments, at) for at in (plan.end_of_run(), position))
+    source = last.index(max(last))
+    return 2 * now[source] // plan.mixture.rows[source]
 
 
 def evaluation_first(start: Progress, resumed: dict[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from fabric_llm.data.batches import Prefetch
 from fabric_llm.processes.launch import Children, for_launcher, kill_parent
 from fabric_llm.processes.stop import Requests
 from fabric_llm.processes.watch import SECONDS_TO_END, Watch
-from fabric_llm.run import run_directory, trackers
+from fabric_llm.run import run_directory
 from fabric_llm.run.joining import Joined
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import peak_memory_gib
@@ -185,13 +185,14 @@ def close(
         kept_alive.append((keep, saver))
         torch.distributed.destroy_process_group()
     last = step_directory(plan.run_directory, progress.step)
-    if fabric.global_rank == 0 and not stopped and flags.logging.log_model and flags.logging.logger == "wandb":
-        trackers.upload_to_wandb(last)
+    if not stopped and flags.logging.log_model in (True, "last"):
+        log.upload(last)
     log.close(SECONDS_AFTER_A_STOP if stopped else SECONDS_AFTER_THE_END)
     if fabric.global_rank == 0 and stopped:
         why = f"after --max_hours {flags.training.max_hours:g}" if requests.is_over() else "on request"
+        resume = "true" if flags.checkpoint.checkpoint is None else "auto"  # which doesn't branch off again
         print(f"\nStopped {why}. Checkpoint: {last}")
-        print(f"Next: the same command with --resume true --run_name {plan.run_directory.name}", flush=True)
+        print(f"Next: the same command with --resume {resume} --run_name {plan.run_directory.name}", flush=True)
     elif fabric.global_rank == 0:
         _say_done(flags, plan, log, str(last))
 

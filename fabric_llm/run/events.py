@@ -21,14 +21,18 @@ def record(folder: Path, event: str, step: Optional[int], **facts: Any) -> None:
 
     event: started, resumed, saved or ended. step: finished steps, None where that isn't known.
     """
-    time = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    line = json.dumps({"time": time, "event": event, "step": step, **facts}) + "\n"
+    line = json.dumps({"time": now(), "event": event, "step": step, **facts}) + "\n"
     # A disk that is full or gone doesn't end a run because of its history; what ends it is said elsewhere.
     with suppress(OSError), (folder / EVENTS).open("ab+") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else "\n" + line  # a kill has cut off the line before
         file.write(line.encode())
+
+
+def now() -> str:
+    """The time, UTC, as ISO 8601."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

@@ -15,12 +15,15 @@ from fabric_llm.base import ranks
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import PEER_LOST, UNEXPECTED, Fault, as_fault
+from fabric_llm.base.faults import PEER_LOST, STOPPED, UNEXPECTED, Fault, as_fault
+from fabric_llm.base.machine import cores
+from fabric_llm.model.loading import has_weights
 from fabric_llm.model.strategy import make_fabric
-from fabric_llm.processes.launch import Children, for_launcher, has_parent, kill_parent, started_by_other
+from fabric_llm.processes.launch import Children, for_launcher, has_parent, kill_parent, port_in_use
 from fabric_llm.processes.meeting import SECONDS_TO_HEAR, Meeting
+from fabric_llm.processes.stop import StopSignal, interrupt
 from fabric_llm.run import mixing, resume, run_directory
-from fabric_llm.run.doubts import Facts, cores, doubts, positions
+from fabric_llm.run.doubts import Facts, doubts, positions
 from fabric_llm.run.placement import Placement, place
 from fabric_llm.run.plan import Plan, make_plan
 from fabric_llm.run.same_run import require_same_run
@@ -41,7 +44,7 @@ class Joined:
     plan: Optional[Plan] = None  # once it is made
 
 
-def join(flags: Flags, started: Started) -> Joined:
+def join(flags: Flags, started: Started, signals: StopSignal) -> Joined:
     """Wait for all ranks. Raises Fault."""
     placement, children = started.placement, started.children
     if place(flags) != placement:  # torch is imported now
@@ -54,14 +57,15 @@ def join(flags: Flags, started: Started) -> Joined:
         precision=flags.model.precision,
         timeout_seconds=flags.devices.hang_timeout,
     )
-    meeting = _meeting(flags, placement, children)
+    meeting = _meeting(flags, placement, children, signals)
     directory = _launch(fabric, flags, meeting, started.directory, started.problem)
     assert fabric.world_size == placement.world_size, (fabric.world_size, placement.world_size)
     return Joined(fabric, placement, directory, children)
 
 
-def plan_together(joined: Joined, flags: Flags) -> Plan:
+def plan_together(joined: Joined, flags: Flags, signals: StopSignal) -> Plan:
     """The plan of the run, on all ranks. Rank 0 alone chooses the checkpoint. Raises Fault on all ranks alike."""
+    signals.end_by(interrupt)  # the others watch this rank now
     resume_from = _chosen_by_rank_zero(flags, joined.directory)
     problem = None
     try:
@@ -85,13 +89,14 @@ def _chosen_by_rank_zero(flags: Flags, directory: Path) -> Optional[Path]:
 
 
 def doubts_about(flags: Flags, plan: Plan) -> list[str]:
-    """What is allowed but hardly meant, a sentence each."""
+    """Warnings, a sentence each: valid flags that are probably a mistake."""
     facts = Facts(
         **{name: getattr(plan, name) for name in ("strategy", "kind", "devices", "num_nodes", "max_step")},
         cores=cores(),
         context_length=plan.dataset.context_length,
         positions=positions(plan.config.get_text_config()),
         start_step=plan.start.step,
+        sequences=plan.global_batch_size if has_weights(plan.source) else None,
         epochs=mixing.epochs(plan),
     )
     return doubts(flags, facts)
@@ -114,9 +119,7 @@ def _launch(
         return directory
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
-            port = os.environ.get("MASTER_PORT")
-            sentence = f"port {port}, where the ranks meet, is in use: try again, or with another MASTER_PORT."
-            raise Fault(sentence, PEER_LOST) from error
+            raise port_in_use() from error
         fault = as_fault(error)
         if fault.code == UNEXPECTED:
             raise
@@ -138,19 +141,18 @@ def _require_one_command(flags: list[dict[str, Any]]) -> None:
                 raise Fault(f"rank {rank} was started with {ours}, rank 0 with {others}: start all with one command.")
 
 
-def _meeting(flags: Flags, placement: Placement, children: Children) -> Optional[Meeting]:
-    """Of the ranks that are to join, None where there is only one."""
+def _meeting(flags: Flags, placement: Placement, children: Children, signals: StopSignal) -> Optional[Meeting]:
+    """Of the ranks that are to join, None where there is only one. It hears the signals from here on."""
     node = int(os.environ.get("NODE_RANK", "0"))
     if placement.world_size == 1 or flags.devices.tpu:
         return None
-    if started_by_other() and "MASTER_PORT" not in os.environ:
-        raise Fault("LOCAL_RANK says that others started this rank, but MASTER_PORT, where all meet, isn't set.")
     rank = int(os.environ["RANK"])
 
     def lost(fault: Fault) -> NoReturn:
         """In the meeting's thread, as the main thread waits in the process group."""
         try:
-            print(f"train.py: {f'rank {rank}' if rank else 'error'}: {fault}", file=sys.stderr, flush=True)
+            if rank == 0 or fault.code != STOPPED:
+                print(f"train.py: {f'rank {rank}' if rank else 'error'}: {fault}", file=sys.stderr, flush=True)
             said_by_rank_0 = meeting.has_ended(0)
             if rank == 0:
                 run_directory.leave(fault)
@@ -158,12 +160,14 @@ def _meeting(flags: Flags, placement: Placement, children: Children) -> Optional
                 _leave_for_rank_0(fault, meeting, flags)
             meeting.leave(fault)
             children.end(SECONDS_FOR_CHILDREN)
-            if rank != 0 and not (said_by_rank_0 and node == 0):
+            if rank != 0 and not (said_by_rank_0 and node == 0) and fault.code != STOPPED:
                 kill_parent(0 if node == 0 else SECONDS_TO_HEAR + SECONDS_FOR_CHILDREN)
         finally:
-            os._exit(for_launcher(fault.code if rank == 0 and children.processes else PEER_LOST))
+            code = fault.code if fault.code == STOPPED or (rank == 0 and children.processes) else PEER_LOST
+            os._exit(for_launcher(code))
 
-    meeting = Meeting(rank, placement.world_size, flags.devices.join_timeout, lost, children)
+    meeting = Meeting(rank, placement.world_size, flags.devices.join_timeout, lost, children, signals.is_asked)
+    signals.end_by(None)
     return meeting
 
 

@@ -1,4 +1,4 @@
-"""What a run writes down and prints: metrics.jsonl, the tracker, the progress bar and lines. Only rank 0 writes."""
+"""What a run writes down and prints: metrics.jsonl, the trackers, the progress bar and lines. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -26,7 +27,7 @@ from fabric_llm.run.flag_rules import profiled_steps
 from fabric_llm.run.metrics import MetricsFile, Speed, Stopwatch, Throughput, duration, peak_memory_gib
 from fabric_llm.run.plan import Plan
 from fabric_llm.run.profiling import Profile
-from fabric_llm.run.trackers import Record
+from fabric_llm.run.trackers import Record, flat
 from fabric_llm.training.evaluation import Evaluated, Found
 from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard
@@ -46,11 +47,11 @@ class Log:
         flops: Flops,
         batches: Prefetch,
         metrics: Optional[MetricsFile] = None,
-        tracker: Any = None,
+        tracked: Sequence[trackers.Tracker] = (),
         profiled: Optional[tuple[int, int]] = None,
     ) -> None:
         """flops: of the model. profiled: the first and the last step that a profile is made of."""
-        self.plan, self.device, self.metrics, self.tracker = plan, device, metrics, tracker
+        self.plan, self.device, self.metrics, self.tracked = plan, device, metrics, tracked
         self.throughput, self.waits = Throughput(plan.start.tokens), Stopwatch()
         self.speed = Speed(flops, device, plan.world_size, batches, self.waits)
         self.console = Console(plan.max_step, plan.start.step) if metrics is not None else None
@@ -99,6 +100,8 @@ class Log:
         self.eval_losses, forgotten = found.losses, forgetting.forgotten(found.losses)
         self.eval_loss = self._together(progress, found.losses)
         record, words = {"eval_loss": self.eval_loss, "eval": {}}, f"validation loss {self.eval_loss:.4f}"
+        if self.plan.mixture is not None:  # a mean of other shares is another number
+            record["shares"] = self.plan.shares_at(progress.position)
         said = []
         for name, one in found.sets.items():
             rise, most = forgotten.get(name), forgetting.budgets.get(name)
@@ -129,17 +132,23 @@ class Log:
 
     def rewound(self, back: Progress, plan: Plan, words: str, record: dict[str, Any]) -> None:
         """The run is back at the step of `back`: the lines after it go, and later steps are counted by `plan`."""
-        self.plan = plan
+        self.plan, discarded = plan, self.throughput.tokens - back.tokens
         self.throughput.tokens = self.throughput.last_tokens = back.tokens
         if self.metrics is not None:
-            self.metrics = MetricsFile(self.metrics.path, back.step)  # each step once
-            self._write(back.step, record)
-            self.line(f"{self._of(back)}  {words}")
+            self.metrics = MetricsFile(self.metrics.path, back.step, keeps_discarded=True)  # each step once
+            self._write(back.step, {**record, "discarded_tokens": discarded})
+            self.line(f"{self._of(back)}  {words}; {discarded:,} tokens discarded")
 
-    def saved(self, step: int, what: str) -> None:
+    def saved(self, step: int, checkpoint: Path) -> None:
         """A checkpoint is published. Called on rank 0."""
         events.record(self.plan.run_directory, "saved", step)
-        self.line(f"step {step}/{self.plan.max_step}  saved {what}")
+        self.line(f"step {step}/{self.plan.max_step}  saved {checkpoint}")
+
+    def upload(self, checkpoint: Path) -> None:
+        """--log_model."""
+        for tracker in self.tracked:
+            if tracker.name == "wandb":
+                tracker.upload(checkpoint)
 
     def advance(self, progress: Progress) -> None:
         """A step is done, that to `progress`."""
@@ -151,6 +160,17 @@ class Log:
                 self.profile.write()
         if self.console is not None:
             self.console.advance()
+            self._tell_stage(progress)
+
+    def _tell_stage(self, progress: Progress) -> None:
+        """Say where another stage of a mixture begins."""
+        if self.plan.mixture is None or self.plan.is_over(progress):
+            return
+        shares = self.plan.mixture.shares_at(progress.position)
+        if shares != self.plan.shares_at(progress.position):
+            events.record(self.plan.run_directory, "stage", progress.step, shares=shares)
+            words = ", ".join(f"{name} {share:.4g}" for name, share in shares.items())
+            self.line(f"{self._of(progress)}  from here on {words}")
 
     def line(self, text: str) -> None:
         """Print one line."""
@@ -167,11 +187,11 @@ class Log:
             self.throughput.resume()
 
     def close(self, seconds: float) -> None:
-        """Give the tracker `seconds` for what it hasn't sent yet."""
+        """Give the trackers `seconds` for what they haven't sent yet."""
         if self.console is not None:
             self.profile.write()
             self.console.close()
-            self.tracker.close(seconds)
+            trackers.close_all(self.tracked, seconds)
 
     def _of(self, progress: Progress) -> str:
         return f"step {progress.step}/{self.plan.max_step}"
@@ -198,11 +218,13 @@ class Log:
         return f" ({', '.join(words)})" if words else ""
 
     def _write(self, step: int, record: dict[str, Any]) -> None:
-        """To metrics.jsonl and, except for verdicts, which are words, to the tracker."""
-        if self.metrics is not None:
+        """To metrics.jsonl and, except for verdicts, which are words, to the trackers."""
+        if self.metrics is not None and "verdict" in record:
+            self.metrics.write(step, {**record, "time": events.now()})
+        elif self.metrics is not None:
             self.metrics.write(step, record)
-            if "verdict" not in record:
-                self.tracker.log(step, flat(record))
+            for tracker in self.tracked:
+                tracker.log(step, flat(record))
 
     def _warn_of_few_updates(self, fraction: float) -> None:
         """Warn once where the number stays low that says whether training in bfloat16 has any effect."""
@@ -224,17 +246,8 @@ def _of_set(name: str, found: Evaluated, forgotten: Optional[float], budget: Opt
     return " ".join(words)
 
 
-def flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    """{"sources": {"new": {"tokens": 8}}} -> {"sources/new/tokens": 8}, as trackers name what belongs together."""
-    found: dict[str, Any] = {}
-    for name, value in record.items():
-        inner = flat(value) if isinstance(value, Mapping) else None
-        found |= {name: value} if inner is None else {f"{name}/{key}": one for key, one in inner.items()}
-    return found
-
-
 def more_numbers(record: dict[str, float]) -> dict[str, float]:
-    """Metrics that are computed from the others of a step, for metrics.jsonl and the tracker. Yours go here."""
+    """Metrics that are computed from the others of a step, for metrics.jsonl and the trackers. Yours go here."""
     return {}
 
 
@@ -250,7 +263,8 @@ def open_log(fabric: Fabric, flags: Flags, plan: Plan, template: Any, batches: P
             print(line)
     for name in keep.move_aside(folder, plan.start.step):
         print(f"Kept as {name}: this run writes that step anew.")
-    if plan.resume_from is not None and plan.resume_from.parent.resolve() != folder.resolve():
+    branches = plan.resume_from is not None and not plan.has_checkpoint
+    if branches:
         before = plan.resume_from.parent / "metrics.jsonl"
         if before.is_file():
             shutil.copyfile(before, folder / "metrics.jsonl")
@@ -259,14 +273,16 @@ def open_log(fabric: Fabric, flags: Flags, plan: Plan, template: Any, batches: P
         plan.resumed.get("guard", {}).get("rewinds", 0),
         plan.resumed.get("owes_evaluation", False),
     )
-    metrics = MetricsFile(folder / "metrics.jsonl", plan.start.step or None, rewinds, owes_evaluation)
+    # What a branch's copy holds beyond its checkpoint isn't the branch's to discard.
+    metrics = MetricsFile(folder / "metrics.jsonl", plan.start.step or None, rewinds, owes_evaluation, not branches)
     run_directory.write_status(folder, None, "running", plan.start.step, True)
     begins = "started" if plan.resume_from is None else "resumed"
     events.record(folder, begins, plan.start.step, **beginning(plan, template))
     logging = flags.logging
-    tracker = trackers.open_tracker(logging.logger, folder, flags.flat(), logging.entity, logging.project)
+    of_wandb = logging.entity, logging.project
+    tracked = [trackers.open_tracker(name, folder, flags.flat(), *of_wandb) for name in trackers.named(logging.logger)]
     _introduce(plan, flags, template)
-    return Log(plan, fabric.device, flops, batches, metrics, tracker, profiled_steps(logging.profile))
+    return Log(plan, fabric.device, flops, batches, metrics, tracked, profiled_steps(logging.profile))
 
 
 def beginning(plan: Plan, template: Any) -> dict[str, Any]:

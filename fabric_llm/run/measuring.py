@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -26,9 +26,16 @@ def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
     return {name: open_source(Path(folder), verify) for name, folder in folders.items()}
 
 
-def ends_with(dataset: TokenDataset, document_end: Optional[int]) -> bool:
-    """Whether packed documents of a dataset end with a token, so that they can be kept apart as those of the run are."""
-    return bool(dataset.manifest.get("packed")) and dataset.manifest["eos_token_id"] == document_end
+def document_ends(
+    names: Iterable[str], eval_data: Mapping[str, TokenDataset], document_end: Optional[int]
+) -> dict[str, Optional[int]]:
+    """The token that ends the packed documents of each set; None of a set in `eval_data` that isn't packed with the run's."""
+    plain = {
+        name
+        for name, one in eval_data.items()
+        if not one.manifest.get("packed") or one.manifest["eos_token_id"] != document_end
+    }
+    return {name: None if name in plain else document_end for name in names}
 
 
 def require_names(flags: Flags, of_training: Sequence[str], is_mixture: bool) -> None:
@@ -76,11 +83,28 @@ def copy_set(flags: Flags, splits: Mapping[str, Any], left_out: Sequence[Optiona
     """
     from fabric_llm.data import copy_probe
 
-    budgets = parse_budgets(flags.evaluation.forgetting_budget)
-    if not budgets:
+    if not parse_budgets(flags.evaluation.forgetting_budget):
         return {}
-    of = next((name for name in budgets if name in splits), next(iter(splits)))
-    split = splits[of]
+    split = splits[_copied(flags, splits)]
     context_length = len(split[0]["input_ids"])
     ids = [number for number in left_out if number is not None]
     return {COPY: copy_probe.passages(split, context_length, ids, flags.training.seed)}
+
+
+def _copied(flags: Flags, splits: Mapping[str, Any]) -> str:
+    """The set whose tokens the probe of in-context learning takes."""
+    budgets = parse_budgets(flags.evaluation.forgetting_budget)
+    return next((name for name in budgets if name in splits), next(iter(splits)))
+
+
+def evaluated_rows(split: Any, flags: Flags) -> int:
+    """Of a validation split: those of the first --eval_iters batches."""
+    return min(flags.evaluation.eval_iters * flags.evaluation.eval_batch_size, len(split))
+
+
+def measured_on(flags: Flags, splits: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Of each set, what its losses are of: losses before and after a resume compare only where that is the same."""
+    from fabric_llm.data.dataset import fingerprint
+
+    found = {name: [fingerprint(split), evaluated_rows(split, flags)] for name, split in splits.items()}
+    return {**found, COPY: found[_copied(flags, splits)]}

@@ -28,21 +28,26 @@ class MetricsFile:
         resumed_step: Optional[int] = None,
         rewinds: Optional[int] = None,
         evaluates_again: bool = False,
+        keeps_discarded: bool = False,
     ) -> None:
         """Lines of steps after `resumed_step` belong to work that is being redone: they go.
 
         None: all go, which are those of a run that was killed before its first checkpoint. rewinds: how often the run had
         gone back when its checkpoint was written; later times, whose lines bear the step gone back to, are undone as well.
         evaluates_again: the evaluation of `resumed_step` is to be made, so a line that a killed run wrote of it goes.
+        keeps_discarded: lines that go are added to metrics.discarded.jsonl, for the report.
         """
         if path.exists():
-            lines = [] if resumed_step is None else path.read_text(errors="replace").splitlines(keepends=True)
-            kept = [line for line in lines if _step_of(line) <= resumed_step]
+            lines = path.read_text(errors="replace").splitlines(keepends=True)
+            kept = [line for line in lines if resumed_step is not None and _step_of(line) <= resumed_step]
             if evaluates_again:
                 kept = [line for line in kept if _step_of(line) < resumed_step or "eval_loss" not in json.loads(line)]
             if rewinds is not None:
                 undone = [number for number, line in enumerate(kept) if _is_rewind(line)][rewinds:]
                 kept = [line for number, line in enumerate(kept) if number not in undone]
+            if keeps_discarded:
+                stays = set(kept)
+                _keep_discarded(path, resumed_step or 0, [line for line in lines if line not in stays])
             failpoint("metrics.replace")
             write_atomically(path, "".join(kept), durable=True)
         self.path = path
@@ -54,8 +59,18 @@ class MetricsFile:
 
     def make_durable(self) -> None:
         """On the disk, before a checkpoint says that these steps are done."""
-        if self.path.exists():
-            fsync(self.path)
+        self.path.touch()  # before step 1 there may be no line
+        fsync(self.path)
+
+
+def _keep_discarded(path: Path, step: int, lines: list[str]) -> None:
+    """Add `lines` to metrics.discarded.jsonl beside `path`, under a line that says to which step the run went back."""
+    lines = [line.rstrip("\n") + "\n" for line in lines if _step_of(line) < math.inf]
+    file = path.with_suffix(".discarded.jsonl")
+    before, added = file.read_text(errors="replace") if file.exists() else "", "".join(lines)
+    if lines and not before.endswith(added):  # it does where a kill came before they were taken from `path`
+        header = json.dumps({"step": step, "discarded": len(lines)})
+        write_atomically(file, f"{before}{header}\n{added}", durable=True)
 
 
 def _finite(value: Any) -> Any:

@@ -6,6 +6,7 @@ command is read. Each function raises ValueError in one sentence with the offend
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
 from typing import Optional, Union
@@ -15,40 +16,50 @@ from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import hub_name
 from fabric_llm.checkpoint import keep
-from fabric_llm.data import blend, eval_sets, prompts
+from fabric_llm.data import blend, eval_sets, prompts, tokenizer_bounds
 from fabric_llm.data.formats import DEFAULT_PATTERNS
 from fabric_llm.data.inputs import preparation, prepared_output, separator, shard, text_input
 from fabric_llm.data.sources import check_dataset_folder, check_splits, said_of_rows
 from fabric_llm.model import freezing, strategy_rules
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.processes.launch import launched_world, started_by_other
-from fabric_llm.run import flag_rules, measuring, resume, run_directory
+from fabric_llm.run import flag_rules, measuring, resume, run_directory, trackers
 from fabric_llm.run.stages import lay_out
 
 
 def in_training(flags: Flags) -> None:
     """Of train.py. Raises ValueError.
 
-    Of a run that resumes on ranks that others started, rank 0 alone looks at the run's files, see joining.py; and what
-    is wrong with a run whose directory is there is written into it, so that a model is looked at later there.
+    A resumed run under a launcher is checked later, by rank 0 alone (joining.py). So is the model of a run whose directory is
+    there: what is wrong with it is written into the directory.
     """
     in_flags(flags)
     if flags.checkpoint.resume and (started_by_other() or flags.devices.num_nodes > 1):
         return
     for folder in eval_sets.parse(flags.evaluation.eval_data).values():
-        check_dataset_folder(folder)
+        check_dataset_folder(folder, flags.model.model_name)
         check_splits(Path(folder))
     if flags.data.data_mix:
         in_mixture(flags)
     elif not flags.demo:
-        check_dataset_folder(flags.data.train_data_dir)
+        check_dataset_folder(flags.data.train_data_dir, flags.model.model_name)
         in_dataset(flags)
     directory = resume.directory(flags)
     if flags.checkpoint.resume:
         resume.require_given(flags)
     if flags.checkpoint.checkpoint is None and not directory.is_dir():  # the run starts
         check_model_folder(flags.model.model_name)
+        in_reach(flags.model.model_name)
+        for folder in (Path(flags.model.model_name), *(Path(name, "tokenizer") for name in datasets_of(flags))):
+            tokenizer_bounds.check_file(folder / "tokenizer.json")
     run_directory.require_writable(directory)
+
+
+def datasets_of(flags: Flags) -> list[str]:
+    """The folders that --train_data_dir or --data_mix names."""
+    if flags.data.data_mix:
+        return [source.path for source in blend.parse(flags.data.data_mix).sources]
+    return [flags.data.train_data_dir]
 
 
 def in_flags(flags: Flags) -> None:
@@ -66,6 +77,7 @@ def in_flags(flags: Flags) -> None:
     names = blend.parse(flags.data.data_mix).names if flags.data.data_mix else [measuring.ONE_SET]
     flag_rules.numbers(flags.flat())
     measuring.require_names(flags, names, bool(flags.data.data_mix))
+    trackers.named(flags.logging.logger)
     freezing.check(flags.training.freeze, flags.training.train_only)
     devices, num_nodes = known_devices(flags)
     world_size = None if devices is None else devices * num_nodes
@@ -98,7 +110,7 @@ def in_mixture(flags: Flags) -> None:
     """The folders of --data_mix, and what their manifests say of them. Raises ValueError."""
     mix = blend.parse(flags.data.data_mix)
     for source in mix.sources:
-        check_dataset_folder(source.path)
+        check_dataset_folder(source.path, flags.model.model_name)
         check_splits(Path(source.path))
     said = [said_of_rows(Path(source.path)) for source in mix.sources]
     for source, numbers in zip(mix.sources, said):
@@ -170,8 +182,14 @@ def in_preparation(flags: Flags) -> None:
     files.writable(output)
     for given in flags.input or ():
         text_input(given, pattern, flags.exclude or [], output)
+        if not glob.has_magic(given):
+            in_reach(given, "dataset")
     if flags.tokenizer is not None and not os.path.isdir(flags.tokenizer):
         hub_name("--tokenizer", flags.tokenizer, "tokenizer")
+        in_reach(flags.tokenizer, "tokenizer")
+    elif flags.tokenizer is not None:
+        tokenizer_bounds.check_file(Path(flags.tokenizer, "tokenizer.json"))
+        tokenizer_bounds.try_out(Path(flags.tokenizer, "tokenizer.json"))
 
 
 def in_self_replay(flags: Flags) -> None:
@@ -185,6 +203,20 @@ def in_self_replay(flags: Flags) -> None:
     if given := [name for name, value in others.items() if value]:
         raise ValueError(f"--{given[0]} doesn't go with --self_replay, which samples its documents on this machine")
     check_model_folder(flags.self_replay)
+    in_reach(flags.self_replay)
+    if flags.packing == "concat" and flags.tokens < (least := 2 * flags.context_length):
+        raise ValueError(
+            f"--tokens {flags.tokens} don't fill a row of {flags.context_length} tokens to train on and one to validate: "
+            f"ask for {least} at least, or take a smaller --context_length"
+        )
+
+
+def in_reach(name: str, kind: str = "model") -> None:
+    """What isn't here, and so a name on the hub: can it be had? Raises ValueError."""
+    if not os.path.exists(name):
+        from fabric_llm.base import hub  # whose import takes time
+
+        hub.require_reachable(name, kind)
 
 
 def in_export(flags: Flags) -> None:

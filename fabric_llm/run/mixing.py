@@ -70,7 +70,10 @@ def _require_alike(first: TokenDataset, other: TokenDataset, masks_documents: bo
         sorted(set(one.train[0]) - ({"labels"} if is_padded(one.train) else set())) for one in (first, other)
     )
     if columns != others:
-        raise ValueError(f"--data_mix: {both} have different columns: {', '.join(columns)}, and {', '.join(others)}.")
+        raise ValueError(
+            f"--data_mix: {both} have different columns: {', '.join(columns)}, and {', '.join(others)}; run prepare_data.py for "
+            "both with the same flags."
+        )
     hashes = first.manifest.get("tokenizer_sha256"), other.manifest.get("tokenizer_sha256")
     if hashes[0] != hashes[1] or hashes[0] is None:
         _require_one_tokenizer(first, other, both, None not in hashes)

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Union
 
+from fabric_llm.base import machine
 from fabric_llm.base.command_line import Flags
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Sharding
+from fabric_llm.processes.launch import started_by_other
 from fabric_llm.run import flag_rules, mistakes
 
+MOST_RANKS_A_CORE = 4  # beyond that a run on CPUs spends minutes on its start alone
+GIB_OF_A_RANK = 0.4  # of host memory, for torch and what else a rank imports, before it holds anything of the model
 # In /dev: NVIDIA's, Jetson's, AMD's, those of Windows under WSL.
 GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
 
@@ -60,6 +64,30 @@ def resolve_devices(devices: Union[int, str], num_nodes: int, accelerator: str) 
         advice = "; a task of srun must see all GPUs of its machine (--gpu-bind=none)" * of_srun
         raise ValueError(f"--devices {count}: this machine has {gpus} GPU{'s' * (gpus != 1)}{advice}.")
     return count, num_nodes, kind
+
+
+def require_fit(flags: Flags, placement: Placement) -> None:
+    """Raises ValueError where this machine hasn't the cores or the memory for its ranks, unless --oversubscribe insists.
+
+    A launcher may give each rank cores of its own, and has started them: there all cores of the machine count, and memory,
+    of which each rank would see another part used, doesn't.
+    """
+    count, free = placement.devices, machine.free_memory_bytes()
+    here = (os.cpu_count() or 1) if started_by_other() else machine.cores()
+    insist = "or insist with --oversubscribe true"
+    if flags.devices.oversubscribe or flags.devices.tpu:
+        return
+    if placement.kind == "cpu" and count > MOST_RANKS_A_CORE * here:
+        raise ValueError(
+            f"--devices {count}: so many processes on {here} CPU core{'s' * (here > 1)} would only wait for each other; take "
+            f"--devices {here}, at most {MOST_RANKS_A_CORE * here}, {insist}."
+        )
+    if free is not None and count > 1 and not started_by_other() and count * GIB_OF_A_RANK * 2**30 > free:
+        fits = max(int(free / 2**30 / GIB_OF_A_RANK), 1)
+        raise ValueError(
+            f"--devices {count}: {count} processes take {count * GIB_OF_A_RANK:.1f} GiB of memory before they hold any of "
+            f"the model, and {free / 2**30:.1f} GiB are free; take --devices {fits} at most, {insist}."
+        )
 
 
 def _count_gpus(accelerator: str) -> int:

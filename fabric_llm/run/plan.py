@@ -5,6 +5,7 @@ Each check raises ValueError in one sentence with the offending value.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -62,6 +63,7 @@ class Plan(Placement):
     end: Optional[int]  # position at which number_epochs are over; None with max_step
     run_directory: Path
     resume_from: Optional[Path]
+    has_checkpoint: bool  # that it can be resumed from where it starts: False for a new run, and for a branch
     row_order: str  # a name of data/order.py's ORDERS
     document_end: Optional[int]  # token id that ends each packed document, None where documents aren't kept apart
     document_masking: Union[bool, str]  # as given, or as the run had it; "auto": off if the model turns out not to
@@ -167,6 +169,7 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
         start=start,
         run_directory=directory,
         resume_from=resume_from,
+        has_checkpoint=resume_from is not None and resume_from.parent.resolve() == directory.resolve(),
         row_order=resume.row_order(resumed),
         document_end=find_document_end(masking, dataset, config),
         document_masking=masking,
@@ -229,7 +232,7 @@ def check_rows(text_config: Any, dataset: TokenDataset, source: str) -> None:
     if dataset.max_token_id >= text_config.vocab_size:
         raise ValueError(
             f"{str(dataset.folder)!r} holds token id {dataset.max_token_id}, but the vocabulary of {source!r} "
-            f"has {text_config.vocab_size} tokens: the dataset was made with another tokenizer."
+            f"has {text_config.vocab_size} tokens: the dataset was made with another tokenizer; {made_with(dataset, source)}."
         )
     longest = getattr(text_config, "max_position_embeddings", None)
     rotary = getattr(text_config, "rope_parameters", None) is not None
@@ -285,6 +288,18 @@ def check_same_model(flags: Flags, skeleton: Any, resume_from: Path) -> None:
         )
 
 
+def made_with(dataset: TokenDataset, tokenizer: str) -> str:
+    """The command that makes a dataset anew with a tokenizer, as the end of a sentence."""
+    inputs = dataset.manifest.get("inputs")
+    words = [str(name) for name in inputs] if isinstance(inputs, list) and inputs else ["TEXT"]
+    given = " ".join(map(shlex.quote, words[:10]))
+    length = f" --context_length {dataset.context_length}" if dataset.manifest else ""
+    output = shlex.quote(f"{dataset.folder}-anew")
+    return (
+        f"make it with prepare_data.py --input {given} --tokenizer {shlex.quote(tokenizer)}{length} --output {output}"
+    )
+
+
 def check_tokenizer(source: str, datasets: Sequence[TokenDataset]) -> Optional[Any]:
     """The tokenizer that goes with checkpoints, if any. Raises ValueError where that of a dataset is another."""
     found = of_model = tokenizer_beside(source)
@@ -293,8 +308,7 @@ def check_tokenizer(source: str, datasets: Sequence[TokenDataset]) -> Optional[A
         if of_model is not None and of_data is not None and of_model.get_vocab() != of_data.get_vocab():
             raise ValueError(
                 f"{str(dataset.folder)!r} was made with another tokenizer than that of {source!r}"
-                f"{mixing.differing_tokens(of_model.get_vocab(), of_data.get_vocab())}; run prepare_data.py with "
-                f"--tokenizer {source}."
+                f"{mixing.differing_tokens(of_model.get_vocab(), of_data.get_vocab())}; {made_with(dataset, source)}."
             )
         found = found or of_data
     return found

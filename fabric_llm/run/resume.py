@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -34,9 +35,28 @@ def directory(flags: Flags) -> Path:
     if given is not None and not checkpoint.resume:
         raise ValueError("--checkpoint says where to resume, so it goes with --resume true.")
     data = flags.data
-    names = "-".join(blend.parse(data.data_mix).names)[:MOST_CHARACTERS] if data.data_mix else data.train_data_dir
-    default = run_directory.default_name(flags.model.model_name, names)
+    default = run_directory.default_name(flags.model.model_name, _data_name(data.train_data_dir, data.data_mix))
+    if flags.demo and checkpoint.resume is True and checkpoint.run_name is None and given is None:
+        _require_demo_meant(Path(checkpoint.output_dir), default)
     return run_directory.choose(checkpoint.output_dir, checkpoint.run_name, default, checkpoint.resume, given)
+
+
+def _require_demo_meant(folder: Path, demo: str) -> None:
+    """Raises ValueError where --resume true without any name could mean other runs in `folder` than the demo's."""
+    runs = sorted(path.name for path in folder.glob("*") if step_names.latest(path) is not None)
+    if others := [name for name in runs if not re.fullmatch(rf"{re.escape(demo)}(-\d+)?", name)]:
+        raise ValueError(
+            f"--resume true doesn't say which run of {str(folder)!r} goes on, {', '.join(map(repr, runs[:MOST_DIFFERENCES]))}: "
+            f"name it, such as --run_name {others[0]}."
+        )
+
+
+def _data_name(folder: Optional[str], data_mix: Optional[str]) -> str:
+    """What a run is called after: its dataset, also where it replays another one, or the sources of its mixture."""
+    if not data_mix:
+        return folder
+    mix = blend.parse(data_mix)
+    return mix.sources[0].path if mix.names == (blend.NEW, blend.REPLAY) else "-".join(mix.names)[:MOST_CHARACTERS]
 
 
 def choose(flags: Flags, directory: Path) -> Optional[Path]:

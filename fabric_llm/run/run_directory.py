@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 from fabric_llm.base import step_names
-from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, UNWRITABLE, Fault
+from fabric_llm.base.faults import DONE, NO_CHECKPOINT, NON_FINITE, REFUSED, UNWRITABLE, Fault
 from fabric_llm.base.files import write_atomically
 from fabric_llm.checkpoint import keep
 from fabric_llm.run import events
 
+ENDED = (DONE, NON_FINITE)  # what a command that began nothing doesn't replace
 LOCK, STATUS = ".lock", "STATUS.json"
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network file systems
 SECONDS_OF_NFS = 70.0  # it keeps what it knows of a directory for a minute
@@ -169,7 +170,7 @@ def leave(fault: Fault, has_plan: bool = True) -> None:
             continue
         if fault.code == DONE:  # and no other start comes
             sweep(folder)
-        if fault.code != DONE or read_status(folder).get("code") != DONE:  # which says more already
+        if fault.retryable or read_status(folder).get("code") not in ENDED:  # a mistake isn't how the run ended
             write_status(folder, fault.code, str(fault), None, fault.retryable)
         unlock(folder)
 

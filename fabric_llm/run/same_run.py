@@ -10,8 +10,10 @@ from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
 from fabric_llm.data.blend import described
 from fabric_llm.data.dataset import TokenDataset
 from fabric_llm.model import freezing
+from fabric_llm.run import measuring
 from fabric_llm.run.plan import Plan
 from fabric_llm.run.resume import MOST_DIFFERENCES, OVERRIDABLE, given_checkpoint, overrides
+from fabric_llm.training.forgetting import parse_budgets
 from fabric_llm.training.schedule import SCHEDULES, arguments_of, lr_at
 
 DATA_FACTS = ("context_length", "train_rows", "train_fingerprint")
@@ -42,11 +44,19 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
         },
         "schedule": schedule,
         **mixture_facts(plan),
+        "measured_on": _measured_on(plan, flags),
         "end_step": plan.max_step,
         "logged": {"every": flags.logging.log_step_interval, "after": plan.start.step},
         "model_name": flags.model.model_name,
         "rolled_back_to": given.name if (given := given_checkpoint(flags)) is not None else None,
     }
+
+
+def _measured_on(plan: Plan, flags: Flags) -> dict[str, Any]:
+    """What the losses before step 1 are of."""
+    if plan.start.step > 0:
+        return plan.resumed.get("measured_on", {})
+    return measuring.measured_on(flags, plan.validation_splits())
 
 
 def data_facts(plan: Plan) -> dict[str, Any]:
@@ -92,12 +102,31 @@ def require_same_run(plan: Plan, flags: Flags) -> None:
             f"{str(plan.resume_from)!r} was written with {_listed(silent)}. To change that on purpose: "
             f"--resume_override {','.join(silent)}."
         )
+    if plan.start.step > 0:  # else it is about to be measured
+        _require_base(plan, flags, document)
     if plan.start.step >= plan.max_step:
         sentence = f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of {plan.max_step})"
         if flags.checkpoint.resume == "auto" and not schedule:
             raise Fault(f"{sentence}: nothing is left to do.", DONE)
         raise ValueError(
             f"{sentence}: to train on, give a larger --max_step or --number_epochs, and --resume_override with its name."
+        )
+
+
+def _require_base(plan: Plan, flags: Flags, document: dict[str, Any]) -> None:
+    """Raises ValueError where a set with a budget has no loss before step 1, or one of other rows."""
+    before, then = document["guard"].get("before", {}), document.get("measured_on", {})
+    now = measuring.measured_on(flags, plan.validation_splits())
+    for name in parse_budgets(flags.evaluation.forgetting_budget):
+        if name in before and then.get(name, now[name]) == now[name]:
+            continue
+        why, instead = "wasn't evaluated", "Leave it out, by --resume_override forgetting_budget"
+        if name in before:
+            why = "was evaluated on other rows"
+            instead = "Give the --eval_data, --eval_iters and --eval_batch_size of then"
+        raise ValueError(
+            f"--forgetting_budget: {name!r} {why} before step 1 of this run, so what it forgets of it isn't known. {instead}; "
+            f"or begin a run whose budgets count from this checkpoint: --model_name {plan.resume_from}, without --resume."
         )
 
 
@@ -111,11 +140,13 @@ def _is_whole(document: dict[str, Any]) -> bool:
     try:
         guard, schedule = document["guard"], dict(document["schedule"])
         known = schedule.pop("lr_schedule") in SCHEDULES and isinstance(document["fixed"], dict)
+        known = known and isinstance(document.get("measured_on", {}), dict)
         known = known and all(isinstance(schedule.get(flag), (str, type(None))) for flag in freezing.FLAGS)
         steps = [schedule.pop(name) or 0 for name in ("max_step", "number_epochs")]
         numbers = [schedule[name] for name in ("lr", "min_lr", "warmup_steps", "lr_decay")]
         numbers += [document["end_step"], guard["skipped"], guard["rewinds"], *guard["losses"], *steps]
-        numbers += [*document["scaler"].values(), document["logged"]["every"], document["logged"]["after"]]
+        numbers += [*guard.get("before", {}).values(), *document["scaler"].values()]
+        numbers += [document["logged"]["every"], document["logged"]["after"]]
         numbers += [document["rows_read"][name] for name in ROWS_READ] if "rows_read" in document else []
     except (KeyError, TypeError, ValueError, AttributeError):
         return False
@@ -144,7 +175,7 @@ def announcement(plan: Plan, flags: Flags) -> list[str]:
     """What a resumed run does differently from simply going on, with the schedule from here; nothing if nothing."""
     assert plan.resume_from is not None
     lines, document = [], plan.resumed
-    if plan.resume_from.parent.resolve() != plan.run_directory.resolve():
+    if not plan.has_checkpoint:
         lines.append(f"A branch of {plan.resume_from} in {plan.run_directory}.")
     elif (newest := step_names.latest(plan.run_directory)) is not None and newest != plan.resume_from:
         lines.append(f"Back from {newest.name} to {plan.resume_from.name}: later checkpoints are moved aside.")

@@ -127,8 +127,6 @@ def continuation(tokenizer: Any, prompt: Sequence[int], row: Sequence[int]) -> s
     added = list(row[len(prompt) :])
     if tokenizer.eos_token_id in added:
         added = added[: added.index(tokenizer.eos_token_id)]
-    whole, before = (
-        tokenizer.decode([*prompt, *added]),
-        tokenizer.decode(prompt),
-    )  # joined: spaces depend on what is before
+    # Decoded together: spaces depend on what is before.
+    whole, before = tokenizer.decode([*prompt, *added]), tokenizer.decode(prompt)
     return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(added)

@@ -61,7 +61,7 @@ class Saver:
         due: Due,
         stops: bool,
     ) -> None:
-        """Write a checkpoint, the last one and without --async_save to its end.
+        """Write a checkpoint. Blocks for the last one, and always without --async_save.
 
         evaluated: the evaluation of this step was made. One that is due and wasn't is made by a resumed run.
         """
@@ -127,7 +127,9 @@ class Saver:
             if save.keep_last is not None:
                 keep.prune(folder, save.keep_last, save.keep_every, save.keep_best, self.plan.resume_from)
             run_directory.write_status(folder, None, "running", step, True)
-            self.log.saved(step, str(pending.target))
+            self.log.saved(step, pending.target)
+            if self.flags.logging.log_model == "all":
+                self.log.upload(pending.target)
 
     def _make_log_durable(self) -> None:
         self.log.metrics.make_durable()

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import NoReturn, Optional
 
 from fabric_llm.base.command_line import Flags, fail, is_rank_zero
 from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_fault, tell_torchrun
 from fabric_llm.data.demo import prepare_demo
-from fabric_llm.processes.launch import Children, for_launcher, start_ranks, started_by_other
+from fabric_llm.processes.launch import Children, for_launcher, require_port, start_ranks, started_by_other
 from fabric_llm.run import mistakes, resume, run_directory
-from fabric_llm.run.placement import Placement, batch_sizes, place
+from fabric_llm.run.placement import Placement, batch_sizes, place, require_fit
 
 
 @dataclass
@@ -49,6 +49,15 @@ def told_in_one_sentence() -> Iterator[None]:
         fail("train.py", str(fault), for_launcher(fault.code))
 
 
+def leave_at_once(fault: Fault) -> NoReturn:
+    """In a signal's handler, before this rank meets the others: end, and the ranks that this process has started with it."""
+    try:
+        run_directory.leave(fault)
+        fail("train.py", str(fault))
+    finally:
+        os._exit(for_launcher(fault.code))
+
+
 @contextmanager
 def without_collection() -> Iterator[None]:
     """Around imports: of the million objects that they make none is garbage, so Python needn't look through them."""
@@ -69,8 +78,11 @@ def start(flags: Flags) -> Started:
     What is wrong with the run directory ends the run before a rank is started.
     """
     placement = place(flags)
+    require_fit(flags, placement)
     mistakes.in_length(flags, batch_sizes(flags, placement)[2])
     starts = placement.world_size > 1 and not flags.devices.tpu and not started_by_other()
+    if placement.world_size > 1 and not flags.devices.tpu and not starts:
+        require_port()
     if placement.num_nodes == 1 and not started_by_other():
         os.environ.pop("NODE_RANK", None)  # of something else: this process is the first of its run
     if starts and placement.num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= os.environ.keys():

@@ -7,12 +7,16 @@ import hashlib
 import inspect
 import json
 import os
+import time
 import warnings
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Callable, Optional
+
+from fabric_llm.base.spelling import value_instead
 
 Record = dict[str, float]
 MANY_LINES = 100  # that wait for a tracker
@@ -30,6 +34,7 @@ class Tracker:
         self.name, self._log, self._close = name, log, close
         self.waiting: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.failure: Optional[Exception] = None
+        self.not_uploaded = ""  # the first checkpoint, and why
         self.warned: set[str] = set()
         self.thread = Thread(target=self._work, name="tracker", daemon=True)
         self.thread.start()
@@ -40,9 +45,24 @@ class Tracker:
             self.waiting.put(partial(self._log, step, dict(record)))
         self._warn()
 
+    def upload(self, checkpoint: Path) -> None:
+        """--log_model: returns at once."""
+        if self.failure is None and self._log is not NOWHERE[0]:
+            self.waiting.put(partial(self._upload, checkpoint))
+
+    def _upload(self, checkpoint: Path) -> None:
+        try:
+            upload_to_wandb(checkpoint)
+        except Exception as error:
+            self.not_uploaded = self.not_uploaded or f"{checkpoint}: {error!r}"
+
+    def end(self) -> None:
+        """What is waiting is the last."""
+        self.waiting.put(self._close)
+
     def close(self, patience_seconds: float) -> None:
         """Give it so long for what is waiting."""
-        self.waiting.put(self._close)
+        self.end()
         self.thread.join(patience_seconds)
         self._warn()
         if self.thread.is_alive():
@@ -59,6 +79,8 @@ class Tracker:
 
     def _warn(self) -> None:
         """In the main thread."""
+        if self.not_uploaded:
+            self._warn_once(f"can't take a checkpoint, nor perhaps later ones, by --log_model: {self.not_uploaded}")
         if self.failure is not None:
             self._warn_once(f"failed and is off, metrics.jsonl goes on: {self.failure!r}")
         elif self.waiting.qsize() > MANY_LINES:
@@ -70,10 +92,34 @@ class Tracker:
             warnings.warn(f"--logger {self.name} {what}.", stacklevel=4)
 
 
+def named(given: str) -> list[str]:
+    """The names in --logger. Raises ValueError."""
+    names = list(dict.fromkeys(name.strip() for name in given.split(",")))
+    for name in names:
+        if name not in TRACKERS:
+            instead = value_instead("logger", name, TRACKERS, "")
+            raise ValueError(
+                f"--logger takes {', '.join(TRACKERS)}, or several of them with commas, not {name[:60]!r}"
+                f"{f': {instead}' if instead else ''}."
+            )
+    if "none" in names and len(names) > 1:
+        raise ValueError(f"--logger {given[:60]}: none goes by itself.")
+    return names
+
+
+def close_all(trackers: Iterable[Tracker], patience_seconds: float) -> None:
+    """Give all of them together so long for what is waiting."""
+    until = time.monotonic() + patience_seconds
+    for tracker in trackers:
+        tracker.end()
+    for tracker in trackers:
+        tracker.close(max(0.0, until - time.monotonic()))
+
+
 def open_tracker(
     name: str, folder: Path, config: dict[str, Any], entity: Optional[str], project: Optional[str]
 ) -> Tracker:
-    """For --logger `name`. `folder` holds metrics.jsonl, up to date.
+    """For one name of --logger. `folder` holds metrics.jsonl, up to date.
 
     One that fails at once is a warning, and none.
     """
@@ -90,25 +136,36 @@ def _lines_so_far(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-CSV_COLUMNS = (
-    *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory_gib"),
-    *("tokens_per_second_per_device", "model_tflops_per_device", "mfu", "data_seconds", "wait_seconds"),
-    *("updated_fraction", "update_ratio", "aux_loss", "eval_loss"),
-)
+def flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    """{"sources": {"new": {"tokens": 8}}} -> {"sources/new/tokens": 8}, as trackers name what belongs together."""
+    found: dict[str, Any] = {}
+    for name, value in record.items():
+        inner = flat(value) if isinstance(value, Mapping) else None
+        found |= {name: value} if inner is None else {f"{name}/{key}": one for key, one in inner.items()}
+    return found
 
 
 def _csv(folder: Path, *_: Any) -> tuple[Log, Close]:
-    """metrics.csv: the lines of metrics.jsonl as a table, empty where a line doesn't have a number."""
-    so_far = _lines_so_far(folder)
-    file = (folder / "metrics.csv").open("w", newline="")
-    table = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore")
-    table.writeheader()
-    table.writerows(so_far)
+    """metrics.csv: the numbers of metrics.jsonl as a table, empty where a line doesn't have one. New columns come at the end."""
+    file = (folder / "metrics.csv").open("w+", newline="")
+    columns = ["step"]
+    table = csv.DictWriter(file, columns)
 
     def log(step: int, record: Record) -> None:
+        if new := [name for name in record if name not in columns]:
+            file.seek(0)
+            rows = list(csv.DictReader(file))
+            columns.extend(new)
+            file.seek(0)
+            file.truncate()
+            table.writeheader()
+            table.writerows(rows)
         table.writerow({"step": step, **record})
         file.flush()
 
+    for line in _lines_so_far(folder):
+        if "verdict" not in line:
+            log(line.pop("step"), flat(line))
     return log, file.close
 
 
@@ -178,12 +235,9 @@ def _logged_in_to_wandb() -> bool:
 
 
 def upload_to_wandb(checkpoint: Path) -> None:
-    """--log_model: the checkpoint as an artifact of the current Weights & Biases run. A failure is a warning."""
+    """The checkpoint as an artifact of the current Weights & Biases run: a version of the model, with its name as an alias."""
     import wandb
 
-    try:
-        artifact = wandb.Artifact(f"{checkpoint.parent.name}", type="model", metadata={"checkpoint": checkpoint.name})
-        artifact.add_dir(str(checkpoint))
-        wandb.log_artifact(artifact)
-    except Exception as error:
-        warnings.warn(f"--log_model: {checkpoint} wasn't uploaded: {error!r}.", stacklevel=2)
+    artifact = wandb.Artifact(checkpoint.parent.name, type="model", metadata={"checkpoint": checkpoint.name})
+    artifact.add_dir(str(checkpoint))
+    wandb.log_artifact(artifact, aliases=["latest", checkpoint.name])

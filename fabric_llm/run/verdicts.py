@@ -42,17 +42,27 @@ def report(plan: Plan, guard: Guard, log: Log, saver: Saver, before: Progress, p
     raise Fault(
         f"{many} (--max_skipped_steps {guard.max_skipped_steps}), the last because of {guard.reason}, sequences "
         f"{before.position} to {progress.position - 1}; the last checkpoint is "
-        f"{step_names.latest(plan.run_directory) or 'none'}.",
+        f"{step_names.latest(plan.run_directory) or 'none'}. {how_to_go_on(saver.flags, plan)}",
         NON_FINITE,
     )
 
 
-def require_budget(guard: Guard, progress: Progress, plan: Plan) -> None:
+def how_to_go_on(flags: Flags, plan: Plan, suits: Suits = lambda document: True) -> str:
+    """A sentence with the command that goes on from the newest checkpoint that suits, or starts again, at half the rate."""
+    last, _ = keep.newest_valid(plan.run_directory, False, suits)
+    lr, name = f"--lr {flags.training.lr / 2:g}", plan.run_directory.name
+    if last is None:
+        return f"Start again: the same command with --run_name {name}-2 {lr}"
+    return f"Go on more gently: the same command with --resume true --checkpoint {last} {lr} --resume_override lr"
+
+
+def require_budget(flags: Flags, plan: Plan, guard: Guard, progress: Progress) -> None:
     """Raises Fault (76) where a run ends with more forgotten than it may."""
     if guard.forgetting.verdict in ("stop", "rewind"):
         raise Fault(
             f"{guard.forgetting.reason} (--forgetting_budget) at step {progress.step}; the last checkpoint is "
-            f"{step_names.latest(plan.run_directory) or 'none'}. Go on with more replay, a smaller --lr, or a larger budget.",
+            f"{step_names.latest(plan.run_directory) or 'none'}. More replay or a larger budget may help. "
+            f"{how_to_go_on(flags, plan, with_room(guard))}",
             NON_FINITE,
         )
 
@@ -63,7 +73,6 @@ def rewind(
     plan: Plan,
     guard: Guard,
     batches: Prefetch,
-    log: Log,
     saver: Saver,
     progress: Progress,
 ) -> tuple[Plan, nn.Module, torch.optim.Optimizer, Progress]:
@@ -77,9 +86,9 @@ def rewind(
     gc.collect()  # their memory: they are full of cycles
     if fabric.device.type == "cuda":
         torch.cuda.empty_cache()
-    reason, forgetting = guard.reason, guard.forgetting
+    reason, forgetting, log = guard.reason, guard.forgetting, saver.log
     forgot = forgetting.verdict == "rewind"
-    suits = (lambda document: forgetting.has_room(document.get("eval_losses"))) if forgot else None
+    suits = with_room(guard) if forgot else None
     last, document = ranks.from_rank_zero(lambda: choose(flags, plan, reason, suits, log, progress))
     back = Progress(**document["progress"])
     there = replace(back, position=progress.position)
@@ -102,12 +111,21 @@ def rewind(
     return plan, model, optimizer, there
 
 
+def with_room(guard: Guard) -> Suits:
+    """Whether a checkpoint had used at most half of each budget."""
+    return lambda document: guard.forgetting.has_room(document.get("eval_losses"))
+
+
 def replay_more(flags: Flags, plan: Plan, guard: Guard, there: Progress, step: int) -> Plan:
     """The plan with more of the sources that were forgotten, from `there` on. Raises Fault (76) where no more is to be had."""
     try:
         return mixing.with_more_replay(plan, flags, guard.forgetting.over, there)
     except ValueError as error:
-        raise Fault(f"{guard.reason} (--forgetting_budget) at step {step}, and {error}.", NON_FINITE) from error
+        raise Fault(
+            f"{guard.reason} (--forgetting_budget) at step {step}, and {str(error).rstrip('.')}. "
+            f"{how_to_go_on(flags, plan, with_room(guard))}",
+            NON_FINITE,
+        ) from error
 
 
 def choose(
@@ -121,11 +139,15 @@ def choose(
     last, problems = keep.newest_valid(plan.run_directory, hashes, *([] if suits is None else [suits]))
     for problem in problems:
         log.line(f"Warning: {problem}")
-    if last is None and plan.resume_from is not None:  # a branch that hasn't saved yet
+    if last is None and plan.resume_from is not None and not plan.has_checkpoint:  # a branch that hasn't saved yet
         document = reading.verified(plan.resume_from, hashes)
         last = plan.resume_from if suits is None or suits(document) else None
     if last is None and suits is None:
-        raise Fault(f"{reason} at step {progress.step}, and no checkpoint to go back to.", NON_FINITE)
+        raise Fault(
+            f"{reason} at step {progress.step}, and no checkpoint to go back to. Start again: the same command with "
+            f"--save_step_interval {max(1, progress.step // 4)}",
+            NON_FINITE,
+        )
     if last is None:
         return None, {"progress": asdict(Progress()), "guard": Guard().state()}
     return last, reading.verified(last)

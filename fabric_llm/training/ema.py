@@ -35,9 +35,8 @@ class Average(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, decay: float, device: str, every: int, seed: int) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        super().__init__(
-            params, {"decay": decay}
-        )  # a group without any number would lose its tied parameters when loaded
+        # A group without any number would lose its tied parameters when it is loaded.
+        super().__init__(params, {"decay": decay})
         self.decay, self.every, self.seed = decay, every, seed
         self.origins = getattr(optimizer, "origins", {})
         for param in params:

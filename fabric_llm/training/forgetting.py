@@ -28,7 +28,7 @@ class Forgetting:
         if step == 0:
             self.before = dict(losses)
         forgotten = self.forgotten(losses)
-        self.over = tuple(name for name, most in self.budgets.items() if forgotten.get(name, 0.0) > most)
+        self.over = tuple(name for name, most in self.budgets.items() if not forgotten.get(name, 0.0) <= most)
         words = (
             f"{name} {self.before[name]:.4f} -> {losses[name]:.4f}, {forgotten[name]:+.4f} of {self.budgets[name]:g} nats"
             for name in self.over

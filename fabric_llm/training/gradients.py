@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fabric_llm.model.gradient_equality import square
+
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: Optional[ProcessGroup]) -> float:
@@ -21,7 +23,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: O
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
     gradients = [g for g in gradients if g.numel()]
     device = next((g.device for g in gradients), _communication_device(group))
-    squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in gradients]
+    squares = [square(g) for g in gradients]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
     if group is not None:
         total = total.to(_communication_device(group))  # offloaded gradients are on the CPU, NCCL is not

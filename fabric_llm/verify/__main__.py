@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 from fabric_llm.base import files
+from fabric_llm.base.console import plain_output
 from fabric_llm.base.faults import BAD_INPUT, DONE, REFUSED, Fault
 from fabric_llm.base.names import nearest_of
 from fabric_llm.processes.launch import find_launcher
@@ -168,6 +169,7 @@ def require_run(run: Path) -> None:
 
 
 if __name__ == "__main__":
+    plain_output()
     signal.signal(signal.SIGTERM, stop)
     try:
         code = main()

@@ -184,6 +184,8 @@ def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
     said, fixed, end = progress["rows_read"], progress["fixed"], progress["progress"]["position"]
     first, read = said["from_position"], RowsRead(said["count"], said["hash_sum"])
     span = f"{end - first:,} sequences at positions {first:,} to {end - 1:,}"
+    if read.count == end - first == 0:
+        return "no row was read yet"
     if read.count != end - first:
         report.find(f"{str(file)!r} claims {span}, but all ranks together have read {read.count:,}.")
         return f"{read.count:,} rows were read, not {end - first:,}"

@@ -116,7 +116,7 @@ def check_complete(
     Each checkpoint records the step at which its process has started, and how often it logs. If all checkpoints of an
     earlier process were pruned, this isn't known, and no line of it is required.
     """
-    wanted = set(documents)  # a save logs
+    wanted = set(documents) - {0}  # a save after a step logs
     for saved_at, document in documents.items():
         every, after = document["logged"]["every"], document["logged"]["after"]
         wanted |= {step for step in range(every, min(saved_at, durable) + 1, every) if step > after}

@@ -1,0 +1,101 @@
+"""What a tokenizer.json may declare: tokenizers allocates what its numbers say, and does what it lists as often as it is listed.
+
+Nothing here imports transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 128 * 2**20  # of the file; Gemma's has 33 million
+MOST_TOKENS = 2**24  # the largest vocabularies have a million
+MOST_PADDING = 2**20
+MOST_LEVELS = 16  # of objects and lists in a step
+MOST_STEPS = 500
+MOST_GROWTH = 1000  # of a text, by what its normalizers replace one after the other
+# A search that tries all ways to divide a run of such characters among its parts never ends.
+PROBE = "1 2 3 4 5 6 7 8 9 10\n\n" * 50 + "".join(4 * chr(code) for code in range(32, 127)) + "word " * 50 + " " * 200 + "a" * 200
+STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+
+
+def check_file(path: Path) -> None:
+    """Raises ValueError where a tokenizer.json declares more than anybody could want, before it is loaded."""
+    if not path.is_file():
+        return
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"{str(path)!r} has {size / 2**20:.0f} MiB; at most {MOST_BYTES // 2**20} MiB are read.")
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError:
+        return  # whoever loads it says so
+    except RecursionError as error:
+        raise ValueError(f"{str(path)!r} is nested too deeply to be read.") from error
+    try:
+        _check(document if isinstance(document, dict) else {})
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} {error}.") from error
+
+
+def try_out(path: Path) -> None:
+    """Raises ValueError where a regular expression of a tokenizer.json gives up on plain characters."""
+    if not path.is_file() or b'"Regex"' not in path.read_bytes():
+        return
+    from tokenizers import Tokenizer
+
+    from fabric_llm.data.encoding import without_panic
+
+    with without_panic():
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception:  # a plain one, of tokenizers; whoever loads it says so
+            return
+        tokenizer.encode(PROBE)
+
+
+def _check(document: dict[str, Any]) -> None:
+    vocabulary = _part(document, "model").get("vocab")
+    added = document.get("added_tokens")
+    ids = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    ids += vocabulary.values() if isinstance(vocabulary, dict) else []
+    if (largest := max((number for number in ids if isinstance(number, int)), default=0)) >= MOST_TOKENS:
+        raise ValueError(f"has a token with the number {largest}; at most {MOST_TOKENS:,} tokens are read")
+    padding = _part(document, "padding")
+    for number in (_part(padding, "strategy").get("Fixed"), padding.get("pad_to_multiple_of")):
+        if isinstance(number, int) and number > MOST_PADDING:
+            raise ValueError(f"pads each text to {number} tokens; at most {MOST_PADDING:,} are read")
+    for name in STEPS:
+        steps: list[dict[str, Any]] = []
+        _collect(document.get(name), name, MOST_LEVELS, steps)
+        if len(steps) > MOST_STEPS:
+            raise ValueError(f"has {len(steps)} parts in its {name}; at most {MOST_STEPS} are read")
+        if name == "normalizer" and _growth(steps) > MOST_GROWTH:
+            raise ValueError("has a normalizer that makes texts more than a thousand times longer")
+
+
+def _part(document: dict[str, Any], name: str) -> dict[str, Any]:
+    part = document.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _collect(value: Any, name: str, levels: int, steps: list[dict[str, Any]]) -> None:
+    """Append all objects in `value` to `steps`."""
+    if not isinstance(value, (dict, list)):
+        return
+    if levels == 0:
+        raise ValueError(f"has a {name} that is more than {MOST_LEVELS} levels deep")
+    steps += [value] if isinstance(value, dict) else []
+    for part in value.values() if isinstance(value, dict) else value:
+        _collect(part, name, levels - 1, steps)
+
+
+def _growth(steps: list[dict[str, Any]]) -> float:
+    """How many times longer these steps may make a text, one after the other."""
+    growth = 1.0
+    for step in steps:
+        pattern, content = _part(step, "pattern").get("String"), step.get("content")
+        if step.get("type") == "Replace" and isinstance(content, str):
+            replaced = max(1, len(pattern)) if isinstance(pattern, str) else 1
+            growth *= max(1.0, len(content) / replaced)
+    return growth

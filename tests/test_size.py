@@ -1,0 +1,184 @@
+"""At real size, half a GiB of float32 weights, each command holds what the design says it needs, and little more.
+
+Measured is anonymous memory, summed over the processes of a command: what a file backs, as safetensors are mapped, isn't counted.
+A command that passes its bound is killed at once. Rows go on from each other's runs: one that is asked for runs those it needs.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+pytestmark = pytest.mark.size
+ROOT = Path(__file__).parent.parent
+GIB = 2**30
+MODEL = LlamaConfig(
+    **{"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_hidden_layers": 5},
+    **{"vocab_size": 32768, "max_position_embeddings": 64, "tie_word_embeddings": False},
+    **{"bos_token_id": 0, "eos_token_id": 0},
+)
+W = 4 * 131_345_408  # bytes of its weights
+E = 4 * 32768 * 1024 / W  # the embeddings, its largest tensor, as a part of them
+U = 2 * E  # the outermost unit, embeddings and head, which FSDP gathers as one
+STEP = 4 + E  # of one process: weights, gradients, two moments, and a second micro-batch's gradient before it is added
+SLACK = E * W  # of each process, on top of what the table says: one tensor in another form, activations, smaller things
+TRAIN = (
+    "train.py --model_name model --train_data_dir data --output_dir runs --precision 32-true --global_batch_size 2 "
+    "--eval_iters 2 --eval_batch_size 1 --eval_step_interval 1"
+)
+RESUME = "--resume true --resume_override max_step"
+
+
+class Row(NamedTuple):
+    """A command, and what it holds besides what its processes import: multiples of the weights, in all processes together."""
+
+    command: str
+    processes: int
+    holds: float  # W
+    needs: tuple[str, ...] = ()  # rows that come before it
+    code: int = 0
+
+
+ROWS = {
+    "start_evaluate_sample_and_save_in_background_on_one": Row(
+        f"{TRAIN} --run_name one --max_step 2 --save_step_interval 1 --async_save true --sample_prompts prompts.txt "
+        "--sample_tokens 2",
+        *(1, STEP + 3),  # and copies of all but the gradients
+    ),
+    "start_and_save_shards_in_background_with_fsdp2": Row(
+        f"{TRAIN} --devices 2 --strategy fsdp2 --run_name two --max_step 2 --save_step_interval 1 --async_save true "
+        "--state_dict_type sharded",
+        *(2, 4 + 3 + 2 * 3 * U),  # each rank gathers the outermost unit: weights, gradient, one of them on its way
+    ),
+    "resume_from_shards_and_save_full_with_fsdp": Row(
+        f"{TRAIN} --devices 2 --strategy fsdp --run_name two --max_step 3 {RESUME}",
+        # FSDP1 loads moments in three forms (those that are there, as read, flat), and the outermost unit's whole on each rank.
+        *(2, 1 + 3 * 2 + 2 * U, ("start_and_save_shards_in_background_with_fsdp2",)),
+    ),
+    "resume_from_one_on_two_with_ddp": Row(
+        f"{TRAIN} --devices 2 --strategy ddp --run_name one --max_step 3 {RESUME}",
+        # DDP's gradients are in buckets; beside them each rank makes those of embeddings and head before they get there.
+        *(2, 2 * (4 + 2 * E), ("start_evaluate_sample_and_save_in_background_on_one",)),
+    ),
+    "resume_from_two_on_one": Row(
+        f"{TRAIN} --run_name two --max_step 4 {RESUME}",
+        *(1, STEP, ("resume_from_shards_and_save_full_with_fsdp",)),
+    ),
+    "rewind_twice": Row(
+        f"{TRAIN} --run_name rewinds --max_step 6 --save_step_interval 1 --keep_last 1 --lr 0.3 --spike_threshold 1 "
+        "--spike_window 1 --spike_action rewind --max_skipped_steps 2",
+        *(1, STEP, (), 76),
+    ),
+    "export_full": Row(
+        "export_hf.py runs/one --output hf/one", 1, 2 * E, ("start_evaluate_sample_and_save_in_background_on_one",)
+    ),
+    "export_shards": Row(
+        "export_hf.py runs/two/step-00000002 --output hf/two",
+        *(1, 1, ("start_and_save_shards_in_background_with_fsdp2",)),
+    ),
+    "average": Row("-m fabric_llm.average runs/two --last 2 --output hf/average", 1, 2, ("resume_from_two_on_one",)),
+    "verify": Row("-m fabric_llm.verify runs/two", 1, 2 * E, ("resume_from_two_on_one",)),
+    "extend_vocab": Row("-m fabric_llm.extend_vocab model --input new --tokens 50 --output hf/extended", 1, 2 * E),
+    "self_replay": Row(
+        "prepare_data.py --self_replay model --tokens 200 --context_length 16 --output replay", 1, 2 * E
+    ),
+}
+
+
+def held(pid: int) -> tuple[int, list[int]]:
+    """(bytes of anonymous and shared memory, process ids) of a process and all that it has started."""
+    children, tree, found = {}, [pid], 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+        children.setdefault(parent, []).append(int(folder.name))
+    for each in tree:  # which grows
+        tree += children.get(each, [])
+        try:
+            lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()  # what a fork shares counts once
+        except OSError:  # or a process that has ended and wasn't waited for
+            continue
+        found += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
+    return found, tree
+
+
+def run(command: str, folder: Path, bound: float = 2 * GIB) -> tuple[int, int, str]:
+    """(most bytes held at once, exit code, output) of `python COMMAND`, killed as soon as it holds more than `bound`."""
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in shlex.split(command)]
+    # What malloc keeps of freed tensors, at most 32 MiB each, would count: here it gives all of them back.
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(2**17)}
+    with (folder / "output.txt").open("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            **{"cwd": folder, "env": {**os.environ, **settings}, "stdin": subprocess.DEVNULL},
+            **{"stdout": output, "stderr": subprocess.STDOUT},
+        )
+        most = 0
+        while process.poll() is None:
+            now, tree = held(process.pid)
+            most = max(most, now)
+            for pid in tree if now > bound else ():
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.03)
+        output.seek(0)
+        return most, process.returncode, output.read()
+
+
+class Rows:
+    """The rows that have run, in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.results = folder, {}
+        (folder / "corpus").mkdir()
+        (folder / "new").mkdir()
+        for name in ("argparse", "ast", "base64", "bisect", "calendar", "cmd"):
+            source = Path(os.__file__).with_name(f"{name}.py").read_text()
+            (folder / "corpus" / f"{name}.txt").write_text(source)
+        (folder / "new" / "text.txt").write_text("Grundstücksverkehr und Straßenbahnhaltestelle\n" * 200)
+        (folder / "prompts.txt").write_text("def f\n")
+        _, code, said = run(
+            "prepare_data.py --input corpus --train_tokenizer 600 --context_length 16 --output data", folder
+        )
+        assert code == 0, said
+        AutoModelForCausalLM.from_config(MODEL).save_pretrained(folder / "model")
+        AutoTokenizer.from_pretrained(folder / "data" / "tokenizer").save_pretrained(folder / "model")
+        self.imported, code, said = run("-c 'from fabric_llm.run import ending, joining, verdicts'", folder)
+        assert code == 0, said
+
+    def bound(self, row: Row) -> float:
+        """Bytes."""
+        return row.processes * (self.imported + SLACK) + row.holds * W
+
+    def result(self, name: str) -> tuple[int, int, str]:
+        """What `run` returns of a row, which is run once."""
+        if name not in self.results:
+            for other in ROWS[name].needs:
+                assert self.result(other)[1] == ROWS[other].code, f"{name} needs {other}"
+            self.results[name] = run(ROWS[name].command, self.folder, self.bound(ROWS[name]))
+        return self.results[name]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    with tempfile.TemporaryDirectory() as folder:  # of 15 GB: not one of the last three that pytest keeps
+        yield Rows(Path(folder))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_command_holds_what_it_needs(rows, name):
+    row, (most, code, said) = ROWS[name], rows.result(name)
+    over = (most - row.processes * rows.imported) / W
+    figures = f"{most / GIB:.2f} GiB of {rows.bound(row) / GIB:.2f}, {over:.2f} W besides imports"
+    print(figures)
+    assert most <= rows.bound(row), f"killed at {figures}"
+    assert code == row.code, said[-3000:]
