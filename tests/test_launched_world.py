@@ -53,6 +53,17 @@ def test_torchrun_and_a_devices_flag_that_disagree(toys, tmp_path, ranks, device
 
 
 @pytest.mark.faults
+def test_torchrun_hears_of_a_mistake_from_the_rank_that_says_it(toys, tmp_path):
+    """torchrun ends all ranks as soon as one has left: rank 0 was ended before it had said anything."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\nif os.environ.get('LOCAL_RANK') == '0':\n    time.sleep(3)\n"
+    )
+    words = [str(TRAIN), *flags(toys, tmp_path, "--devices", 1)]
+    done = started([str(TORCHRUN), "--standalone", "--nproc_per_node", "2", *words], tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1 and done.stderr.count("train.py: error: --devices 1, but the launcher") == 1, done.stderr
+
+
+@pytest.mark.faults
 def test_two_agents_of_torchrun_without_num_nodes(toys, tmp_path, capsys):
     """757 of 772 rows were read twice."""
     with socket.create_server(("", 0)) as free:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from dataclasses import field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin, get_type_hints
@@ -19,6 +20,7 @@ from fabric_llm.base.spelling import flag_instead, value_instead
 # arguments.Arguments, which this package doesn't import. A group's flags are its fields: `flags.training.lr`.
 Flags = Any
 LONGEST_NUMBER = 100  # characters
+SECONDS_FOR_THE_FIRST = 20.0  # process of a machine, to say what is wrong; its end ends the wait
 
 
 def flag(default: Any, help: str, takes: Optional[str] = None) -> Any:
@@ -58,6 +60,9 @@ def fail(program: str, sentence: str, code: int = BAD_INPUT) -> NoReturn:
     tell_torchrun(sentence)
     if is_first_of_machine():
         print(f"{program}: error: {sentence}", file=sys.stderr, flush=True)
+    elif "TORCHELASTIC_RUN_ID" in os.environ and "torch" not in sys.modules and code == BAD_INPUT:
+        # Every rank finds this mistake. Whoever leaves first has torchrun end the others, also the one that says it.
+        time.sleep(SECONDS_FOR_THE_FIRST)
     raise SystemExit(code)
 
 

@@ -53,7 +53,7 @@ def leave_at_once(fault: Fault) -> NoReturn:
     """In a signal's handler, before this rank meets the others: end, and the ranks that this process has started with it."""
     try:
         run_directory.leave(fault)
-        fail("train.py", str(fault))
+        fail("train.py", str(fault), fault.code)
     finally:
         os._exit(for_launcher(fault.code))
 
