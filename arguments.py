@@ -15,7 +15,7 @@ from typing import Any, Literal, Optional, Union
 
 from fabric_llm.base.command_line import fail, flag, groups, parse
 from fabric_llm.data.blend import text_of, with_replay
-from fabric_llm.run.trackers import TRACKERS
+from fabric_llm.plan.trackers import TRACKERS
 from fabric_llm.training.forgetting import ACTIONS
 from fabric_llm.training.schedule import DECAYS, SCHEDULES
 
@@ -473,7 +473,7 @@ def _mixture(flat: dict[str, Any]) -> dict[str, Any]:
 
 def _branch(flat: dict[str, Any]) -> dict[str, Any]:
     """What --branch_decay comes to among the other flags."""
-    from fabric_llm.run.branch import branch_flags
+    from fabric_llm.plan.branch import branch_flags
 
     try:
         return branch_flags(flat)

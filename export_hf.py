@@ -18,7 +18,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         from fabric_llm.base.command_line import fail
 
         arguments = parse_export(argv)
-        from fabric_llm.run import mistakes
+        from fabric_llm.plan import mistakes
 
         ending.left = f"nothing was written to {arguments.output}"
         mistakes.in_export(arguments)

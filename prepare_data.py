@@ -15,12 +15,12 @@ def main(argv: Optional[list[str]] = None) -> None:
         from arguments import parse_prepare
 
         arguments = parse_prepare(argv)
-        from fabric_llm.run import mistakes
+        from fabric_llm.plan import mistakes
 
         ending.left = f"nothing was written to {arguments.output}"
         mistakes.in_preparation(arguments)
-        from fabric_llm.data.formats import DEFAULT_PATTERNS
-        from fabric_llm.data.prepare import prepare, summary
+        from fabric_llm.prepare.formats import DEFAULT_PATTERNS
+        from fabric_llm.prepare.prepare import prepare, summary
 
         given = {name: value for name, value in vars(arguments).items() if value is not None}
         inputs, pattern = given.pop("input", []), given.pop("pattern", DEFAULT_PATTERNS)
@@ -46,7 +46,7 @@ def main(argv: Optional[list[str]] = None) -> None:
 
 def goes_on(output: str) -> bool:
     """Whether the work folder beside `output` holds what a later start needs not do again."""
-    from fabric_llm.data.work_folder import beside, has_work
+    from fabric_llm.prepare.work_folder import beside, has_work
 
     return has_work(beside(Path(output).resolve()))
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Optional
 from arguments import Arguments, parse_train
 from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.console import outlast_readers, plain_output
+from fabric_llm.plan import mistakes
+from fabric_llm.plan.starting import leave_at_once, start, told_in_one_sentence, without_collection
 from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal
-from fabric_llm.run import due, mistakes
-from fabric_llm.run.starting import leave_at_once, start, told_in_one_sentence, without_collection
+from fabric_llm.run import due
 from fabric_llm.training.schedule import lr_at
 
 if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mistakes are answered at once
@@ -23,9 +24,9 @@ if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mi
 
     from fabric_llm.base.fabric import Fabric
     from fabric_llm.checkpoint.progress import Progress
+    from fabric_llm.plan.plan import Plan
     from fabric_llm.processes.watch import Watch
     from fabric_llm.run.build import Parts
-    from fabric_llm.run.plan import Plan
 
 
 def main(argv: Optional[list[str]] = None) -> None:
@@ -40,8 +41,8 @@ def main(argv: Optional[list[str]] = None) -> None:
             launch.find_slurm_host()
             started = start(arguments)
             with without_collection():
+                from fabric_llm.plan.joining import join, plan_together
                 from fabric_llm.run.ending import supervise
-                from fabric_llm.run.joining import join, plan_together
             joined = join(arguments, started, signals)
             supervise(
                 joined,

@@ -237,7 +237,7 @@ def base_model(name: str, folder: Path, options: argparse.Namespace) -> tuple[st
 
     demo: the repository's. llama: a larger one, after its first steps: past the alike gradients of the very first.
     """
-    from fabric_llm.data.demo import prepare_demo
+    from fabric_llm.prepare.demo import prepare_demo
 
     prepare_demo(DEMO, 256)
     inputs.write_llama(folder / "llama-config", **LARGER)

@@ -206,7 +206,7 @@ def newest_by_name_elsewhere(original):
     def chosen(flags, directory):
         from fabric_llm.base import step_names
         from fabric_llm.base.command_line import is_rank_zero
-        from fabric_llm.run import resume
+        from fabric_llm.plan import resume
 
         return resume.choose(flags, directory) if is_rank_zero() else step_names.latest(directory)
 
@@ -264,9 +264,9 @@ class Anything:
 FAULTS, FILES = "fabric_llm.base.faults", "fabric_llm.base.files"
 WRITING, KEEP, READING = "fabric_llm.checkpoint.writing", "fabric_llm.checkpoint.keep", "fabric_llm.checkpoint.reading"
 STOPPING, WATCH, LAUNCH = "fabric_llm.processes.stop", "fabric_llm.processes.watch", "fabric_llm.processes.launch"
-BUILD, RESUME, PLAN = "fabric_llm.run.build", "fabric_llm.run.resume", "fabric_llm.run.plan"
-DIRECTORY, JOINING, ENDING = "fabric_llm.run.run_directory", "fabric_llm.run.joining", "fabric_llm.run.ending"
-SAME_RUN, DUE, TRACKERS = "fabric_llm.run.same_run", "fabric_llm.run.due", "fabric_llm.run.trackers"
+BUILD, RESUME, PLAN = "fabric_llm.run.build", "fabric_llm.plan.resume", "fabric_llm.plan.plan"
+DIRECTORY, JOINING, ENDING = "fabric_llm.plan.run_directory", "fabric_llm.plan.joining", "fabric_llm.run.ending"
+SAME_RUN, DUE, TRACKERS = "fabric_llm.plan.same_run", "fabric_llm.run.due", "fabric_llm.plan.trackers"
 STEP, GUARD, EVALUATING = "fabric_llm.training.step", "fabric_llm.training.guard", "fabric_llm.training.evaluation"
 
 MECHANISMS = [
@@ -365,7 +365,7 @@ MECHANISMS = [
               with_names(read_status=lambda folder: {}), ROWS, "told_by_rank_0"),
     Mechanism("a rank fails", "no rank waits for a store that has gone", f"{WATCH}:Watch._end",
               lambda original: lambda self: self.ended.set(), ROWS, "while_rank_0_is_frozen"),
-    Mechanism("node lost", "ranks are counted anew", "fabric_llm.run.mistakes:launched_world",
+    Mechanism("node lost", "ranks are counted anew", "fabric_llm.plan.mistakes:launched_world",
               gives(None), ROWS, "lost_node"),
     Mechanism("ranks", "a flag that isn't the launcher's is refused", f"{LAUNCH}:launched_world",
               lambda original: lambda asked: original({}), WORLD, "world_is_the_launchers"),
@@ -423,9 +423,9 @@ MECHANISMS = [
               lambda original: lambda folder, manifest, verify: "written" in manifest, DAMAGE, "dataset"),
     Mechanism("dataset", "token ids fit the vocabulary", f"{PLAN}:open_checked",
               lambda original: lambda *args: replace(original(*args), max_token_id=0), BAD_INPUT, "test_datasets"),
-    Mechanism("mixture", "no source is read more often than it may be", "fabric_llm.run.stages:_refuse_passed",
+    Mechanism("mixture", "no source is read more often than it may be", "fabric_llm.plan.stages:_refuse_passed",
               gives(None), MIXTURE, "do_not_go_together"),
-    Mechanism("mixture", "all sources have one tokenizer", "fabric_llm.run.mixing:_require_one_tokenizer",
+    Mechanism("mixture", "all sources have one tokenizer", "fabric_llm.plan.mixing:_require_one_tokenizer",
               gives(None), MIXTURE, "different_tokenizers"),
     Mechanism("mixture", "what was read is recorded", "fabric_llm.verify.inspect_checkpoint:claimed_by",
               gives(Anything()), MIXTURE, "that_were_not_read"),

@@ -25,9 +25,10 @@ from fabric_llm.data.batches import Batches, MicroBatch, Prefetch  # noqa: E402
 from fabric_llm.model import loading  # noqa: E402
 from fabric_llm.model.language_model import trained_loss  # noqa: E402
 from fabric_llm.model.strategy import make_fabric  # noqa: E402
-from fabric_llm.run import build, reference, resume  # noqa: E402
-from fabric_llm.run.placement import place  # noqa: E402
-from fabric_llm.run.plan import Plan, make_plan  # noqa: E402
+from fabric_llm.plan import resume  # noqa: E402
+from fabric_llm.plan.placement import place  # noqa: E402
+from fabric_llm.plan.plan import Plan, make_plan  # noqa: E402
+from fabric_llm.run import build, reference  # noqa: E402
 from fabric_llm.training import step  # noqa: E402
 
 SMALL_LLAMA = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256, "head_dim": 32}

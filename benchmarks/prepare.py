@@ -116,7 +116,7 @@ def library_texts(most_bytes: int) -> Iterator[str]:
 
 def make_corpus(folder: Path, most_bytes: int, every: int) -> dict[str, int]:
     """A tokenizer trained on the text, and every n-th document of it in corpus.jsonl. Returns what there is."""
-    from fabric_llm.data.tokenizer import train_byte_level_bpe
+    from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
     texts = list(library_texts(most_bytes))
     train_byte_level_bpe(texts, vocab_size=VOCABULARY).save_pretrained(folder / "tokenizer")
@@ -149,7 +149,7 @@ def tokenizer_itself(folder: Path, output: Path, cores: int, context: int) -> Co
 
 def prepared(folder: Path, output: Path, cores: int, context: int, packing: str = "concat") -> Contender:
     """prepare_data.py, from a .jsonl file to a published dataset."""
-    from fabric_llm.data import prepare
+    from fabric_llm.prepare import prepare
 
     rows_seconds, make_rows = [], prepare._rows
 

@@ -56,9 +56,9 @@ def parse_extend(argv: Optional[list[str]] = None) -> ExtendArguments:
 def check(given: ExtendArguments, pattern: list[str]) -> None:
     """What can be said without torch. Raises ValueError."""
     from fabric_llm.base import files
-    from fabric_llm.data import inputs
     from fabric_llm.model.folders import check_model_folder
-    from fabric_llm.run.mistakes import exported_output
+    from fabric_llm.plan.mistakes import exported_output
+    from fabric_llm.prepare import inputs
 
     if given.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, not {given.tokens}.")
@@ -84,14 +84,14 @@ def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit with an exit code of docs/faults.md where it fails."""
     with in_one_sentence(PROGRAM) as ending:
         given = parse_extend(argv)
-        from fabric_llm.data.formats import DEFAULT_PATTERNS
+        from fabric_llm.prepare.formats import DEFAULT_PATTERNS
 
         ending.left = f"nothing was written to {given.output}"
         pattern = given.pattern or DEFAULT_PATTERNS
         check(given, pattern)
         from transformers.utils.logging import disable_progress_bar
 
-        from fabric_llm.data import corpus
+        from fabric_llm.prepare import corpus
         from fabric_llm.verify.export import VerificationError
         from fabric_llm.verify.extend import extend, read_extension
 

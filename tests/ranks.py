@@ -210,7 +210,7 @@ def train_ranks(world_size: int, *flags: Any, timeout_seconds: float = 120) -> N
 def planned(argv: Any) -> tuple[Any, Any]:
     """(arguments, plan) of `train.py ARGV`, on this rank alone."""
     from arguments import parse_train
-    from fabric_llm.run import placement, plan, resume, same_run
+    from fabric_llm.plan import placement, plan, resume, same_run
 
     arguments = parse_train([str(word) for word in argv])
     directory = resume.directory(arguments)

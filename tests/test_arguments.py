@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from arguments import DEMO_CONFIG, ROOT, parse_export, parse_prepare, parse_train
 from fabric_llm.base.command_line import write_yaml
 from fabric_llm.base.spelling import ELSEWHERE
-from fabric_llm.run.placement import place
-from fabric_llm.run.plan import make_plan
+from fabric_llm.plan.placement import place
+from fabric_llm.plan.plan import make_plan
 from fabric_llm.training.adamw import AdamW
 from fabric_llm.training.gradients import clip_gradients
 from fabric_llm.training.optim import decayed_names, parameter_groups

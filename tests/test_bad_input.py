@@ -17,9 +17,9 @@ import train
 from arguments import parse_train
 from fabric_llm.base.faults import as_fault
 from fabric_llm.data.dataset import open_dataset
-from fabric_llm.run.placement import place
-from fabric_llm.run.plan import make_plan
-from fabric_llm.run.resume import directory
+from fabric_llm.plan.placement import place
+from fabric_llm.plan.plan import make_plan
+from fabric_llm.plan.resume import directory
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         raise AssertionError("too late: a model or a process would have been made")
 
     monkeypatch.setattr("fabric_llm.model.loading.load_reference", never)
-    monkeypatch.setattr("fabric_llm.run.starting.start_ranks", never)
+    monkeypatch.setattr("fabric_llm.plan.starting.start_ranks", never)
     monkeypatch.setattr("builtins.input", never)
 
     def call(*flags, good=True, code=2):
@@ -162,7 +162,9 @@ def test_model_and_data_belong_together(refused):
 
 
 def test_the_demo_is_not_prepared_for_a_run_that_is_not_there(refused, tmp_path, monkeypatch):
-    monkeypatch.setattr("fabric_llm.run.starting.prepare_demo", lambda *given: pytest.fail("half a minute for nothing"))
+    monkeypatch.setattr(
+        "fabric_llm.plan.starting.prepare_demo", lambda *given: pytest.fail("half a minute for nothing")
+    )
     words = ("--resume", "true", "--run_name", "other", "--output_dir", tmp_path / "runs")
     assert "no complete checkpoint" in refused(*words, good=False, code=66)
 
@@ -261,7 +263,7 @@ def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
     """Which may lie on a disk of its own."""
     asked = []
     monkeypatch.setattr(
-        "fabric_llm.run.plan.open_source", lambda folder, how: asked.append(how) or open_dataset(folder, how)
+        "fabric_llm.plan.plan.open_source", lambda folder, how: asked.append(how) or open_dataset(folder, how)
     )
     arguments = parse_train([str(word) for word in (*toy_run(toys, tmp_path), "--devices", 2, "--num_nodes", 2)])
     for rank, local_rank in ((0, 0), (1, 1), (2, 0), (3, 1)):

@@ -26,7 +26,7 @@ from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.checkpoint.reading import verified
 from fabric_llm.checkpoint.writing import publish
 from fabric_llm.data.order import claimed_rows
-from fabric_llm.run import resume, run_directory
+from fabric_llm.plan import resume, run_directory
 from fabric_llm.verify.export import export
 
 FLAGS = ("--micro_batch_size", 4, "--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true", "--max_step", 3)

@@ -77,7 +77,13 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     (model / "config.json").write_text(json.dumps({**config, **small}))
     prepare, general, train, export, resume = (
         readme_commands(word)[0]
-        for word in ("--input corpus/", "--input general/", "train.py --devices 4 --model_name", "export_hf.py ", "--resume true")
+        for word in (
+            "--input corpus/",
+            "--input general/",
+            "train.py --devices 4 --model_name",
+            "export_hf.py ",
+            "--resume true",
+        )
     )
     name = "meta-llama/Meta-Llama-3-8B"
     prepare = prepare.replace(f"--tokenizer {name}", "--train_tokenizer 512").replace("4096", "64")

@@ -18,7 +18,7 @@ PAGES = [
     *(ROOT / f / "README.md" for f in ("data", "checkpoints")),
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
-NAMED = re.compile(r"`([\w./-]+\.py)(?:: ([\w.]+?)(?:\(\))?)?`")  # `data/rows.py` or `data/rows.py: save_rows`
+NAMED = re.compile(r"`([\w./-]+\.py)(?:: ([\w.]+?)(?:\(\))?)?`")  # `prepare/rows.py` or `prepare/rows.py: save_rows`
 CALLED = re.compile(r"`([\w.]+)\(\)`")
 
 

@@ -7,7 +7,7 @@ from ranks import Job, toy_run
 from transformers import AutoConfig, LlamaConfig
 
 from arguments import parse_train
-from fabric_llm.run.doubts import Facts, doubts, positions
+from fabric_llm.plan.doubts import Facts, doubts, positions
 
 FACTS = {
     **{"strategy": "single", "kind": "cpu", "devices": 1, "num_nodes": 1, "cores": 8},

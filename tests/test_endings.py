@@ -93,13 +93,13 @@ sys.meta_path.insert(0, Ask())
 """
 
 
-@pytest.mark.parametrize("module", ["arguments", "jsonargparse", "datasets", "fabric_llm.data.prepare"])
+@pytest.mark.parametrize("module", ["arguments", "jsonargparse", "datasets", "fabric_llm.prepare.prepare"])
 @pytest.mark.parametrize(
     "words", [["prepare_data.py", "--input", "in", "--output", "out"], ["export_hf.py", "in", "--output", "out"]]
 )
 def test_a_stop_during_import(tmp_path, module, words):
     if words[0] == "export_hf.py":
-        module = {"datasets": "torch", "fabric_llm.data.prepare": "fabric_llm.verify.export"}.get(module, module)
+        module = {"datasets": "torch", "fabric_llm.prepare.prepare": "fabric_llm.verify.export"}.get(module, module)
     (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
     (tmp_path / "in").mkdir()
     for name in ("a.txt", "b.txt", "MANIFEST.json"):
@@ -173,7 +173,7 @@ def test_an_input_that_cannot_be_read(run, corpus, monkeypatch):
     def refused(path, *more):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("fabric_llm.data.documents._open", refused)  # root may read everything
+    monkeypatch.setattr("fabric_llm.prepare.documents._open", refused)  # root may read everything
     code, [said] = run()
     assert (
         code == 2

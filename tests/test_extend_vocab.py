@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 
 from arguments import ROOT
 from fabric_llm import extend_vocab
-from fabric_llm.data import corpus, new_tokens
-from fabric_llm.data.tokenizer import train_byte_level_bpe
+from fabric_llm.data import new_tokens
 from fabric_llm.model import new_rows
+from fabric_llm.prepare import corpus
+from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 from fabric_llm.verify import extend as extending
 from fabric_llm.verify.export import VerificationError
 

@@ -16,7 +16,7 @@ def half(argv, scale_loss_of_step=None):
     import fabric_llm.training.step
     import train
     from fabric_llm.model.language_model import LanguageModel
-    from fabric_llm.run import placement
+    from fabric_llm.plan import placement
 
     placement.resolve_strategy = lambda *_: "single"
     forward, seed_step, now = LanguageModel.forward, fabric_llm.training.step.seed_step, [0]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.longer
 ASK = """
 import json, os, sys
 import datasets, huggingface_hub
-from fabric_llm.data import documents, tokenizer
+from fabric_llm.prepare import documents, tokenizer
 from fabric_llm.model import loading
 
 said = []

@@ -14,9 +14,9 @@ from ranks import metrics, refuse_imports, toy_run
 
 from arguments import parse_train
 from fabric_llm.base import machine
+from fabric_llm.plan.placement import place, require_fit
 from fabric_llm.processes import launch
 from fabric_llm.processes.launch import adopt_slurm
-from fabric_llm.run.placement import place, require_fit
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 JOB = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost"}

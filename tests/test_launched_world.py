@@ -60,7 +60,9 @@ def test_torchrun_hears_of_a_mistake_from_the_rank_that_says_it(toys, tmp_path):
     )
     words = [str(TRAIN), *flags(toys, tmp_path, "--devices", 1)]
     done = started([str(TORCHRUN), "--standalone", "--nproc_per_node", "2", *words], tmp_path, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1 and done.stderr.count("train.py: error: --devices 1, but the launcher") == 1, done.stderr
+    assert done.returncode == 1 and done.stderr.count("train.py: error: --devices 1, but the launcher") == 1, (
+        done.stderr
+    )
 
 
 @pytest.mark.faults

@@ -26,7 +26,7 @@ from fabric_llm.data.mixture import Mixture, mixture_of, segments_of
 from fabric_llm.data.order import RowsRead, claimed_by
 from fabric_llm.data.pattern import Segment, pattern, position_of, read_before
 from fabric_llm.data.views import Rows
-from fabric_llm.run.stages import Here, lay_out
+from fabric_llm.plan.stages import Here, lay_out
 from fabric_llm.verify import __main__ as verify
 
 # The same examples in each run: a property that is found to be wrong stays wrong.

@@ -142,7 +142,17 @@ def test_few_changing_weights_are_warned_of_once(toys, tmp_path):
     import train
 
     def said(*flags):
-        words = [*toy_run(toys, tmp_path), "--global_batch_size", 3, "--max_step", 8, "--log_step_interval", 1, "--eval_iters", 0]
+        words = [
+            *toy_run(toys, tmp_path),
+            "--global_batch_size",
+            3,
+            "--max_step",
+            8,
+            "--log_step_interval",
+            1,
+            "--eval_iters",
+            0,
+        ]
         words += ["--lr", 1e-7, *flags]
 
         def run():

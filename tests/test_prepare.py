@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fabric_llm.data import rows
-from fabric_llm.data.documents import Bad, read_rows
-from fabric_llm.data.prepare import prepare, summary
-from fabric_llm.data.rows import document_hash
-from fabric_llm.data.tokenizer import END_OF_TEXT, train_byte_level_bpe
+from fabric_llm.prepare import rows
+from fabric_llm.prepare.documents import Bad, read_rows
+from fabric_llm.prepare.prepare import prepare, summary
+from fabric_llm.prepare.rows import document_hash
+from fabric_llm.prepare.tokenizer import END_OF_TEXT, train_byte_level_bpe
 
 STANDARD_LIBRARY = Path(os.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
@@ -286,10 +286,10 @@ def test_same_arguments_give_the_same_bytes(make, tmp_path, texts):
 def test_split_does_not_depend_on_the_batches(make, tmp_path, texts, monkeypatch):
     folder = write_texts(tmp_path / "in", texts)
     whole = make(folder, output=tmp_path / "a")
-    monkeypatch.setattr("fabric_llm.data.encoding.BATCH_DOCUMENTS", 3)
-    monkeypatch.setattr("fabric_llm.data.encoding.BATCH_CHARACTERS", 500)
-    monkeypatch.setattr("fabric_llm.data.encoding.BATCH_CHARACTERS_A_THREAD", 250)
-    monkeypatch.setattr("fabric_llm.data.rows.COPY_TOKENS", 7)
+    monkeypatch.setattr("fabric_llm.prepare.encoding.BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr("fabric_llm.prepare.encoding.BATCH_CHARACTERS", 500)
+    monkeypatch.setattr("fabric_llm.prepare.encoding.BATCH_CHARACTERS_A_THREAD", 250)
+    monkeypatch.setattr("fabric_llm.prepare.rows.COPY_TOKENS", 7)
     assert make(folder, output=tmp_path / "b")["splits"] == whole["splits"]
 
 
@@ -346,7 +346,7 @@ def test_validation_fraction_is_kept_on_the_average():
 
 @pytest.mark.parametrize("fraction, moved_to", [(1e-9, "validation"), (1 - 1e-9, "train")])
 def test_each_split_gets_a_document_whatever_the_fraction(make, tmp_path, texts, fraction, moved_to, monkeypatch):
-    monkeypatch.setattr("fabric_llm.data.rows.COPY_TOKENS", 7)  # the move goes by many small copies
+    monkeypatch.setattr("fabric_llm.prepare.rows.COPY_TOKENS", 7)  # the move goes by many small copies
     long = [text for text in texts if len(text) > 100]
     manifest = make(write_texts(tmp_path / "in", long), validation_fraction=fraction)
     hashes = [document_hash(1234, index) for index in range(len(long))]
@@ -571,7 +571,7 @@ def test_trained_tokenizer_has_one_special_token_and_opens_again(make, tmp_path,
 
 def test_tokenizer_training_is_deterministic_over_processes(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from fabric_llm.data.tokenizer import train_byte_level_bpe;"
+        "import sys; from pathlib import Path; from fabric_llm.prepare.tokenizer import train_byte_level_bpe;"
         "texts = [Path(path).read_text() for path in sys.argv[2:]];"
         "train_byte_level_bpe(texts, vocab_size=1500).save_pretrained(sys.argv[1])"
     )
@@ -604,7 +604,7 @@ def test_manifest_says_what_was_done(make, tmp_path, texts, bpe):
 
 
 def test_list_of_files_is_capped_but_their_number_is_not(make, tmp_path, texts, monkeypatch):
-    monkeypatch.setattr("fabric_llm.data.prepare.MAX_LISTED_FILES", 3)
+    monkeypatch.setattr("fabric_llm.prepare.prepare.MAX_LISTED_FILES", 3)
     manifest = make(write_texts(tmp_path / "in", texts))
     assert len(manifest["files"]) == 3 and manifest["files_total"] == len(texts)
 
@@ -627,7 +627,9 @@ def leftovers(folder: Path) -> list[str]:
 def test_killed_preparation_leaves_no_dataset_and_the_next_one_sweeps(make, tmp_path, texts, bpe):
     corpus = write_lines(tmp_path / "in.jsonl", [{"text": text * 20} for text in texts * 60])
     output = tmp_path / "out"
-    code = "import sys; from fabric_llm.data.prepare import prepare; prepare(inputs=[sys.argv[1]], output=sys.argv[2], "
+    code = (
+        "import sys; from fabric_llm.prepare.prepare import prepare; prepare(inputs=[sys.argv[1]], output=sys.argv[2], "
+    )
     code += f"tokenizer=sys.argv[3], context_length={CONTEXT_LENGTH})"
     process = subprocess.Popen([sys.executable, "-c", code, str(corpus), str(output), bpe], cwd=REPOSITORY)
     deadline = time.monotonic() + 60

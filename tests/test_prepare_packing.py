@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric_llm.data import packing
 from fabric_llm.data.batches import Batches
 from fabric_llm.data.dataset import open_dataset, together
-from fabric_llm.data.duplicates import repeated
-from fabric_llm.data.packing import best_fit, pack
-from fabric_llm.data.prepare import prepare, summary
-from fabric_llm.run.mixing import _require_alike
+from fabric_llm.plan.mixing import _require_alike
+from fabric_llm.prepare import packing
+from fabric_llm.prepare.duplicates import repeated
+from fabric_llm.prepare.packing import best_fit, pack
+from fabric_llm.prepare.prepare import prepare, summary
 
 EOS = 0
 
@@ -103,8 +103,8 @@ def test_usual_lengths_leave_less_than_one_percent():
 
 @pytest.mark.parametrize("bucket", [1, 3, 2**22])
 def test_repeated_documents_are_all_but_the_first(tmp_path, monkeypatch, bucket):
-    monkeypatch.setattr("fabric_llm.data.duplicates.BUCKET_DOCUMENTS", bucket)
-    monkeypatch.setattr("fabric_llm.data.duplicates.CHUNK_DOCUMENTS", 7)
+    monkeypatch.setattr("fabric_llm.prepare.duplicates.BUCKET_DOCUMENTS", bucket)
+    monkeypatch.setattr("fabric_llm.prepare.duplicates.CHUNK_DOCUMENTS", 7)
     generator = np.random.default_rng(1)
     kinds = generator.bytes(16 * 20)
     chosen = generator.integers(0, 20, 100)

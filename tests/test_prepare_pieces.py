@@ -16,20 +16,20 @@ from pathlib import Path
 import pytest
 
 from fabric_llm.base.failpoints import VARIABLE
-from fabric_llm.data import pieces
-from fabric_llm.data import work_folder as work_folder_module
-from fabric_llm.data.prepare import prepare, summary
-from fabric_llm.data.tokenizer import train_byte_level_bpe
-from fabric_llm.data.work_folder import beside, work_folder
+from fabric_llm.prepare import pieces
+from fabric_llm.prepare import work_folder as work_folder_module
+from fabric_llm.prepare.prepare import prepare, summary
+from fabric_llm.prepare.tokenizer import train_byte_level_bpe
+from fabric_llm.prepare.work_folder import beside, work_folder
 
 ROOT = Path(__file__).parents[1]
 # Imports take many times as long as what is tested: this process has made them, and starts a fresh copy of itself for each
 # line of its input, {"arguments", "environment", "errors"}. It prints the copy's number, and then its exit code.
 SERVER = """
 import json, os, sys, warnings
-import fabric_llm.data.prepare
+import fabric_llm.prepare.prepare
 from fabric_llm.base.ending import in_one_sentence
-from fabric_llm.data import encoding, pieces
+from fabric_llm.prepare import encoding, pieces
 pieces.PIECE_BYTES = 4000
 encoding.MARK_CHARACTERS, encoding.BATCH_CHARACTERS, encoding.BATCH_CHARACTERS_A_THREAD = 1500, 400, 200
 warnings.simplefilter("ignore")
@@ -40,7 +40,7 @@ for line in sys.stdin:
         os.environ.update(given["environment"])
         try:
             with in_one_sentence("prepare_data.py"):
-                fabric_llm.data.prepare.prepare(**given["arguments"])
+                fabric_llm.prepare.prepare.prepare(**given["arguments"])
         except SystemExit as end:
             os._exit(end.code)
         os._exit(0)

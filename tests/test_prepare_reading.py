@@ -18,10 +18,10 @@ import zstandard
 from datasets import Dataset
 
 import prepare_data
-from fabric_llm.data import documents, encoding, formats, inputs, pieces
-from fabric_llm.data.documents import BLANK_LINES, Bad, Part, read_part, where
-from fabric_llm.data.encoding import lines_before
-from fabric_llm.data.prepare import prepare, summary
+from fabric_llm.prepare import documents, encoding, formats, inputs, pieces
+from fabric_llm.prepare.documents import BLANK_LINES, Bad, Part, read_part, where
+from fabric_llm.prepare.encoding import lines_before
+from fabric_llm.prepare.prepare import prepare, summary
 
 TEXTS = ["naïve Ünïcödé \U0001f600\r\n\tend", 'quoted "x", and a comma', "x", "two\nlines of text", " spaces "] * 4
 

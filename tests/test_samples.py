@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import train
 from fabric_llm.data import prompts
-from fabric_llm.run import events
+from fabric_llm.plan import events
 from fabric_llm.run.samples import continuation
 from fabric_llm.verify.inspect_run import verify_run
 

@@ -17,11 +17,11 @@ from ranks import train_ranks
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, LlamaConfig
 
 from fabric_llm.base.failpoints import VARIABLE
-from fabric_llm.data.encoding import Convention, Job, piece_files
-from fabric_llm.data.prepare import prepare
-from fabric_llm.data.tokenizer import train_byte_level_bpe
 from fabric_llm.model import self_replay as module
 from fabric_llm.model.self_replay import Sampler, self_replay
+from fabric_llm.prepare.encoding import Convention, Job, piece_files
+from fabric_llm.prepare.prepare import prepare
+from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
 ROOT = Path(__file__).parent.parent
 CONTEXT = 32

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from fabric_llm.data.token_bytes import bytes_of_tokens
-from fabric_llm.data.tokenizer import train_byte_level_bpe
+from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
 TEXTS = ["Grüße, 日本語 and 🎉!\n\tdef f(x):\n    return x ** 2\n", "one two  three   four", "ünïcödé çà et là"] * 20
 

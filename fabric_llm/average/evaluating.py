@@ -32,10 +32,10 @@ from fabric_llm.model.loading import (
     resolve_attention,
 )
 from fabric_llm.model.strategy import make_fabric
-from fabric_llm.run import mixing
+from fabric_llm.plan import mixing
+from fabric_llm.plan.measuring import ONE_SET, document_ends, open_eval_data
+from fabric_llm.plan.plan import find_document_end
 from fabric_llm.run.build import evaluation_batches
-from fabric_llm.run.measuring import ONE_SET, document_ends, open_eval_data
-from fabric_llm.run.plan import find_document_end
 from fabric_llm.training.evaluation import evaluate as evaluated
 
 Losses = dict[str, float]  # of each validation set, nats

@@ -32,9 +32,9 @@ from transformers.utils.logging import disable_progress_bar  # noqa: F401
 from fabric_llm.base import hub
 from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault, one_line
 from fabric_llm.base.files import MANIFEST, check_name
-from fabric_llm.data.tokenizer import load_tokenizer
 from fabric_llm.model import bounds, classes, packed_attention  # noqa: F401  classes of your own are registered there
 from fabric_llm.model.folders import WEIGHT_FILES, check_model_folder, weights_name
+from fabric_llm.prepare.tokenizer import load_tokenizer
 
 MOST_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever
 DTYPES = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.float32, "16-mixed": torch.float32, "32-true": torch.float32}

@@ -71,7 +71,7 @@ def parsed(words: list[str]) -> Any:
         raise Fault(f"There is no arguments.py in {str(root)!r}: the command runs from a checkout, as train.py does.")
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    from fabric_llm.run import mistakes
+    from fabric_llm.plan import mistakes
 
     flags = importlib.import_module("arguments").parse_train(words)
     mistakes.in_training(flags)
@@ -80,10 +80,10 @@ def parsed(words: list[str]) -> Any:
 
 def planned(flags: Any) -> tuple[Any, list[str]]:
     """(the plan, doubts about it), as rank 0 of the run makes them. Raises ValueError."""
-    from fabric_llm.data.demo import prepare_demo
-    from fabric_llm.run import joining, placement, resume
-    from fabric_llm.run.plan import make_plan
-    from fabric_llm.run.same_run import require_same_run
+    from fabric_llm.plan import joining, placement, resume
+    from fabric_llm.plan.plan import make_plan
+    from fabric_llm.plan.same_run import require_same_run
+    from fabric_llm.prepare.demo import prepare_demo
 
     if flags.demo:
         prepare_demo(Path(flags.data.train_data_dir), flags.data.context_length)

@@ -9,9 +9,9 @@ import numpy as np
 
 from fabric_llm.base.command_line import Flags
 from fabric_llm.checkpoint.progress import Progress
+from fabric_llm.plan.plan import Plan
 from fabric_llm.report.reading import Columns, Series
 from fabric_llm.run import due
-from fabric_llm.run.plan import Plan
 from fabric_llm.training.schedule import lr_at
 
 MOST_POINTS = 4000  # of shares and epochs, which change slowly

@@ -20,7 +20,7 @@ import numpy as np
 from fabric_llm.base import plain_yaml, step_names
 from fabric_llm.base.faults import DONE, STOPPED, Fault
 from fabric_llm.base.names import nearest_of
-from fabric_llm.run import events as history
+from fabric_llm.plan import events as history
 from fabric_llm.verify.inspect_log import records
 
 ONE_SET, MEAN, COPY = (

@@ -26,11 +26,12 @@ from fabric_llm.model import (
     strategy,
 )
 from fabric_llm.model.materialize import Materializer
+from fabric_llm.plan import measuring, run_directory
+from fabric_llm.plan.plan import Plan
 from fabric_llm.processes.stop import Requests, StopSignal
 from fabric_llm.processes.watch import Watch
-from fabric_llm.run import measuring, reference, run_directory
+from fabric_llm.run import reference
 from fabric_llm.run.log import Log, open_log
-from fabric_llm.run.plan import Plan
 from fabric_llm.run.saver import Saver
 from fabric_llm.training import adamw, ema, optim
 from fabric_llm.training.drift import Drift, drift_of_run

@@ -11,7 +11,7 @@ from fabric_llm.training.schedule import arguments_of
 
 if TYPE_CHECKING:  # they need torch
     from fabric_llm.checkpoint.progress import Progress
-    from fabric_llm.run.plan import Plan
+    from fabric_llm.plan.plan import Plan
 
 
 @dataclass(frozen=True)

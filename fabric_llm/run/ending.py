@@ -17,14 +17,14 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import DONE, OUT_OF_MEMORY, PEER_LOST, STOPPED, UNEXPECTED, Fault, as_fault, tell_torchrun
 from fabric_llm.checkpoint.progress import Progress, step_directory
 from fabric_llm.data.batches import Prefetch
+from fabric_llm.plan import run_directory
+from fabric_llm.plan.joining import Joined
+from fabric_llm.plan.plan import Plan
 from fabric_llm.processes.launch import Children, for_launcher, kill_parent
 from fabric_llm.processes.stop import Requests
 from fabric_llm.processes.watch import SECONDS_TO_END, Watch
-from fabric_llm.run import run_directory
-from fabric_llm.run.joining import Joined
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import peak_memory_gib
-from fabric_llm.run.plan import Plan
 from fabric_llm.run.saver import Saver
 
 SECONDS_FOR_OTHERS = 5.0  # to read why rank 0, which holds the store, goes

@@ -22,12 +22,12 @@ from fabric_llm.model import router
 from fabric_llm.model.flops import Flops, of_model
 from fabric_llm.model.freezing import tied_both_ways
 from fabric_llm.model.loading import has_weights
-from fabric_llm.run import events, mixing, run_directory, same_run, trackers
-from fabric_llm.run.flag_rules import profiled_steps
+from fabric_llm.plan import events, mixing, run_directory, same_run, trackers
+from fabric_llm.plan.flag_rules import profiled_steps
+from fabric_llm.plan.plan import Plan
+from fabric_llm.plan.trackers import Record, flat
 from fabric_llm.run.metrics import MetricsFile, Speed, Stopwatch, Throughput, duration, peak_memory_gib
-from fabric_llm.run.plan import Plan
 from fabric_llm.run.profiling import Profile
-from fabric_llm.run.trackers import Record, flat
 from fabric_llm.training.evaluation import Evaluated, Found
 from fabric_llm.training.forgetting import Forgetting
 from fabric_llm.training.guard import Guard

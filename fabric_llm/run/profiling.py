@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import torch
 
-from fabric_llm.run.run_directory import no_link
+from fabric_llm.plan.run_directory import no_link
 
 LARGEST = 5  # costs that are printed
 MOST_EVENTS = 200_000  # of the memory snapshot: allocations

@@ -26,7 +26,7 @@ from fabric_llm.model import (
     loading,
     packed_attention,
 )
-from fabric_llm.run.plan import Plan
+from fabric_llm.plan.plan import Plan
 
 
 class Reference(NamedTuple):

@@ -21,9 +21,9 @@ from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.data import prompts
 from fabric_llm.model.strategy import reshard
+from fabric_llm.plan.plan import Plan
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile
-from fabric_llm.run.plan import Plan
 
 SAMPLES = "samples.jsonl"
 DEFAULT_TOKENS = 64

@@ -20,10 +20,10 @@ from fabric_llm.checkpoint import keep, writing
 from fabric_llm.checkpoint.progress import Progress, step_directory
 from fabric_llm.data.batches import Prefetch
 from fabric_llm.data.order import RowsRead
-from fabric_llm.run import run_directory, same_run
+from fabric_llm.plan import run_directory, same_run
+from fabric_llm.plan.plan import Plan
 from fabric_llm.run.due import Due
 from fabric_llm.run.log import Log
-from fabric_llm.run.plan import Plan
 from fabric_llm.run.samples import Samples
 from fabric_llm.training.guard import Guard
 

@@ -18,10 +18,10 @@ from fabric_llm.base.faults import NON_FINITE, Fault
 from fabric_llm.checkpoint import keep, reading
 from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.data.batches import Prefetch
-from fabric_llm.run import mixing
+from fabric_llm.plan import mixing
+from fabric_llm.plan.plan import Plan, last_step
 from fabric_llm.run.build import build_model, restore
 from fabric_llm.run.log import Log
-from fabric_llm.run.plan import Plan, last_step
 from fabric_llm.run.saver import Saver
 from fabric_llm.training.guard import Guard
 

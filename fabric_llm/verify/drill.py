@@ -27,8 +27,8 @@ from safetensors import safe_open
 
 from fabric_llm.base import failpoints, files, step_names
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
+from fabric_llm.plan import run_directory
 from fabric_llm.processes.launch import PARENT, find_launcher
-from fabric_llm.run import run_directory
 from fabric_llm.verify.report import say
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"

@@ -10,7 +10,7 @@ from typing import Any
 
 from fabric_llm.base import files, step_names
 from fabric_llm.base.faults import DONE, STOPPED, Fault
-from fabric_llm.run import run_directory
+from fabric_llm.plan import run_directory
 from fabric_llm.verify.export import VerificationError, export, read_proof
 from fabric_llm.verify.inspect_checkpoint import verify_checkpoint
 from fabric_llm.verify.inspect_log import check_metrics, check_status

@@ -10,7 +10,7 @@ from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import files_in
 from fabric_llm.checkpoint import reading
 from fabric_llm.data.dataset import open_dataset
-from fabric_llm.data.prepare import prepare
+from fabric_llm.prepare.prepare import prepare
 
 pytestmark = pytest.mark.faults
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 import train
 from fabric_llm.base import step_names
 from fabric_llm.base.faults import as_fault
-from fabric_llm.run import run_directory
+from fabric_llm.plan import run_directory
 
 pytestmark = pytest.mark.faults
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from fabric_llm.base.names import is_path, nearest_of
-from fabric_llm.data import formats
-from fabric_llm.data.formats import DEFAULT_PATTERNS
+from fabric_llm.prepare import formats
+from fabric_llm.prepare.formats import DEFAULT_PATTERNS
 
 LONGEST_SEPARATOR = 1000  # bytes
 SMALLEST_VOCABULARY = 257  # 256 bytes and the end of a text

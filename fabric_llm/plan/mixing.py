@@ -19,8 +19,8 @@ from fabric_llm.data.pattern import MOST_SLOTS
 from fabric_llm.data.sources import open_source
 from fabric_llm.data.views import is_padded
 from fabric_llm.model.loading import tokenizer_beside
-from fabric_llm.run import flag_rules, resume
-from fabric_llm.run.stages import Here, Layout, lay_out
+from fabric_llm.plan import flag_rules, resume
+from fabric_llm.plan.stages import Here, Layout, lay_out
 
 MOST_REPLAY = Fraction(1, 2)  # of a mixture, that a rewind may come to: for strong shifts up to a half is advised
 Shares = Mapping[str, Fraction]  # of some sources

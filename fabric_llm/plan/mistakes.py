@@ -16,15 +16,16 @@ from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import hub_name
 from fabric_llm.checkpoint import keep
-from fabric_llm.data import blend, eval_sets, prompts, tokenizer_bounds
-from fabric_llm.data.formats import DEFAULT_PATTERNS
-from fabric_llm.data.inputs import preparation, prepared_output, separator, shard, text_input
+from fabric_llm.data import blend, eval_sets, prompts
 from fabric_llm.data.sources import check_dataset_folder, check_splits, said_of_rows
 from fabric_llm.model import freezing, strategy_rules
 from fabric_llm.model.folders import check_model_folder
+from fabric_llm.plan import flag_rules, measuring, resume, run_directory, trackers
+from fabric_llm.plan.stages import lay_out
+from fabric_llm.prepare import tokenizer_bounds
+from fabric_llm.prepare.formats import DEFAULT_PATTERNS
+from fabric_llm.prepare.inputs import preparation, prepared_output, separator, shard, text_input
 from fabric_llm.processes.launch import launched_world, started_by_other
-from fabric_llm.run import flag_rules, measuring, resume, run_directory, trackers
-from fabric_llm.run.stages import lay_out
 
 
 def in_training(flags: Flags) -> None:

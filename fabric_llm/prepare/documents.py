@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, NamedTuple, Optional, Union
 
 from fabric_llm.base.faults import REFUSED, Fault, one_line
 from fabric_llm.base.names import shown
-from fabric_llm.data.formats import damaged, is_damage, suffix
-from fabric_llm.data.formats import opened as _open
+from fabric_llm.prepare.formats import damaged, is_damage, suffix
+from fabric_llm.prepare.formats import opened as _open
 
 SECTION_CHARACTERS = 1_000_000  # of a document that are encoded at once
 RECORD_BYTES = 64 * 2**20  # longest line or record
@@ -373,7 +373,7 @@ def load_hub_dataset(name: str) -> dict[str, Any]:
     import datasets
 
     from fabric_llm.base import hub
-    from fabric_llm.data.inputs import hub_dataset
+    from fabric_llm.prepare.inputs import hub_dataset
 
     nowhere = hub_dataset(name)
     repository, _, config = name.partition(":")

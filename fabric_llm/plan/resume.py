@@ -14,7 +14,7 @@ from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.checkpoint import keep
 from fabric_llm.data import blend
-from fabric_llm.run import run_directory
+from fabric_llm.plan import run_directory
 
 MOST_DIFFERENCES = 10  # named in an error
 MOST_CHARACTERS = 80  # of a mixture's sources in a run's name

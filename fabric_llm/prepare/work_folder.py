@@ -16,7 +16,7 @@ from fabric_llm.base import files
 from fabric_llm.base.ending import uninterrupted
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, UNWRITABLE, Fault
-from fabric_llm.data.encoding import lock
+from fabric_llm.prepare.encoding import lock
 
 KEY = "key.json"  # what the pieces in the folder were made of
 

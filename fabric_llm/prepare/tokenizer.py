@@ -14,8 +14,8 @@ from transformers.utils import cached_file
 from fabric_llm.base import hub
 from fabric_llm.base.faults import REFUSED, Fault, one_line
 from fabric_llm.base.files import check_name
-from fabric_llm.data import tokenizer_bounds
-from fabric_llm.data.encoding import Convention, without_panic
+from fabric_llm.prepare import tokenizer_bounds
+from fabric_llm.prepare.encoding import Convention, without_panic
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -37,10 +37,10 @@ from fabric_llm.model.loading import (
     takes_positions,
     tokenizer_beside,
 )
-from fabric_llm.run import flag_rules as rules
-from fabric_llm.run import measuring, mixing, resume
-from fabric_llm.run.measuring import ONE_SET
-from fabric_llm.run.placement import Placement, batch_sizes
+from fabric_llm.plan import flag_rules as rules
+from fabric_llm.plan import measuring, mixing, resume
+from fabric_llm.plan.measuring import ONE_SET
+from fabric_llm.plan.placement import Placement, batch_sizes
 
 PROBE_TOKENS = 128  # of the validation split, at most
 

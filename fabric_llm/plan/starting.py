@@ -17,10 +17,10 @@ from typing import NoReturn, Optional
 
 from fabric_llm.base.command_line import Flags, fail, is_rank_zero
 from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_fault, tell_torchrun
-from fabric_llm.data.demo import prepare_demo
+from fabric_llm.plan import mistakes, resume, run_directory
+from fabric_llm.plan.placement import Placement, batch_sizes, place, require_fit
+from fabric_llm.prepare.demo import prepare_demo
 from fabric_llm.processes.launch import Children, for_launcher, require_port, start_ranks, started_by_other
-from fabric_llm.run import mistakes, resume, run_directory
-from fabric_llm.run.placement import Placement, batch_sizes, place, require_fit
 
 
 @dataclass

@@ -42,17 +42,17 @@ from fabric_llm.base.ending import on_disk
 from fabric_llm.base.faults import printable
 from fabric_llm.base.machine import cores
 from fabric_llm.base.names import shown
-from fabric_llm.data import inputs as checks
-from fabric_llm.data import workers
-from fabric_llm.data.documents import texts
-from fabric_llm.data.duplicates import repeated
-from fabric_llm.data.encoding import MAX_NAMED, Job, Mark, counted, read_mark
-from fabric_llm.data.formats import DEFAULT_PATTERNS, PACKAGES
-from fabric_llm.data.generated import Generated
-from fabric_llm.data.pieces import Found, Piece, find_sources, fingerprint, plan
-from fabric_llm.data.rows import ONE_DOCUMENT, Choice, save_rows, split_documents
-from fabric_llm.data.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
-from fabric_llm.data.work_folder import begin, new_folder, publish, work_folder
+from fabric_llm.prepare import inputs as checks
+from fabric_llm.prepare import workers
+from fabric_llm.prepare.documents import texts
+from fabric_llm.prepare.duplicates import repeated
+from fabric_llm.prepare.encoding import MAX_NAMED, Job, Mark, counted, read_mark
+from fabric_llm.prepare.formats import DEFAULT_PATTERNS, PACKAGES
+from fabric_llm.prepare.generated import Generated
+from fabric_llm.prepare.pieces import Found, Piece, find_sources, fingerprint, plan
+from fabric_llm.prepare.rows import ONE_DOCUMENT, Choice, save_rows, split_documents
+from fabric_llm.prepare.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
+from fabric_llm.prepare.work_folder import begin, new_folder, publish, work_folder
 
 MANIFEST_FORMAT = 1
 MAX_LISTED_FILES = 10_000

@@ -17,7 +17,7 @@ from fabric_llm.base import step_names
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, NON_FINITE, REFUSED, UNWRITABLE, Fault
 from fabric_llm.base.files import write_atomically
 from fabric_llm.checkpoint import keep
-from fabric_llm.run import events
+from fabric_llm.plan import events
 
 ENDED = (DONE, NON_FINITE)  # what a command that began nothing doesn't replace
 LOCK, STATUS = ".lock", "STATUS.json"

@@ -19,15 +19,15 @@ from fabric_llm.base.faults import PEER_LOST, STOPPED, UNEXPECTED, Fault, as_fau
 from fabric_llm.base.machine import cores
 from fabric_llm.model.loading import has_weights
 from fabric_llm.model.strategy import make_fabric
+from fabric_llm.plan import mixing, resume, run_directory
+from fabric_llm.plan.doubts import Facts, doubts, positions
+from fabric_llm.plan.placement import Placement, place
+from fabric_llm.plan.plan import Plan, make_plan
+from fabric_llm.plan.same_run import require_same_run
+from fabric_llm.plan.starting import Started
 from fabric_llm.processes.launch import Children, for_launcher, has_parent, kill_parent, port_in_use
 from fabric_llm.processes.meeting import SECONDS_TO_HEAR, Meeting
 from fabric_llm.processes.stop import StopSignal, interrupt
-from fabric_llm.run import mixing, resume, run_directory
-from fabric_llm.run.doubts import Facts, doubts, positions
-from fabric_llm.run.placement import Placement, place
-from fabric_llm.run.plan import Plan, make_plan
-from fabric_llm.run.same_run import require_same_run
-from fabric_llm.run.starting import Started
 
 SECONDS_FOR_CHILDREN = 2.0  # to end by themselves
 SECONDS_TO_NAME = 1.25  # who is lost, after a connection broke

@@ -21,9 +21,9 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.data.encoding import Lengths
 from fabric_llm.data.order import splitmix64
-from fabric_llm.data.packing import pack
+from fabric_llm.prepare.encoding import Lengths
+from fabric_llm.prepare.packing import pack
 
 COPY_TOKENS = 4 * 2**20
 CHUNK_DOCUMENTS = 2**18

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fabric_llm.data.encoding import Job, PieceFiles, piece_files
-from fabric_llm.data.pieces import Piece
+from fabric_llm.prepare.encoding import Job, PieceFiles, piece_files
+from fabric_llm.prepare.pieces import Piece
 
 
 class Generated(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from fabric_llm.data import documents, inputs, pieces
+from fabric_llm.prepare import documents, inputs, pieces
 
 MOST_BYTES = 2**26  # of text that are taken, evenly over the inputs
 ONE_OF = 20  # texts is held out

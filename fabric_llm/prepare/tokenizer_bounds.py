@@ -16,7 +16,13 @@ MOST_LEVELS = 16  # of objects and lists in a step
 MOST_STEPS = 500
 MOST_GROWTH = 1000  # of a text, by what its normalizers replace one after the other
 # A search that tries all ways to divide a run of such characters among its parts never ends.
-PROBE = "1 2 3 4 5 6 7 8 9 10\n\n" * 50 + "".join(4 * chr(code) for code in range(32, 127)) + "word " * 50 + " " * 200 + "a" * 200
+PROBE = (
+    "1 2 3 4 5 6 7 8 9 10\n\n" * 50
+    + "".join(4 * chr(code) for code in range(32, 127))
+    + "word " * 50
+    + " " * 200
+    + "a" * 200
+)
 STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
@@ -44,7 +50,7 @@ def try_out(path: Path) -> None:
         return
     from tokenizers import Tokenizer
 
-    from fabric_llm.data.encoding import without_panic
+    from fabric_llm.prepare.encoding import without_panic
 
     with without_panic():
         try:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flags, groups
-from fabric_llm.run.flag_rules import profiled_steps
-from fabric_llm.run.trackers import named
+from fabric_llm.plan.flag_rules import profiled_steps
+from fabric_llm.plan.trackers import named
 
 # AdamW moves a weight by about the learning rate a step, and weights of language models begin, and mostly stay, around
 # 0.02 (initializer_range in transformers): above that one step replaces what they hold.

@@ -12,8 +12,8 @@ from fabric_llm.base import machine
 from fabric_llm.base.command_line import Flags
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Sharding
+from fabric_llm.plan import flag_rules, mistakes
 from fabric_llm.processes.launch import started_by_other
-from fabric_llm.run import flag_rules, mistakes
 
 MOST_RANKS_A_CORE = 4  # beyond that a run on CPUs spends minutes on its start alone
 GIB_OF_A_RANK = 0.4  # of host memory, for torch and what else a rank imports, before it holds anything of the model

@@ -10,9 +10,9 @@ from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
 from fabric_llm.data.blend import described
 from fabric_llm.data.dataset import TokenDataset
 from fabric_llm.model import freezing
-from fabric_llm.run import measuring
-from fabric_llm.run.plan import Plan
-from fabric_llm.run.resume import MOST_DIFFERENCES, OVERRIDABLE, given_checkpoint, overrides
+from fabric_llm.plan import measuring
+from fabric_llm.plan.plan import Plan
+from fabric_llm.plan.resume import MOST_DIFFERENCES, OVERRIDABLE, given_checkpoint, overrides
 from fabric_llm.training.forgetting import parse_budgets
 from fabric_llm.training.schedule import SCHEDULES, arguments_of, lr_at
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric_llm.checkpoint.progress import read_progress
-from fabric_llm.run.resume import require_checkpoint
+from fabric_llm.plan.resume import require_checkpoint
 from fabric_llm.training.schedule import arguments_of, lr_at
 
 CHANGED = ("lr", "lr_decay", "lr_schedule", "decay_steps", "max_step")

@@ -20,11 +20,11 @@ from typing import Any
 from fabric_llm.base.faults import PEER_LOST, Fault
 from fabric_llm.base.machine import cores
 from fabric_llm.base.parent import die_with
-from fabric_llm.data.encoding import Job, encode_piece, load_backend
-from fabric_llm.data.pieces import Piece
+from fabric_llm.prepare.encoding import Job, encode_piece, load_backend
+from fabric_llm.prepare.pieces import Piece
 
 LITTLE_BYTES = 16 * 2**20  # of input, for which no process is started
-SERVE = "from fabric_llm.data.workers import serve; serve()"
+SERVE = "from fabric_llm.prepare.workers import serve; serve()"
 Report = Callable[[int], Any]
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from fabric_llm.data import formats
-from fabric_llm.data.documents import (
+from fabric_llm.prepare import formats
+from fabric_llm.prepare.documents import (
     BLANK_LINES,
     BLOCK_BYTES,
     Bad,
@@ -28,7 +28,7 @@ from fabric_llm.data.documents import (
     parquet_file,
     read_part,
 )
-from fabric_llm.data.inputs import expanded, files_of, is_dataset_folder, no_match
+from fabric_llm.prepare.inputs import expanded, files_of, is_dataset_folder, no_match
 
 PIECE_BYTES = 32 * 2**20  # of a large corpus
 # Of a small one, at least. Many pieces keep all cores busy to the end, but each is flushed to the disk, which takes 50 ms.

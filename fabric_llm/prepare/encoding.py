@@ -33,8 +33,8 @@ from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNWRITABLE, Fault, one_line
 from fabric_llm.base.names import shown
-from fabric_llm.data.documents import SPECIAL, Bad, Part, read_part, where
-from fabric_llm.data.pieces import Piece
+from fabric_llm.prepare.documents import SPECIAL, Bad, Part, read_part, where
+from fabric_llm.prepare.pieces import Piece
 
 # Many documents in a batch keep all cores of the tokenizer busy, few characters keep its working memory small: it takes
 # about 120 bytes a character.

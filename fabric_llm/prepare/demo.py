@@ -18,7 +18,7 @@ def prepare_demo(folder: Path, context_length: int) -> None:
     with FileLock(folder.with_suffix(".lock")):  # torchrun starts all ranks at once
         if folder.exists():
             return
-        from fabric_llm.data.prepare import prepare, summary
+        from fabric_llm.prepare.prepare import prepare, summary
 
         print(f"Preparing {folder} from the source of the Python standard library (once, about half a minute).")
         manifest = prepare(

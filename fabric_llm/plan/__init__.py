@@ -1,0 +1,19 @@
+"""Flags, data and model -> what will happen: a Plan. Mistakes are found here.
+
+mistakes       `in_training`, `in_preparation`, `in_export`: mistakes that need no torch
+flag_rules     `numbers`, `batch_sizes`, `sizes`, `profiled_steps`: ranges of flags, and how batches divide
+placement      `place`: devices and strategy, known without torch
+starting       `start`: the run directory locked, the ranks of this machine started
+joining        `join`, `plan_together`: all ranks, with the same plan
+branch         `branch_flags`: --branch_decay, in terms of other flags
+resume         `directory`, `choose`: which run directory and checkpoint a run resumes from
+stages         `lay_out`: where each stage of a mixture begins, and where the run ends
+mixing         `plan_mixture`: the sources of --data_mix, and their mixture over a run
+measuring      `open_eval_data`, `copy_set`: the validation sets besides those of the training data
+plan           `make_plan`, `Plan`: flags -> what they mean on this machine, with this dataset and model
+same_run       `require_same_run`: what a resumed run may change
+doubts         `doubts`: one warning for each flag that has no effect or is hardly meant
+run_directory  `lock`, `write_status`: checkpoints/RUN, its name, lock and STATUS.json
+trackers       `TRACKERS`: csv, TensorBoard, Weights & Biases
+events         `record`, `read`: events.jsonl, when a run started, resumed, saved and ended
+"""
