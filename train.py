@@ -19,14 +19,10 @@ from fabric_llm.run import due
 from fabric_llm.training.schedule import lr_at
 
 if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mistakes are answered at once
-    from torch import nn
-    from torch.optim import Optimizer
-
     from fabric_llm.base.fabric import Fabric
-    from fabric_llm.checkpoint.progress import Progress
     from fabric_llm.plan.plan import Plan
     from fabric_llm.processes.watch import Watch
-    from fabric_llm.run.build import Parts
+    from fabric_llm.run.run import Run
 
 
 def main(argv: Optional[list[str]] = None) -> None:
@@ -55,78 +51,92 @@ def main(argv: Optional[list[str]] = None) -> None:
         signals.restore()
 
 
-def train(fabric: Fabric, arguments: Arguments, plan: Plan, signals: StopSignal, watch: Watch) -> bool:
+def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, watch: Watch) -> bool:
     """The run, from its first step or where it resumes to the last. True if asked to stop before. All ranks call it."""
     from fabric_llm.model.language_model import trained_loss
-    from fabric_llm.run import build, ending, verdicts
+    from fabric_llm.run import save, verdicts
+    from fabric_llm.run.build import build
     from fabric_llm.training import ema, step, updates
 
-    parts = build.build(fabric, arguments, plan, signals, watch)
-    plan, model, optimizer, guard, batches, log, _, saver, requests = parts
-    parts = parts._replace(model=None, optimizer=None)  # a rewind makes others: these are held by no other name
-    progress, stops = plan.start, False
-    if due.evaluation_first(progress, plan.resumed):
-        evaluated = evaluate(parts, model, optimizer, progress, watch)
+    run = build(fabric, flags, plan, signals, watch)
+    guard, log, batches, requests = (
+        run.guard,
+        run.log,
+        run.batches,
+        run.requests,
+    )  # the same from the first step to the last
+    stops = False
+    if due.evaluation_first(run.progress, plan.resumed):
+        evaluated = evaluate(run)
         stops = not evaluated or guard.verdict == "stop"
         if stops and not plan.has_checkpoint:
-            saver.save(model, optimizer, progress, batches, guard, evaluated=evaluated, due=due.FIRST, stops=True)
+            save.save(run, evaluated=evaluated, due=due.FIRST, stops=True)
 
-    while not (stops or plan.is_over(progress)):
-        before, progress = progress, plan.after(progress)
-        now = due.at(before, progress, plan, arguments)
-        log.profile.begin(progress.step)
-        lr = step.set_lr(optimizer, lr_at(before.step, max_step=plan.max_step, **due.schedule(arguments.training)))
-        step.seed_step(arguments.training.seed, before.step, fabric.global_rank)
+    while not (stops or run.is_over):
+        # Where the step begins and ends: its data, its learning rate and all that is due after it follow from these two.
+        before, run.progress = run.progress, run.plan.after(run.progress)
+        number, now = run.progress.step, due.at(before, run.progress, run.plan, flags)
+        log.profile.begin(number)
+        lr = step.set_lr(run.optimizer, lr_at(before.step, max_step=run.plan.max_step, **due.schedule(flags.training)))
+        step.seed_step(flags.training.seed, before.step, fabric.global_rank)
+
+        # The gradient of the mean loss over all target tokens of the global batch, counted before the first forward.
         micro_batches = [fabric.to_device(batch) for batch in batches.at(before.position)]
         targets, total = step.count_targets(fabric, micro_batches), 0.0
-        for batch in step.accumulate(fabric, model, micro_batches, plan.syncs_every_micro_batch, plan.sums_in_float32):
-            losses = model(**batch) / targets
-            step.backward(fabric, trained_loss(losses, plan.router_aux_loss_coef))
+        how = run.plan.syncs_every_micro_batch, run.plan.sums_in_float32
+        for batch in step.accumulate(fabric, run.model, micro_batches, *how):
+            losses = run.model(**batch) / targets  # of this micro-batch: the loss, and a router's where it is trained
+            step.backward(fabric, trained_loss(losses, run.plan.router_aux_loss_coef))
             total = total + losses.detach()
+        del losses  # it knows the parameters, which a rewind gives up
         with log.waits:  # here the host waits for the device, and for the other ranks
-            grad_norm = step.clip(fabric, model, optimizer, arguments.training.grad_clip)
-            (loss, *aux_loss), (stop, save, written) = step.share(fabric, total, [*requests.ask(), saver.has_written()])
-        weights, update = updates.sample_weights(model.parameters()) if now.logs else None, None
-        if guard.accept(loss, grad_norm):  # before the update: a NaN must not come into the weights
-            optimizer.step()
-            ema.update(optimizer, progress.step)
-            update = updates.size(weights, model) if now.logs else None
+            grad_norm = step.clip(fabric, run.model, run.optimizer, flags.training.grad_clip)
+            (loss, *aux_loss), (stop, saves, written) = step.share(
+                fabric, total, [*requests.ask(), save.has_written(run)]
+            )
+
+        # From here on all ranks decide alike, by numbers that they share. A NaN must not come into the weights.
+        sampled = updates.sample_weights(run.model.parameters()) if now.logs else None
+        update = None
+        if guard.accept(loss, grad_norm):
+            run.optimizer.step()
+            ema.update(run.optimizer, number)
+            update = updates.size(sampled, run.model) if now.logs else None
         else:
             step.leave_out(fabric)
-        optimizer.zero_grad()
+        run.optimizer.zero_grad()
 
-        watch.mark(progress.step, "in the next step")
-        log.advance(progress)
-        verdicts.report(plan, guard, log, saver, before, progress)
-        saver.publish(written)
-        if now.logs or stop or save or guard.verdict == "rewind":
-            log.step(progress, loss=loss, lr=lr, grad_norm=grad_norm, aux_loss=aux_loss, update=update)
-        if guard.verdict != "rewind":
-            evaluated = now.evaluates and not stop and evaluate(parts, model, optimizer, progress, watch)
+        watch.mark(number, "in the next step")
+        log.advance(run.progress)
+        verdicts.report(run, before)  # ends the run after too many steps that weren't taken
+        save.publish(run, written)
+        if now.logs or stop or saves or guard.verdict == "rewind":
+            log.step(run.progress, loss=loss, lr=lr, grad_norm=grad_norm, aux_loss=aux_loss, update=update)
+        evaluated = False
+        if now.evaluates and not stop and guard.verdict != "rewind":
+            evaluated = evaluate(run)  # a request to stop cuts it off
         if guard.verdict == "rewind":  # by the loss of the step, or by what the evaluation says of forgetting
-            model = optimizer = losses = None  # their memory first: the loss knows the parameters as well
-            plan, model, optimizer, progress = verdicts.rewind(fabric, arguments, plan, guard, batches, saver, progress)
+            verdicts.rewind(run)
             continue  # also where a stop was asked for: the next step asks again, and saves where the run is then
-        stops = stop > 0 or now.evaluates and not evaluated or guard.verdict == "stop"
-        if now.saves or stops or save:
-            saver.save(model, optimizer, progress, batches, guard, evaluated=evaluated, due=now, stops=stops)
+        stops = bool(stop) or (now.evaluates and not evaluated) or guard.verdict == "stop"
+        if now.saves or saves or stops:
+            save.save(run, evaluated=evaluated, due=now, stops=stops)
 
-    verdicts.require_budget(arguments, plan, guard, progress)
-    stopped = not plan.is_over(progress)
-    ending.close(fabric, arguments, plan, progress, stopped, requests, batches, saver, log, watch, (model, optimizer))
-    return stopped
+    verdicts.require_budget(run)
+    run.close()
+    return not run.is_over
 
 
-def evaluate(parts: Parts, model: nn.Module, optimizer: Optimizer, progress: Progress, watch: Watch) -> bool:
+def evaluate(run: Run) -> bool:
     """Log the validation losses, and judge what was forgotten. False where a request to stop came first. All ranks call it."""
     from fabric_llm.training import ema
 
-    with parts.log.untimed():
-        found = parts.evaluation.of(model, ema.average_of(optimizer))
-    watch.mark(progress.step, "in the next step")
-    if found is not None and parts.evaluation.is_on:
-        parts.guard.accept_evaluation(progress.step, found.losses)
-        parts.log.evaluation(progress, found, parts.guard.forgetting)
+    with run.log.untimed():
+        found = run.evaluation.of(run.model, ema.average_of(run.optimizer))
+    run.watch.mark(run.progress.step, "in the next step")
+    if found is not None and run.evaluation.is_on:
+        run.guard.accept_evaluation(run.progress.step, found.losses)
+        run.log.evaluation(run.progress, found, run.guard.forgetting)
     return found is not None
 
 

@@ -29,6 +29,7 @@ from fabric_llm.plan import resume  # noqa: E402
 from fabric_llm.plan.placement import place  # noqa: E402
 from fabric_llm.plan.plan import Plan, make_plan  # noqa: E402
 from fabric_llm.run import build, reference  # noqa: E402
+from fabric_llm.run.run import Run  # noqa: E402
 from fabric_llm.training import step  # noqa: E402
 
 SMALL_LLAMA = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256, "head_dim": 32}
@@ -58,8 +59,9 @@ def set_up(argv: list[Any], drawn_on_device: bool = False) -> Trainer:
     )
     fabric.launch()
     with _drawn_on(fabric.device) if drawn_on_device else nullcontext():
-        plan, model, optimizer, _ = build.build_model(fabric, arguments, plan, plan.source, plan.resume_from)
-    return Trainer(fabric, arguments, plan, model, optimizer)
+        run = Run(fabric, arguments, plan, None, plan.start)
+        build.build_model(run, plan.source, plan.resume_from)
+    return Trainer(fabric, arguments, run.plan, run.model, run.optimizer)
 
 
 @contextmanager

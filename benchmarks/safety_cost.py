@@ -74,23 +74,23 @@ def time_saves(folder: Path, rounds: int, ranks: int, what: str) -> tuple[Times,
     """(seconds of whole saves on this rank with and without hashing, bytes of a checkpoint)"""
     import train
     from fabric_llm.base import files
-    from fabric_llm.run.saver import Saver
+    from fabric_llm.run import save as saves
 
     times: Times = {kind: [] for kind in KINDS}
-    save, hashed = Saver.save, files.sha256
+    save, hashed = saves.save, files.sha256
 
-    def timed(self: Any, *given: Any, **named: Any) -> None:
+    def timed(training: Any, **named: Any) -> None:
         count = len(times["with"]) + len(times["without"])
         kind = "with" if count % 4 in (0, 3) else "without"  # ABBA: whatever comes every second time falls on both
         files.sha256 = hashed if kind == "with" else lambda path: "0" * 64
-        self.fabric.barrier()
+        training.fabric.barrier()
         began = time.perf_counter()
-        save(self, *given, **named)
-        self.fabric.barrier()
+        save(training, **named)
+        training.fabric.barrier()
         times[kind].append(time.perf_counter() - began)
         files.sha256 = hashed
 
-    Saver.save = timed
+    saves.save = timed
     run, last = f"{ranks}-{what}", 2 * rounds + 2
     saving = {"max_step": last, "save_step_interval": 1, "keep_last": 1, "state_dict_type": what}
     train.main(flags(folder, "saved", ranks, run_name=run, global_batch_size=ranks, **saving))
@@ -107,7 +107,7 @@ def time_steps(folder: Path, steps: int) -> tuple[Times, float]:
     import train
     from fabric_llm.processes.stop import Requests
     from fabric_llm.processes.watch import Watch
-    from fabric_llm.run.saver import Saver
+    from fabric_llm.run import save as saves
     from fabric_llm.training import step as parts
     from fabric_llm.training.guard import Guard
 
@@ -115,7 +115,7 @@ def time_steps(folder: Path, steps: int) -> tuple[Times, float]:
     share = parts.share  # the loss goes over the ranks in any case; what they ask goes with it
     nothing = {
         (Requests, "ask"): lambda self: (False, False),
-        (Saver, "has_written"): lambda self: False,
+        (saves, "has_written"): lambda run: False,
         (Watch, "mark"): lambda self, step, doing: None,
         (Guard, "accept"): lambda self, loss, grad_norm: True,
     }

@@ -31,7 +31,7 @@ import jsonargparse  # noqa: E402, F401  ranks are forked from this process: wha
 import torch.distributed.fsdp  # noqa: E402, F401
 
 from fabric_llm.plan import joining  # noqa: E402, F401
-from fabric_llm.run import build, ending, verdicts  # noqa: E402, F401
+from fabric_llm.run import ending, verdicts  # noqa: E402, F401
 
 # A shell starts what runs in the background with SIGINT ignored, and so would be every process that the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

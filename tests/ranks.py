@@ -224,14 +224,16 @@ def built(argv: Any) -> tuple[Any, Any, Any, Any]:
     """(fabric, plan, model, optimizer) of `train.py ARGV` before its first step. All ranks call it."""
     from fabric_llm.model.strategy import make_fabric
     from fabric_llm.run.build import build_model
+    from fabric_llm.run.run import Run
 
     arguments, plan = planned(argv)
     fabric = make_fabric(
         plan.strategy, devices=plan.devices, num_nodes=plan.num_nodes, kind=plan.kind, precision=plan.precision
     )
     fabric.launch()
-    plan, model, optimizer, _ = build_model(fabric, arguments, plan, plan.source, plan.resume_from)
-    return fabric, plan, model, optimizer
+    run = Run(fabric, arguments, plan, None, plan.start)
+    build_model(run, plan.source, plan.resume_from)
+    return fabric, run.plan, run.model, run.optimizer
 
 
 def toy_run(toys: Path, output: Path, *, model: str = "llama", data: str = "data") -> tuple[Any, ...]:

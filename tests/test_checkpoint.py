@@ -267,7 +267,7 @@ def test_nothing_is_overwritten(toys, tmp_path, capsys, monkeypatch):
     (tmp_path / "run" / "step-00000002").mkdir(parents=True)
     one_rank(toys, tmp_path, "--run_name", "run", "--max_step", 1)
     assert "Kept as aside-step-00000002" in capsys.readouterr().out
-    monkeypatch.setattr("fabric_llm.run.saver.step_directory", lambda directory, step: directory / "step-00000001")
+    monkeypatch.setattr("fabric_llm.run.save.step_directory", lambda directory, step: directory / "step-00000001")
     with pytest.raises(SystemExit) as exit:
         one_rank(toys, tmp_path, "--run_name", "run", "--resume", "true", "--resume_override", "max_step")
     assert exit.value.code == 74 and "step-00000001 exists already" in capsys.readouterr().err

@@ -310,12 +310,11 @@ def train_and_count(argv, faults):
 
     build_model, rewound, built, seen = build.build_model, Log.rewound, [], []
 
-    def counting(*args):
+    def counting(run, *args):
         if built:
             count()
-        made = build_model(*args)
-        built.append([weakref.ref(one) for one in (made[1].module, made[2].optimizer)])
-        return made
+        build_model(run, *args)
+        built.append([weakref.ref(one) for one in (run.model.module, run.optimizer.optimizer)])
 
     def count():
         tensors = [

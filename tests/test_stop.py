@@ -24,7 +24,7 @@ TRAIN = Path(__file__).parent.parent / "train.py"
 def train_and_do(argv, rank, step, action):
     """train.py; before `step` begins, rank `rank` does `action()`. Returns the exit code."""
     import train
-    from fabric_llm.run import ending
+    from fabric_llm.run.run import kept_alive
     from fabric_llm.training.step import seed_step
 
     def acting(seed, done, own_rank):
@@ -36,7 +36,7 @@ def train_and_do(argv, rank, step, action):
 
     fabric_llm.training.step.seed_step = acting
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as without `nohup`, whoever started the tests
-    assert ending.kept_alive == []
+    assert kept_alive == []
     try:
         train.main(argv)
     except SystemExit as end:
@@ -247,9 +247,10 @@ def save_comes_first(argv, run_directory):
 
     evaluate = train.evaluate
 
-    def after_the_save(parts, model, optimizer, progress, watch):
-        assert progress.step in (0, 2) or (run_directory / f"step-{progress.step:08d}").is_dir()
-        return evaluate(parts, model, optimizer, progress, watch)
+    def after_the_save(run):
+        step = run.progress.step
+        assert step in (0, 2) or (run_directory / f"step-{step:08d}").is_dir()
+        return evaluate(run)
 
     train.evaluate = after_the_save
     return train_and_do(argv, 0, 4, send(signal.SIGTERM))

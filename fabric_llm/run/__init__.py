@@ -1,13 +1,15 @@
 """The run itself: its objects, a log, saves, rewinds, and how it ends.
 
 reference      `load`, `verify_start`: the model as transformers loads it, and what it is compared with
-build          `build`: plan -> model, optimizer, data, log, evaluation, saver
+run            `Run`: what a run holds, and how it is closed
+build          `build`: plan -> Run
+start          `open_log`: the run directory made ready, and what the run does, said
 due            `at`: what follows a step, a function of where the run is
 log            `Log`: metrics.jsonl, the tracker, and what is printed
 metrics        `MetricsFile`, `Throughput`, `Speed`: the file, speed and memory
 profiling      `Profile`: --profile, a trace of some steps
 samples        `Samples`: what the model in training makes of --sample_prompts
-saver          `Saver`: when a checkpoint is written, and when it is published
+save           `save`, `publish`: when a checkpoint is written, and when it is published
 verdicts       `report`, `rewind`: what follows a step or an evaluation that the guard didn't take
-ending         `supervise`, `close`: one sentence, an exit code, STATUS.json
+ending         `supervise`: one sentence, an exit code, STATUS.json
 """

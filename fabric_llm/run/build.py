@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from fabric_llm.base import ranks
@@ -16,6 +16,7 @@ from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.checkpoint import reading, state_dicts, writing
+from fabric_llm.checkpoint.writing import Background
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.token_bytes import bytes_of_tokens
 from fabric_llm.model import (
@@ -30,9 +31,10 @@ from fabric_llm.plan import measuring, run_directory
 from fabric_llm.plan.plan import Plan
 from fabric_llm.processes.stop import Requests, StopSignal
 from fabric_llm.processes.watch import Watch
-from fabric_llm.run import reference
-from fabric_llm.run.log import Log, open_log
-from fabric_llm.run.saver import Saver
+from fabric_llm.run import reference, save
+from fabric_llm.run.run import Run, close_log, leave_ranks, say_what_comes_next
+from fabric_llm.run.samples import Samples
+from fabric_llm.run.start import open_log
 from fabric_llm.training import adamw, ema, optim
 from fabric_llm.training.drift import Drift, drift_of_run
 from fabric_llm.training.evaluation import Evaluation
@@ -40,51 +42,35 @@ from fabric_llm.training.forgetting import Forgetting, parse_budgets
 from fabric_llm.training.guard import Guard
 
 
-class Parts(NamedTuple):
-    """The objects of a run, in the order in which they are made."""
+def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: Watch) -> Run:
+    """All parts of a run. All ranks call it. Raises Fault on all of them where the disk isn't shared or has no room.
 
-    plan: Plan  # with document_end None where the model turns out not to keep documents apart
-    model: nn.Module  # wrapped
-    optimizer: torch.optim.Optimizer
-    guard: Guard
-    batches: Prefetch
-    log: Log
-    evaluation: Evaluation
-    saver: Saver
-    requests: Requests
-
-
-def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: Watch) -> Parts:
-    """All parts of a run. All ranks call it. Raises Fault on all of them where the disk isn't shared or has no room."""
+    What has to be closed is registered as it is made, so that a run that ends well closes it in the opposite order.
+    """
+    run = Run(fabric, flags, plan, watch, plan.start)
+    run.closing.callback(say_what_comes_next, run)
     require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
-    require_room(plan, flags)
+    require_room(plan, flags.training)
     failpoint("set_up")
-    plan, model, optimizer, template = build_model(fabric, flags, plan, plan.source, plan.resume_from)
-    guard = make_guard(flags)
+    build_model(run, plan.source, plan.resume_from)
+    run.guard = make_guard(flags)
     if plan.resumed:
-        restore(fabric, guard, plan.resumed)
-    common = {"rank": fabric.global_rank, "world_size": fabric.world_size, "document_end": plan.document_end}
-    sizes = plan.micro_batch_size, plan.micro_batches
-    reads = {"end": plan.end, "order": plan.row_order, "mixture": plan.mixture}
-    training = Batches(plan.dataset.train, flags.training.seed, *sizes, **reads, **common)
-    copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
-    batches = Prefetch(training, flags.data.num_workers, copies)
+        restore(run, plan.resumed)
+    run.batches = make_batches(run)
+    run.closing.callback(run.batches.close)
+    run.log = open_log(run)
+    run.closing.callback(close_log, run)
+    run.closing.callback(leave_ranks, run)  # before the log, for which other ranks needn't wait
+    run.background = Background() if flags.save.async_save else None
+    run.closing.callback(save.publish, run)
+    run.samples = Samples(fabric, plan, flags.logging, run.log, watch.mark)
     looks = fabric.global_rank == 0  # for all ranks
-    max_hours = flags.training.max_hours
-    requests = Requests(signals, plan.run_directory if looks else None, max_hours if looks else None)
-    log = open_log(fabric, flags, plan, template, batches)
-    evaluation = Evaluation(
-        fabric,
-        evaluated_sets(flags, plan, common),
-        requests.is_to_stop,
-        lambda: watch.mark(watch.step, "evaluating"),
-        token_bytes(plan) if flags.evaluation.eval_iters else None,
-        make_drift(fabric, plan, model, template) if guard.forgetting.budgets else None,
-    )
-    saver = Saver(fabric, flags, plan, log, template, watch.mark)
+    run.requests = Requests(signals, plan.run_directory if looks else None, flags.training.max_hours if looks else None)
+    run.closing.callback(run.requests.finish)
+    run.evaluation = make_evaluation(run)
     if not plan.resumed:  # what the model says before step 1
-        saver.samples.take(model, plan.start)
-    return Parts(plan, model, optimizer, guard, batches, log, evaluation, saver, requests)
+        run.samples.take(run.model, run.progress)
+    return run
 
 
 def make_guard(flags: Flags) -> Guard:
@@ -96,21 +82,47 @@ def make_guard(flags: Flags) -> Guard:
     )
 
 
-def make_drift(fabric: Fabric, plan: Plan, model: nn.Module, template: PreTrainedModel) -> Optional[Drift]:
-    """The distance from the base of a run, where it is known."""
-    sizes = {state_dicts.PREFIX + name: parameter.numel() for name, parameter in template.named_parameters()}
-    return drift_of_run(fabric, model, sizes, plan.run_directory, plan.resume_from)
+def make_batches(run: Run) -> Prefetch:
+    """The micro-batches of this rank."""
+    fabric, plan = run.fabric, run.plan
+    batches = Batches(
+        plan.dataset.train,
+        run.flags.training.seed,
+        plan.micro_batch_size,
+        plan.micro_batches,
+        rank=fabric.global_rank,
+        world_size=fabric.world_size,
+        end=plan.end,
+        order=plan.row_order,
+        mixture=plan.mixture,
+        document_end=plan.document_end,
+    )
+    copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
+    return Prefetch(batches, run.flags.data.num_workers, copies)
 
 
-def evaluated_sets(flags: Flags, plan: Plan, common: dict[str, Any]) -> dict[str, Batches]:
-    """The validation sets, and the probe of in-context learning. common: arguments of `evaluation_batches`."""
+def make_evaluation(run: Run) -> Evaluation:
+    """What evaluates the model on the validation sets, and on the probe of in-context learning."""
+    fabric, flags, plan, watch = run.fabric, run.flags, run.plan, run.watch
     splits = plan.validation_splits()
     special = [] if plan.tokenizer is None else plan.tokenizer.all_special_ids
     sets = splits | measuring.copy_set(flags, splits, [plan.document_end, *special])
     ends = measuring.document_ends(sets, plan.eval_data, plan.document_end)
-    return {
-        name: evaluation_batches(split, flags, **{**common, "document_end": ends[name]}) for name, split in sets.items()
-    }
+    place = {"rank": fabric.global_rank, "world_size": fabric.world_size}
+    return Evaluation(
+        fabric,
+        {name: evaluation_batches(split, flags, **place, document_end=ends[name]) for name, split in sets.items()},
+        run.requests.is_to_stop,
+        lambda: watch.mark(watch.step, "evaluating"),
+        token_bytes(plan) if flags.evaluation.eval_iters else None,
+        make_drift(run) if run.guard.forgetting.budgets else None,
+    )
+
+
+def make_drift(run: Run) -> Optional[Drift]:
+    """The distance from the base of a run, where it is known."""
+    sizes = {state_dicts.PREFIX + name: parameter.numel() for name, parameter in run.skeleton.named_parameters()}
+    return drift_of_run(run.fabric, run.model, sizes, run.plan.run_directory, run.plan.resume_from)
 
 
 def token_bytes(plan: Plan) -> Optional[Tensor]:
@@ -140,11 +152,11 @@ def evaluation_batches(
     )
 
 
-def restore(fabric: Fabric, guard: Guard, document: dict[str, Any]) -> None:
+def restore(run: Run, document: dict[str, Any]) -> None:
     """What a checkpoint's progress.json holds of the run, except for its place."""
-    guard.restore(document["guard"])
+    run.guard.restore(document["guard"])
     if document.get("scaler"):
-        fabric.strategy.precision.load_state_dict(document["scaler"])
+        run.fabric.strategy.precision.load_state_dict(document["scaler"])
 
 
 def require_shared_directory(directory: Path, seconds: float) -> None:
@@ -159,12 +171,12 @@ def require_shared_directory(directory: Path, seconds: float) -> None:
         )
 
 
-def require_room(plan: Plan, flags: Flags) -> None:
+def require_room(plan: Plan, training: Flags) -> None:
     """Sweep, and end the run before its model is loaded where not even one checkpoint would fit on the disk."""
 
     def look() -> None:
         run_directory.sweep(plan.run_directory)
-        average = None if flags.training.ema_decay is None else flags.training.ema_device
+        average = None if training.ema_decay is None else training.ema_device
         needed = adamw.checkpoint_bytes(_skeleton(plan).parameters(), plan.bf16_updates, average)
         writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
 
@@ -178,35 +190,34 @@ def _skeleton(plan: Plan) -> PreTrainedModel:
     return skeleton
 
 
-def build_model(
-    fabric: Fabric, flags: Flags, plan: Plan, source: str, resume_from: Optional[Path]
-) -> tuple[Plan, nn.Module, torch.optim.Optimizer, PreTrainedModel]:
-    """(plan, wrapped model, optimizer, unwrapped model without memory), with the weights of `source`.
+def build_model(run: Run, source: str, resume_from: Optional[Path]) -> None:
+    """Make `run.model`, with the weights of `source`, `run.optimizer` and `run.skeleton`. All ranks call it.
 
     resume_from: checkpoint whose optimizer state to load. The plan's document_end is None afterwards where the model turns
     out not to keep documents apart and needn't.
     """
-    training, template = flags.training, _skeleton(plan)
-    loading.set_generation_config(template, source)
-    loaded, chosen = reference.load(plan, source, training.seed, flags.model)
-    plan = replace(plan, loss=chosen.loss, document_end=chosen.document_end)
+    fabric, plan, training = run.fabric, run.plan, run.flags.training
+    run.skeleton = _skeleton(plan)
+    loading.set_generation_config(run.skeleton, source)
+    loaded, chosen = reference.load(plan, source, training.seed, run.flags.model)
+    run.plan = plan = replace(plan, loss=chosen.loss, document_end=chosen.document_end)
     plan.config._attn_implementation = chosen.attention
-    skeleton = language_model.LanguageModel(
+    model = language_model.LanguageModel(
         _skeleton(plan),
         with_router_loss=plan.router_aux_loss_coef > 0,
         chunked=plan.loss == "chunked",
     )
-    layers.checkpoint_activations(skeleton.causal_lm, plan.activation_checkpointing)
+    layers.checkpoint_activations(model.causal_lm, plan.activation_checkpointing)
     if plan.compiles:
-        layers.compile_layers(skeleton)
+        layers.compile_layers(model)
         if plan.kind == "cuda" and plan.loss == "chunked":  # a CPU gains from it only at large vocabularies
-            layers.compile_loss(skeleton)
-    decayed = optim.decayed_names(skeleton)
-    materializer = Materializer(skeleton, loaded.model, fabric.device)
-    wrapped = strategy.wrap(fabric, plan.strategy, skeleton, materializer, plan.precision, plan.sharding)
+            layers.compile_loss(model)
+    decayed = optim.decayed_names(model)
+    materializer = Materializer(model, loaded.model, fabric.device)
+    run.model = strategy.wrap(fabric, plan.strategy, model, materializer, plan.precision, plan.sharding)
     loaded, materializer = loaded._replace(model=None), None  # its memory, before gradients need some
     optimizer = optim.make_optimizer(
-        wrapped,
+        run.model,
         decayed,
         lr=training.lr,
         betas=(training.beta1, training.beta2),
@@ -215,10 +226,9 @@ def build_model(
         seed=training.seed,
     )
     ema.begin(optimizer, training.ema_decay, training.ema_device, training.ema_every, training.seed)
-    optimizer = fabric.setup_optimizers(optimizer)
+    run.optimizer = fabric.setup_optimizers(optimizer)
     if resume_from is not None:
-        thawed = freezing.thawed(template, plan.resumed.get("schedule", {}), plan.frozen)
-        reading.load_optimizer(resume_from, wrapped.module, optimizer, thawed)
-    if flags.model.verify_start:
-        reference.verify_start(fabric, plan, wrapped, loaded)
-    return plan, wrapped, optimizer, template
+        thawed = freezing.thawed(run.skeleton, plan.resumed.get("schedule", {}), plan.frozen)
+        reading.load_optimizer(resume_from, run.model.module, run.optimizer, thawed)
+    if run.flags.model.verify_start:
+        reference.verify_start(fabric, plan, run.model, loaded)

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from torch import nn
 
-from fabric_llm.base.command_line import Flags, is_rank_zero
+from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import DONE, OUT_OF_MEMORY, PEER_LOST, STOPPED, UNEXPECTED, Fault, as_fault, tell_torchrun
-from fabric_llm.checkpoint.progress import Progress, step_directory
-from fabric_llm.data.batches import Prefetch
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.joining import Joined
-from fabric_llm.plan.plan import Plan
 from fabric_llm.processes.launch import Children, for_launcher, kill_parent
-from fabric_llm.processes.stop import Requests
 from fabric_llm.processes.watch import SECONDS_TO_END, Watch
-from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import peak_memory_gib
-from fabric_llm.run.saver import Saver
 
 SECONDS_FOR_OTHERS = 5.0  # to read why rank 0, which holds the store, goes
-# Tracker flush timeouts. The second is short, because a scheduler that asked a run to stop may kill the process soon.
-SECONDS_AFTER_THE_END, SECONDS_AFTER_A_STOP = 660.0, 10.0
-
-# Models of finished runs. Their last reference takes the process group with it, and gloo's destructor, run while Python
-# holds its lock, can wait for ever for a thread that needs the lock to drop a tensor. So they live as long as the process.
-kept_alive: list[Any] = []
 
 
 def supervise(joined: Joined, hang_timeout: float, body: Callable[[Watch], bool]) -> None:
@@ -155,61 +141,3 @@ def _with_advice(fault: Fault, joined: Joined, watch: Watch) -> Fault:
         f"--activation_checkpointing true, more --devices, --cpu_offload true. {str(fault)[:200].rstrip('.')}.",
         OUT_OF_MEMORY,
     )
-
-
-# ------------------------------------------------------------------------------- a run that ends well
-
-
-def close(
-    fabric: Any,
-    flags: Flags,
-    plan: Plan,
-    progress: Progress,
-    stopped: bool,
-    requests: Requests,
-    batches: Prefetch,
-    saver: Saver,
-    log: Log,
-    watch: Watch,
-    keep: tuple[nn.Module, torch.optim.Optimizer],
-) -> None:
-    """Close everything, and tell the user what there is and what comes next. All ranks call it."""
-    failpoint("finish")
-    requests.finish()
-    saver.publish()
-    batches.close()
-    if torch.distributed.is_initialized():
-        fabric.barrier()
-    watch.close()
-    if torch.distributed.is_initialized():
-        kept_alive.append((keep, saver))
-        torch.distributed.destroy_process_group()
-    last = step_directory(plan.run_directory, progress.step)
-    if not stopped and flags.logging.log_model in (True, "last"):
-        log.upload(last)
-    log.close(SECONDS_AFTER_A_STOP if stopped else SECONDS_AFTER_THE_END)
-    if fabric.global_rank == 0 and stopped:
-        why = f"after --max_hours {flags.training.max_hours:g}" if requests.is_over() else "on request"
-        resume = "true" if flags.checkpoint.checkpoint is None else "auto"  # which doesn't branch off again
-        print(f"\nStopped {why}. Checkpoint: {last}")
-        print(f"Next: the same command with --resume {resume} --run_name {plan.run_directory.name}", flush=True)
-    elif fabric.global_rank == 0:
-        _say_done(flags, plan, log, str(last))
-
-
-def _say_done(flags: Flags, plan: Plan, log: Log, last: str) -> None:
-    """What a finished run says."""
-    evaluated = "" if math.isnan(log.eval_loss) else f", validation loss {log.eval_loss:.4f}"
-    print(f"\nLoss {log.first_loss:.4f} -> {log.last_loss:.4f}{evaluated}")
-    print(f"Checkpoint: {last}")
-    count, is_full = flags.logging.sample_tokens, flags.fsdp.state_dict_type == "full"
-    if count and is_full and plan.tokenizer is not None:
-        from fabric_llm.model.generate import generate
-
-        prompt = plan.tokenizer.decode(plan.probe_input()[0, :16])
-        try:
-            print(f"Sample:\n{generate(last, prompt, count)}\n")
-        except Exception as error:  # the run is done, and saved
-            print(f"Warning: no sample could be generated: {type(error).__name__}: {error}")
-    directory = plan.run_directory
-    print(f"Next: python export_hf.py {directory} --output hf/{directory.name}", flush=True)

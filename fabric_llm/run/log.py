@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,19 +10,12 @@ from typing import Any, Optional
 
 import torch
 
-from fabric_llm.base.command_line import Flags, write_yaml
 from fabric_llm.base.console import Console
-from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.data.batches import Prefetch
-from fabric_llm.model import router
-from fabric_llm.model.flops import Flops, of_model
-from fabric_llm.model.freezing import tied_both_ways
-from fabric_llm.model.loading import has_weights
-from fabric_llm.plan import events, mixing, run_directory, same_run, trackers
-from fabric_llm.plan.flag_rules import profiled_steps
+from fabric_llm.model.flops import Flops
+from fabric_llm.plan import events, trackers
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.trackers import Record, flat
 from fabric_llm.run.metrics import MetricsFile, Speed, Stopwatch, Throughput, duration, peak_memory_gib
@@ -34,7 +26,6 @@ from fabric_llm.training.guard import Guard
 from fabric_llm.training.updates import UpdateSize
 
 FEW_UPDATES, FEW_UPDATES_LOGS = 0.1, 3  # part of the weights that changes in a step; logged steps in a row
-MANY_STEPS = 200  # steps that nobody wants to lose
 
 
 class Log:
@@ -249,85 +240,3 @@ def _of_set(name: str, found: Evaluated, forgotten: Optional[float], budget: Opt
 def more_numbers(record: dict[str, float]) -> dict[str, float]:
     """Metrics that are computed from the others of a step, for metrics.jsonl and the trackers. Yours go here."""
     return {}
-
-
-def open_log(fabric: Fabric, flags: Flags, plan: Plan, template: Any, batches: Prefetch) -> Log:
-    """The log of a run. Rank 0 makes the run directory ready and says what the run does. template: the unwrapped model."""
-    flops = of_model(template)
-    if fabric.global_rank != 0:
-        return Log(plan, fabric.device, flops, batches)
-    folder = plan.run_directory
-    folder.mkdir(parents=True, exist_ok=True)
-    if plan.resume_from is not None:
-        for line in same_run.announcement(plan, flags):
-            print(line)
-    for name in keep.move_aside(folder, plan.start.step):
-        print(f"Kept as {name}: this run writes that step anew.")
-    branches = plan.resume_from is not None and not plan.has_checkpoint
-    if branches:
-        before = plan.resume_from.parent / "metrics.jsonl"
-        if before.is_file():
-            shutil.copyfile(before, folder / "metrics.jsonl")
-    write_yaml({**flags.kept(), **plan.resolved()}, folder / "arguments.yaml")
-    rewinds, owes_evaluation = (
-        plan.resumed.get("guard", {}).get("rewinds", 0),
-        plan.resumed.get("owes_evaluation", False),
-    )
-    # What a branch's copy holds beyond its checkpoint isn't the branch's to discard.
-    metrics = MetricsFile(folder / "metrics.jsonl", plan.start.step or None, rewinds, owes_evaluation, not branches)
-    run_directory.write_status(folder, None, "running", plan.start.step, True)
-    begins = "started" if plan.resume_from is None else "resumed"
-    events.record(folder, begins, plan.start.step, **beginning(plan, template))
-    logging = flags.logging
-    of_wandb = logging.entity, logging.project
-    tracked = [trackers.open_tracker(name, folder, flags.flat(), *of_wandb) for name in trackers.named(logging.logger)]
-    _introduce(plan, flags, template)
-    return Log(plan, fabric.device, flops, batches, metrics, tracked, profiled_steps(logging.profile))
-
-
-def beginning(plan: Plan, template: Any) -> dict[str, Any]:
-    """What events.jsonl keeps of a start: what is trained, from which weights, and where. template: the unwrapped model."""
-    return {
-        "model": type(template).__name__,
-        "parameters": sum(p.numel() for p in template.parameters()),
-        "from": str(plan.resume_from or plan.source),
-        "random": plan.resume_from is None and not has_weights(plan.source),
-        "strategy": plan.strategy,
-        "devices": plan.world_size,
-        "kind": plan.kind,
-        "nodes": plan.num_nodes,
-        "max_step": plan.max_step,
-        "torch": torch.__version__,
-    }
-
-
-def _introduce(plan: Plan, flags: Flags, template: Any) -> None:
-    start = f"weights of {plan.source}" if has_weights(plan.source) else f"random weights, {plan.source}"
-    start = f"resumed from {plan.resume_from}" if plan.resume_from else start
-    parameters, trained = (sum(p.numel() for p in template.parameters() if p.requires_grad >= only) for only in (0, 1))
-    of_which = f", {trained:,} of which are trained" if trained < parameters else ""
-    attention, loss = plan.config._attn_implementation, plan.loss
-    paths = [f"{attention} attention"] * (attention != "sdpa") + [f"{loss} loss"] * (loss != "full")
-    paths += ["compiled layers"] * plan.compiles
-    paths += [f"activations recomputed ({plan.activation_checkpointing})"] * (plan.activation_checkpointing != "none")
-    print(
-        f"{type(template).__name__}, {parameters / 1e6:,.1f} M parameters{of_which}, {', '.join([plan.precision, *paths, start])}; "
-        f"{plan.strategy} on {plan.world_size} {plan.kind} device{'s' * (plan.world_size > 1)}; "
-        f"{plan.global_batch_size} sequences of {' or '.join(map(str, plan.contexts))} tokens a step, "
-        f"{plan.max_step} steps; {plan.run_directory}",
-        flush=True,
-    )
-    for line in (*tied_both_ways(template, flags.training.freeze, flags.training.train_only), *mixing.described(plan)):
-        print(line, flush=True)
-    if plan.resume_from is None and len(plan.sources) < 2 and has_weights(plan.source):
-        print(
-            "Without replay a trained model forgets what the new text doesn't hold: --replay FOLDER reads some of what it knows "
-            "along, and --eval_data measures it (docs/forgetting.md).",
-            flush=True,
-        )
-    if flags.save.save_step_interval is None and plan.max_step - plan.start.step >= MANY_STEPS:
-        print("Warning: no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it.")
-    if said := router.warning(template):
-        print(said, flush=True)
-    if plan.router_aux_loss_coef:
-        print(f"Trained as well: the routers' auxiliary loss x {plan.router_aux_loss_coef}, logged as aux_loss.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,34 +33,34 @@ MOST_TOKENS = 1024  # of a prompt and its continuation, and of the rows of a for
 class Samples:
     """The samples of a run. All ranks call its methods; rank 0 writes samples.jsonl."""
 
-    def __init__(self, fabric: Fabric, flags: Flags, plan: Plan, log: Log, mark: Callable[[int, str], None]) -> None:
-        """mark(step, doing): says that this rank works. Raises Fault (2) for prompts that can't be continued."""
-        self.fabric, self.tokenizer, self.log, self.mark = fabric, plan.tokenizer, log, mark
+    def __init__(self, fabric: Fabric, plan: Plan, logging: Flags, log: Log, mark: Callable[[int, str], None]) -> None:
+        """logging: that group of flags. mark(step, doing): says that this rank works.
+
+        Raises Fault (2) for prompts that can't be continued.
+        """
         self.texts: list[str] = []
-        if flags.logging.sample_prompts is None:
+        if logging.sample_prompts is None:
             return
-        self.count = flags.logging.sample_tokens or DEFAULT_TOKENS
-        self.texts = ranks.from_rank_zero(lambda: prompts.read(flags.logging.sample_prompts))
+        self.device, self.log, self.mark = fabric.device, log, mark
+        self.tokenizer, self.count = plan.tokenizer, logging.sample_tokens or DEFAULT_TOKENS
+        self.texts = ranks.from_rank_zero(lambda: prompts.read(logging.sample_prompts))
         self.prompts = encoded(self.texts, self.tokenizer, self.count, min(MOST_TOKENS, *plan.contexts))
-        self.file: Optional[MetricsFile] = None
-        if fabric.global_rank == 0:
-            self.file = MetricsFile(plan.run_directory / SAMPLES, plan.start.step)
+        is_writer = fabric.global_rank == 0
+        self.file = MetricsFile(plan.run_directory / SAMPLES, plan.start.step) if is_writer else None
         self.told = False
 
     def take(self, model: nn.Module, progress: Progress) -> None:
         """Continue each prompt, if there are any, and write what came out."""
         if not self.texts:
             return
-        began = time.monotonic()
+        began, step = time.monotonic(), progress.step
         with self.log.untimed():
-            rows = continued(
-                model, self.prompts, self.count, self.fabric.device, lambda: self.mark(progress.step, "sampling")
-            )
-            self.mark(progress.step, "in the next step")
-        for text, prompt, row in zip(self.texts, self.prompts, rows):
-            if self.file is not None:
+            rows = continued(model, self.prompts, self.count, self.device, lambda: self.mark(step, "sampling"))
+            self.mark(step, "in the next step")
+        if self.file is not None:
+            for text, prompt, row in zip(self.texts, self.prompts, rows):
                 said = {"prompt": text, "text": continuation(self.tokenizer, prompt, row), "tokens": self.count}
-                self.file.write(progress.step, {**said, "how": "greedy"})
+                self.file.write(step, {**said, "how": "greedy"})
         if not self.told:
             self.log.line(f"Samples of {len(self.texts)} prompts: {time.monotonic() - began:.1f} s, into {SAMPLES}.")
             self.told = True

@@ -90,18 +90,18 @@ def test_a_checkpoint_of_a_model_with_a_nan_is_refused(toys, tmp_path):
     """However it came there: the last good checkpoints stay the latest."""
 
     def spoil():
-        from fabric_llm.run.saver import Saver
+        from fabric_llm.run import save as saves
 
-        save, calls = Saver.save, []
+        save, calls = saves.save, []
 
-        def spoiled(self, model, *args, **kwargs):
+        def spoiled(run, **kwargs):
             calls.append(1)
-            if len(calls) == 3 and self.fabric.global_rank == 1:
-                parameter = max(model.parameters(), key=lambda p: p.numel())
+            if len(calls) == 3 and run.fabric.global_rank == 1:
+                parameter = max(run.model.parameters(), key=lambda p: p.numel())
                 parameter.data.view(-1)[0] = math.nan
-            save(self, model, *args, **kwargs)
+            save(run, **kwargs)
 
-        Saver.save = spoiled
+        saves.save = spoiled
 
     flags = toy_run(toys, tmp_path, model="gpt2")
     flags += ("--strategy", "fsdp", "--state_dict_type", "sharded", "--save_step_interval", 1, "--max_step", 6)
