@@ -59,12 +59,7 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
     from fabric_llm.training import ema, step, updates
 
     run = build(fabric, flags, plan, signals, watch)
-    guard, log, batches, requests = (
-        run.guard,
-        run.log,
-        run.batches,
-        run.requests,
-    )  # the same from the first step to the last
+    guard, log = run.guard, run.log
     stops = False
     if due.evaluation_first(run.progress, plan.resumed):
         evaluated = evaluate(run)
@@ -73,7 +68,7 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
             save.save(run, evaluated=evaluated, due=due.FIRST, stops=True)
 
     while not (stops or run.is_over):
-        # Where the step begins and ends: its data, its learning rate and all that is due after it follow from these two.
+        # Where the step begins and ends. Its data, its learning rate and what is due after it follow from these two.
         before, run.progress = run.progress, run.plan.after(run.progress)
         number, now = run.progress.step, due.at(before, run.progress, run.plan, flags)
         log.profile.begin(number)
@@ -81,19 +76,19 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
         step.seed_step(flags.training.seed, before.step, fabric.global_rank)
 
         # The gradient of the mean loss over all target tokens of the global batch, counted before the first forward.
-        micro_batches = [fabric.to_device(batch) for batch in batches.at(before.position)]
+        micro_batches = [fabric.to_device(batch) for batch in run.batches.at(before.position)]
         targets, total = step.count_targets(fabric, micro_batches), 0.0
-        how = run.plan.syncs_every_micro_batch, run.plan.sums_in_float32
-        for batch in step.accumulate(fabric, run.model, micro_batches, *how):
+        for batch in step.accumulate(
+            fabric, run.model, micro_batches, run.plan.syncs_every_micro_batch, run.plan.sums_in_float32
+        ):
             losses = run.model(**batch) / targets  # of this micro-batch: the loss, and a router's where it is trained
             step.backward(fabric, trained_loss(losses, run.plan.router_aux_loss_coef))
             total = total + losses.detach()
         del losses  # it knows the parameters, which a rewind gives up
         with log.waits:  # here the host waits for the device, and for the other ranks
             grad_norm = step.clip(fabric, run.model, run.optimizer, flags.training.grad_clip)
-            (loss, *aux_loss), (stop, saves, written) = step.share(
-                fabric, total, [*requests.ask(), save.has_written(run)]
-            )
+            asked = [*run.requests.ask(), save.has_written(run)]
+            (loss, *aux_loss), (stop, saves, written) = step.share(fabric, total, asked)
 
         # From here on all ranks decide alike, by numbers that they share. A NaN must not come into the weights.
         sampled = updates.sample_weights(run.model.parameters()) if now.logs else None
