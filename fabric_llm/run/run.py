@@ -50,9 +50,7 @@ class Run:
     closing: ExitStack = field(default_factory=ExitStack)  # closed by a run that ends well; one that fails just leaves
     model: nn.Module = field(init=False)  # wrapped
     optimizer: torch.optim.Optimizer = field(init=False)
-    skeleton: PreTrainedModel = field(
-        init=False
-    )  # the unwrapped model on the meta device: its names, shapes and config
+    skeleton: PreTrainedModel = field(init=False)  # the unwrapped model on the meta device, without memory
     guard: Guard = field(init=False)
     batches: Prefetch = field(init=False)
     log: Log = field(init=False)
