@@ -153,25 +153,28 @@ def test_a_run_logs_what_its_devices_do(toys, tmp_path, ranks):
     assert metrics(tmp_path / "run", "tokens") == [8 * CONTEXT * step for step in (1, 2, 3)]
 
 
-def test_speed_is_that_since_the_last_line():
+def test_speed_is_that_since_the_last_line(monkeypatch):
     class Batches:
         seconds_waited, tokens_at = 0.0, np.zeros(1, dtype=np.int64)
 
-    batches, waits = Batches(), run_metrics.Stopwatch()
-    speed = run_metrics.Speed(flops.Flops(1e9, {None: 1e6}), torch.device("cpu"), 4, batches, waits)
+    batches, clock = Batches(), [0.0]
+    monkeypatch.setattr(run_metrics.time, "monotonic", lambda: clock[0])
+    speed = run_metrics.Speed(flops.Flops(1e9, {None: 1e6}), torch.device("cpu"), 4, batches)
     speed.peak = 10.0
     for lap, (seconds, places) in enumerate([(1.0, [3, 3]), (5.0, [8, 0])], 1):
         batches.seconds_waited += seconds
         batches.tokens_at = batches.tokens_at + np.array(places)
-        waits.seconds += 2 * seconds
+        speed.waits.seconds += 2 * seconds
         speed.steps += 2
-        found = speed.lap(4000.0)
+        speed.tokens += 4000
+        clock[0] += 1.0
+        found = speed.lap()
         assert (found["data_seconds"], found["wait_seconds"]) == (seconds / 2, seconds)
         pairs = {1: 1.5e6, 2: 1e6}[lap]  # a token
         assert found["tokens_per_second_per_device"] == 1000.0
         assert found["model_tflops_per_device"] == pytest.approx(1000 * (1e9 + pairs) / 1e12)
         assert found["mfu"] == pytest.approx(found["model_tflops_per_device"] / 10)
-    assert speed.lap(4000.0)["data_seconds"] == 0, "no step since then"
+    assert speed.lap()["data_seconds"] == 0, "no step since then"
 
 
 # ------------------------------------------------------------------------------- devices

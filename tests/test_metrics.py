@@ -9,8 +9,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import CONTEXT
@@ -18,9 +20,10 @@ from ranks import toy_run, train_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fabric_llm.base.console import Console
+from fabric_llm.model.flops import Flops
 from fabric_llm.plan import trackers
 from fabric_llm.plan.trackers import MANY_LINES, Tracker, flat, open_tracker
-from fabric_llm.run.metrics import MetricsFile, Throughput, duration, peak_memory_gib
+from fabric_llm.run.metrics import MetricsFile, Speed, duration, peak_memory_gib
 
 TRAINING = {
     "step": int,
@@ -349,27 +352,41 @@ def test_each_checkpoint_goes_to_wandb_beside_another_tracker(wandb_runs):
 # ------------------------------------------------------------------------------- clock, memory, console
 
 
-def test_throughput_leaves_out_paused_time():
-    clock = Throughput()
-    time.sleep(0.05)
-    clock.pause()
-    time.sleep(0.3)
-    clock.pause()  # nested pauses are one
-    clock.resume()
-    time.sleep(0.05)
-    clock.tokens = 1000
-    assert 1000 / 0.25 < clock.lap() < 1000 / 0.1
-    time.sleep(0.1)
-    clock.tokens = 1500
-    assert 500 / 0.25 < clock.lap() < 500 / 0.1, "since the last lap only"
-    assert clock.seconds_left(steps_done=2, steps_left=4) == pytest.approx(2 * clock.seconds)
+def speed_of(tokens=0):
+    return Speed(
+        Flops(1.0, {}), torch.device("cpu"), 1, SimpleNamespace(seconds_waited=0.0, tokens_at=np.zeros(1)), tokens
+    )
 
 
-def test_throughput_of_a_resumed_run_counts_its_own_tokens():
-    clock = Throughput(tokens=10**9)
+def test_speed_leaves_out_what_is_no_training():
+    speed = speed_of()
+    time.sleep(0.05)
+    with speed.other:
+        time.sleep(0.3)
+    time.sleep(0.05)
+    speed.tokens, speed.steps = 1000, 2
+    assert 1000 / 0.25 < speed.lap()["tokens_per_second"] < 1000 / 0.1
     time.sleep(0.1)
-    clock.tokens = 10**9 + 100
-    assert 100 / 0.3 < clock.lap() < 100 / 0.1
+    speed.tokens = 1500
+    assert 500 / 0.25 < speed.lap()["tokens_per_second"] < 500 / 0.1, "since the last lap only"
+    assert speed.seconds_left(4) == pytest.approx(2 * speed.seconds, rel=0.1)
+
+
+def test_speed_of_a_resumed_run_counts_its_own_tokens():
+    speed = speed_of(tokens=10**9)
+    time.sleep(0.1)
+    speed.tokens = 10**9 + 100
+    assert 100 / 0.3 < speed.lap()["tokens_per_second"] < 100 / 0.1
+
+
+def test_speed_of_a_run_that_went_back_counts_no_token_twice():
+    speed = speed_of()
+    speed.tokens = 1000
+    speed.lap()
+    speed.go_back(400)
+    time.sleep(0.1)
+    speed.tokens += 100
+    assert 100 / 0.3 < speed.lap()["tokens_per_second"] < 100 / 0.1
 
 
 def test_duration():

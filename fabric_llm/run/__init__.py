@@ -6,7 +6,7 @@ build          `build`: plan -> Run
 start          `open_log`: the run directory made ready, and what the run does, said
 due            `at`: what follows a step, a function of where the run is
 log            `Log`: metrics.jsonl, the tracker, and what is printed
-metrics        `MetricsFile`, `Throughput`, `Speed`: the file, speed and memory
+metrics        `MetricsFile`, `Speed`: the file, speed and memory
 profiling      `Profile`: --profile, a trace of some steps
 samples        `Samples`: what the model in training makes of --sample_prompts
 save           `save`, `publish`: when a checkpoint is written, and when it is published

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -18,7 +17,7 @@ from fabric_llm.model.flops import Flops
 from fabric_llm.plan import events, trackers
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.trackers import Record, flat
-from fabric_llm.run.metrics import MetricsFile, Speed, Stopwatch, Throughput, duration, peak_memory_gib
+from fabric_llm.run.metrics import MetricsFile, Speed, duration, peak_memory_gib
 from fabric_llm.run.profiling import Profile
 from fabric_llm.training.evaluation import Evaluated, Found
 from fabric_llm.training.forgetting import Forgetting
@@ -43,8 +42,8 @@ class Log:
     ) -> None:
         """flops: of the model. profiled: the first and the last step that a profile is made of."""
         self.plan, self.device, self.metrics, self.tracked = plan, device, metrics, tracked
-        self.throughput, self.waits = Throughput(plan.start.tokens), Stopwatch()
-        self.speed = Speed(flops, device, plan.world_size, batches, self.waits)
+        self.speed = Speed(flops, device, plan.world_size, batches, plan.start.tokens)
+        self.waits, self.untimed = self.speed.waits, self.speed.other  # what is done in `untimed` isn't training
         self.console = Console(plan.max_step, plan.start.step) if metrics is not None else None
         self.profile = Profile(profiled, plan.run_directory / "profile", device, self.line)
         self.first_loss = self.last_loss = self.eval_loss = math.nan
@@ -67,8 +66,7 @@ class Log:
         if self.metrics is None:
             return
         record = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": progress.tokens}
-        record["tokens_per_second"] = rate = self.throughput.lap()
-        record |= (speed := self.speed.lap(rate))
+        record |= (speed := self.speed.lap())
         record["peak_memory_gib"] = memory = peak_memory_gib(self.device)
         words = ""
         if aux_loss:  # of a mixture of experts, where it is trained
@@ -80,10 +78,10 @@ class Log:
             self._warn_of_few_updates(update.fraction)
         read, more = self._read_of_sources(progress)
         self._write(progress.step, {**record, **read, **more_numbers(record)})
-        left = self.throughput.seconds_left(progress.step - self.plan.start.step, self.plan.max_step - progress.step)
+        left = self.speed.seconds_left(self.plan.max_step - progress.step)
         self.line(
-            f"{self._of(progress)}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  {words}{rate:,.0f} tokens/s"
-            f"{self._of_each_device(speed)}  {memory:.2f} GiB  {duration(left)} left{more}"
+            f"{self._of(progress)}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  {words}"
+            f"{speed['tokens_per_second']:,.0f} tokens/s{self._of_each_device(speed)}  {memory:.2f} GiB  {duration(left)} left{more}"
         )
 
     def evaluation(self, progress: Progress, found: Found, forgetting: Forgetting) -> None:
@@ -123,8 +121,8 @@ class Log:
 
     def rewound(self, back: Progress, plan: Plan, words: str, record: dict[str, Any]) -> None:
         """The run is back at the step of `back`: the lines after it go, and later steps are counted by `plan`."""
-        self.plan, discarded = plan, self.throughput.tokens - back.tokens
-        self.throughput.tokens = self.throughput.last_tokens = back.tokens
+        self.plan, discarded = plan, self.speed.tokens - back.tokens
+        self.speed.go_back(back.tokens)
         if self.metrics is not None:
             self.metrics = MetricsFile(self.metrics.path, back.step, keeps_discarded=True)  # each step once
             self._write(back.step, {**record, "discarded_tokens": discarded})
@@ -144,10 +142,10 @@ class Log:
     def advance(self, progress: Progress) -> None:
         """A step is done, that to `progress`."""
         failpoint("between_steps")
-        self.throughput.tokens = progress.tokens
+        self.speed.tokens = progress.tokens
         self.speed.steps += 1
         if self.profile.ends(progress.step):
-            with self.untimed():
+            with self.untimed:
                 self.profile.write()
         if self.console is not None:
             self.console.advance()
@@ -167,15 +165,6 @@ class Log:
         """Print one line."""
         if self.console is not None:
             self.console.line(text)
-
-    @contextmanager
-    def untimed(self) -> Iterator[None]:
-        """What is done inside doesn't count as training."""
-        self.throughput.pause()
-        try:
-            yield
-        finally:
-            self.throughput.resume()
 
     def close(self, seconds: float) -> None:
         """Give the trackers `seconds` for what they haven't sent yet."""

@@ -91,38 +91,6 @@ def _is_rewind(line: str) -> bool:
     return json.loads(line).get("verdict") == "rewind"
 
 
-class Throughput:
-    """Tokens per second of training proper: time between `pause` and `resume` (evaluation, saving) doesn't count."""
-
-    def __init__(self, tokens: int = 0) -> None:
-        """tokens: those of a resumed run so far."""
-        self.seconds, self.tokens = 0.0, tokens
-        self.last_seconds, self.last_tokens = 0.0, tokens
-        self.started: Optional[float] = time.monotonic()
-
-    def pause(self) -> None:
-        """Stop the clock."""
-        if self.started is not None:
-            self.seconds += time.monotonic() - self.started
-            self.started = None
-
-    def resume(self) -> None:
-        """Start the clock."""
-        self.started = time.monotonic()
-
-    def lap(self) -> float:
-        """Tokens per second since the last lap."""
-        self.pause()
-        rate = (self.tokens - self.last_tokens) / max(self.seconds - self.last_seconds, 1e-9)
-        self.last_seconds, self.last_tokens = self.seconds, self.tokens
-        self.resume()
-        return rate
-
-    def seconds_left(self, steps_done: int, steps_left: int) -> float:
-        """Time that `steps_left` steps will take at the speed so far."""
-        return self.seconds / max(steps_done, 1) * steps_left
-
-
 class Stopwatch:
     """The seconds spent inside its `with` blocks."""
 
@@ -137,31 +105,51 @@ class Stopwatch:
 
 
 class Speed:
-    """What a device does in a second, and how long a step waits: on average since the last logged line."""
+    """Tokens per second of training proper, what a device does in a second, and how long a step waits.
 
-    def __init__(
-        self, flops: Flops, device: torch.device, world_size: int, batches: Prefetch, waits: Stopwatch
-    ) -> None:
-        """batches, waits: of this rank, which stands for all. flops: of the model."""
-        self.flops, self.world_size, self.batches, self.waits = flops, world_size, batches, waits
+    Each lap is an average since the one before. `tokens` and `steps` are counted by whoever trains, and time that is spent in
+    `other`, on evaluation and saving, doesn't count.
+    """
+
+    def __init__(self, flops: Flops, device: torch.device, world_size: int, batches: Prefetch, tokens: int = 0) -> None:
+        """batches: of this rank, which stands for all. flops: of the model. tokens: those of a resumed run so far."""
+        self.flops, self.world_size, self.batches = flops, world_size, batches
         self.peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self.steps = 0
+        self.tokens, self.steps = tokens, 0
+        self.waits, self.other = Stopwatch(), Stopwatch()
+        self.began = time.monotonic()
         self.before = self._totals()
 
-    def lap(self, tokens_per_second: float) -> Record:
-        """The metrics, with `mfu` where the device's peak is known. tokens_per_second: of all devices."""
+    @property
+    def seconds(self) -> float:
+        """Of training proper, so far."""
+        return time.monotonic() - self.began - self.other.seconds
+
+    def lap(self) -> Record:
+        """The metrics, with `mfu` where the device's peak is known."""
         totals = self._totals()
-        steps, read, waited = (now - before for now, before in zip(totals[:3], self.before))
-        tokens_at = added(totals[3], -self.before[3])
+        seconds, tokens, steps, read, waited = (now - before for now, before in zip(totals[:5], self.before))
+        tokens_at = added(totals[5], -self.before[5])
         self.before = totals
-        rate = tokens_per_second / self.world_size
+        total = tokens / max(seconds, 1e-9)
+        rate = total / self.world_size
         tflops = rate * self.flops.of(tokens_at) / max(int(tokens_at.sum()), 1) / 1e12
-        record = {"tokens_per_second_per_device": rate, "model_tflops_per_device": tflops}
+        record = {"tokens_per_second": total, "tokens_per_second_per_device": rate, "model_tflops_per_device": tflops}
         record |= {} if self.peak is None else {"mfu": tflops / self.peak}
         return {**record, "data_seconds": read / max(steps, 1), "wait_seconds": waited / max(steps, 1)}
 
-    def _totals(self) -> tuple[int, float, float, np.ndarray]:
-        return self.steps, self.batches.seconds_waited, self.waits.seconds, self.batches.tokens_at
+    def go_back(self, tokens: int) -> None:
+        """After a rewind: to the tokens of the run so far."""
+        self.before = (self.before[0], self.before[1] - self.tokens + tokens, *self.before[2:])
+        self.tokens = tokens
+
+    def _totals(self) -> tuple[float, int, int, float, float, np.ndarray]:
+        read, waited = self.batches.seconds_waited, self.waits.seconds
+        return self.seconds, self.tokens, self.steps, read, waited, self.batches.tokens_at
+
+    def seconds_left(self, steps_left: int) -> float:
+        """Time that `steps_left` steps will take at the speed so far."""
+        return self.seconds / max(self.steps, 1) * steps_left
 
 
 def peak_memory_gib(device: torch.device) -> float:

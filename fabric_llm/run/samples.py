@@ -54,7 +54,7 @@ class Samples:
         if not self.texts:
             return
         began, step = time.monotonic(), progress.step
-        with self.log.untimed():
+        with self.log.untimed:
             rows = continued(model, self.prompts, self.count, self.device, lambda: self.mark(step, "sampling"))
             self.mark(step, "in the next step")
         if self.file is not None:

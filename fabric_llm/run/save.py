@@ -25,7 +25,7 @@ def save(run: Run, *, evaluated: bool, due: Due, stops: bool) -> None:
     """
     publish(run)
     step = run.progress.step
-    with run.log.untimed():
+    with run.log.untimed:
         run.watch.mark(step, "saving")
         in_background = run.background is not None and not (due.is_last or stops)
         pending = writing.begin(
