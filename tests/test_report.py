@@ -459,7 +459,7 @@ addEventListener("securitypolicyviolation", (event) => problems.push("the networ
 CLICKS = """<script>
 const traces = () => document.querySelectorAll(".plot .scatterlayer .trace").length;
 const seen = { before: traces() };
-document.querySelector("input[name=axis][value=t]").click();
+document.querySelector("input[name=axis][value=customdata]").click();
 seen.tokens = document.querySelector(".xtitle").textContent;
 document.querySelector("#theme").click();
 seen.theme = document.documentElement.dataset.theme;
