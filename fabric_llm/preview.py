@@ -153,9 +153,9 @@ def draw(flags: Any, plan: Any, doubts: list[str], output: Path) -> None:
         runs=[
             {
                 "name": run.name,
-                "facts": [],
+                "facts": {},
                 "data": data_table(plan, last, page.number),
-                "flags": [(name, page.shown(value)) for name, value in flags.flat().items()],
+                "flags": {name: page.shown(value) for name, value in flags.flat().items()},
             }
         ],
         headline=[

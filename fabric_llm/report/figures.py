@@ -65,7 +65,7 @@ FIGURES = (
     Figure("waiting", "Waiting of rank 0 in a step", "seconds", has_trend=True),
     Figure("aux_loss", "Auxiliary loss of the routers"),
 )
-NOT_DRAWN = {"tokens", "tokens_per_second_per_device"}
+NOT_DRAWN = {"tokens", "tokens_per_second_per_device", "eval_loss_ema"}
 
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
@@ -283,7 +283,7 @@ def strip(runs: Sequence[Run], events: Sequence[Sequence[Event]], kinds: Mapping
     seen = [
         kind.title for name, kind in kinds.items() if any(event.kind == name for of_run in events for event in of_run)
     ]
-    axis = {"type": "category", "categoryarray": seen[::-1], "range": [-0.6, len(seen) - 0.4]}
+    axis = {"type": "category", "categoryarray": seen[::-1], "range": [-0.6, len(seen) - 0.4], "nticks": 0}
     return Chart(Figure("events", "Events"), traces, go.Layout(hovermode="closest", yaxis=axis).to_plotly_json())
 
 

@@ -71,7 +71,7 @@ def write(folders: Sequence[str], output: Path, verifies: bool) -> int:
                 "data": sources(run),
                 "quick": quick[i],
                 "whole": whole[i],
-                "flags": [(name, shown(value)) for name, value in run.flags.items()],
+                "flags": {name: shown(value) for name, value in run.flags.items()},
             }
             for i, run in enumerate(runs)
         ],
@@ -265,63 +265,48 @@ def _last_and_best(run: Run, loss: Series) -> Markup:
 # ------------------------------------------------------------------------------- what was trained on what
 
 
+FACTS = {  # what is said of a run in words, as far as it is known
+    "Model": "{model}, {parameters} parameters",
+    "Weights from": "{weights}",
+    "Precision": "{precision}{updates}",
+    "Devices": "{on}, {strategy}",
+    "Data": "{data}",
+    "Read": "{epochs:.2f} epochs of {rows:,} sequences",
+    "Batch": "{global_batch_size:,} sequences of {context_length:,} tokens; {micro_batch_size:,} in a forward pass",
+    "Learning rate": "{lr}, {schedule}, warm-up of {warmup_steps} steps; weight decay {weight_decay}",
+    "Seed": "{seed}",
+    "PyTorch": "{torch}",
+    "Directory": "{folder}",
+}
+
+
+def facts(run: Run) -> dict[str, str]:
+    """{what: in words} about model, devices, data, batch and schedule; what isn't known is left out."""
+    flags, begun = run.flags, run.begun
+    known = {**flags, **begun, "folder": run.folder, "data": flags.get("train_data_dir") or "a mixture, see below"}
+    known["updates"] = f", {flags.get('bf16_updates')} updates" if flags.get("precision") == "bf16-true" else ""
+    known["schedule"] = flags.get("lr_schedule") if flags.get("lr_decay", True) else "constant"
+    is_random = any(event.get("random") for event in run.events if event["event"] == "started")
+    known["weights"] = f"none: random, {flags.get('model_name')}" if is_random else flags.get("model_name")
+    if on := devices(begun):
+        known["on"] = on
+    if begun.get("parameters"):
+        known["parameters"] = number(begun["parameters"])
+    if run.progress and "mixture" not in run.progress:
+        known["rows"] = run.progress["fixed"]["train_rows"]
+        known["epochs"] = run.progress["progress"]["position"] / known["rows"]
+    found = {}
+    for name, words in FACTS.items():
+        with suppress(KeyError, ValueError, TypeError):
+            found[name] = words.format_map(known)
+    return found
+
+
 def in_a_sentence(run: Run) -> str:
     """What was trained on what."""
-    said = dict(facts(run))
-    on = ", ".join(run.numbers.get("sources_tokens", ())) or run.flags.get("train_data_dir")
-    words = [said.get("Model"), f"trained on {on}" if on else "", said.get("Precision"), said.get("Devices")]
+    said, on = facts(run), ", ".join(run.numbers.get("sources_tokens", ())) or run.flags.get("train_data_dir")
+    words = [said.get("Model"), on and f"trained on {on}", said.get("Precision"), said.get("Devices")]
     return "; ".join(filter(None, words))
-
-
-def facts(run: Run) -> list[tuple[str, str]]:
-    """(what, in words) about model, devices, data, batch and schedule; what isn't known is left out."""
-    flags, begun = run.flags, run.begun
-    parameters = begun.get("parameters")
-    model = str(begun.get("model") or flags.get("model_name") or "")
-    source = str(flags.get("model_name") or "")
-    is_random = any(event.get("random") for event in run.events if event["event"] == "started")
-    precision = str(flags.get("precision", ""))
-    asked = [f"{name} {flags[name]}" for name in ("devices", "num_nodes", "strategy") if name in flags]
-    on = f"{devices(begun)}, {begun.get('strategy')}" if devices(begun) else f"as asked for: {', '.join(asked)}"
-    said = [
-        ("Model", model if parameters is None else f"{model}, {number(parameters)} parameters"),
-        ("Weights from", f"none: random, {source}" if is_random else source),
-        ("Precision", f"{precision}, {flags.get('bf16_updates')} updates" if precision == "bf16-true" else precision),
-        ("Devices", on),
-        ("Data", "a mixture, see below" if flags.get("data_mix") else str(flags.get("train_data_dir") or "")),
-        ("Read", _read(run)),
-        ("Batch", _batch(as_written(flags))),
-        ("Learning rate", _learning_rate(flags)),
-        ("Seed", str(flags.get("seed", ""))),
-        ("PyTorch", str(begun.get("torch", ""))),
-        ("Directory", str(run.folder)),
-    ]
-    return [(name, words) for name, words in said if words]
-
-
-def _read(run: Run) -> str:
-    if "mixture" in run.progress or not run.progress:
-        return ""
-    rows, position = run.progress["fixed"]["train_rows"], run.progress["progress"]["position"]
-    return f"{position / rows:.2f} epochs: {position:,} sequences, of {rows:,} in the dataset"
-
-
-def _batch(flags: dict[str, Any]) -> str:
-    names = ("global_batch_size", "context_length", "micro_batch_size")
-    sequences, context, micro = (flags.get(name) for name in names)
-    if sequences is None:
-        return ""
-    tokens = f" of {context:,} tokens: {sequences * context:,} tokens a step" if context is not None else ""
-    return f"{sequences:,} sequences{tokens}" + (f"; {micro:,} in a forward pass" if micro is not None else "")
-
-
-def _learning_rate(flags: dict[str, Any]) -> str:
-    if flags.get("lr") is None:
-        return ""
-    falls = flags.get("lr_decay", True) and flags.get("lr_schedule") != "constant"
-    decays = f", {flags.get('lr_schedule')} to {shown(flags.get('min_lr') or 0)}" if falls else ", constant"
-    warmup = f", warm-up of {shown(flags['warmup_steps'])} steps" if flags.get("warmup_steps") else ""
-    return f"{shown(flags['lr'])}{decays}{warmup}; weight decay {shown(flags.get('weight_decay'))}"
 
 
 def sources(run: Run) -> Optional[Table]:

@@ -5,7 +5,6 @@ What is missing or damaged is left out: a run that is still going, or was killed
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -23,6 +22,7 @@ from fabric_llm.base.faults import DONE, STOPPED, Fault
 from fabric_llm.base.names import nearest_of
 from fabric_llm.checkpoint.progress import read_progress
 from fabric_llm.plan import events as history
+from fabric_llm.plan import run_directory
 from fabric_llm.verify.inspect_log import records
 
 # Sets of an evaluation: the only one, all together, the same with other weights, the copying probe.
@@ -31,11 +31,12 @@ MOST_SAMPLES = 4000  # lines of samples.jsonl
 LARGEST_NUMBER = 1e300
 LARGEST_COUNT = 2**53  # of steps, tokens and the like: far beyond any run, and what JSON holds
 MOST_NAMED = 5  # lines of metrics.jsonl that can't be read
-COUNTS = "step tokens code devices nodes parameters max_step pid position discarded_tokens last_durable_step".split()
-COUNTS += ["global_batch_size", "context_length", "micro_batch_size"]
-TEXTS = "time kind strategy from model verdict reason host prompt text date_utc".split()
-MAPPINGS = "shares sources eval counts export newest".split()
-LISTS = "findings notes checked".split()
+WRITTEN = {  # the type that a run writes, by name, of what is shown
+    **dict.fromkeys("step tokens code devices nodes parameters max_step pid position discarded_tokens".split(), int),
+    **dict.fromkeys("time kind strategy from model verdict reason host prompt text date_utc".split(), str),
+    **dict.fromkeys("shares sources eval counts export newest".split(), dict),
+    **dict.fromkeys("findings notes checked".split(), list),
+}
 EVALUATED = ("eval_loss", "eval_loss_ema", "drift", "eval")  # of a line of an evaluation
 
 
@@ -57,7 +58,7 @@ class Run:
     progress: dict[str, Any] = field(default_factory=dict)  # progress.json of the newest checkpoint
     numbers: dict[str, dict[str, Series]] = field(
         default_factory=dict
-    )  # by name, and by set or source, "" where of neither
+    )  # name -> set or source, "" of neither -> Series
     shares: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # in the mean: (step, new shares)
     verdicts: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
@@ -130,21 +131,18 @@ class Run:
 
 def as_written(said: Any) -> dict[str, Any]:
     """A JSON object without the entries that a run can't have written: nobody has to ask again whether a count is one."""
-    if not isinstance(said, dict):
-        return {}
-    odd = [name for name in COUNTS if type(said.get(name, 0)) is not int or not 0 <= said.get(name, 0) < LARGEST_COUNT]
-    odd += [name for name in TEXTS if type(said.get(name, "")) is not str]
-    odd += [name for name in MAPPINGS if type(said.get(name, {})) is not dict]
-    odd += [name for name in LISTS if type(said.get(name, [])) is not list]
-    return {name: value for name, value in said.items() if value is None or name not in odd}
+
+    def fits(name: str, value: Any) -> bool:
+        is_of_type = type(value) is WRITTEN.get(name, type(value))
+        return value is None or is_of_type and (type(value) is not int or 0 <= value < LARGEST_COUNT)
+
+    return {name: value for name, value in said.items() if fits(name, value)} if isinstance(said, dict) else {}
 
 
 def read_run(folder: Path) -> Run:
     """What the run directory `folder` says. Raises Fault (2) if it isn't one."""
     require_run(folder)
-    run = Run(folder.resolve().name, folder)
-    with suppress(OSError, ValueError, RecursionError):
-        run.status = as_written(json.loads((folder / "STATUS.json").read_text(errors="replace")))
+    run = Run(folder.resolve().name, folder, status=as_written(run_directory.read_status(folder)))
     try:
         flags = plain_yaml.read(folder / "arguments.yaml")
         run.flags = flags if isinstance(flags, dict) else {}
@@ -180,13 +178,10 @@ def _over_budget(run: Run) -> list[str]:
     found = []
     for name, budget in run.numbers.get("eval_budget", {}).items():
         forgotten = run.numbers["eval_forgotten"].get(name)
-        if (
-            forgotten is not None
-            and forgotten.steps[-1] == budget.steps[-1]
-            and forgotten.values[-1] > budget.values[-1]
-        ):
+        if forgotten is not None and forgotten.steps[-1] == budget.steps[-1]:
             rise, most = forgotten.values[-1], budget.values[-1]
-            found.append(f"{name} is {rise:.4f} nats above its loss before step 1, and its budget is {most:g}.")
+            if rise > most:
+                found.append(f"{name} is {rise:.4f} nats above its loss before step 1, and its budget is {most:g}.")
     return found
 
 
@@ -213,10 +208,7 @@ def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
     file, damaged = run.folder / name, []
     try:
         for number, record, is_whole in records(file) if file.is_file() else ():
-            if (
-                record is not None
-                and {"step", *(["tokens"] if "tokens" in record else [])} <= as_written(record).keys()
-            ):
+            if record is not None and all(0 <= record.get(name, 0) < LARGEST_COUNT for name in ("step", "tokens")):
                 yield record
             elif is_whole or record is not None:
                 damaged.append(number)
@@ -271,21 +263,23 @@ def _collect(columns: Columns, step: int, said: Mapping[str, Any], prefix: str =
 def _name_sets(numbers: dict[str, dict[str, Series]]) -> None:
     """Sort the sets, name what is of all of them, and compute what is forgotten where no budget asks for it."""
     losses = dict(sorted(numbers.get("eval_loss", {}).items()))
+    known, budgets = numbers.get("eval_forgotten", {}), numbers.get("eval_budget", {})
+    forgotten = {}
+    for name, loss in losses.items():
+        if name in budgets if budgets else name not in ("", COPY):
+            if name in known:
+                forgotten[name] = known[name]
+            elif len(loss.steps) > 1 and loss.steps[0] == 0 and math.isfinite(loss.values[0]):
+                forgotten[name] = Series(loss.steps, loss.values - loss.values[0])
     mean, copy = losses.pop("", None), losses.pop(COPY, None)
     if mean is not None and list(losses) != [ONE_SET]:  # where it is the only set, the mean says the same again
         losses = {MEAN if losses or copy else ONE_SET: mean, **losses}
-    known, budgets = numbers.get("eval_forgotten", {}), numbers.get("eval_budget", {})
-    numbers["eval_forgotten"] = {
-        name: known.get(name) or Series(loss.steps, loss.values - loss.values[0])
-        for name, loss in losses.items()
-        if (name in budgets if budgets else name != MEAN)
-        and (name in known or len(loss.steps) > 1 and loss.steps[0] == 0 and math.isfinite(loss.values[0]))
-    }
-    if average := numbers.pop("eval_loss_ema", None):
-        losses[AVERAGE] = average[""]
-    numbers["eval_loss"], numbers["copy"] = losses, {} if copy is None else {COPY: copy}
+    if average := numbers.get("eval_loss_ema", {}).get(""):
+        losses[AVERAGE] = average
     waits = {"for data": "data_seconds", "for the device and other ranks": "wait_seconds"}
-    numbers["waiting"] = {words: numbers.pop(name)[""] for words, name in waits.items() if name in numbers}
+    waiting = {words: numbers.pop(name)[""] for words, name in waits.items() if name in numbers}
+    numbers |= {"eval_loss": losses, "eval_forgotten": forgotten, "waiting": waiting}
+    numbers["copy"] = {} if copy is None else {COPY: copy}
 
 
 def _read_samples(run: Run) -> None:
