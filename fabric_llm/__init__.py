@@ -9,7 +9,6 @@ checkpoint  take, write, publish, load and keep checkpoints
 run         one run from its plan to its end
 verify      export a model and prove a run: `python -m fabric_llm.verify`
 report      runs to look at: `python -m fabric_llm.report`
-preview     a run before it begins: `python -m fabric_llm.preview`
 
 average     the average of checkpoints: `python -m fabric_llm.average`
 

@@ -10,10 +10,12 @@ import pytest
 from ranks import metrics, toy_run, train_ranks
 from test_report import Page, browser, opened
 
-from fabric_llm.preview import __main__ as command
+from fabric_llm import preview as command
+from fabric_llm.report.timeline import Kind
 
 pytest.importorskip("plotly", reason="plotly isn't installed: pip install -e '.[report]'")
 ROOT = Path(__file__).parent.parent
+KINDS = {"stage": Kind("Stage"), "evaluated": Kind("Evaluation"), "saved": Kind("Checkpoint")}
 
 
 def preview(folder, *flags, name="preview.html"):
@@ -58,16 +60,16 @@ def test_learning_rate_sources_checkpoints_and_evaluations_are_those_of_the_run(
     assert lr["y"] == pytest.approx(metrics(run, "lr"), rel=1e-5)
     assert lr["t"] == metrics(run, "tokens")
     read = metrics(run, "sources")
-    for line in drawn.lines("epochs"):
+    for line in drawn.lines("sources_epochs"):
         assert line["y"] == pytest.approx([one[line["set"]]["epochs"] for one in read], rel=1e-5)
-    shares = {line["set"]: dict(zip(line["x"], line["y"])) for line in drawn.lines("share")}
-    assert (shares["new"][0], shares["old"][0], shares["new"][10], shares["old"][19]) == (0.75, 0.25, 0.25, 0.75)
+    shares = {line["set"]: dict(zip(line["x"], line["y"])) for line in drawn.lines("sources_share")}
+    assert (shares["new"][1], shares["old"][1], shares["new"][11], shares["old"][20]) == (0.75, 0.25, 0.25, 0.75)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     due = {"evaluated": [one["step"] for one in lines if "eval_loss" in one]}
     due["saved"] = sorted(int(path.name[5:]) for path in run.glob("step-*"))
     due["stage"] = [10]
     for kind, steps in due.items():
-        assert [event["x"] for event in drawn.data["events"] if event["kind"] == kind] == steps
+        assert [event["x"] for event in drawn.events(KINDS) if event["kind"] == kind] == steps
     assert "1,920" in drawn.text and "3,200" in drawn.text, "tokens of the run, rows of a source"
 
 
@@ -82,7 +84,7 @@ def test_one_dataset_by_epochs(toys, tmp_path):
     flags = (*toy_run(toys, tmp_path), "--number_epochs", 2, "--global_batch_size", 8, "--eval_iters", 0)
     drawn = preview(tmp_path, *flags)
     assert drawn.names() == ["lr"] and drawn.lines("lr")[0]["x"][-1] == 11 and "2.00" in drawn.text
-    assert not [event for event in drawn.data["events"] if event["kind"] == "evaluated"]
+    assert not [event for event in drawn.events(KINDS) if event["kind"] == "evaluated"]
 
 
 def test_doubts_are_shown(toys, tmp_path):

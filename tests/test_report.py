@@ -52,11 +52,33 @@ class Page(html.parser.HTMLParser):
     def text(self):
         return " ".join(" ".join(self.words).split())
 
+    def traces(self, name):
+        return next(chart["traces"] for chart in self.data["charts"] if chart["name"] == name)
+
     def lines(self, name):
-        return next(chart["lines"] for chart in self.data["charts"] if chart["name"] == name)
+        return [
+            {
+                "run": trace["meta"]["run"],
+                "set": html.unescape(trace["name"]),
+                "style": trace["meta"]["style"],
+                "dash": trace["line"]["dash"],
+                "x": trace["x"],
+                "t": trace["customdata"],
+                "y": trace["y"],
+            }
+            for trace in self.traces(name)
+        ]
+
+    def events(self, kinds=timeline.KINDS):
+        names = {kind.title: name for name, kind in kinds.items()}
+        return [
+            {"kind": names[title], "x": step, "words": html.unescape(words)}
+            for trace in self.traces("events")
+            for title, step, words in zip(trace["y"], trace["x"], trace["text"])
+        ]
 
     def names(self):
-        return [chart["name"] for chart in self.data["charts"]]
+        return [chart["name"] for chart in self.data["charts"] if chart["name"] != "events"]
 
 
 def training(step, **more):
@@ -120,7 +142,7 @@ def test_a_real_run_that_was_resumed(toys, tmp_path, capfd):
         ("validation", "points"),
         ("validation", "discarded"),
     ]
-    kinds = [event["kind"] for event in shown.data["events"]]
+    kinds = [event["kind"] for event in shown.events()]
     assert kinds == ["started", "saved", "resumed", "saved", "done", "saved", "done"]
     assert "LlamaForCausalLM" in shown.text and "4 of 4" in shown.text and "whole" in shown.text
     assert "There is no" not in shown.text and "not checked: python -m fabric_llm.report" in shown.text
@@ -159,9 +181,9 @@ def test_a_rewind_stages_and_an_average_are_drawn_and_what_was_discarded_counts(
     assert f"step 16 of 16; {4 * 2 * CONTEXT} more discarded" in shown.text
     assert "pauses; 0 s more discarded" in shown.text and "Faint lines" in shown.text
     sets = [line["set"] for line in shown.lines("eval_loss")]
-    assert sets == ["all sets, weighted", "new", "old", figures.AVERAGE]
+    assert sets == ["all sets, weighted", "new", "old", reading.AVERAGE]
     assert re.search(r"best \d\.\d+ at step 1[0-6]; before step 10 it had other shares", shown.text)
-    kinds = {event["kind"]: event for event in shown.data["events"]}
+    kinds = {event["kind"]: event for event in shown.events()}
     assert kinds["stage"]["x"] == 8 and kinds["stage"]["words"] == "from here on new 25 %, old 75 %"
     row = r"12 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d Rewind [^;]*; at sequence 56; 192 tokens discarded"
     assert re.search(row, shown.text), "with a time"
@@ -172,29 +194,31 @@ def test_evaluations_with_sets_budgets_a_copy_probe_and_drift(tmp_path):
     shown = report(made(tmp_path / "run", lines))
     assert [one["set"] for one in shown.lines("eval_loss")] == ["all sets, weighted", "code", "general"]
     assert [one["y"] for one in shown.lines("eval_loss")] == [[3.0, 2.5], [4.0, 2.9], [2.0, 2.1]]
-    forgetting = {(one["set"], one["style"]): one["y"] for one in shown.lines("forgotten")}
+    forgetting = {(one["set"], one["style"]): one["y"] for one in shown.lines("eval_forgotten")}
     assert set(forgetting) == {("general", "points"), ("general", "budget")}, "only code has no budget"
     assert forgetting[("general", "points")] == [0.1] and forgetting[("general", "budget")] == [0.05]
     [copy] = shown.lines("copy")
     assert copy["y"] == [1.0, 0.5] and copy["t"] == [0, 40960]
-    assert shown.lines("drift")[0]["y"] == [0, 0.01] and shown.lines("bits_per_byte")[0]["y"] == [1.5, 1.1]
+    assert shown.lines("drift")[0]["y"] == [0, 0.01] and shown.lines("eval_bits_per_byte")[0]["y"] == [1.5, 1.1]
     assert ("dd", {"class": "figure stopped long"}) in shown.tags and "general is 0.1000 nats above" in shown.text
-    dashes = {(one["set"], one["dash"]) for name in ("eval_loss", "forgotten", "copy") for one in shown.lines(name)}
+    dashes = {
+        (one["set"], one["dash"]) for name in ("eval_loss", "eval_forgotten", "copy") for one in shown.lines(name)
+    }
     assert len({name for name, _ in dashes}) == len(dashes) == 4, "a set has one dash in all figures"
 
 
-def test_a_mixture_as_it_was_logged_before(tmp_path):
+def test_a_mixture_without_budgets_shows_what_is_forgotten_of_each_source(tmp_path):
     read = {"new": {"tokens": 1536, "epochs": 0.5}, "old": {"tokens": 512, "epochs": 0.01}}
-    lines = [{"step": 0, "eval_loss": 5.0, "eval_loss_by_source": {"new": 6.0, "old": 4.0}}]
+    lines = [{"step": 0, "eval_loss": 5.0, "eval": {"new": {"loss": 6.0}, "old": {"loss": 4.0}}}]
     lines += [training(1, sources=read), training(2, sources=read)]
-    lines += [{"step": 2, "eval_loss": 4.0, "eval_loss_by_source": {"new": 4.5, "old": 4.1}}]
+    lines += [{"step": 2, "eval_loss": 4.0, "eval": {"new": {"loss": 4.5}, "old": {"loss": 4.1}}}]
     flags = {"train_data_dir": None, "data_mix": "new=data/new:0.75:4,old=data/old:0.25"}
     shown = report(made(tmp_path / "run", lines, flags=flags))
-    assert {one["set"]: one["y"] for one in shown.lines("forgotten")} == {
+    assert {one["set"]: one["y"] for one in shown.lines("eval_forgotten")} == {
         "new": [0, -1.5],
         "old": [0, pytest.approx(0.1)],
     }
-    assert [one["set"] for one in shown.lines("epochs")] == ["new", "old"]
+    assert [one["set"] for one in shown.lines("sources_epochs")] == ["new", "old"]
     assert "0.50 of at most 4" in shown.text and "data/new" in shown.text
 
 
@@ -260,7 +284,7 @@ ODD = [None, True, -1, 10**400, 2**70, math.inf, math.nan, 1e-320, "x", "", [], 
 
 
 def test_any_value_in_any_file_is_shown_or_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "plotly_source", lambda: "")
+    monkeypatch.setattr(page, "get_plotlyjs", lambda: "")
     for number, odd in enumerate(ODD):
         sources = {"a": {"tokens": odd, "epochs": odd}, "b": odd}
         lines = [training(1), training(2, loss=odd, lr=odd, tokens_per_second=odd, sources=sources, other=odd)]
@@ -307,7 +331,8 @@ def test_runs_beside_each_other(tmp_path):
     one = made(tmp_path / "x" / "same", [EVALUATIONS[0], *lines], flags={"lr": 1e-3, "compile": "auto"})
     other = made(tmp_path / "y" / "same", lines, flags={"lr": 2e-3, "compile": "auto", "new_flag": None})
     shown = report(one, other, one, output=tmp_path / "both.html")
-    assert shown.data["runs"] == ["x/same", "y/same"], "each once, and told apart"
+    names = [trace["meta"]["name"] for trace in shown.traces("events")]
+    assert names == ["x/same", "y/same"], "each once, and told apart"
     assert [line["run"] for line in shown.lines("loss")] == [0, 1]
     differing = shown.text.split("Flags Flag x/same y/same")[1]
     assert "x/same 3 3 at step 0 8,192 step 4" in shown.text, "Best has a number"
@@ -380,7 +405,7 @@ def test_many_runs_stay_small(tmp_path):
 # ------------------------------------------------------------------------------- mistakes
 
 
-def test_mistakes_are_one_sentence(tmp_path, capsys, monkeypatch):
+def test_mistakes_are_one_sentence(tmp_path, capsys):
     run = made(tmp_path / "run", [training(1)])
     (run / "step-00000001" / "trainer").mkdir(parents=True)
     for argv, words in (
@@ -396,9 +421,9 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, monkeypatch):
         assert command.main([str(word) for word in argv]) == 2, argv
         said = capsys.readouterr().err
         assert len(said.splitlines()) == 1 and said.startswith("fabric_llm.report: error: ") and words in said, said
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    assert command.main([str(run)]) == 2
-    assert "needs plotly: pip install plotly" in capsys.readouterr().err
+    code = f"import sys; sys.modules['plotly'] = None; from fabric_llm.report.__main__ import main; sys.exit(main([{str(run)!r}]))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "needs plotly: pip install plotly" in done.stderr
     assert not (run / "report.html").exists()
 
 
@@ -411,10 +436,12 @@ def test_help_imports_no_torch(name):
 
 
 def test_data_cannot_end_its_element():
-    assert json.loads(page.as_json([HOSTILE])) == [HOSTILE]
-    assert not set("<>&") & set(page.as_json([HOSTILE]))
+    to_json = page.environment().from_string("{{ data | tojson }}")
+    said = to_json.render(data=[HOSTILE])
+    assert json.loads(said) == [HOSTILE]
+    assert not set("<>&") & set(said)
     with pytest.raises(ValueError):
-        page.as_json([math.nan])
+        to_json.render(data=[math.nan])
 
 
 def test_a_page_without_a_run_is_a_fault(tmp_path):
@@ -432,7 +459,7 @@ addEventListener("securitypolicyviolation", (event) => problems.push("the networ
 CLICKS = """<script>
 const traces = () => document.querySelectorAll(".plot .scatterlayer .trace").length;
 const seen = { before: traces() };
-document.querySelector("input[name=axis][value=t]").click();
+document.querySelector("input[name=axis][value=customdata]").click();
 seen.tokens = document.querySelector(".xtitle").textContent;
 document.querySelector("#theme").click();
 seen.theme = document.documentElement.dataset.theme;
@@ -444,7 +471,7 @@ seen.printed = document.documentElement.dataset.theme;
 dispatchEvent(new Event("afterprint"));
 seen.cut = [...document.querySelectorAll(".compared .scroll")].some((one) => one.scrollWidth > one.clientWidth);
 seen.ticks = document.querySelectorAll("#chart-grad_norm .ytick").length;
-seen.labels = [...document.querySelectorAll("#chart-forgotten .textpoint")].map((one) => one.textContent);
+seen.labels = [...document.querySelectorAll("#chart-eval_forgotten .textpoint")].map((one) => one.textContent);
 const wide = document.documentElement.scrollWidth > innerWidth;
 const asked = performance.getEntriesByType("resource").map((one) => one.name).filter((name) => !/^(data|blob):/.test(name));
 const shown = JSON.stringify({ ...seen, problems, asked, wide, page });
@@ -495,8 +522,9 @@ def test_it_opens_in_a_browser_without_errors_and_without_the_network(tmp_path):
     shown = report(*runs)
     console, seen = opened(runs[0] / "report.html", tmp_path)
     assert console == [] and seen["problems"] == [] and seen["asked"] == [] and not seen["wide"]
-    lines_of_charts = sum(len(chart["lines"]) for chart in shown.data["charts"])
-    assert seen["before"] == lines_of_charts + 2, "each line is a trace, and each run has its events"
+    assert seen["before"] == sum(len(chart["traces"]) for chart in shown.data["charts"]), (
+        "each line, and each run's events"
+    )
     assert seen["hidden"] < seen["before"] and seen["tokens"] == "Tokens"
     assert seen["theme"] == "dark" and seen["printed"] == "light" and seen["page"] == "rgb(21, 23, 27)"
 

@@ -12,7 +12,10 @@ from typing import Any, Optional
 from fabric_llm.base import files, step_names
 from fabric_llm.base.faults import DONE, STOPPED, Fault
 from fabric_llm.base.files import write_atomically
-from fabric_llm.report.reading import Run
+from fabric_llm.checkpoint.progress import read_progress
+from fabric_llm.data.mixture import mixture_of
+from fabric_llm.report.reading import Run, as_written
+from fabric_llm.verify import __main__ as verify
 from fabric_llm.verify import inspect_log
 from fabric_llm.verify.report import Report
 
@@ -45,23 +48,15 @@ def quick(run: Run) -> dict[str, Any]:
             report.note("metrics.jsonl is too large to be checked in a moment: --verify true checks it.")
         else:
             report.look(inspect_log.check_metrics, log, over, durable, documents)
-    said = {"verdict": "whole" if report.code == DONE else "damaged", "checked": checked}
-    return {**said, "findings": report.findings, "notes": report.notes, "counts": report.counts}
+    return {**vars(report), "verdict": "whole" if report.code == DONE else "damaged", "checked": checked}
 
 
 def _check_sizes(path: Path, documents: dict[int, dict[str, Any]], report: Report) -> str:
     """Names and sizes of a checkpoint's files. Adds what check_metrics needs of it to `documents`."""
-    from fabric_llm.checkpoint.progress import read_progress
-    from fabric_llm.data.mixture import mixture_of
-
-    manifest = files.check_folder(path, hashes=False)
-    progress = read_progress(path)
-    read = mixture_of(progress).read_before(progress["progress"]["position"]) if "mixture" in progress else None
-    documents[step_names.step_of(path)] = {
-        "tokens": progress["progress"]["tokens"],
-        "sources": read,
-        "logged": progress["logged"],
-    }
+    manifest, progress = files.check_folder(path, hashes=False), read_progress(path)
+    position, tokens = progress["progress"]["position"], progress["progress"]["tokens"]
+    read = mixture_of(progress).read_before(position) if "mixture" in progress else None
+    documents[step_names.step_of(path)] = {"tokens": tokens, "sources": read, "logged": progress["logged"]}
     report.count("checkpoints", 1)
     report.count("files", len(manifest["files"]) + 1)
     report.count("bytes", sum(entry["bytes"] for entry in manifest["files"].values()))
@@ -70,24 +65,21 @@ def _check_sizes(path: Path, documents: dict[int, dict[str, Any]], report: Repor
 
 def whole(run: Run) -> dict[str, Any]:
     """Verify the run as `python -m fabric_llm.verify` does, hashes and export included, and keep the certificate with it."""
-    from fabric_llm.verify import __main__ as command
-
-    document = command.verified(SimpleNamespace(run=str(run.folder), no_export=False)) | command.versions_and_date()
+    document = verify.verified(SimpleNamespace(run=str(run.folder), no_export=False)) | verify.versions_and_date()
     try:
         write_atomically(run.folder / CERTIFICATE, json.dumps(document, indent=2) + "\n")
     except OSError as error:
         raise Fault(f"{str(run.folder / CERTIFICATE)!r} can't be written: {error.strerror}.") from error
-    return document
+    return {**document, "is_of_newest": True}
 
 
 def last_whole(run: Run) -> Optional[dict[str, Any]]:
     """The certificate in the run directory, with `is_of_newest`: whether the newest checkpoint is the one that it speaks of."""
     try:
-        document = json.loads((run.folder / CERTIFICATE).read_text(errors="replace"))
+        document = as_written(json.loads((run.folder / CERTIFICATE).read_text(errors="replace")))
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(document, dict) or not isinstance(document.get("verdict"), str):
+    if document.get("verdict") is None:
         return None
-    newest, said = step_names.latest(run.folder), document.get("newest")
-    hashed = said.get("manifest_sha256") if isinstance(said, dict) else None
+    newest, hashed = step_names.latest(run.folder), (document.get("newest") or {}).get("manifest_sha256")
     return {**document, "is_of_newest": newest is not None and files.sha256(newest / files.MANIFEST) == hashed}

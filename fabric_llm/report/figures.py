@@ -1,143 +1,191 @@
-"""Runs -> the figures of the report, as plain data that page.js draws: lines of points, thinned out, and their table."""
+"""Runs -> the figures of the report, as plotly's traces and layouts.
+
+A line keeps few enough points for a page to stay small, its extremes among them. Traces have steps as x and tokens as
+customdata, and say in `meta` what page.html needs: their run, and their colours by number, which are others in the dark.
+"""
 
 from __future__ import annotations
 
+import html
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Optional
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
+from plotly import graph_objects as go
 
-from fabric_llm.report.reading import COPY, MEAN, Run, Series
+from fabric_llm.report.reading import Run, Series
+from fabric_llm.report.timeline import Event, Kind
 
 MOST_POINTS, FEWEST_POINTS = 2000, 60  # of a line
 MOST_POINTS_OF_ALL = 90_000  # of all lines: 2.5 MB
 TREND_FROM_POINTS = 100  # shorter lines have no trend
 DIGITS = 6
-TREND = (
-    "Of lines with many points the bold one is a running mean, in which a point counts half as much after 1 % of them."
-)
-AVERAGE = "moving average of the weights"
-SHARES_CHANGED = "The shares by which the sets count have changed: only where they are the same, the mean compares."
+MOST_CHARACTERS = 300  # of the words of an event on the time line
+MOST_UPRIGHT = 40  # lines that mark events, of a run
 
 
-@dataclass
-class Line:
-    """A line of a figure. set: what its dash stands for, "" where the figure has one line a run."""
+class Line(NamedTuple):
+    """A line of a figure. name: the set, source or the like that it is of, "" where the figure has one line a run."""
 
-    run: int
-    set: str
+    name: str
     series: Series
-    style: str = "line"  # line, points (measured now and then), raw (with a trend over it), trend, budget, discarded
+    style: str  # of STYLES
 
 
-@dataclass
-class Figure:
-    """A figure over steps or tokens."""
+class Figure(NamedTuple):
+    """A number of a run, drawn over steps or tokens: a line for each set or source."""
 
     name: str
     title: str
-    unit: str
-    lines: list[Line] = field(default_factory=list)
-    is_log: bool = False
+    unit: str = ""
     note: str = ""
+    style: str = "line"  # of STYLES
+    has_trend: bool = False
+    is_log: bool = False  # where all values are positive
     is_minor: bool = False  # goes below the others
-    is_apart: bool = False  # its sets are no sets of validation data
+
+
+COPYING = "The loss on the second occurrence of a repeated random passage: low where the model copies from its context."
+FORGETTING = "Above 0 a set was forgotten, below 0 it was learned."
+FIGURES = (
+    Figure("eval_loss", "Validation loss", "nats a token", style="points"),
+    Figure("loss", "Training loss", "nats a token", has_trend=True),
+    Figure("eval_forgotten", "Forgetting: loss minus its value before step 1", "nats a token", FORGETTING, "points"),
+    Figure("eval_bits_per_byte", "Bits per byte of validation text", "bits", style="points"),
+    Figure("copy", "Copying from context", "nats a token", COPYING, "points"),
+    Figure("drift", "Distance of the weights from the base", "of their norm", style="points"),
+    Figure("sources_epochs", "How often each source is read", "epochs"),
+    Figure("lr", "Learning rate"),
+    Figure("grad_norm", "Gradient norm, before clipping", has_trend=True, is_log=True),
+    Figure("tokens_per_second", "Tokens per second, all devices", "tokens/s", has_trend=True),
+    Figure("mfu", "Model FLOPs utilisation", "of the device's peak", has_trend=True),
+    Figure("peak_memory_gib", "Peak memory of rank 0", "GiB"),
+    Figure("updated_fraction", "Share of weights that a step changes", "of the weights", has_trend=True),
+    Figure("waiting", "Waiting of rank 0 in a step", "seconds", has_trend=True),
+    Figure("aux_loss", "Auxiliary loss of the routers"),
+)
+NOT_DRAWN = {"tokens", "tokens_per_second_per_device", "eval_loss_ema"}
 
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
-    """All figures that have a line, in the order of the page, with what was discarded as lines of their own."""
-    made, discarded = _figures(runs), defaultdict(list)
-    for number in range(max((len(run.discarded) for run in runs), default=0)):
-        parts = [run.discarded[number] if number < len(run.discarded) else Run(run.name, run.folder) for run in runs]
-        for figure in _figures(parts):
-            for line in figure.lines:
-                if line.style not in ("trend", "budget"):
-                    discarded[figure.name, line.run, line.set].append(line.series)
-    for figure in made:
-        lines = [(key[1:], parts) for key, parts in discarded.items() if key[0] == figure.name]
-        figure.lines += [Line(*where, _with_gaps(parts), "discarded") for where, parts in lines]
-    return made
+    """The figures of the page in their order; a number that they don't know has one of its own below them."""
+    known = NOT_DRAWN.union(figure.name for figure in FIGURES)
+    others = sorted({name for run in runs for name, named in run.numbers.items() if "" in named} - known)
+    return [*FIGURES, *(Figure(name, name.replace("_", " "), is_minor=True) for name in others)]
 
 
-def _with_gaps(parts: Sequence[Series]) -> Series:
-    """The parts one after the other, as one line with gaps."""
-    steps = np.concatenate([np.append(part.steps, part.steps[-1]) for part in parts])
-    return Series(steps, np.concatenate([np.append(part.values, math.nan) for part in parts]))
+# ------------------------------------------------------------------------------- as plotly has them
+
+COLORS = {  # name of a CSS variable: (in the light, in the dark)
+    "page": ("#fbfaf8", "#15171b"),
+    "surface": ("#ffffff", "#1c1f24"),
+    "ink": ("#1d1f23", "#e9e7e2"),
+    "muted": ("#5b616b", "#a3a8b2"),
+    "line": ("#e3e1dc", "#31353c"),
+    "grid": ("#ebe9e4", "#2a2e35"),
+    "accent": ("#1457a8", "#8ab8f5"),
+    "good": ("#1a6b3c", "#7fd3a0"),
+    "good-page": ("#e6f3ea", "#1c3227"),
+    "bad": ("#a8231f", "#ff9d94"),
+    "bad-page": ("#fbeae8", "#3d2221"),
+    "wait": ("#805500", "#f0c268"),
+    "wait-page": ("#fbf1dc", "#3a301a"),
+    "c0": ("#1457a8", "#7db3f7"),  # c0 to c7 are those of runs, sets and events
+    "c1": ("#c2500a", "#f79a5c"),
+    "c2": ("#1b7a4b", "#66cf98"),
+    "c3": ("#8a3ea8", "#cf9aec"),
+    "c4": ("#b3275f", "#f58bb0"),
+    "c5": ("#0f7f8c", "#5fcbd8"),
+    "c6": ("#7a5c00", "#dcbf5a"),
+    "c7": ("#545a66", "#b3b9c4"),
+}
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
+STYLES: dict[str, dict[str, Any]] = {
+    "line": {"mode": "lines", "line": {"width": 2}},
+    "points": {"mode": "lines+markers", "line": {"width": 2}, "marker": {"size": 5}},  # measured now and then
+    "steps": {"mode": "lines", "line": {"width": 2, "shape": "vh"}},  # what held up to a step
+    "raw": {"mode": "lines", "line": {"width": 1}, "opacity": 0.38},  # with a trend over it
+    "trend": {"mode": "lines", "line": {"width": 2.2}, "hoverinfo": "skip"},
+    "budget": {
+        "mode": "lines+text",
+        "textposition": "top left",
+        "cliponaxis": False,
+        "line": {"width": 1, "shape": "hv"},
+        "opacity": 0.85,
+    },
+    "discarded": {"mode": "lines+markers", "line": {"width": 1}, "marker": {"size": 3}, "opacity": 0.55},
+}
+OTHER_KINDS = 7  # the colour of events without an upright line
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 
 
-def _figures(runs: Sequence[Run]) -> list[Figure]:
-    made = [
-        _of_sets(runs, "eval_loss", "Validation loss", "nats a token", "loss", lambda name: name != COPY),
-        _with_trends(_of_number(runs, "loss", "Training loss", "nats a token", note=TREND)),
-        _forgetting(runs),
-        _of_sets(runs, "bits_per_byte", "Bits per byte of validation text", "bits", "bits_per_byte"),
-        _of_sets(runs, "copy", "Copying from context", "nats a token", "loss", lambda name: name == COPY),
-        Figure("drift", "Distance of the weights from the base", "of their norm", _drift(runs)),
-        _sources(runs),
-        _of_number(runs, "lr", "Learning rate", ""),
-        _with_trends(_of_number(runs, "grad_norm", "Gradient norm, before clipping", "", is_log=True)),
-        _with_trends(_of_number(runs, "tokens_per_second", "Tokens per second, all devices", "tokens/s")),
-        _with_trends(_of_number(runs, "mfu", "Model FLOPs utilisation", "of the device's peak")),
-        _of_number(runs, "peak_memory_gib", "Peak memory of rank 0", "GiB"),
-        _with_trends(_of_number(runs, "updated_fraction", "Share of weights that a step changes", "of the weights")),
-        _with_trends(_waiting(runs)),
-        _with_trends(_of_number(runs, "aux_loss", "Auxiliary loss of the routers", "")),
-    ]
-    made[0].lines += [Line(i, AVERAGE, run.average, "points") for i, run in enumerate(runs) if run.average is not None]
-    made[0].note = SHARES_CHANGED * any(len(run.shares) > 1 for run in runs)
-    made[
-        4
-    ].note = (
-        "The loss on the second occurrence of a repeated random passage: low where the model copies from its context."
-    )
-    shown = {"loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "peak_memory_gib", "updated_fraction"}
-    shown |= {"data_seconds", "wait_seconds", "aux_loss", "tokens_per_second_per_device"}
-    others = sorted({name for run in runs for name in run.numbers} - shown)
-    for name in others:
-        lines = [Line(i, "", run.numbers[name]) for i, run in enumerate(runs) if name in run.numbers]
-        made.append(Figure(f"number-{name}", name.replace("_", " "), "", lines, is_minor=True))
-    return [figure for figure in made if figure.lines]
+def template(is_dark: bool) -> dict[str, Any]:
+    """The look of all figures, in the light or in the dark."""
+    color = {name: both[is_dark] for name, both in COLORS.items()}
+    small = {"color": color["muted"], "size": 12}
+    axis = {
+        "gridcolor": color["grid"],
+        "linecolor": color["line"],
+        "zeroline": False,
+        "zerolinecolor": color["muted"],
+        "zerolinewidth": 1,
+        "automargin": True,
+        "tickfont": small,
+        "separatethousands": True,
+    }
+    layout = {
+        "colorway": [color[f"c{i}"] for i in range(8)],
+        "font": {"family": FONT, "color": color["ink"], "size": 12},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "margin": {"l": 48, "r": 10, "t": 6, "b": 40},
+        "hovermode": "x unified",
+        "hoverlabel": {"bgcolor": color["surface"], "bordercolor": color["line"], "namelength": -1},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": small},
+        "xaxis": {**axis, "nticks": 7, "exponentformat": "SI", "title": {"font": small, "standoff": 8}},
+        "yaxis": {**axis, "nticks": 6, "exponentformat": "power"},
+    }
+    trace = go.Scatter(hovertemplate="%{y:.5~g}<extra>%{meta.name}</extra>")
+    return go.layout.Template(layout=layout, data={"scatter": [trace]}).to_plotly_json()
 
 
-def _of_number(runs: Sequence[Run], name: str, title: str, unit: str, **more: Any) -> Figure:
-    lines = [Line(i, "", run.numbers[name]) for i, run in enumerate(runs) if name in run.numbers]
-    return Figure(name, title, unit, lines, **more)
+class Chart(NamedTuple):
+    """A figure of some runs, drawn."""
+
+    figure: Figure
+    traces: list[dict[str, Any]]
+    layout: dict[str, Any]
 
 
-def _of_sets(
-    runs: Sequence[Run],
-    name: str,
-    title: str,
-    unit: str,
-    key: str,
-    takes: Callable[[str], bool] = lambda name: True,
-) -> Figure:
-    """key: of each set's numbers."""
-    lines = [
-        Line(i, set_name, named[key], "points")
-        for i, run in enumerate(runs)
-        for set_name, named in _ordered(run)
-        if key in named and takes(set_name)
-    ]
-    return Figure(name, title, unit, lines)
+def charts(found: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
+    """The figures that have a line, drawn. A set, or a source, has one dash in all of them, and of a single run one colour."""
+    lines = [[(i, line) for i, run in enumerate(runs) for line in _lines(figure, run)] for figure in found]
+    every = [line for of_figure in lines for _, line in of_figure]
+    sets = list(dict.fromkeys(line.name for line in every if line.name))
+    most = min(MOST_POINTS, max(FEWEST_POINTS, MOST_POINTS_OF_ALL // max(len(every), 1)))
+    return [_chart(figure, of_figure, runs, sets, most) for figure, of_figure in zip(found, lines) if of_figure]
 
 
-def _ordered(run: Run) -> list[tuple[str, dict[str, Series]]]:
-    """The sets, all together first."""
-    return sorted(run.sets.items(), key=lambda item: (item[0] != MEAN, item[0]))
-
-
-def _with_trends(figure: Figure) -> Figure:
-    """The figure with a running mean over each line that has enough points for one."""
-    lines = []
-    for line in figure.lines:
-        has_trend = len(line.series.steps) >= TREND_FROM_POINTS
-        lines.append(replace(line, style="raw" if has_trend else line.style))
-        lines += [replace(line, style="trend", series=trend(line.series))] if has_trend else []
-    return replace(figure, lines=lines)
+def _lines(figure: Figure, run: Run) -> Iterable[Line]:
+    """The lines of a run with their trends, and those of work that was undone, each as one line with gaps."""
+    budgets = run.numbers.get("eval_budget", {}) if figure.name == "eval_forgotten" else {}
+    for name, series in run.numbers.get(figure.name, {}).items():
+        has_trend = figure.has_trend and len(series.steps) >= TREND_FROM_POINTS
+        yield Line(name, series, "raw" if has_trend else figure.style)
+        if has_trend:
+            yield Line(name, trend(series), "trend")
+        if name in budgets:
+            yield Line(name, budgets[name], "budget")
+    undone: dict[str, list[Series]] = {}
+    for part in run.discarded:
+        for name, series in part.numbers.get(figure.name, {}).items():
+            undone.setdefault(name, []).append(series)
+    for name, parts in undone.items():
+        steps = np.concatenate([np.append(part.steps, part.steps[-1]) for part in parts])
+        yield Line(
+            name, Series(steps, np.concatenate([np.append(part.values, math.nan) for part in parts])), "discarded"
+        )
 
 
 def trend(series: Series) -> Series:
@@ -151,114 +199,108 @@ def trend(series: Series) -> Series:
     return Series(series.steps, np.array(means))
 
 
-def forgotten(named: dict[str, Series]) -> Optional[Series]:
-    """How far a set's loss is above its value before step 1, as logged, or computed where step 0 was evaluated."""
-    if "forgotten" in named:
-        return named["forgotten"]
-    loss = named["loss"]
-    if len(loss.steps) < 2 or loss.steps[0] != 0 or not math.isfinite(loss.values[0]):
-        return None
-    return Series(loss.steps, loss.values - loss.values[0])
+def _chart(
+    figure: Figure, lines: Sequence[tuple[int, Line]], runs: Sequence[Run], sets: Sequence[str], most: int
+) -> Chart:
+    traces = [_trace(line, i, runs, sets, most) for i, line in lines]
+    first = {trace.legendgroup: trace for trace in reversed(traces) if trace.meta["style"] != "raw"}
+    for trace in first.values():
+        trace.showlegend = len(first) > 1  # one entry for a set, of whatever run and style its lines are
+    layout = go.Layout(yaxis=_yaxis(figure, lines))
+    return Chart(figure, [trace.to_plotly_json() for trace in traces], layout.to_plotly_json())
 
 
-def _forgetting(runs: Sequence[Run]) -> Figure:
-    """Of the sets with a budget, or where none has one of all but the copying probe."""
-    lines = []
-    has_budget = any("budget" in named for run in runs for named in run.sets.values())
-    for i, run in enumerate(runs):
-        for name, named in _ordered(run):
-            if "budget" in named or not has_budget and name not in (MEAN, COPY):
-                series = forgotten(named)
-                lines += [] if series is None else [Line(i, name, series, "points")]
-                lines += [Line(i, name, named["budget"], "budget")] if "budget" in named else []
-    note = "Above 0 a set was forgotten, below 0 it was learned."
-    return Figure("forgotten", "Forgetting: loss minus its value before step 1", "nats a token", lines, note=note)
+def _yaxis(figure: Figure, lines: Sequence[tuple[int, Line]]) -> dict[str, Any]:
+    """What was discarded, such as a spike, gets no more than half of the others' room."""
+    values = np.concatenate([line.series.values for _, line in lines if line.style != "discarded"] or [[]])
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return {}
+    low, high = float(values.min()), float(values.max())
+    if figure.is_log and low > 0:
+        return {"type": "log"}
+    room = (high - low) / 2 or 1
+    limits = {"clipmin": low - room, "clipmax": high + room}
+    tickformat = "," if 1000 <= high < 1e7 else None
+    return {"tickformat": tickformat, "autorangeoptions": limits, "zeroline": figure.name == "eval_forgotten"}
 
 
-def _drift(runs: Sequence[Run]) -> list[Line]:
-    return [Line(i, "", run.drift, "points") for i, run in enumerate(runs) if run.drift is not None]
-
-
-def _sources(runs: Sequence[Run]) -> Figure:
-    lines = [
-        Line(i, name, named["epochs"])
-        for i, run in enumerate(runs)
-        for name, named in run.sources.items()
-        if "epochs" in named
-    ]
-    return Figure("epochs", "How often each source was read", "epochs", lines)
-
-
-def _waiting(runs: Sequence[Run]) -> Figure:
-    names = {"data_seconds": "for data", "wait_seconds": "for the device and other ranks"}
-    lines = [
-        Line(i, words, run.numbers[name])
-        for i, run in enumerate(runs)
-        for name, words in names.items()
-        if name in run.numbers
-    ]
-    return Figure("waiting", "Waiting of rank 0 in a step", "seconds", lines, is_apart=True)
-
-
-# ------------------------------------------------------------------------------- as data
-
-
-def as_data(runs: Sequence[Run], found: Sequence[Figure]) -> list[dict[str, Any]]:
-    """The figures for page.js: of each line the points over steps (x) and tokens (t), and the number of its dash."""
-    count = sum(len(figure.lines) for figure in found)
-    most = min(MOST_POINTS, max(FEWEST_POINTS, MOST_POINTS_OF_ALL // max(count, 1)))
-    documents, dashes = [], dashes_of(found)
-    for figure in found:
-        documents.append(
-            {
-                "name": figure.name,
-                "title": figure.title,
-                "unit": figure.unit,
-                "log": figure.is_log and _is_positive(figure.lines),
-                "lines": [_line(runs[line.run], line, dashes[figure.name][line.set], most) for line in figure.lines],
-            }
-        )
-    return documents
-
-
-def dashes_of(found: Sequence[Figure]) -> dict[str, dict[str, int]]:
-    """{figure: {set: number of its dash}}: a set of validation data, or a source, has one in all figures."""
-    names = list(
-        dict.fromkeys(line.set for figure in found if not figure.is_apart for line in figure.lines if line.set)
-    )
-    numbers = {"": 0, **{name: i for i, name in enumerate(names)}}
-    apart = {figure.name: dict.fromkeys(line.set for line in figure.lines) for figure in found if figure.is_apart}
-    return {
-        figure.name: {name: i for i, name in enumerate(apart[figure.name])} if figure.is_apart else numbers
-        for figure in found
-    }
-
-
-def _is_positive(lines: Sequence[Line]) -> bool:
-    return all(np.nanmin(line.series.values) > 0 for line in lines)
-
-
-def _line(run: Run, line: Line, dash: int, most: int) -> dict[str, Any]:
+def _trace(line: Line, i: int, runs: Sequence[Run], sets: Sequence[str], most: int) -> go.Scatter:
+    """A line of run number `i`. plotly reads some tags in names, so those of runs and sets are escaped."""
     steps, values = thinned(line.series, most)
-    return {
-        "run": line.run,
-        "set": line.set,
-        "dash": dash,
-        "style": line.style,
-        "x": steps.tolist(),
-        "t": [None if math.isnan(tokens) else int(tokens) for tokens in run.tokens_at(steps).tolist()],
-        "y": [rounded(value) for value in values.tolist()],
-    }
+    number = sets.index(line.name) if line.name else 0
+    is_one_of_many = len(runs) > 1
+    is_special = line.style in ("budget", "discarded")
+    names = [runs[i].name * is_one_of_many, line.name, line.style * is_special]
+    trace = go.Scatter(
+        STYLES[line.style],
+        x=steps.tolist(),
+        customdata=_counts(runs[i].tokens_at(steps)),
+        y=[rounded(value) for value in values.tolist()],
+        name=html.escape(line.name),
+        legendgroup=html.escape(line.name),
+        showlegend=False,
+        line_dash="dot" if line.style == "budget" else DASHES[number % len(DASHES)],
+        meta={
+            "run": i,
+            "style": line.style,
+            "name": html.escape(" · ".join(filter(None, names))),
+            "colors": [i if is_one_of_many else number],
+        },
+    )
+    if line.style == "budget":
+        trace.text = [*[""] * (len(steps) - 1), f"budget {trace.y[-1]}"]
+    elif len(steps) == 1:
+        trace.mode = "lines+markers"
+    return trace
+
+
+def strip(runs: Sequence[Run], events: Sequence[Sequence[Event]], kinds: Mapping[str, Kind]) -> Chart:
+    """The time line: the events of each run, by kind."""
+    several, traces = len(runs) > 1, []
+    for i, (run, of_run) in enumerate(zip(runs, events)):
+        steps = np.array([event.step for event in of_run], dtype=np.int64)
+        colors = [kinds[event.kind].color for event in of_run]
+        trace = go.Scatter(
+            mode="markers",
+            x=steps.tolist(),
+            customdata=_counts(run.tokens_at(steps)),
+            y=[kinds[event.kind].title for event in of_run],
+            text=[html.escape(event.words[:MOST_CHARACTERS]) for event in of_run],
+            hovertemplate="%{y}, %{xaxis.title.text} %{x:,}<br>%{text}<extra>%{meta.name}</extra>",
+            marker={"size": 11},
+            opacity=0.8,  # events of several runs may lie on each other
+            cliponaxis=False,
+            showlegend=False,
+            meta={
+                "run": i,
+                "name": html.escape(run.name) if several else "",
+                "colors": [i if several else OTHER_KINDS if color is None else color for color in colors],
+                "upright": [j for j, color in enumerate(colors) if color is not None][:MOST_UPRIGHT],
+            },
+        )
+        traces.append(trace.to_plotly_json())
+    seen = [
+        kind.title for name, kind in kinds.items() if any(event.kind == name for of_run in events for event in of_run)
+    ]
+    axis = {"type": "category", "categoryarray": seen[::-1], "range": [-0.6, len(seen) - 0.4], "nticks": 0}
+    return Chart(Figure("events", "Events"), traces, go.Layout(hovermode="closest", yaxis=axis).to_plotly_json())
+
+
+# ------------------------------------------------------------------------------- points
 
 
 def thinned(series: Series, most: int) -> Series:
-    """At most `most` points: the first, the last, and the lowest and highest of each of equally many points between."""
+    """At most `most` points: the first, the last, and the lowest and highest of each of equally many points between.
+
+    A number that is missing, such as the loss of a step that was skipped, stays as a gap.
+    """
     count = len(series.steps)
     if count <= most:
         return series
-    keep = {0, count - 1, *_gaps(series.values, most // 10)}
-    edges = np.linspace(0, count, max(1, (most - len(keep)) // 2) + 1).astype(np.int64)
     finite = np.isfinite(series.values)
+    keep = {0, count - 1, *np.flatnonzero(~finite)[: most // 10].tolist()}
+    edges = np.linspace(0, count, max(1, (most - len(keep)) // 2) + 1).astype(np.int64)
     low, high = np.where(finite, series.values, np.inf), np.where(finite, series.values, -np.inf)
     for start, end in zip(edges[:-1].tolist(), edges[1:].tolist()):
         if finite[start:end].any():
@@ -267,21 +309,20 @@ def thinned(series: Series, most: int) -> Series:
     return Series(series.steps[index], series.values[index])
 
 
-def _gaps(values: np.ndarray, most: int) -> Iterator[int]:
-    """Where a number is missing, such as the loss of a step that was skipped: the line has a gap there."""
-    yield from np.flatnonzero(~np.isfinite(values))[:most].tolist()
-
-
 def rounded(value: float) -> Optional[float]:
-    """To DIGITS significant digits; null where there is no number."""
+    """To DIGITS significant digits; None, a gap, where there is no number."""
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 
-def extremes(series: Series) -> Optional[dict[str, tuple[int, float]]]:
-    """(step, value) of the first, last, lowest and highest point, None where there is none."""
+def _counts(values: np.ndarray) -> list[Optional[int]]:
+    return [int(value) if math.isfinite(value) else None for value in values.tolist()]
+
+
+def extremes(series: Series) -> dict[str, tuple[int, float]]:
+    """(step, value) of the first, last, lowest and highest point that is a number. {} where none is."""
     finite = np.isfinite(series.values)
     if not finite.any():
-        return None
+        return {}
     steps, values = series.steps[finite], series.values[finite]
     places = {"first": 0, "last": -1, "lowest": int(values.argmin()), "highest": int(values.argmax())}
     return {name: (int(steps[i]), float(values[i])) for name, i in places.items()}
