@@ -65,7 +65,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
         restore(fabric, guard, plan.resumed)
     common = {"rank": fabric.global_rank, "world_size": fabric.world_size, "document_end": plan.document_end}
     sizes = plan.micro_batch_size, plan.micro_batches
-    reads = {"end": plan.end, "order": plan.row_order, "mixture": plan.mixture}
+    reads = {"end": plan.end, "mixture": plan.mixture}
     training = Batches(plan.dataset.train, flags.training.seed, *sizes, **reads, **common)
     copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
     batches = Prefetch(training, flags.data.num_workers, copies)
