@@ -167,7 +167,7 @@ def _parts_of(source: Source, found: Found, text_field: str, separator: Optional
         yield part, source.bytes
     elif source.kind == "parquet":
         yield from _parquet_parts(part, source.bytes, found.piece_bytes, text_field)
-    elif formats.is_packed(source.name) or source.kind == "text" and part.separator is None:
+    elif formats.compression_of(source.name) or source.kind == "text" and part.separator is None:
         yield part, source.bytes
     else:
         yield from _ranges(part, source.bytes, found.piece_bytes)
