@@ -24,7 +24,7 @@ from fabric_llm.plan import flag_rules, measuring, resume, run_directory, tracke
 from fabric_llm.plan.stages import lay_out
 from fabric_llm.prepare import tokenizer_bounds
 from fabric_llm.prepare.formats import DEFAULT_PATTERNS
-from fabric_llm.prepare.inputs import preparation, prepared_output, separator, shard, text_input
+from fabric_llm.prepare.inputs import find_sources, preparation, prepared_output, separator, shard
 from fabric_llm.processes.launch import launched_world, started_by_other
 
 
@@ -181,8 +181,8 @@ def in_preparation(flags: Flags) -> None:
     shard(flags.shard)
     prepared_output(output, flags.overwrite)
     files.writable(output)
+    find_sources(flags.input or (), pattern=pattern, exclude=flags.exclude or [], output=output)
     for given in flags.input or ():
-        text_input(given, pattern, flags.exclude or [], output)
         if not glob.has_magic(given):
             in_reach(given, "dataset")
     if flags.tokenizer is not None and not os.path.isdir(flags.tokenizer):

@@ -21,6 +21,7 @@ from fabric_llm.base.faults import REFUSED, Fault, one_line
 from fabric_llm.base.names import shown
 from fabric_llm.prepare.formats import damaged, is_damage, suffix
 from fabric_llm.prepare.formats import opened as _open
+from fabric_llm.prepare.inputs import NOWHERE
 
 SECTION_CHARACTERS = 1_000_000  # of a document that are encoded at once
 RECORD_BYTES = 64 * 2**20  # longest line or record
@@ -373,9 +374,7 @@ def load_hub_dataset(name: str) -> dict[str, Any]:
     import datasets
 
     from fabric_llm.base import hub
-    from fabric_llm.prepare.inputs import hub_dataset
 
-    nowhere = hub_dataset(name)
     repository, _, config = name.partition(":")
     hub.reach()
     if hub.gave_up():
@@ -383,7 +382,9 @@ def load_hub_dataset(name: str) -> dict[str, Any]:
     try:
         return dict(datasets.load_dataset(repository, config or None, streaming=True))
     except Exception as error:  # the hub, its client and its file formats raise some twenty types
-        raise ValueError(f"{nowhere}: {hub.answer(repository, error, 'dataset') or one_line(error)}") from error
+        raise ValueError(
+            f"{NOWHERE.format(name)}: {hub.answer(repository, error, 'dataset') or one_line(error)}"
+        ) from error
 
 
 def _read_dataset(part: Part, text_field: str, handles: list) -> Iterator[Record]:

@@ -49,7 +49,7 @@ from fabric_llm.prepare.duplicates import repeated
 from fabric_llm.prepare.encoding import MAX_NAMED, Job, Mark, counted, read_mark
 from fabric_llm.prepare.formats import DEFAULT_PATTERNS, PACKAGES
 from fabric_llm.prepare.generated import Generated
-from fabric_llm.prepare.pieces import Found, Piece, find_sources, fingerprint, plan
+from fabric_llm.prepare.pieces import Piece, fingerprint, plan
 from fabric_llm.prepare.rows import ONE_DOCUMENT, Choice, save_rows, split_documents
 from fabric_llm.prepare.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
 from fabric_llm.prepare.work_folder import begin, new_folder, publish, work_folder
@@ -110,11 +110,11 @@ def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
     checks.prepared_output(target, options.overwrite)
     mine = checks.shard(options.shard)
     if generated is None:
-        found = find_sources(options.inputs, pattern=options.pattern, exclude=options.exclude, output=target)
-        pieces = plan(found, options.text_field, checks.separator(options.document_separator))
+        found = checks.find_sources(options.inputs, pattern=options.pattern, exclude=options.exclude, output=target)
+        pieces = plan(found, checks.separator(options.document_separator))
         key = fingerprint(found, pieces)
     else:
-        found, pieces, key = Found([]), generated.plan(), generated.fingerprint()
+        found, pieces, key = checks.Found(), generated.plan(), generated.fingerprint()
     parts = [part for piece in pieces for part in piece.parts]
     if len(parts) == 1 and parts[0].is_one_document:
         raise ValueError(ONE_DOCUMENT)
@@ -228,7 +228,7 @@ def _shard_done(shard: Optional[str], mine: tuple[int, int], marks: list[Mark]) 
     }
 
 
-def _left_out(found: Found, pieces: list[Piece], marks: list[Mark], on_error: str) -> dict[str, Any]:
+def _left_out(found: checks.Found, pieces: list[Piece], marks: list[Mark], on_error: str) -> dict[str, Any]:
     """What was left out, of which a warning tells. Raises ValueError where there is no document with text."""
     skipped = counted(marks, pieces)
     bad = sum(skipped["bad"].values())
@@ -297,7 +297,7 @@ def _rows(folder: Path, marks: list[Mark], options: Options, hf_tokenizer: PreTr
 
 def _manifest(
     options: Options,
-    found: Found,
+    found: checks.Found,
     skipped: dict[str, Any],
     hf_tokenizer: PreTrainedTokenizerBase,
     folder: Path,
@@ -326,7 +326,7 @@ def _manifest(
     }
 
 
-def _facts_of_sources(found: Found) -> dict[str, Any]:
+def _facts_of_sources(found: checks.Found) -> dict[str, Any]:
     sources = found.sources
     return {
         "files": [{"path": source.name, "bytes": source.bytes} for source in sources[:MAX_LISTED_FILES]],
@@ -347,7 +347,7 @@ def _facts_of_tokenizer(hf_tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
     }
 
 
-def _versions(found: Found) -> dict[str, str]:
+def _versions(found: checks.Found) -> dict[str, str]:
     """Of what the rows depend on."""
     names = ["pyarrow", "datasets", "tokenizers", "transformers"]
     names += sorted({PACKAGES[source.kind] for source in found.sources if source.kind in PACKAGES})
