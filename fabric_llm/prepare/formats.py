@@ -98,7 +98,7 @@ def _open_zstandard(raw: BinaryIO) -> BinaryIO:
     """With pyarrow: zstandard's own reader, and fsspec's, take the end of a truncated file for its end."""
     import pyarrow as pa
 
-    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"), 2**17)
+    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"), 2**14)
 
 
 COMPRESSIONS = {  # name: (what files begin with, a regular expression, and what opens them)
