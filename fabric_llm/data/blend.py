@@ -11,6 +11,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Optional
 
+import yaml
+
 from fabric_llm.base import plain_yaml
 from fabric_llm.base.spelling import nearest
 from fabric_llm.data.pattern import MOST_SLOTS
@@ -93,8 +95,6 @@ def with_replay(new: Optional[str], data_mix: Optional[str], replay: Optional[st
 
 
 def _one_line(values: Any) -> str:
-    import yaml
-
     return yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10**9).strip()
 
 

@@ -32,10 +32,11 @@ from tokenizers import Tokenizer
 
 from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import UNWRITABLE, Fault, one_line
+from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.base.names import shown
 from fabric_llm.prepare.documents import SPECIAL, Bad, Part, read_part, where
 from fabric_llm.prepare.pieces import Piece
+from fabric_llm.prepare.tokenizer_bounds import without_panic
 
 # Many documents in a batch keep all cores of the tokenizer busy, few characters keep its working memory small: it takes
 # about 120 bytes a character.
@@ -202,23 +203,6 @@ def _batches(items: Iterable[Item], threads: int) -> Iterator[list[Item]]:
         characters += size
     if batch:
         yield batch
-
-
-@contextmanager
-def without_panic() -> Iterator[None]:
-    """Raises ValueError where tokenizers panics, as for a regular expression that takes too long, without its own report."""
-    said, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # which isn't an Exception, and isn't exported
-            raise
-        raise ValueError(f"the tokenizer fails on a text: {one_line(error)[:300]}") from None
-    finally:
-        os.dup2(said, 2)
-        os.close(said)
-        os.close(nowhere)
 
 
 def _encoded(batches: Iterable[list[Item]], backend: Tokenizer, threads: int) -> Iterator[tuple[list[Item], list]]:

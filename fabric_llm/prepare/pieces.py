@@ -18,8 +18,7 @@ from fabric_llm.prepare.documents import (
     BLOCK_BYTES,
     Bad,
     Part,
-    load_dataset_folder,
-    load_hub_dataset,
+    load_splits,
     parquet_file,
     read_part,
 )
@@ -139,7 +138,7 @@ def _parquet_parts(part: Part, size: int, piece_bytes: int) -> Iterator[tuple[Pa
 
 
 def _dataset_parts(source: Source, found: Found, piece_bytes: int) -> Iterator[tuple[Part, int]]:
-    splits = (load_hub_dataset if source.kind == "hub" else load_dataset_folder)(source.name)
+    splits = load_splits(source.kind, source.name)
     own = [name for name in splits if name in OWN_VALIDATION]
     if own:
         found.own_validation.append(f"{source.name} [{own[0]}]")
