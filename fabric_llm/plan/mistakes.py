@@ -16,8 +16,8 @@ from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import hub_name
 from fabric_llm.checkpoint import keep
-from fabric_llm.data import blend, eval_sets, prompts
-from fabric_llm.data.sources import check_dataset_folder, check_splits, said_of_rows
+from fabric_llm.data import blend, prompts
+from fabric_llm.data.sources import check_dataset_folder, check_splits, parse_eval_data, said_of_rows
 from fabric_llm.model import freezing, strategy_rules
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.plan import flag_rules, measuring, resume, run_directory, trackers
@@ -37,7 +37,7 @@ def in_training(flags: Flags) -> None:
     in_flags(flags)
     if flags.checkpoint.resume and (started_by_other() or flags.devices.num_nodes > 1):
         return
-    for folder in eval_sets.parse(flags.evaluation.eval_data).values():
+    for folder in parse_eval_data(flags.evaluation.eval_data).values():
         check_dataset_folder(folder, flags.model.model_name)
         check_splits(Path(folder))
     if flags.data.data_mix:
