@@ -290,15 +290,10 @@ def _read_csv(part: Part, text_field: str, handles: list) -> Iterator[Record]:
             except csv.Error as error:
                 yield Bad(BROKEN, number, f"is not a valid row: {error}")
                 continue
-            if row:
-                yield from _csv_text(row, names, column, number)
-
-
-def _csv_text(row: list[str], names: list[str], column: int, number: int) -> Iterator[Record]:
-    if len(row) != len(names):
-        yield Bad(BROKEN, number, f"has {len(row)} fields, and the first line {len(names)}")
-    else:
-        yield from _checked(number, row[column])
+            if row and len(row) != len(names):
+                yield Bad(BROKEN, number, f"has {len(row)} fields, and the first line {len(names)}")
+            elif row:
+                yield from _checked(number, row[column])
 
 
 # --------------------------------------------------------------------------- tables
@@ -432,14 +427,9 @@ def _read_warc(part: Part, text_field: str, handles: list) -> Iterator[Record]:
 
 
 def _is_text(record: Any) -> bool:
-    if record.rec_type == "conversion":
-        return True
-    headers = record.http_headers
-    return (
-        record.rec_type == "response"
-        and headers
-        and (headers.get_header("Content-Type") or "").startswith("text/plain")
-    )
+    headers = record.http_headers if record.rec_type == "response" else None
+    kind = headers and headers.get_header("Content-Type")
+    return record.rec_type == "conversion" or bool(kind) and kind.startswith("text/plain")
 
 
 # --------------------------------------------------------------------------- pages

@@ -374,15 +374,13 @@ def _reading_lines(manifest: dict) -> list[str]:
     if skipped["hidden"]:
         first = _some(skipped["hidden_first"], skipped["hidden"])
         lines.append(f"hidden     {first}: left out; name what is meant with --input")
-    for how, said in (
-        ("split_at_blank_lines", "split at blank lines"),
-        ("without_blank_lines", "one document each, without a blank line"),
-    ):
-        if manifest[how]:
-            names = _some(manifest[how], len(manifest[how]))
-            lines.append(f"documents  {names}: {said}; choose with --document_separator")
-    if manifest["held_back"]["documents"]:
-        held = manifest["held_back"]
+    if names := manifest["split_at_blank_lines"]:
+        lines.append(f"documents  {_some(names, len(names))}: split at blank lines; choose with --document_separator")
+    if names := manifest["without_blank_lines"]:
+        said = "one document each, without a blank line"
+        lines.append(f"documents  {_some(names, len(names))}: {said}; choose with --document_separator")
+    held = manifest["held_back"]
+    if held["documents"]:
         lines.append(
             f"validation {held['documents']:,} documents, {held['tokens']:,} tokens, drawn for it stay in train: with them it"
             " would hold more than twice --validation_fraction of the tokens"
