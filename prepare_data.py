@@ -46,9 +46,10 @@ def main(argv: Optional[list[str]] = None) -> None:
 
 def goes_on(output: str) -> bool:
     """Whether the work folder beside `output` holds what a later start needs not do again."""
-    from fabric_llm.prepare.work_folder import beside, has_work
+    from fabric_llm.prepare.inputs import work_folder_of
+    from fabric_llm.prepare.work_folder import has_work
 
-    return has_work(beside(Path(output).resolve()))
+    return has_work(work_folder_of(Path(output).resolve()))
 
 
 if __name__ == "__main__":

@@ -67,8 +67,7 @@ def check(given: ExtendArguments, pattern: list[str]) -> None:
     output = Path(given.output)
     exported_output(output, given.overwrite)
     files.writable(output)
-    for text in given.input:
-        inputs.text_input(text, pattern, given.exclude or [], output.resolve())
+    inputs.find_sources(given.input, pattern=pattern, exclude=given.exclude or [], output=output.resolve())
 
 
 def corpus_flags(given: ExtendArguments) -> str:

@@ -21,11 +21,11 @@ from test_verify import reseal
 
 from fabric_llm.data.batches import Batches, Prefetch
 from fabric_llm.data.blend import Blend, Source, Stage, parse
+from fabric_llm.data.columns import Rows
 from fabric_llm.data.dataset import open_dataset
-from fabric_llm.data.mixture import Mixture, mixture_of, segments_of
+from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.order import RowsRead, claimed_by
 from fabric_llm.data.pattern import Segment, pattern, position_of, read_before
-from fabric_llm.data.views import Rows
 from fabric_llm.plan.stages import Here, lay_out
 from fabric_llm.verify import __main__ as verify
 
@@ -160,17 +160,12 @@ ROWS_OF_MIXTURE = [3, 2, 1, 5, 4, 0, 3, 8, 0, 10, 1, 6, 4, 9, 2, 11]
 
 def test_what_progress_json_holds_is_the_mixture():
     mixture = Mixture(("new", "old"), (5, 7), (8, 8), (Segment(0, (3, 1)), Segment(8, (1, 1))), 1234)
-    said = json.loads(json.dumps(mixture.as_json()))
-    assert segments_of(said, mixture.names) == mixture.segments
-    for wrong in (
-        [],
-        [{"begins": 1, "weights": {"new": 1}}],
-        [{"begins": 0, "weights": {"other": 1}}],
-        said[::-1],
-        None,
-    ):
-        with pytest.raises((ValueError, TypeError)):
-            segments_of(wrong, mixture.names)
+    fixed = {"train_rows": {"new": 5, "old": 7}, "context_length": {"new": 8, "old": 8}, "seed": 1234}
+    document = {"fixed": fixed, "mixture": {"sources": mixture.names, "segments": mixture.as_json()}}
+    assert mixture_of(json.loads(json.dumps(document))) == mixture
+    for wrong in ({}, {"mixture": None}, {"fixed": {}}):
+        with pytest.raises(ValueError, match="its mixture can't be read"):
+            mixture_of({**document, **wrong} if wrong else {})
 
 
 # ------------------------------------------------------------------------------- rows of files
@@ -209,13 +204,12 @@ def test_rows_are_read_from_the_memory_map_as_datasets_reads_them(tmp_path, valu
             opened.train[outside]
 
 
-def test_lists_without_a_fixed_length_are_views_and_masks_of_bits_are_not(toys, tmp_path):
+def test_lists_without_a_fixed_length_are_views_and_masks_of_bits_are_copied(toys, tmp_path):
     ragged = open_dataset(toys / "ragged").train
     assert isinstance(ragged, Rows) and sorted(ragged[0]) == ["input_ids", "labels"]
     masked = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 4, "attention_mask": [[True, True, False]] * 4})
     datasets.DatasetDict({"train": masked, "validation": masked}).save_to_disk(str(tmp_path / "masked"))
     masks = open_dataset(tmp_path / "masked").train
-    assert not isinstance(masks, Rows)
     assert Batches(masks, 1, 2, 1).at(0)[0]["attention_mask"].tolist() == [[1, 1, 0]] * 2
 
 

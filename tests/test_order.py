@@ -1,16 +1,15 @@
-"""The order of the rows: a permutation that is computed place by place, and the one that older checkpoints go on in."""
+"""The order of the rows: a permutation that is computed place by place."""
 
 import json
-import shutil
 import tracemalloc
 
 import numpy as np
 import pytest
-from ranks import metrics, toy_run, train_ranks
+from ranks import toy_run, train_ranks
 from test_verify import reseal
 
 from fabric_llm.data import order
-from fabric_llm.data.order import ORDERS, claimed_rows, permuted, rows_at
+from fabric_llm.data.order import claimed_rows, permuted, rows_at
 from fabric_llm.verify import __main__ as verify
 
 SIZES = [1, 2, 3, 4, 5, 7, 44, 100, 1000, *(2**k + d for k in (3, 6, 8, 9, 12, 15) for d in (-1, 0, 1))]
@@ -33,11 +32,10 @@ def test_few_places_and_many_are_computed_alike(rows, monkeypatch):
     assert (permuted(places, rows, 9, 2) == many).all()
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_a_place_does_not_depend_on_the_others(name):
-    whole, places = ORDERS[name](np.arange(100), 100, 5, 1), np.array([[99, 0, 3], [3, 50, 7]])
-    assert (ORDERS[name](places, 100, 5, 1) == whole[places]).all()
-    assert ORDERS[name](places[:, :0], 100, 5, 1).shape == (2, 0)
+def test_a_place_does_not_depend_on_the_others():
+    whole, places = permuted(np.arange(100), 100, 5, 1), np.array([[99, 0, 3], [3, 50, 7]])
+    assert (permuted(places, 100, 5, 1) == whole[places]).all()
+    assert permuted(places[:, :0], 100, 5, 1).shape == (2, 0)
 
 
 def test_the_order_is_fixed_for_ever():
@@ -96,74 +94,29 @@ def test_a_billion_rows_need_no_table():
     assert peak < 2**20, peak
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_the_record_of_any_order_adds_up(name, monkeypatch):
-    whole = claimed_rows(44, 1, 0, 150, name)
+def test_the_record_of_any_rows_adds_up(monkeypatch):
+    whole = claimed_rows(44, 1, 0, 150)
     monkeypatch.setattr(order, "POSITIONS_AT_ONCE", 7)
-    assert whole == claimed_rows(44, 1, 0, 150, name)
-    assert whole == claimed_rows(44, 1, 0, 43, name) + claimed_rows(44, 1, 43, 150, name)
-    assert whole.count == 150 and claimed_rows(44, 1, 5, 5, name).count == 0
+    assert whole == claimed_rows(44, 1, 0, 150)
+    assert whole == claimed_rows(44, 1, 0, 43) + claimed_rows(44, 1, 43, 150)
+    assert whole.count == 150 and claimed_rows(44, 1, 5, 5).count == 0
 
 
-# ------------------------------------------------------------------------------- runs that older versions began
-
-
-def flags(toys, output, *more):
-    sizes = ("--global_batch_size", 8, "--micro_batch_size", 8, "--max_step", 9, "--save_step_interval", 3)
-    return (*toy_run(toys, output), "--run_name", "run", *sizes, "--eval_iters", 0, *more)
-
-
-def name_order(checkpoint, *names):
-    """Let progress.json name the order `names`, or none, as an older version wrote it."""
-    file = checkpoint / "trainer" / "progress.json"
-    document = json.loads(file.read_text())
-    document["fixed"].pop("row_order", None)
-    document["fixed"] |= {"row_order": name for name in names}
-    file.write_text(json.dumps(document))
-    reseal(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def older(toys, tmp_path_factory):
-    """(folder of a run that an older version did up to step 9, losses)."""
-    output = tmp_path_factory.mktemp("older")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order, "NEW_ORDER", order.OLD_ORDER)
-        train_ranks(1, *flags(toys, output))
-    for checkpoint in (output / "run").glob("step-*"):
-        name_order(checkpoint)
-    return output, metrics(output / "run")
-
-
-@pytest.mark.parametrize("branch", [False, True])
-def test_a_run_of_an_older_version_goes_on_in_its_order(toys, tmp_path, older, capsys, branch):
-    """In the middle of its first epoch, 24 of 44 rows; the order of new runs would show it some rows twice, others never."""
-    folder, losses = older
-    shutil.copytree(folder / "run", tmp_path / "run")
-    assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
-    place = ("--checkpoint", tmp_path / "run" / "step-00000003")
-    name = ("--run_name", "branch") if branch else ()
-    train_ranks(1, *flags(toys, tmp_path, "--resume", "true", *place, *name))
-    run = tmp_path / ("branch" if branch else "run")
-    assert metrics(run) == losses
-    fixed = json.loads((run / "step-00000009" / "trainer" / "progress.json").read_text())["fixed"]
-    assert fixed["row_order"] == "sorted"
-    assert verify.main([str(run), "--no_export"]) == 0
-    assert "72 sequences at positions 0 to 71 were each read" in capsys.readouterr().out
-
-
-def test_a_new_run_has_the_new_order(toys, tmp_path, older):
-    train_ranks(1, *flags(toys, tmp_path))
-    fixed = json.loads((tmp_path / "run" / "step-00000009" / "trainer" / "progress.json").read_text())["fixed"]
-    assert fixed["row_order"] == "feistel" and metrics(tmp_path / "run")[0] != older[1][0]
+# ------------------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.parametrize("name", ["of-2031", ["feistel"], None])
-def test_an_order_that_nobody_knows_is_refused_and_found(toys, tmp_path, older, capsys, name):
-    shutil.copytree(older[0] / "run", tmp_path / "run")
-    name_order(tmp_path / "run" / "step-00000009", name)
-    again = flags(toys, tmp_path, "--resume", "true", "--resume_override", "max_step")
+def test_an_order_that_nobody_knows_is_refused_and_found(toys, tmp_path, capsys, name):
+    sizes = ("--global_batch_size", 8, "--micro_batch_size", 8, "--save_step_interval", 3)
+    flags = (*toy_run(toys, tmp_path), "--run_name", "run", *sizes, "--eval_iters", 0)
+    train_ranks(1, *flags, "--max_step", 9)
+    file = tmp_path / "run" / "step-00000009" / "trainer" / "progress.json"
+    document = json.loads(file.read_text())
+    assert document["fixed"]["row_order"] == "feistel"
+    document["fixed"]["row_order"] = name
+    file.write_text(json.dumps(document))
+    reseal(tmp_path / "run" / "step-00000009")
     with pytest.raises(AssertionError, match=r"SystemExit: 2"):
-        train_ranks(1, *again, "--max_step", 12)
+        train_ranks(1, *flags, "--resume", "true", "--resume_override", "max_step", "--max_step", 12)
     assert verify.main([str(tmp_path / "run"), "--no_export"]) != 0
-    assert f"rows are read in the order {name!r}; this version knows feistel, sorted" in capsys.readouterr().err
+    assert f"rows are read in the order {name!r}; this version knows feistel" in capsys.readouterr().err

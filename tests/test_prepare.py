@@ -23,10 +23,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fabric_llm.prepare import rows
+from fabric_llm.prepare import splits
 from fabric_llm.prepare.documents import Bad, read_rows
 from fabric_llm.prepare.prepare import prepare, summary
-from fabric_llm.prepare.rows import document_hash
 from fabric_llm.prepare.tokenizer import END_OF_TEXT, train_byte_level_bpe
 
 STANDARD_LIBRARY = Path(os.__file__).parent
@@ -95,6 +94,10 @@ def make(tmp_path, bpe):
         return prepare(inputs=list(inputs), **{**arguments, **changes})
 
     return make
+
+
+def document_hash(seed: int, index: int) -> float:
+    return float(splits.document_hashes(seed, np.array([index]))[0])
 
 
 def tokens_of(output: Path, split: str) -> list[int]:
@@ -289,7 +292,7 @@ def test_split_does_not_depend_on_the_batches(make, tmp_path, texts, monkeypatch
     monkeypatch.setattr("fabric_llm.prepare.encoding.BATCH_DOCUMENTS", 3)
     monkeypatch.setattr("fabric_llm.prepare.encoding.BATCH_CHARACTERS", 500)
     monkeypatch.setattr("fabric_llm.prepare.encoding.BATCH_CHARACTERS_A_THREAD", 250)
-    monkeypatch.setattr("fabric_llm.prepare.rows.COPY_TOKENS", 7)
+    monkeypatch.setattr("fabric_llm.prepare.splits.COPY_TOKENS", 7)
     assert make(folder, output=tmp_path / "b")["splits"] == whole["splits"]
 
 
@@ -322,14 +325,13 @@ def test_a_huge_document_stays_in_train_and_that_is_said(make, tmp_path, texts, 
     st.integers(0, 99),
     st.integers(1, 60),
 )
-def test_validation_never_has_much_more_than_its_fraction(tmp_path_factory, lengths, fraction, seed, chunk):
+def test_validation_never_has_much_more_than_its_fraction(tmp_path_factory, lengths, fraction, seed, piece):
     folder = tmp_path_factory.mktemp("pieces")
-    (folder / "000000.lengths").write_bytes(b"".join(rows.Lengths.encode(n, False, True) for n in lengths))
-    rows.CHUNK_DOCUMENTS = chunk
-    try:
-        found = list(rows.documents(rows.with_both_splits(rows.bounded(rows.Choice(folder, 1, seed, fraction)))))
-    finally:
-        rows.CHUNK_DOCUMENTS = 2**18
+    for number, first in enumerate(range(0, len(lengths), piece)):
+        words = (splits.Lengths.encode(length, False, True) for length in lengths[first : first + piece])
+        (folder / f"{number:06d}.lengths").write_bytes(b"".join(words))
+    draw = splits.Draw(folder, -(-len(lengths) // piece), seed, fraction)
+    found = list(splits.documents(splits.with_both_splits(splits.bounded(draw))))
     inside = np.concatenate([some.in_validation for some in found])
     held = np.concatenate([some.held_back for some in found])
     drawn = np.array([document_hash(seed, index) < fraction for index in range(len(lengths))])
@@ -346,7 +348,7 @@ def test_validation_fraction_is_kept_on_the_average():
 
 @pytest.mark.parametrize("fraction, moved_to", [(1e-9, "validation"), (1 - 1e-9, "train")])
 def test_each_split_gets_a_document_whatever_the_fraction(make, tmp_path, texts, fraction, moved_to, monkeypatch):
-    monkeypatch.setattr("fabric_llm.prepare.rows.COPY_TOKENS", 7)  # the move goes by many small copies
+    monkeypatch.setattr("fabric_llm.prepare.splits.COPY_TOKENS", 7)  # the move goes by many small copies
     long = [text for text in texts if len(text) > 100]
     manifest = make(write_texts(tmp_path / "in", long), validation_fraction=fraction)
     hashes = [document_hash(1234, index) for index in range(len(long))]

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from fabric_llm.data.batches import Batches
 from fabric_llm.data.dataset import open_dataset, together
 from fabric_llm.plan.mixing import _require_alike
-from fabric_llm.prepare import packing
-from fabric_llm.prepare.duplicates import repeated
-from fabric_llm.prepare.packing import best_fit, pack
+from fabric_llm.prepare import rows as packing
 from fabric_llm.prepare.prepare import prepare, summary
+from fabric_llm.prepare.rows import best_fit, pack
+from fabric_llm.prepare.splits import repeated
 
 EOS = 0
 
@@ -103,8 +103,7 @@ def test_usual_lengths_leave_less_than_one_percent():
 
 @pytest.mark.parametrize("bucket", [1, 3, 2**22])
 def test_repeated_documents_are_all_but_the_first(tmp_path, monkeypatch, bucket):
-    monkeypatch.setattr("fabric_llm.prepare.duplicates.BUCKET_DOCUMENTS", bucket)
-    monkeypatch.setattr("fabric_llm.prepare.duplicates.CHUNK_DOCUMENTS", 7)
+    monkeypatch.setattr("fabric_llm.prepare.splits.BUCKET_DOCUMENTS", bucket)
     generator = np.random.default_rng(1)
     kinds = generator.bytes(16 * 20)
     chosen = generator.integers(0, 20, 100)

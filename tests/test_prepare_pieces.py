@@ -18,9 +18,10 @@ import pytest
 from fabric_llm.base.failpoints import VARIABLE
 from fabric_llm.prepare import pieces
 from fabric_llm.prepare import work_folder as work_folder_module
+from fabric_llm.prepare.inputs import work_folder_of
 from fabric_llm.prepare.prepare import prepare, summary
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
-from fabric_llm.prepare.work_folder import beside, work_folder
+from fabric_llm.prepare.work_folder import work_folder
 
 ROOT = Path(__file__).parents[1]
 # Imports take many times as long as what is tested: this process has made them, and starts a fresh copy of itself for each
@@ -206,7 +207,7 @@ def test_another_preparation_of_the_same_output_is_told(corpus, tmp_path):
         with pytest.raises(ValueError, match="out is being prepared by another process, in .*: wait for it") as raised:
             prepare(**given)
     assert raised.value.code == 73
-    assert beside(tmp_path / "out").name == ".out.preparing"
+    assert work_folder_of(tmp_path / "out").name == ".out.preparing"
 
 
 def test_work_of_other_inputs_is_thrown_away(call, undisturbed, tmp_path):

@@ -215,8 +215,8 @@ def test_ranges_of_a_file_give_the_documents_of_the_whole(tmp_path, monkeypatch,
     content = "".join(f"{'w' * (number % 40)}.\n{number}\n\n\n" for number in range(100)).encode()
     texts = [f"{'w' * (number % 40)}.\n{number}" for number in range(100)]
     path = write(tmp_path / f"a{kind}", content if kind == ".txt" else as_lines(texts))
-    found = pieces.find_sources([path], pattern=["*"], output=tmp_path / "out")
-    parts = [part for piece in pieces.plan(found, "text", None) for part in piece.parts]
+    found = inputs.find_sources([path], pattern=["*"], output=tmp_path / "out")
+    parts = [part for piece in pieces.plan(found, None) for part in piece.parts]
     assert len(parts) > 10 and parts[0].start == 0 and parts[-1].end == path.stat().st_size
     assert [part.end for part in parts[:-1]] == [part.start for part in parts[1:]]
     assert [text for part in parts for _, text, _ in read_part(part, "text") if text] == texts
@@ -227,8 +227,8 @@ def test_bad_lines_of_a_range_have_the_numbers_of_the_whole_file(tmp_path, monke
     lines = [json.dumps({"text": f"text {number}"}) for number in range(60)]
     lines[41] = '{"text": '
     path = write(tmp_path / "a.jsonl", "\n".join(lines).encode())
-    found = pieces.find_sources([path], pattern=["*"], output=tmp_path / "out")
-    parts = [part for piece in pieces.plan(found, "text", None) for part in piece.parts]
+    found = inputs.find_sources([path], pattern=["*"], output=tmp_path / "out")
+    parts = [part for piece in pieces.plan(found, None) for part in piece.parts]
     bad = [(part, r) for part in parts for r in read_part(part, "text") if isinstance(r, Bad)]
     [(part, record)] = bad
     assert part.start > 0 and where(part, record.number, lines_before(part)) == f"{path}:42"
@@ -237,8 +237,8 @@ def test_bad_lines_of_a_range_have_the_numbers_of_the_whole_file(tmp_path, monke
 def test_many_small_files_are_one_piece(tmp_path):
     for number in range(50):
         (tmp_path / f"{number:02d}.txt").write_text("x" * number)
-    found = pieces.find_sources([tmp_path], pattern=["*.txt"], output=tmp_path / "out")
-    [piece] = pieces.plan(found, "text", None)
+    found = inputs.find_sources([tmp_path], pattern=["*.txt"], output=tmp_path / "out")
+    [piece] = pieces.plan(found, None)
     assert len(piece.parts) == 50 and piece.bytes == sum(range(50))
 
 
@@ -246,8 +246,8 @@ def test_row_groups_of_a_large_table_are_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_BYTES", 2000)
     texts = ["".join(map(chr, np.random.default_rng(n).integers(97, 123, 90))) for n in range(100)]
     path = write(tmp_path / "a.parquet", as_parquet(texts))
-    found = pieces.find_sources([path], pattern=["*"], output=tmp_path / "out")
-    parts = [part for piece in pieces.plan(found, "text", None) for part in piece.parts]
+    found = inputs.find_sources([path], pattern=["*"], output=tmp_path / "out")
+    parts = [part for piece in pieces.plan(found, None) for part in piece.parts]
     assert len(parts) > 3
     assert [text for part in parts for _, text, _ in read_part(part, "text")] == texts
     assert next(read_part(parts[1], "text"))[0] == parts[1].start * 3  # rows keep their numbers
@@ -379,7 +379,7 @@ def test_what_cannot_hold_text_is_refused_by_name(tmp_path, make, name):
     with pytest.raises(ValueError, match=rf"input .*{name} is neither text in UTF-8 nor of a kind that is read"):
         make(path)
     with pytest.raises(ValueError, match="neither text in UTF-8"):
-        inputs.text_input(str(path), ["*"], [], tmp_path / "o")
+        inputs.find_sources([str(path)], pattern=["*"], output=tmp_path / "o")
 
 
 def test_a_file_of_which_every_record_is_bad_is_an_error(tmp_path, make):
@@ -469,7 +469,7 @@ def test_a_kind_whose_package_is_missing(tmp_path, make, monkeypatch, name):
         with pytest.raises(ValueError, match=said):
             make(given, pattern=pattern)
         with pytest.raises(ValueError, match=said):
-            inputs.text_input(str(given), pattern, [], tmp_path / "o")
+            inputs.find_sources([str(given)], pattern=pattern, output=tmp_path / "o")
 
 
 def test_what_is_no_file_is_named_as_what_it_is(tmp_path, make):
@@ -481,7 +481,7 @@ def test_what_is_no_file_is_named_as_what_it_is(tmp_path, make):
         with pytest.raises(ValueError, match=f"input {path} is {kind}: name a file"):
             make(path)
         with pytest.raises(ValueError, match=f"input {path} is {kind}: name a file"):
-            inputs.text_input(str(path), ["*"], [], tmp_path / "o")
+            inputs.find_sources([str(path)], pattern=["*"], output=tmp_path / "o")
     write(tmp_path / "a.jsonl", GOOD)
     assert make(tmp_path)["skipped"]["files_by_suffix"] == {
         "pipe, socket, device or dead link": 2,
@@ -494,11 +494,11 @@ def test_a_mistyped_input_is_answered_without_the_hub(tmp_path, monkeypatch):
     write(tmp_path / "corpus" / "part1.jsonl", GOOD)
     for given, meant in (("corpsu", "corpus"), ("corpsu/", "corpus"), ("corpus/part.jsonl", "corpus/part1.jsonl")):
         with pytest.raises(ValueError, match=rf"input {given} is neither .*\. Did you mean '{meant}'\?"):
-            inputs.text_input(given, ["*"], [], tmp_path / "o")
+            inputs.find_sources([given], pattern=["*"], output=tmp_path / "o")
     with pytest.raises(ValueError, match="input corpus/books is neither a file or folder here nor"):
-        inputs.text_input("corpus/books", ["*"], [], tmp_path / "o")
-    inputs.text_input("wikitext", ["*"], [], tmp_path / "o")  # which only the hub can say
-    inputs.text_input("org/name", ["*"], [], tmp_path / "o")
+        inputs.find_sources(["corpus/books"], pattern=["*"], output=tmp_path / "o")
+    inputs.find_sources(["wikitext"], pattern=["*"], output=tmp_path / "o")  # which only the hub can say
+    inputs.find_sources(["org/name"], pattern=["*"], output=tmp_path / "o")
 
 
 NASTY = "\x1b[2J\x1b]0;owned\x07\nprepare_data.py: error: forged\r\u202e"

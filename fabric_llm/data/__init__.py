@@ -1,17 +1,15 @@
 """Rows -> mixture -> (seed, position, rank) -> micro-batches: functions without hidden state.
 
-sources      `SOURCES`: where rows come from; check the folder of a dataset, likewise
+sources      `SOURCES`: where rows come from; `parse_eval_data`; checks of folders before they are opened
 new_tokens   `learn`, `extended`: tokens for a tokenizer that is there
-columns      the columns of a dataset, and which tokens are targets
+columns      `Rows`: columns as numpy sees them, without a copy, and which of their tokens are targets
 dataset      `open_dataset`: a checked `TokenDataset`
 order        `permuted`, `random_key`, `RowsRead`: which row is read at which position
 blend        `parse`: what --data_mix says: sources, weights, stages
-eval_sets    `parse`: what --eval_data says
 copy_probe   `passages`: random passages and the same again, which show what a model makes of its context
 token_bytes  `bytes_of_tokens`: bytes of text that each token stands for
 pattern      `pattern`, `read_before`: which source of a mixture stands at which position
 mixture      `Mixture`: which row of which source is read at which position
 prompts      `read`: the file of --sample_prompts
-views        `Rows`, `Padded`: rows of Arrow files as numpy sees them, without a copy
 batches      `Batches`, `Prefetch`: the micro-batches of a rank at a position
 """

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.data.columns import IGNORED, is_target, masked_labels
+from fabric_llm.data.columns import IGNORED, is_padded, is_target, masked_labels
 from fabric_llm.data.mixture import Mixture
-from fabric_llm.data.order import NEW_ORDER, RowsRead, rows_at
-from fabric_llm.data.views import is_padded
+from fabric_llm.data.order import RowsRead, rows_at
 
 # input_ids and labels, attention_mask if the dataset has one, position_ids if packed documents are kept apart:
 # each int64 [rows, context]; then also document_ends, see there
@@ -44,8 +43,7 @@ class Batches:
     shuffle: bool = True
     end: Optional[int] = None  # sequences; None: one epoch after the other, without end
     document_end: Optional[int] = None  # id of the token that ends each document, if packed documents are kept apart
-    order: str = NEW_ORDER  # of the rows, a name of order.ORDERS
-    mixture: Optional[Mixture] = None  # which says instead of `seed` and `order` which rows are read
+    mixture: Optional[Mixture] = None  # which says instead of `seed` which rows are read
 
     @property
     def global_batch_size(self) -> int:
@@ -57,7 +55,7 @@ class Batches:
             return self.mixture.rows_at(positions)
         if not self.shuffle:
             return positions % len(self.rows)
-        return rows_at(positions, len(self.rows), self.seed, self.order)
+        return rows_at(positions, len(self.rows), self.seed)
 
     def positions(self, position: int) -> np.ndarray:
         """The positions that this rank reads for the step that starts at `position`, int64 [micro_batches, rows]."""

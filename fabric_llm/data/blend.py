@@ -11,15 +11,17 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Optional
 
+import yaml
+
 from fabric_llm.base import plain_yaml
 from fabric_llm.base.spelling import nearest
 from fabric_llm.data.pattern import MOST_SLOTS
+from fabric_llm.data.sources import NAME
 
 MOST_CHARACTERS = 60  # of a value in a message
 MOST_BYTES = plain_yaml.MOST_BYTES // 2
 MOST_SOURCES = 500
 NEW, REPLAY = "new", "replay"  # the names of --train_data_dir and --replay as sources
-NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 NUMBER = r"\d{1,15}(\.\d{1,15})?([eE][+-]?\d{1,2})?|\d{1,9}/0*[1-9]\d{0,8}"
 KEYS = {"the mixture": ("sources", "stages"), "source": ("path", "weight", "max_epochs"), "stage": ("from", "weights")}
 SHORT = "name=folder:weight, comma-separated, such as new=data/new:0.75,old=data/old:0.25"
@@ -63,27 +65,27 @@ class Blend:
 
 def text_of(given: str) -> str:
     """The mixture as one line: what --data_mix says, or what is in the YAML file that it names. Raises ValueError."""
-    if not given.endswith((".yaml", ".yml")):
-        return _bounded(given)
-    try:
-        text = _one_line(plain_yaml.read(Path(given)))
-    except OSError as error:
-        raise ValueError(f"--data_mix {given!r} can't be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise ValueError(f"--data_mix: {error}.") from error
-    return _bounded(text)
+    text = given
+    if given.endswith((".yaml", ".yml")):
+        try:
+            text = _one_line(plain_yaml.read(Path(given)))
+        except OSError as error:
+            raise ValueError(f"--data_mix {given!r} can't be read: {error.strerror}.") from error
+        except ValueError as error:
+            raise ValueError(f"--data_mix: {error}.") from error
+    if len(text) > MOST_BYTES:  # arguments.yaml holds it, among others
+        raise ValueError(f"--data_mix: the mixture has {len(text):,} characters; at most {MOST_BYTES:,} are read.")
+    return text
 
 
 def with_replay(new: Optional[str], data_mix: Optional[str], replay: Optional[str], share: Optional[float]) -> str:
     """What --train_data_dir `new`, --replay and --replay_fraction say, as a mixture in one line. Raises ValueError."""
     if replay is None:
         raise ValueError("--replay_fraction is the share of --replay, which isn't given.")
-    if data_mix is not None or new is None:
-        raise ValueError(
-            "--replay goes with --train_data_dir; in --data_mix what is replayed is one more source."
-            if data_mix is not None
-            else "--replay goes with --train_data_dir, which isn't given."
-        )
+    if data_mix is not None:
+        raise ValueError("--replay goes with --train_data_dir; in --data_mix what is replayed is one more source.")
+    if new is None:
+        raise ValueError("--replay goes with --train_data_dir, which isn't given.")
     part = Fraction("0.2" if share is None else repr(share))
     if not 0 < part < 1:
         raise ValueError(f"--replay_fraction must be between 0 and 1, not {share}.")
@@ -93,15 +95,7 @@ def with_replay(new: Optional[str], data_mix: Optional[str], replay: Optional[st
 
 
 def _one_line(values: Any) -> str:
-    import yaml
-
     return yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10**9).strip()
-
-
-def _bounded(text: str) -> str:
-    if len(text) > MOST_BYTES:  # arguments.yaml holds it, among others
-        raise ValueError(f"--data_mix: the mixture has {len(text):,} characters; at most {MOST_BYTES:,} are read.")
-    return text
 
 
 def at_least(blend: Blend, shares: Mapping[str, Fraction]) -> Blend:
@@ -212,10 +206,7 @@ def _stage(said: Any, names: list[str]) -> tuple[Fraction, dict[str, Fraction], 
         raise ValueError(f"--data_mix: {where} needs `weights`, such as {{{names[0]}: 1}}.")
     for name in weights:
         if str(name) not in names:
-            close = nearest(str(name), names)
-            meant = (
-                f"Did you mean {close[0]!r}?" if len(close) == 1 else f"The sources are {', '.join(map(repr, names))}."
-            )
+            meant = _meant(str(name), names) or f"The sources are {', '.join(map(repr, names))}."
             raise ValueError(f"--data_mix: {where} names {_shown(str(name))}, which isn't a source. {meant}")
     return begins, {str(n): _number(w, f"the weight of source {n!r} in {where}") for n, w in weights.items()}, where
 
@@ -225,9 +216,13 @@ def _require_keys(said: Any, kind: str, where: str) -> None:
         raise ValueError(f"--data_mix: {where} must be a mapping with {', '.join(KEYS[kind])}, not {_shown(said)}.")
     for key in said:
         if key not in KEYS[kind]:
-            close = nearest(str(key), KEYS[kind])
-            meant = f"Did you mean {close[0]!r}?" if len(close) == 1 else f"It takes {', '.join(KEYS[kind])}."
+            meant = _meant(str(key), KEYS[kind]) or f"It takes {', '.join(KEYS[kind])}."
             raise ValueError(f"--data_mix: unknown key {_shown(str(key))} of {where}. {meant}")
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    close = nearest(name, known)
+    return f"Did you mean {close[0]!r}?" if len(close) == 1 else ""
 
 
 def _require_apart(sources: Sequence[Source]) -> None:
@@ -248,8 +243,9 @@ def _number(value: Any, what: str) -> Fraction:
 
 
 def _shown(value: Any) -> str:
-    said = value if isinstance(value, str) else str(value)
-    return repr(said[:MOST_CHARACTERS] + "..." * (len(said) > MOST_CHARACTERS)) if isinstance(value, str) else said
+    if not isinstance(value, str):
+        return str(value)
+    return repr(value if len(value) <= MOST_CHARACTERS else f"{value[:MOST_CHARACTERS]}...")
 
 
 def _slots(given: Mapping[str, Fraction], names: Sequence[str], where: str) -> tuple[int, ...]:
@@ -279,7 +275,10 @@ def described(blend: Blend) -> str:
     """The mixture in words, without folders: what two runs of the same mixture have in common."""
     stages = []
     for stage in blend.stages:
-        words = ", ".join(f"{name} {share}" for name, share in sorted(_shares(blend.names, stage.weights).items()))
+        shares = sorted(
+            (name, weight / sum(stage.weights)) for name, weight in zip(blend.names, stage.weights) if weight
+        )
+        words = ", ".join(f"{name} {share:.10g}" for name, share in shares)
         stages.append(f"from {float(stage.begins):.10g} on {words}" if stage.begins else words)
     capped = sorted(f"{source.name} {float(source.max_epochs):g}" for source in blend.sources if source.max_epochs)
     return "; ".join([*stages, *([f"max_epochs {', '.join(capped)}"] if capped else [])])
@@ -296,7 +295,3 @@ def require_one_length(blend: Blend, contexts: Sequence[Optional[int]]) -> None:
                 f"--data_mix: rows that are read together{where} must hold equally many tokens, which are {words}; "
                 "prepare them alike, or put them in different stages."
             )
-
-
-def _shares(names: Sequence[str], weights: Sequence[int]) -> dict[str, str]:
-    return {name: f"{weight / sum(weights):.10g}" for name, weight in zip(names, weights) if weight}

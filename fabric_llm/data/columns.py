@@ -1,24 +1,20 @@
-"""The columns of a dataset of tokens: how they are checked, and which of their tokens are targets."""
+"""The rows of a dataset of tokens: their columns, as numpy sees them, and which of their tokens are targets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Optional
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-
-from fabric_llm.base.faults import one_line
-from fabric_llm.base.names import shown
 
 COLUMNS = ("input_ids", "attention_mask", "labels")
 IGNORED = -100  # label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy
-ROWS_AT_ONCE = 1000
+NO_PADDING = -1  # in place of a token id
+
+Arrays = Mapping[str, np.ndarray]  # of COLUMNS, each [rows, context]
 
 
-def masked_labels(columns: Mapping[str, np.ndarray]) -> np.ndarray:
+def masked_labels(columns: Arrays) -> np.ndarray:
     """`labels`, or else `input_ids`, with IGNORED where `attention_mask` is 0. A copy, int64 [rows, context]"""
     labels = np.array(columns["labels" if "labels" in columns else "input_ids"], dtype=np.int64)
     if "attention_mask" in columns:
@@ -31,65 +27,53 @@ def is_target(labels: Any) -> Any:
     return labels[:, 1:] != IGNORED
 
 
-def columns_of(split: datasets.Dataset, where: str) -> list[str]:
-    """The columns of COLUMNS that `split` has.
+class Rows:
+    """The rows of a split, or of several one behind the other: the memory map itself, from which a batch copies its rows.
 
-    Raises ValueError for an empty split, where `input_ids` is missing, and where one doesn't hold lists of integers.
+    It has a length, and `rows[numbers]` gives its columns, int64 [numbers, context]; `rows[number]` those of one row.
+
+    Rows that end with padding, as best_fit packs them, have `labels`, which are IGNORED there. Exactly one EOS ends each
+    document, so that EOS after EOS is padding.
     """
-    if len(split) == 0:
-        raise ValueError(f"The {where} is empty.")
-    if "input_ids" not in split.column_names:
-        raise ValueError(
-            f"The {where} has no column 'input_ids', only {', '.join(repr(shown(name, 60)) for name in split.column_names[:20])}."
-        )
-    names = [name for name in COLUMNS if name in split.column_names]
-    for name in names:
-        value_type = getattr(split.features[name], "feature", None)
-        if not str(getattr(value_type, "dtype", "")).startswith(("int", "uint", "bool")):
-            raise ValueError(
-                f"Column {name!r} of the {where} must hold lists of integers: {shown(split.features[name])}."
-            )
-    return names
+
+    def __init__(self, chunks: Sequence[Arrays], padding: Sequence[int]) -> None:
+        """padding: for each chunk the EOS that its rows are filled with, or NO_PADDING."""
+        self.chunks, self.padding = list(chunks), np.array(padding)
+        self.starts = np.cumsum([0, *(len(chunk["input_ids"]) for chunk in chunks)])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, numbers: Any) -> dict[str, np.ndarray]:
+        if isinstance(numbers, slice):
+            numbers = np.arange(len(self))[numbers]
+        wanted = np.asarray(numbers)
+        if wanted.size and not (0 <= wanted.min() and wanted.max() < len(self)):
+            raise IndexError(f"rows {wanted.min()} to {wanted.max()} of {len(self)}")
+        places = np.atleast_1d(wanted)
+        inside = np.searchsorted(self.starts, places, side="right") - 1
+        found = self._copied([self.chunks[chunk] for chunk in inside], (places - self.starts[inside]).tolist())
+        if is_padded(self):
+            eos, ids = self.padding[inside][:, None], found["input_ids"]
+            found["labels"] = ids.copy()
+            found["labels"][:, 1:][(ids[:, 1:] == eos) & (ids[:, :-1] == eos)] = IGNORED
+        return found if wanted.ndim else {name: values[0] for name, values in found.items()}
+
+    def _copied(self, chunks: list[Arrays], rows: list[int]) -> dict[str, np.ndarray]:
+        first = chunks[0] if chunks else self.chunks[0]
+        columns = {}
+        for name, values in first.items():
+            columns[name] = out = np.empty((len(rows), values.shape[1]), dtype=np.int64)
+            for place, (chunk, row) in enumerate(zip(chunks, rows)):
+                out[place] = chunk[name][row]  # from the file into the batch; Python's lock is free meanwhile
+        return columns
 
 
-def fixed_length(split: datasets.Dataset) -> Optional[int]:
-    """Tokens in a row where the column's type says so, as prepare_data.py writes it; otherwise None."""
-    kind = split.data.schema.field("input_ids").type
-    return kind.list_size if pa.types.is_fixed_size_list(kind) else None
+def one_behind_the_other(splits: Sequence[Rows]) -> Rows:
+    """The rows of several splits, numbered from the first of the first to the last of the last."""
+    return Rows([chunk for split in splits for chunk in split.chunks], np.concatenate([s.padding for s in splits]))
 
 
-def scan(split: datasets.Dataset, where: str) -> tuple[int, int]:
-    """(tokens in a row, largest token id) of a split whose columns were checked. Reads every row once.
-
-    Raises ValueError for damaged rows, rows of different length, empty values, negative ids, and a split without targets.
-    """
-    lengths: set[int] = set()
-    low, high, targets = 0, 0, 0
-    for table in split.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
-        try:
-            table.validate(full=True)  # Arrow follows offsets that lead out of the file
-        except pa.ArrowException as error:
-            raise ValueError(f"The {where} can't be read: {one_line(error).rstrip('.')}.") from error
-        flat = {}
-        for name in (name for name in COLUMNS if name in table.column_names):
-            rows = table.column(name).combine_chunks()
-            values = pc.list_flatten(rows)
-            if rows.null_count or values.null_count:
-                raise ValueError(f"Column {name!r} of the {where} has empty values.")
-            lengths.update(pc.list_value_length(rows).unique().to_pylist())
-            flat[name] = np.asarray(values)
-        ids = [flat["input_ids"], *([flat["labels"][flat["labels"] != IGNORED]] if "labels" in flat else [])]
-        low = min(low, *(int(some.min(initial=0)) for some in ids))
-        high = max(high, *(int(some.max(initial=0)) for some in ids))
-        if len(lengths) == 1:
-            columns = {name: values.reshape(len(table), *lengths) for name, values in flat.items()}
-            targets += int(is_target(masked_labels(columns)).sum())
-    if len(lengths) > 1:
-        raise ValueError(
-            f"The {where} has rows of different length, from {min(lengths)} to {max(lengths)} tokens; pack or pad them."
-        )
-    if low < 0:
-        raise ValueError(f"The {where} has a negative token id: {low}.")
-    if targets == 0 and max(lengths) > 1:
-        raise ValueError(f"The {where} has nothing to learn: all its labels are masked ({IGNORED}).")
-    return lengths.pop(), high
+def is_padded(rows: Any) -> bool:
+    """Whether rows, or some of them, end with padding."""
+    return isinstance(rows, Rows) and bool((rows.padding != NO_PADDING).any())

@@ -7,7 +7,7 @@ the other. So nothing of a source is read twice before all of it was read once, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fabric_llm.data import pattern
-from fabric_llm.data.order import NEW_ORDER, ORDERS, random_key, rows_at
+from fabric_llm.data.order import random_key, rows_at
 from fabric_llm.data.pattern import Segment
 
 
@@ -28,7 +28,6 @@ class Mixture:
     contexts: tuple[int, ...]  # tokens of a row of each
     segments: tuple[Segment, ...]
     seed: int
-    order: str = NEW_ORDER  # of each source's rows, a name of order.ORDERS
 
     @cached_property
     def bases(self) -> np.ndarray:
@@ -59,7 +58,7 @@ class Mixture:
         for source in np.unique(sources):
             there = sources == source
             seed = seed_of(self.seed, self.names[source])
-            rows[there] = self.bases[source] + rows_at(numbers[there], self.rows[source], seed, self.order)
+            rows[there] = self.bases[source] + rows_at(numbers[there], self.rows[source], seed)
         return rows
 
     def context_at(self, position: int) -> int:
@@ -87,37 +86,18 @@ class Mixture:
         ]
 
 
-def segments_of(said: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[Segment, ...]:
-    """The segments that `as_json` wrote. Raises ValueError for anything else."""
-    try:
-        found = tuple(Segment(one["begins"], tuple(one["weights"].get(name, 0) for name in names)) for one in said)
-        numbers = [number for segment in found for number in (segment.begins, *segment.weights)]
-        fit = all(type(number) is int and 0 <= number < 2**60 for number in numbers)
-        begins = [segment.begins for segment in found]
-        known = all(set(one["weights"]) <= set(names) for one in said)
-    except (KeyError, TypeError, AttributeError):
-        fit = known = False
-    if not (fit and known and found) or begins != sorted(set(begins)) or begins[0] != 0:
-        raise ValueError("the segments of the mixture can't be read")
-    if any(not 0 < sum(segment.weights) <= pattern.MOST_SLOTS for segment in found):
-        raise ValueError("the weights of the mixture can't be read")
-    return found
-
-
 def mixture_of(document: Mapping[str, Any]) -> Mixture:
     """The mixture of a run, of which `document` is the progress.json. Raises ValueError for one that can't be read."""
     try:
         fixed, said = document["fixed"], document["mixture"]
         names = tuple(said["sources"])
         rows, contexts = (tuple(fixed[key][name] for name in names) for key in ("train_rows", "context_length"))
-        end, numbers = said["end"], [fixed["seed"] + 1, *rows, *contexts]
-        if not names or any(type(number) is not int or number < 1 for number in numbers):
-            raise ValueError("the sources of its mixture can't be read")
-        if not (end is None or type(end) is int and end >= 0) or fixed["row_order"] not in list(ORDERS):
-            raise ValueError("the order of its mixture can't be read")
-        return Mixture(names, rows, contexts, segments_of(said["segments"], names), fixed["seed"], fixed["row_order"])
+        segments = tuple(
+            Segment(one["begins"], tuple(one["weights"].get(name, 0) for name in names)) for one in said["segments"]
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("its mixture can't be read") from error
+    return Mixture(names, rows, contexts, segments, fixed["seed"])
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,4 @@
-"""The order in which rows are read: a function of (seed, epoch), so that a run can resume anywhere, on any devices.
-
-ORDERS has each order under the name that checkpoints give it. A run keeps the order that it began with.
-"""
+"""The order in which rows are read: a function of (seed, epoch), so that a run can resume anywhere, on any devices."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+ROW_ORDER = "feistel"  # the name of this order in progress.json
 POSITIONS_AT_ONCE = 2**18
 FEW, MASK = 32, 2**64 - 1  # places for which Python is faster than numpy
 ROUNDS, LEAST_BITS = 8, 6  # with fewer, small permutations aren't uniform
@@ -69,30 +67,14 @@ def _keys(seed: int, epoch: int) -> tuple[int, ...]:
         return tuple(splitmix64(random_key(seed, epoch) + np.arange(ROUNDS, dtype=np.uint64)).tolist())
 
 
-def sorted_by_hash(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.ndarray:
-    """As `permuted`, in the order of older versions. It needs a table of all rows: 8 bytes for each, and time to sort it."""
-    return shuffled(row_count, seed, epoch)[offsets]
-
-
-ORDERS = {"feistel": permuted, "sorted": sorted_by_hash}  # as progress.json names them
-NEW_ORDER, OLD_ORDER = "feistel", "sorted"  # of a run that starts; of checkpoints that don't name theirs
-
-
-def rows_at(positions: np.ndarray, row_count: int, seed: int, order: str = NEW_ORDER) -> np.ndarray:
+def rows_at(positions: np.ndarray, row_count: int, seed: int) -> np.ndarray:
     """The rows that are read at `positions`, sequences since the run began, one epoch after the other. int64, same shape."""
     epochs, offsets = np.divmod(positions, row_count)
     rows = np.empty_like(offsets)
     for epoch in np.unique(epochs):
         there = epochs == epoch
-        rows[there] = ORDERS[order](offsets[there], row_count, seed, int(epoch))
+        rows[there] = permuted(offsets[there], row_count, seed, int(epoch))
     return rows
-
-
-@lru_cache(maxsize=2)  # a step can touch two epochs
-def shuffled(index_count: int, seed: int, epoch: int) -> np.ndarray:
-    """All rows in the order of `sorted_by_hash`, int64 [index_count]."""
-    with np.errstate(over="ignore"):
-        return np.argsort(splitmix64(np.arange(index_count, dtype=np.uint64) + random_key(seed, epoch)), kind="stable")
 
 
 def random_key(*parts: int) -> np.uint64:
@@ -134,9 +116,9 @@ class RowsRead:
             return RowsRead(positions.size, int(hashes.sum(dtype=np.uint64)))
 
 
-def claimed_rows(row_count: int, seed: int, first: int, end: int, order: str = NEW_ORDER) -> RowsRead:
+def claimed_rows(row_count: int, seed: int, first: int, end: int) -> RowsRead:
     """The record of all ranks together for the positions `first` to `end` - 1 of a dataset of `row_count` rows."""
-    return claimed_by(lambda positions: rows_at(positions, row_count, seed, order), first, end)
+    return claimed_by(lambda positions: rows_at(positions, row_count, seed), first, end)
 
 
 def claimed_by(rows_of: Callable[[np.ndarray], np.ndarray], first: int, end: int) -> RowsRead:

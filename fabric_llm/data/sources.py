@@ -1,8 +1,12 @@
-"""Where rows of tokens come from: a source is one entry of SOURCES. Nothing here imports torch, datasets or numpy."""
+"""Where rows of tokens come from: dataset folders, and what is said of them before they are opened.
+
+A kind of folder is one entry of SOURCES. Nothing here imports torch, datasets or numpy.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +14,10 @@ from typing import TYPE_CHECKING, Optional
 
 if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told before that
     from fabric_llm.data.dataset import TokenDataset
+
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"  # of a source, and of a set that is evaluated
+COPY = "copy"  # the name of the probe of in-context learning, see copy_probe.py
 
 
 def open_saved(folder: Path, verify: str) -> TokenDataset:
@@ -102,3 +110,22 @@ def said_of_rows(folder: Path) -> Optional[tuple[int, int]]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return numbers if said.get("packed") and all(type(number) is int for number in numbers) else None
+
+
+def parse_eval_data(given: Optional[str]) -> dict[str, str]:
+    """{name of the set: dataset folder} of --eval_data: validation sets besides those of the training data. Raises ValueError."""
+    folders: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in (given or "").split(","))):
+        name, _, folder = (word.strip() for word in part.partition("="))
+        if not folder or not re.fullmatch(NAME, name):
+            raise ValueError(
+                f"--eval_data takes name=folder, comma-separated, such as general=data/general, not {part!r}."
+            )
+        if name in folders:
+            raise ValueError(f"--eval_data: {name!r} is there twice.")
+        if name == COPY:
+            raise ValueError(f"--eval_data: {COPY!r} is the name of a probe, so no set can have it.")
+        folders[name] = folder
+    if given is not None and not folders:
+        raise ValueError("--eval_data is empty; it takes name=folder, such as general=data/general.")
+    return folders

@@ -22,8 +22,7 @@ from transformers import GenerationConfig
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.data.order import random_key
 from fabric_llm.model.loading import disable_progress_bar, has_weights, load_config, load_reference
-from fabric_llm.prepare.encoding import PieceFiles
-from fabric_llm.prepare.generated import Generated
+from fabric_llm.prepare.encoding import Generated, PieceFiles
 from fabric_llm.prepare.tokenizer import packing_tokenizer
 
 BATCH = {"cpu": 32, "cuda": 256}  # documents that are sampled side by side, at most

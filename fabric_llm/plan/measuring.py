@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from fabric_llm.base.command_line import Flags, is_first_of_machine
 from fabric_llm.base.spelling import nearest
-from fabric_llm.data import eval_sets
-from fabric_llm.data.eval_sets import COPY
-from fabric_llm.data.sources import open_source
+from fabric_llm.data.sources import COPY, open_source, parse_eval_data
 from fabric_llm.training.forgetting import parse_budgets
 
 if TYPE_CHECKING:
@@ -22,7 +20,7 @@ ONE_SET = "validation"  # the name of what is evaluated, where there is one data
 def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
     """The datasets of --eval_data by name. One rank of each machine compares hashes. Raises ValueError."""
     verify = flags.data.verify_data if is_first_of_machine() else "size"
-    folders = eval_sets.parse(flags.evaluation.eval_data)
+    folders = parse_eval_data(flags.evaluation.eval_data)
     return {name: open_source(Path(folder), verify) for name, folder in folders.items()}
 
 
@@ -41,7 +39,7 @@ def document_ends(
 def require_names(flags: Flags, of_training: Sequence[str], is_mixture: bool) -> None:
     """The names in --eval_data, --forgetting_budget and --keep_best_of. of_training: sets of the training data. Raises ValueError."""
     added, budgets = (
-        list(eval_sets.parse(flags.evaluation.eval_data)),
+        list(parse_eval_data(flags.evaluation.eval_data)),
         parse_budgets(flags.evaluation.forgetting_budget),
     )
     if twice := [name for name in added if name in of_training]:

@@ -16,15 +16,15 @@ from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import hub_name
 from fabric_llm.checkpoint import keep
-from fabric_llm.data import blend, eval_sets, prompts
-from fabric_llm.data.sources import check_dataset_folder, check_splits, said_of_rows
+from fabric_llm.data import blend, prompts
+from fabric_llm.data.sources import check_dataset_folder, check_splits, parse_eval_data, said_of_rows
 from fabric_llm.model import freezing, strategy_rules
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.plan import flag_rules, measuring, resume, run_directory, trackers
 from fabric_llm.plan.stages import lay_out
 from fabric_llm.prepare import tokenizer_bounds
 from fabric_llm.prepare.formats import DEFAULT_PATTERNS
-from fabric_llm.prepare.inputs import preparation, prepared_output, separator, shard, text_input
+from fabric_llm.prepare.inputs import find_sources, preparation, prepared_output, separator, shard
 from fabric_llm.processes.launch import launched_world, started_by_other
 
 
@@ -37,7 +37,7 @@ def in_training(flags: Flags) -> None:
     in_flags(flags)
     if flags.checkpoint.resume and (started_by_other() or flags.devices.num_nodes > 1):
         return
-    for folder in eval_sets.parse(flags.evaluation.eval_data).values():
+    for folder in parse_eval_data(flags.evaluation.eval_data).values():
         check_dataset_folder(folder, flags.model.model_name)
         check_splits(Path(folder))
     if flags.data.data_mix:
@@ -181,8 +181,8 @@ def in_preparation(flags: Flags) -> None:
     shard(flags.shard)
     prepared_output(output, flags.overwrite)
     files.writable(output)
+    find_sources(flags.input or (), pattern=pattern, exclude=flags.exclude or [], output=output)
     for given in flags.input or ():
-        text_input(given, pattern, flags.exclude or [], output)
         if not glob.has_magic(given):
             in_reach(given, "dataset")
     if flags.tokenizer is not None and not os.path.isdir(flags.tokenizer):

@@ -13,11 +13,11 @@ from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.data import blend as blends
 from fabric_llm.data.blend import Blend
+from fabric_llm.data.columns import is_padded
 from fabric_llm.data.dataset import TokenDataset, together
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.pattern import MOST_SLOTS
 from fabric_llm.data.sources import open_source
-from fabric_llm.data.views import is_padded
 from fabric_llm.model.loading import tokenizer_beside
 from fabric_llm.plan import flag_rules, resume
 from fabric_llm.plan.stages import Here, Layout, lay_out
@@ -38,7 +38,7 @@ def plan_mixture(flags: Flags, batch: int, start: Progress, resumed: Document) -
     )
     blends.require_one_length(blend, contexts)
     layout = _layout(flags, blend, raised, rows, batch, start, resumed, had)
-    mixture = Mixture(blend.names, rows, contexts, layout.segments, flags.training.seed, resume.row_order(resumed))
+    mixture = Mixture(blend.names, rows, contexts, layout.segments, flags.training.seed)
     return {
         "dataset": together(list(sources.values())),
         "sources": sources,

@@ -64,7 +64,6 @@ class Plan(Placement):
     run_directory: Path
     resume_from: Optional[Path]
     has_checkpoint: bool  # that it can be resumed from where it starts: False for a new run, and for a branch
-    row_order: str  # a name of data/order.py's ORDERS
     document_end: Optional[int]  # token id that ends each packed document, None where documents aren't kept apart
     document_masking: Union[bool, str]  # as given, or as the run had it; "auto": off if the model turns out not to
     sums_in_float32: bool  # gradients of low-precision weights, over micro-batches
@@ -170,7 +169,6 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
         run_directory=directory,
         resume_from=resume_from,
         has_checkpoint=resume_from is not None and resume_from.parent.resolve() == directory.resolve(),
-        row_order=resume.row_order(resumed),
         document_end=find_document_end(masking, dataset, config),
         document_masking=masking,
         sums_in_float32=training.accumulation_dtype == "float32",

@@ -148,25 +148,6 @@ def document_masking(flags: Flags, document: dict[str, Any]) -> Union[bool, str]
     return given
 
 
-def row_order(document: dict[str, Any]) -> str:
-    """The name of the order that rows are read in: a run that goes on keeps its own, and none was named at first.
-
-    document: progress.json of the checkpoint that is resumed, {} for a run that starts. Raises ValueError for a name that
-    this version doesn't know.
-    """
-    from fabric_llm.data.order import NEW_ORDER, OLD_ORDER, ORDERS
-
-    if not document:
-        return NEW_ORDER
-    fixed = document.get("fixed")
-    name = fixed.get("row_order", OLD_ORDER) if isinstance(fixed, dict) else OLD_ORDER
-    if name not in list(ORDERS):
-        raise ValueError(
-            f"The checkpoint's rows are read in the order {name!r}; this version knows {', '.join(ORDERS)}."
-        )
-    return name
-
-
 def overrides(flags: Flags) -> tuple[str, ...]:
     """The flags that --resume_override names. Raises ValueError for one that can't be."""
     given = flags.checkpoint.resume_override

@@ -9,6 +9,7 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
 from fabric_llm.data.blend import described
 from fabric_llm.data.dataset import TokenDataset
+from fabric_llm.data.order import ROW_ORDER
 from fabric_llm.model import freezing
 from fabric_llm.plan import measuring
 from fabric_llm.plan.plan import Plan
@@ -37,7 +38,7 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
     return {
         "fixed": {
             **data_facts(plan),
-            "row_order": plan.row_order,
+            "row_order": ROW_ORDER,
             "seed": flags.training.seed,
             "precision": flags.model.precision,
             "bf16_updates": flags.model.bf16_updates if flags.model.precision == "bf16-true" else None,

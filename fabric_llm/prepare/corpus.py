@@ -30,10 +30,8 @@ def read(
     output: Path,
 ) -> Corpus:
     """The documents of the inputs of prepare_data.py, long ones in sections. Raises ValueError where there are too few."""
-    found = pieces.find_sources(given, pattern=pattern, exclude=exclude, output=output.resolve())
-    parts = [
-        part for piece in pieces.plan(found, text_field, inputs.separator(document_separator)) for part in piece.parts
-    ]
+    found = inputs.find_sources(given, pattern=pattern, exclude=exclude, output=output.resolve())
+    parts = [part for piece in pieces.plan(found, inputs.separator(document_separator)) for part in piece.parts]
     every = max(1, -(-sum(source.bytes or 0 for source in found.sources) // MOST_BYTES))
     texts, size = [], 0
     for number, text in enumerate(documents.texts(parts, text_field)):

@@ -8,6 +8,8 @@ What it holds in memory is at most a block, or one record of at most RECORD_BYTE
 from __future__ import annotations
 
 import codecs
+import csv
+import io
 import json
 import re
 import shutil
@@ -17,10 +19,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Optional, Union
 
+import ijson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fabric_llm.base import hub
 from fabric_llm.base.faults import REFUSED, Fault, one_line
 from fabric_llm.base.names import shown
 from fabric_llm.prepare.formats import damaged, is_damage, suffix
 from fabric_llm.prepare.formats import opened as _open
+from fabric_llm.prepare.inputs import NOWHERE
 
 SECTION_CHARACTERS = 1_000_000  # of a document that are encoded at once
 RECORD_BYTES = 64 * 2**20  # longest line or record
@@ -30,9 +38,13 @@ PARQUET_ROWS = 256  # read at once
 MAX_FIELDS = 20  # named
 BLANK_LINES = r"\r?\n(?:[ \t\r]*\n)+"  # where a text is split into documents by default
 
-NOT_UTF8, NO_FIELD, NOT_STRING, BROKEN, TOO_LONG, SPECIAL = (
-    *("not valid UTF-8", "without the field", "not a string", "broken", "too long", "with a special token"),
-)
+# Kinds of bad records, as the manifest counts them.
+NOT_UTF8 = "not valid UTF-8"
+NO_FIELD = "without the field"
+NOT_STRING = "not a string"
+BROKEN = "broken"
+TOO_LONG = "too long"
+SPECIAL = "with a special token"
 
 
 class Part(NamedTuple):
@@ -169,14 +181,14 @@ def _cut(file: BinaryIO, part: Part) -> Iterator[tuple[int, bytes, bool]]:
 # --------------------------------------------------------------------------- records
 
 
-def _text_of(record: Any, text_field: str, number: int) -> Iterator[Record]:
+def _text_of(record: Any, text_field: str, number: int, place: str = "field") -> Iterator[Record]:
     if not isinstance(record, dict):
         yield Bad(BROKEN, number, f"is not a JSON object but {type(record).__name__}")
     elif text_field not in record:
         yield Bad(NO_FIELD, number, no_field(text_field, record))
     elif not isinstance(text := record[text_field], str):
         kind = type(text).__name__
-        yield Bad(NOT_STRING, number, f'holds {kind}, not a string, in its field "{text_field}"')
+        yield Bad(NOT_STRING, number, f'holds {kind}, not a string, in its {place} "{text_field}"')
     else:
         yield from _checked(number, text)
 
@@ -227,8 +239,6 @@ def _json_line(line: bytes, number: int, text_field: str) -> Iterator[Record]:
 
 def _read_json(part: Part, text_field: str, handles: list) -> Iterator[Record]:
     """An array of objects, objects one behind the other, one object, or JSON lines under another name."""
-    import ijson
-
     with _open(part.path) as file:
         head = file.readline(RECORD_BYTES).lstrip(codecs.BOM_UTF8 + b" \t\r\n")
         while not head.strip() and (head := file.readline(RECORD_BYTES)):
@@ -259,9 +269,6 @@ def _is_json(line: bytes) -> bool:
 
 
 def _read_csv(part: Part, text_field: str, handles: list) -> Iterator[Record]:
-    import csv
-    import io
-
     csv.field_size_limit(RECORD_BYTES)
     dialect = "excel-tab" if suffix(part.path) == ".tsv" else "excel"
     with _open(part.path, handles) as file:
@@ -283,44 +290,32 @@ def _read_csv(part: Part, text_field: str, handles: list) -> Iterator[Record]:
             except csv.Error as error:
                 yield Bad(BROKEN, number, f"is not a valid row: {error}")
                 continue
-            if row:
-                yield from _csv_text(row, names, column, number)
-
-
-def _csv_text(row: list[str], names: list[str], column: int, number: int) -> Iterator[Record]:
-    if len(row) != len(names):
-        yield Bad(BROKEN, number, f"has {len(row)} fields, and the first line {len(names)}")
-    else:
-        yield from _checked(number, row[column])
+            if row and len(row) != len(names):
+                yield Bad(BROKEN, number, f"has {len(row)} fields, and the first line {len(names)}")
+            elif row:
+                yield from _checked(number, row[column])
 
 
 # --------------------------------------------------------------------------- tables
 
 
 @contextmanager
-def parquet_file(path: str) -> Iterator[Any]:
-    """A pyarrow.parquet.ParquetFile; a compressed one is decompressed to a temporary file. Raises ValueError."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def parquet_file(path: str) -> Iterator[pq.ParquetFile]:
+    """A table; a compressed one is decompressed to a temporary file. Raises ValueError."""
     with _open(path) as file, tempfile.TemporaryFile() as unpacked:
-        if path.lower().endswith(".parquet"):
-            place: Any = path
-        else:
+        is_plain = path.lower().endswith(".parquet")
+        if not is_plain:
             shutil.copyfileobj(file, unpacked, BLOCK_BYTES)
-            place = unpacked
         try:
-            table = pq.ParquetFile(place, buffer_size=BLOCK_BYTES, pre_buffer=False)
+            table = pq.ParquetFile(path if is_plain else unpacked, buffer_size=BLOCK_BYTES, pre_buffer=False)
         except pa.ArrowInvalid as error:
             raise ValueError(f"{path} is not a parquet file: {one_line(error)}") from error
         with table:
             yield table
 
 
-def parquet_column(path: str, schema: Any, text_field: str) -> None:
+def _require_column(path: str, schema: pa.Schema, text_field: str) -> None:
     """Raises ValueError unless the table has a column of text of that name."""
-    import pyarrow as pa
-
     if text_field not in schema.names:
         raise ValueError(f"{path} {no_field(text_field, schema.names)}")
     kind = schema.field(text_field).type
@@ -330,10 +325,8 @@ def parquet_column(path: str, schema: Any, text_field: str) -> None:
 
 
 def _read_parquet(part: Part, text_field: str, handles: list) -> Iterator[Record]:
-    import pyarrow as pa
-
     with parquet_file(part.path) as file:
-        parquet_column(part.path, file.schema_arrow, text_field)
+        _require_column(part.path, file.schema_arrow, text_field)
         groups = range(part.start, file.num_row_groups if part.end is None else part.end)
         number = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
         try:
@@ -350,9 +343,13 @@ def _read_parquet(part: Part, text_field: str, handles: list) -> Iterator[Record
             yield Bad(BROKEN, number, f"can't be read, and what comes after it: {one_line(error)}")
 
 
-def load_dataset_folder(path: str) -> dict[str, Any]:
-    """The splits of a folder that `datasets.save_to_disk` wrote; "rows" for one without a name. Raises ValueError."""
-    import datasets
+def load_splits(kind: str, name: str) -> dict[str, Any]:
+    """The splits of a dataset, "rows" for one without a name: of a folder, or streamed from the hub. Raises ValueError."""
+    return load_hub_dataset(name) if kind == "hub" else _load_dataset_folder(name)
+
+
+def _load_dataset_folder(path: str) -> dict[str, Any]:
+    import datasets  # whose import takes longer than that of all else that a process which tokenizes needs
 
     from fabric_llm.data.dataset import has_rows, split_names
 
@@ -369,13 +366,9 @@ def load_dataset_folder(path: str) -> dict[str, Any]:
 
 
 def load_hub_dataset(name: str) -> dict[str, Any]:
-    """The splits, to be streamed, of the hub dataset `name` or `name:config`. Raises ValueError."""
+    """The splits of the hub dataset `name` or `name:config`, to be streamed. Raises ValueError."""
     import datasets
 
-    from fabric_llm.base import hub
-    from fabric_llm.prepare.inputs import hub_dataset
-
-    nowhere = hub_dataset(name)
     repository, _, config = name.partition(":")
     hub.reach()
     if hub.gave_up():
@@ -383,12 +376,12 @@ def load_hub_dataset(name: str) -> dict[str, Any]:
     try:
         return dict(datasets.load_dataset(repository, config or None, streaming=True))
     except Exception as error:  # the hub, its client and its file formats raise some twenty types
-        raise ValueError(f"{nowhere}: {hub.answer(repository, error, 'dataset') or one_line(error)}") from error
+        said = hub.answer(repository, error, "dataset") or one_line(error)
+        raise ValueError(f"{NOWHERE.format(name)}: {said}") from error
 
 
 def _read_dataset(part: Part, text_field: str, handles: list) -> Iterator[Record]:
-    load = load_hub_dataset if part.kind == "hub" else load_dataset_folder
-    rows = load(part.path)[part.split]
+    rows = load_splits(part.kind, part.path)[part.split]
     if part.end is not None:
         rows = rows.select(range(part.start, part.end))
     yield from read_rows(f"{part.path} [{part.split}]", rows, text_field, part.start)
@@ -402,14 +395,10 @@ def read_rows(name: str, rows: Any, text_field: str, first: int = 0) -> Iterator
     if columns is not None:
         rows = rows.select_columns([text_field])  # so that no image is decoded
     for number, row in enumerate(rows, first):
-        text = row.get(text_field)
-        if text_field not in row:
-            yield Bad(NO_FIELD, number, no_field(text_field, row))
-        elif text is not None and not isinstance(text, str):
-            kind = type(text).__name__
-            yield Bad(NOT_STRING, number, f'holds {kind}, not a string, in its column "{text_field}"')
+        if row.get(text_field, "") is None:
+            yield number, "", True
         else:
-            yield from _checked(number, text or "")
+            yield from _text_of(row, text_field, number, "column")
 
 
 # --------------------------------------------------------------------------- crawls
@@ -417,8 +406,7 @@ def read_rows(name: str, rows: Any, text_field: str, first: int = 0) -> Iterator
 
 def _read_warc(part: Part, text_field: str, handles: list) -> Iterator[Record]:
     """The text records of a WET or WARC file: extracted text (`conversion`), and responses of type text/plain."""
-    from warcio.archiveiterator import ArchiveIterator
-    from warcio.exceptions import ArchiveLoadFailed
+    from warcio.archiveiterator import ArchiveIterator, ArchiveLoadFailed
 
     number, of_text = 0, 0
     with _open(part.path, handles) as file:
@@ -439,14 +427,9 @@ def _read_warc(part: Part, text_field: str, handles: list) -> Iterator[Record]:
 
 
 def _is_text(record: Any) -> bool:
-    if record.rec_type == "conversion":
-        return True
-    headers = record.http_headers
-    return (
-        record.rec_type == "response"
-        and headers
-        and (headers.get_header("Content-Type") or "").startswith("text/plain")
-    )
+    headers = record.http_headers if record.rec_type == "response" else None
+    kind = headers and headers.get_header("Content-Type")
+    return record.rec_type == "conversion" or bool(kind) and kind.startswith("text/plain")
 
 
 # --------------------------------------------------------------------------- pages

@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -24,17 +25,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Optional
+from typing import Any, BinaryIO, NamedTuple, Optional, Union
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import UNWRITABLE, Fault, one_line
+from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.base.names import shown
 from fabric_llm.prepare.documents import SPECIAL, Bad, Part, read_part, where
 from fabric_llm.prepare.pieces import Piece
+from fabric_llm.prepare.tokenizer_bounds import without_panic
 
 # Many documents in a batch keep all cores of the tokenizer busy, few characters keep its working memory small: it takes
 # about 120 bytes a character.
@@ -74,7 +76,7 @@ class Mark:
     """What of a piece is on the disk."""
 
     done: bool = False
-    items: int = 0  # of its readers: documents, sections of long ones, and bad records
+    items: int = 0  # read: documents, sections of long ones, and bad records
     documents: int = 0  # written
     tokens: int = 0
     characters: int = 0
@@ -108,19 +110,17 @@ def encode_piece(piece: Piece, job: Job, backend: Tokenizer, report: Callable[[i
     where another process has the piece.
     """
     with piece_files(Path(job.folder), piece.number, job) as out:
-        if out.mark.done:
-            report(piece.bytes)
-            return
-        reading = Reading(piece, job, out.mark)
+        handles: list[BinaryIO] = []
         told = 0
-        for batch, encodings in _encoded(_batches(reading, job.threads), backend, job.threads):
+        items = _items(piece, job, out.mark.items, handles) if not out.mark.done else ()
+        for batch, encodings in _encoded(_batches(items, job.threads), backend, job.threads):
             _write(batch, encodings, out, job, piece)
-            told += (ahead := max(0, min(piece.bytes, reading.bytes_read()) - told))
+            told += (ahead := max(0, min(piece.bytes, _bytes_read(piece, handles)) - told))
             report(ahead)
             if out.characters_since_mark >= MARK_CHARACTERS and not out.open_tokens:
                 out.set_mark(done=False)
-        out.mark.items = max(out.mark.items, reading.items)
-        out.set_mark(done=True)
+        if not out.mark.done:
+            out.set_mark(done=True)
         report(piece.bytes - told)
 
 
@@ -132,55 +132,42 @@ class Item(NamedTuple):
 
     part: int
     number: Optional[int]
-    text: Any  # str or Bad
+    text: Union[str, Bad]
     is_last: bool
-    items: int  # read so far, this one included
 
 
-class Reading:
-    """The items of a piece that its mark doesn't count yet."""
+def _items(piece: Piece, job: Job, skip: int, handles: list[BinaryIO]) -> Iterator[Item]:
+    """The items of a piece but for the first `skip`. handles: gets the files that are opened.
 
-    def __init__(self, piece: Piece, job: Job, mark: Mark) -> None:
-        self.piece, self.job, self.skip, self.items = piece, job, mark.items, 0
-        self.handles: list[BinaryIO] = []
-        self.parts_bytes = 0
-
-    def __iter__(self) -> Iterator[Item]:
-        for number, part in enumerate(self.piece.parts):
-            self.handles.clear()
-            yield from self._items_of(number, part)
-            if self.handles and len(self.piece.parts) > 1:
-                self.parts_bytes += self.bytes_of_part(part)
-
-    def _items_of(self, number: int, part: Part) -> Iterator[Item]:
+    Raises ValueError for a file of which every record is bad.
+    """
+    count = 0
+    for number, part in enumerate(piece.parts):
         read, bad, first = 0, 0, None
-        for record in read_part(part, self.job.text_field, self.handles):
-            self.items += 1
+        for record in read_part(part, job.text_field, handles):
             failpoint("prepare.documents")
             if isinstance(record, Bad):
                 record = record._replace(message=shown(record.message, MAX_MESSAGE))  # it may quote what the file holds
                 bad, first = bad + 1, first or record
-                item = Item(number, record.number, record, True, self.items)
+                item = Item(number, record.number, record, True)
             else:
-                item = Item(number, *record, self.items)
-            read += item.is_last
-            if self.items > self.skip:
+                item = Item(number, *record)
+            read, count = read + item.is_last, count + 1
+            if count > skip:
                 yield item
-        if first is not None and bad == read and not part.is_one_document and _is_much(part, read):
-            raise ValueError(
-                f"none of the {read} records of {part.path} can be read: {where(part, first.number, lines_before(part))}"
-                f" {first.message}"
-            )
+        if bad and bad == read and not part.is_one_document and _is_much(part, read):
+            raise ValueError(f"none of the {read} records of {part.path} can be read: {_sentence(part, first)}")
 
-    def bytes_of_part(self, part: Part) -> int:
-        try:
-            return self.handles[-1].tell() - part.start if self.handles else 0
-        except ValueError:  # closed
-            return os.path.getsize(part.path)
 
-    def bytes_read(self) -> int:
-        """About how many bytes of the piece were read."""
-        return self.parts_bytes + (self.bytes_of_part(self.piece.parts[-1]) if len(self.piece.parts) == 1 else 0)
+def _sentence(part: Part, record: Bad) -> str:
+    return f"{where(part, record.number, lines_before(part))} {record.message}"
+
+
+def _bytes_read(piece: Piece, handles: list[BinaryIO]) -> int:
+    """About how many bytes of the piece were read; 0 for one of several parts, which are small."""
+    if len(piece.parts) > 1 or not handles or handles[-1].closed:
+        return 0
+    return handles[-1].tell() - piece.parts[0].start
 
 
 def _is_much(part: Part, records: int) -> bool:
@@ -218,23 +205,6 @@ def _batches(items: Iterable[Item], threads: int) -> Iterator[list[Item]]:
         yield batch
 
 
-@contextmanager
-def without_panic() -> Iterator[None]:
-    """Raises ValueError where tokenizers panics, as for a regular expression that takes too long, without its own report."""
-    said, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # which isn't an Exception, and isn't exported
-            raise
-        raise ValueError(f"the tokenizer fails on a text: {one_line(error)[:300]}") from None
-    finally:
-        os.dup2(said, 2)
-        os.close(said)
-        os.close(nowhere)
-
-
 def _encoded(batches: Iterable[list[Item]], backend: Tokenizer, threads: int) -> Iterator[tuple[list[Item], list]]:
     """Each batch with the encodings of its texts. With several threads, the next is read while one is encoded."""
 
@@ -267,34 +237,33 @@ def _write(batch: list[Item], encodings: list, out: PieceFiles, job: Job, piece:
     # Through array.array: three times as fast as numpy with a list of int.
     ids = (np.frombuffer(array("I", encoding.ids), dtype=np.uint32) for encoding in encodings)
     sections = [one.astype(job.convention.dtype) for one in ids]
-    forbidden = np.array([token for token, _ in job.convention.forbidden], dtype=job.convention.dtype)
-    suspicious = bool(sections) and np.isin(np.concatenate(sections), forbidden).any()
+    names = dict(job.convention.forbidden)
+    is_special = np.isin(np.concatenate(sections), list(names)).any() if sections else False
     following = iter(sections)
     for item in batch:
         part = piece.parts[item.part]
         if isinstance(item.text, Bad):
             out.take_back()
-            _bad(item.text, item.part, part, out.mark, job)
+            _count_bad(item, item.text, part, out.mark, job)
         else:
             ids = next(following)
-            if suspicious and (found := forbidden[np.isin(forbidden, ids)]).size and out.special is None:
-                out.special = dict(job.convention.forbidden)[int(found[0])]
-            special = out.add(ids, item.text, item.is_last, part.own_validation, part.draws)
-            if special is not None:
+            if is_special and (found := [token for token in names if token in ids]) and out.special is None:
+                out.special = names[found[0]]
+            if (special := out.add(ids, item.text, item.is_last, part.own_validation, part.draws)) is not None:
                 message = (
-                    f"holds text that this tokenizer turns into its special token {shown(special)}: take it out of"
+                    f"holds text that this tokenizer turns into its special token {shown(special)}: take it out of the text, "
+                    "or choose a byte-level tokenizer"
                 )
-                message += " the text, or choose a byte-level tokenizer"
-                _bad(Bad(SPECIAL, item.number, message), item.part, part, out.mark, job)
-        out.mark.items = item.items
+                _count_bad(item, Bad(SPECIAL, item.number, message), part, out.mark, job)
+        out.mark.items += 1
 
 
-def _bad(record: Bad, number_of_part: int, part: Part, mark: Mark, job: Job) -> None:
+def _count_bad(item: Item, record: Bad, part: Part, mark: Mark, job: Job) -> None:
     if job.stop_on_error:
-        raise ValueError(f"{where(part, record.number, lines_before(part))} {record.message}")
+        raise ValueError(_sentence(part, record))
     mark.bad[record.kind] = mark.bad.get(record.kind, 0) + 1
     if len(mark.named) < MAX_NAMED:
-        mark.named.append((number_of_part, record.number, record.message))
+        mark.named.append((item.part, *record[1:]))
 
 
 class PieceFiles:
@@ -307,52 +276,40 @@ class PieceFiles:
         self.before = np.array(job.convention.before, dtype=dtype)
         self.after = np.array(job.convention.after, dtype=dtype)
         self.characters_since_mark = 0
-        # Of the document being written.
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is written yet of the next document."""
         self.open_tokens, self.body_tokens, self.sections, self.visible = 0, 0, 0, False
-        self.digest: Any = None
+        self.digest = hashlib.blake2b(digest_size=HASH_BYTES)
         self.special: Optional[str] = None  # a special token that its text became
 
     def add(self, ids: np.ndarray, text: str, is_last: bool, own_validation: bool, draws: bool) -> Optional[str]:
         """Append a section, and end the document with its last, unless it is empty or holds a special token, which is returned."""
-        self.visible = self.visible or bool(text.strip())
-        self.body_tokens += len(ids)
         self.characters_since_mark += len(text)
         self.mark.characters += len(text)
         if self.hashes is not None:
-            self.digest = self.digest or hashlib.blake2b(digest_size=HASH_BYTES)
             self.digest.update(text.encode())
-        is_kept = self.visible and self.body_tokens > 0 and self.special is None
-        parts = [ids] if self.sections else [self.before, ids]
-        self.sections += 1
-        if not is_last:
-            self._append(parts)
-        elif is_kept:
-            self._append([*parts, self.after])
-            self._end(own_validation, draws)
-        else:
+        self.visible = self.visible or bool(text.strip())
+        self.body_tokens += len(ids)
+        if is_last and (self.special is not None or not self.visible or not self.body_tokens):
             special = self.special
             self.mark.empty += special is None
             self.take_back()
             return special
+        for some in ([] if self.sections else [self.before]) + [ids] + ([self.after] if is_last else []):
+            self.tokens.write(some.data)
+            self.open_tokens += len(some)
+        self.sections += 1
+        if is_last:
+            self.lengths.write(Lengths.encode(self.open_tokens, own_validation, draws))
+            if self.hashes is not None:
+                self.hashes.write(self.digest.digest())
+            self.mark.documents += 1
+            self.mark.tokens += self.open_tokens
+            self.mark.long += self.sections > 1
+            self._begin()
         return None
-
-    def _append(self, parts: list[np.ndarray]) -> None:
-        for ids in parts:
-            self.tokens.write(ids.data)
-            self.open_tokens += len(ids)
-
-    def _end(self, own_validation: bool, draws: bool) -> None:
-        self.lengths.write(Lengths.encode(self.open_tokens, own_validation, draws))
-        if self.hashes is not None:
-            self.hashes.write(self.digest.digest())
-        self.mark.documents += 1
-        self.mark.tokens += self.open_tokens
-        self.mark.long += self.sections > 1
-        self._begin()
-
-    def _begin(self) -> None:
-        self.open_tokens, self.body_tokens, self.sections, self.visible = 0, 0, 0, False
-        self.digest = self.special = None
 
     def take_back(self) -> None:
         """Remove the sections of a document that turns out to be bad or empty."""
@@ -424,27 +381,39 @@ def lock(descriptor: int, taken: str, shared: bool = False) -> None:
 
 
 def counted(marks: Iterable[Mark], pieces: list[Piece]) -> dict[str, Any]:
-    """What was left out, over all pieces. The names of bad records are those of the first ones.
+    """What was left out of all pieces: {"empty": documents, "bad": records by kind, "bad_records": sentences on the first ones}
 
     Raises ValueError for a file in several pieces of which every record is bad.
     """
-    good: dict[str, Optional[str]] = {}  # None where something of a file was read, else a bad record
-    bad: Counter = Counter()
-    named: list[str] = []
-    total = {"empty": 0, "long": 0, "characters": 0}
+    empty, bad, sentences = 0, Counter(), []
+    first_bad: dict[str, Optional[str]] = {}  # by file: its first bad record; None where something of it was read
     for piece, mark in zip(pieces, marks, strict=True):
+        empty += mark.empty
         bad.update(mark.bad)
-        for name in total:
-            total[name] += getattr(mark, name)
-        for part_number, number, message in mark.named[: MAX_NAMED - len(named)]:
-            part = piece.parts[part_number]
-            named.append(f"{where(part, number, lines_before(part))} {message}")
-        if len(piece.parts) == 1 and mark.named and not mark.documents + mark.empty:
-            part, (_, number, message) = piece.parts[0], mark.named[0]
-            good.setdefault(part.path, f"{where(part, number, lines_before(part))} {message}")
+        records = [(piece.parts[part], Bad("", number, message)) for part, number, message in mark.named]
+        sentences += [_sentence(*record) for record in records[: MAX_NAMED - len(sentences)]]
+        if len(piece.parts) == 1 and records and not mark.documents + mark.empty:
+            first_bad.setdefault(piece.parts[0].path, _sentence(*records[0]))
         else:
-            good.update({part.path: None for part in piece.parts})
-    for path, message in good.items():
-        if message is not None and sum(part.path == path for piece in pieces for part in piece.parts) > 1:
-            raise ValueError(f"none of the records of {path} can be read: {message}")
-    return {**total, "bad": dict(sorted(bad.items())), "named": named}
+            first_bad.update({part.path: None for part in piece.parts})
+    for path, sentence in first_bad.items():
+        if sentence is not None and sum(part.path == path for piece in pieces for part in piece.parts) > 1:
+            raise ValueError(f"none of the records of {path} can be read: {sentence}")
+    return {"empty": empty, "bad": dict(sorted(bad.items())), "bad_records": sentences}
+
+
+class Generated(NamedTuple):
+    """Documents that a program makes, in place of those that `--input` names: a function of `settings` alone, in one piece."""
+
+    settings: dict[str, Any]  # for the manifest, and what a later start has to have in common
+    tokens: int  # at least
+    fill: Callable[[PieceFiles, Callable[[int], Any]], None]  # (files, told of new tokens), goes on from their mark
+
+    def make(self, piece: Piece, job: Job, report: Callable[[int], Any]) -> None:
+        """Make the piece in the work folder. report: is told how many more tokens there are."""
+        with piece_files(Path(job.folder), piece.number, job) as out:
+            if out.mark.tokens:
+                print(f"Going on: {out.mark.tokens:,} of {self.tokens:,} tokens are there.", file=sys.stderr)
+            report(out.mark.tokens)
+            self.fill(out, report)
+            out.set_mark(done=True)

@@ -1,4 +1,7 @@
-"""What kind of file a name stands for, and how a file is opened decompressed. Nothing slow is imported."""
+"""What kind of file a name stands for, and how a file is opened decompressed. Nothing slow is imported.
+
+The kind of a file is told by its name, and its compression by its first bytes, whatever its name.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,6 @@ NOT_TEXT = frozenset(
 )
 PROBE_BYTES = 64 * 1024  # of a file of another suffix, which must be UTF-8
 HEAD_BYTES = 10
-MAGIC = {"gzip": b"\x1f\x8b", "zstandard": b"\\x28\xb5\x2f\xfd", "bzip2": b"BZh[1-9]1AY&SY", "xz": b"\xfd7zXZ\0"}
-ZSTD_INPUT_BYTES = 16 * 1024  # decompressed at once: what it becomes is held in memory
 
 
 def suffix(path: str) -> str:
@@ -65,26 +66,10 @@ def require_package(path: str) -> None:
         raise ValueError(f"reading {path} needs the package {package}: pip install 'fabric_llm[{kind}]'")
 
 
-def is_packed(path: str) -> bool:
-    """Whether a file is compressed, by its first bytes or its name."""
-    if path.lower().endswith(PACKED):
-        return True
-    with open(path, "rb") as file:
-        return _packing(file.read(HEAD_BYTES)) is not None
-
-
-def is_what_its_name_says(path: str) -> bool:
-    """False for a file whose name says that it is compressed and whose first bytes don't."""
-    if not path.lower().endswith(PACKED):
-        return True
-    with open(path, "rb") as file:
-        return _packing(file.read(HEAD_BYTES)) is not None
-
-
 def named_file(path: str) -> None:
     """Raises ValueError for a file, named by the user, that can't hold text."""
     require_package(path)
-    if suffix(path) in KINDS and is_what_its_name_says(path):
+    if suffix(path) in KINDS and (compression_of(path) or not path.lower().endswith(PACKED)):
         return
     if suffix(path) not in NOT_TEXT:
         try:
@@ -109,79 +94,52 @@ def in_words(patterns: list[str]) -> str:
 # ------------------------------------------------------------------------- decompression
 
 
+def _open_zstandard(raw: BinaryIO) -> BinaryIO:
+    """With pyarrow: zstandard's own reader, and fsspec's, take the end of a truncated file for its end."""
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"), 2**14)
+
+
+COMPRESSIONS = {  # name: (what files begin with, a regular expression, and what opens them)
+    "gzip": (b"\x1f\x8b", gzip.open),
+    "zstandard": (b"\\x28\xb5\x2f\xfd", _open_zstandard),
+    "bzip2": (b"BZh[1-9]1AY&SY", bz2.open),
+    "xz": (b"\xfd7zXZ\0", lzma.open),
+}
+
+
+def compression_of(path: str) -> Optional[str]:
+    """A name of COMPRESSIONS, by the first bytes of a file; None for one that isn't compressed."""
+    with open(path, "rb") as file:
+        return _compression(file.read(HEAD_BYTES))
+
+
+def _compression(head: bytes) -> Optional[str]:
+    return next((name for name, (magic, _) in COMPRESSIONS.items() if re.match(magic, head)), None)
+
+
 @contextmanager
 def opened(path: str, handles: Optional[list] = None) -> Iterator[BinaryIO]:
-    """The content of a file, decompressed as its first bytes ask for, whatever its name.
+    """The content of a file, decompressed.
 
     handles: gets the file itself, whose place says how much of it was read.
     """
     with open(path, "rb") as raw:
         if handles is not None:
             handles.append(raw)
-        with _decompressed(raw) as file:
+        name = _compression(raw.peek(HEAD_BYTES))
+        with raw if name is None else COMPRESSIONS[name][1](raw) as file:
             yield file
-
-
-def _decompressed(raw: BinaryIO) -> BinaryIO:
-    packing = _packing(raw.peek(HEAD_BYTES))
-    if packing == "gzip":
-        return gzip.GzipFile(fileobj=raw)
-    if packing == "zstandard":
-        return io.BufferedReader(_Zstandard(raw), 2**20)
-    if packing == "bzip2":
-        return bz2.BZ2File(raw)
-    return lzma.LZMAFile(raw) if packing == "xz" else raw
 
 
 def is_damage(error: BaseException) -> bool:
     """Whether a file that is being decompressed ends too early or isn't what its first bytes say."""
     if isinstance(error, (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)):
         return True
-    of_bz2 = isinstance(error, OSError) and error.errno is None and not isinstance(error, io.UnsupportedOperation)
-    return of_bz2 or type(error).__name__ == "ZstdError"
+    return isinstance(error, OSError) and error.errno is None and not isinstance(error, io.UnsupportedOperation)
 
 
 def damaged(path: str, error: BaseException) -> str:
     """The end of a sentence that begins with the file's name."""
-    with open(path, "rb") as file:
-        packing = _packing(file.read(HEAD_BYTES)) or "compressed"
-    return f"is not a complete {packing} file: {error or 'it ends too early'}"
-
-
-def _packing(head: bytes) -> Optional[str]:
-    return next((name for name, magic in MAGIC.items() if re.match(magic, head)), None)
-
-
-class _Zstandard(io.RawIOBase):
-    """zstandard's own reader takes the end of a truncated file for its end."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self.raw, self.decoder, self.rest, self.left = raw, None, b"", b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:
-        while not self.left:
-            self.rest = self.rest or self.raw.read(ZSTD_INPUT_BYTES)
-            if not self.rest:
-                if self.decoder is not None:
-                    raise EOFError("Compressed file ended before the end of its last frame")
-                return 0
-            self.left = self._decompressed()
-        count = min(len(buffer), len(self.left))
-        buffer[:count], self.left = self.left[:count], self.left[count:]
-        return count
-
-    def _decompressed(self) -> memoryview:
-        import zstandard
-
-        decoder = self.decoder or zstandard.ZstdDecompressor().decompressobj()
-        data = decoder.decompress(self.rest)
-        self.rest = decoder.unused_data if decoder.eof else b""
-        self.decoder = None if decoder.eof else decoder
-        return memoryview(data)
-
-    def close(self) -> None:
-        self.raw.close()
-        super().close()
+    return f"is not a complete {compression_of(path) or 'compressed'} file: {error or 'it ends too early'}"

@@ -1,6 +1,7 @@
-"""Check the arguments and paths of prepare_data.py without torch, datasets or numpy, which take seconds to import.
+"""What --input names, and checks of all arguments of prepare_data.py.
 
-Every check raises ValueError.
+Nothing here imports torch, datasets or numpy, which take seconds, so that mistakes are told at once. Every check raises
+ValueError.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
@@ -21,6 +23,7 @@ from fabric_llm.prepare.formats import DEFAULT_PATTERNS
 
 LONGEST_SEPARATOR = 1000  # bytes
 SMALLEST_VOCABULARY = 257  # 256 bytes and the end of a text
+NOWHERE = "input {} is neither a file or folder here nor a dataset that can be read from the hub"
 
 
 def preparation(
@@ -73,21 +76,85 @@ def prepared_output(output: Path, overwrite: bool) -> None:
         raise ValueError(f"output {output} holds no prepared dataset, so it is not overwritten: remove it yourself")
 
 
-def text_input(given: str, pattern: Sequence[str], exclude: Sequence[str], output: Path) -> None:
-    """Check that `given` is a file, a folder or glob with a matching file, or possibly the name of a hub dataset."""
-    for path in expanded(given):
-        if not os.path.exists(path):
-            hub_dataset(path)
-        elif os.path.isdir(path) and not is_dataset_folder(path):
-            hidden: list[str] = []
-            if (first := next(files_of(path, pattern, exclude, output, hidden=hidden), None)) is None:
-                raise ValueError(no_match(path, pattern, hidden))
-            formats.require_package(first)
-        elif os.path.isfile(path):
-            formats.named_file(path)
+@dataclass(frozen=True)
+class Source:
+    """A file, dataset folder or hub dataset."""
+
+    name: str
+    kind: str  # one of documents.READERS
+    bytes: Optional[int]  # None for a hub dataset
+    modified_ns: int = 0
 
 
-def expanded(given: str) -> list[str]:
+@dataclass
+class Found:
+    """Everything that is read, and what is said of it."""
+
+    sources: list[Source] = field(default_factory=list)
+    not_read: Counter = field(default_factory=Counter)  # files of folders, by suffix
+    hidden: list[str] = field(default_factory=list)  # files and folders that are left out for their names
+    # What pieces.plan notes:
+    own_validation: list[str] = field(default_factory=list)  # datasets whose validation split stays theirs
+    left_out: list[str] = field(default_factory=list)  # splits
+    split_texts: list[str] = field(default_factory=list)  # files that are split at blank lines without being told to
+    whole_texts: list[str] = field(default_factory=list)  # files that would be, and have no blank line
+
+
+def find_sources(
+    inputs: Sequence[str | Path], *, pattern: Sequence[str], exclude: Sequence[str] = (), output: Path
+) -> Found:
+    """The sources that `inputs` name, in order. No text is read yet.
+
+    output: a resolved path, which is left out where it lies inside an input folder.
+
+    Raises ValueError for an input that doesn't exist, one that can't hold text, a folder without a matching file, and a file
+    that two inputs name.
+    """
+    found, origin = Found(), {}
+    for given in (path for name in inputs for path in _expanded(str(name))):
+        for source in _sources_of(given, pattern, exclude, output, found):
+            # A text in both train and validation would make the validation loss meaningless.
+            path = os.path.abspath(source.name)
+            if path in origin:
+                raise ValueError(
+                    f"{source.name} comes in twice, by the inputs {origin[path]} and {given}: name it once"
+                )
+            origin[path] = given
+            found.sources.append(source)
+    if list(pattern) != DEFAULT_PATTERNS:
+        found.not_read.clear()  # they were not wanted
+    return found
+
+
+def _sources_of(given: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: Found) -> list[Source]:
+    if not os.path.exists(given):
+        require_hub_name(given)
+        return [Source(given, "hub", None)]  # pieces.plan asks the hub
+    if os.path.isfile(given):
+        formats.named_file(given)
+        return [_file_source(given)]
+    if any(os.path.isfile(os.path.join(given, name)) for name in ("dataset_dict.json", "state.json")):
+        files = [file.stat() for file in Path(given).rglob("*.arrow")]  # which `datasets.save_to_disk` wrote
+        newest = max((file.st_mtime_ns for file in files), default=0)
+        return [Source(given, "dataset", sum(file.st_size for file in files), newest)]
+    before = len(found.hidden)
+    sources = [_file_source(path) for path in _files_of(given, pattern, exclude, output, found)]
+    if not sources:
+        hidden = len(found.hidden) - before
+        left_out = f" ({hidden:,} hidden files and folders were left out: name them with --input)" if hidden else ""
+        raise ValueError(
+            f"no file in {given} matches {formats.in_words(list(pattern))}: choose others with --pattern{left_out}"
+        )
+    return sources
+
+
+def _file_source(path: str) -> Source:
+    formats.require_package(path)
+    status = os.stat(path)
+    return Source(path, formats.kind_of(path), status.st_size, status.st_mtime_ns)
+
+
+def _expanded(given: str) -> list[str]:
     """The paths that a glob stands for, such as 'corpus/*.jsonl', which the shell hasn't expanded; else `given` itself."""
     found = [given]
     if not os.path.lexists(given) and glob.has_magic(given):
@@ -108,11 +175,6 @@ def _what_cannot_be_read(path: str) -> Optional[str]:
         return None
     mode = os.stat(path).st_mode
     return "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
-
-
-def no_match(folder: str, pattern: Sequence[str], hidden: Sequence[str]) -> str:
-    left_out = f" ({len(hidden):,} hidden files and folders were left out: name them with --input)" if hidden else ""
-    return f"no file in {folder} matches {formats.in_words(list(pattern))}: choose others with --pattern{left_out}"
 
 
 def separator(given: Optional[str]) -> Optional[str]:
@@ -136,63 +198,52 @@ def shard(given: Optional[str]) -> Optional[tuple[int, int]]:
     return int(found[1]) - 1, int(found[2])
 
 
-def hub_dataset(name: str) -> str:
-    """The start of the message for a name that the hub doesn't have. Raises ValueError if it can't be one."""
-    nowhere = f"input {name} is neither a file or folder here nor a dataset that can be read from the hub"
+def require_hub_name(name: str) -> None:
+    """Raises ValueError for what can't be the name of a dataset on the hub, such as a mistyped path, without asking it."""
     if found := re.match(r"(?:https?://)?(?:huggingface\.co|hf\.co)/datasets/([\w.-]+/[\w.-]+)", name):
-        raise ValueError(f"{nowhere}: it is an address; take --input {found[1]}")
-    # Anything that can't be a name on the hub is a mistyped path, for which the network isn't asked.
+        raise ValueError(f"{NOWHERE.format(name)}: it is an address; take --input {found[1]}")
     near = nearest_of(Path(name), files=True)
-    is_of_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(:[^/:]+)?", name) and not matcher(DEFAULT_PATTERNS)(name.lower())
+    is_of_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(:[^/:]+)?", name) and not _matcher(DEFAULT_PATTERNS)(
+        name.lower()
+    )
     if not is_of_hub or is_path(name) or "/" not in name and near:
-        raise ValueError(f"{nowhere}.{near}" if near else nowhere)
-    return nowhere
+        raise ValueError(f"{NOWHERE.format(name)}.{near}" if near else NOWHERE.format(name))
 
 
-def is_dataset_folder(folder: str) -> bool:
-    """Whether `datasets.save_to_disk` wrote this folder."""
-    return any(os.path.isfile(os.path.join(folder, name)) for name in ("dataset_dict.json", "state.json"))
-
-
-def files_of(
-    folder: str,
-    pattern: Sequence[str],
-    exclude: Sequence[str],
-    output: Path,
-    others: Optional[Counter] = None,
-    hidden: Optional[list[str]] = None,
-) -> Iterator[str]:
+def _files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: Found) -> Iterator[str]:
     """The matching files below `folder`, in order. `output`, a resolved path, and its work folder are left out.
 
     Left out, too, are files and folders whose names begin with a dot, such as .git and .ipynb_checkpoints, which holds copies
     of what is beside it. A pattern that begins with a dot takes such files, and an input that names such a folder takes it.
-
-    others: counts the files that don't match, by suffix. hidden: gets the names of those that begin with a dot.
     """
-    hidden = [] if hidden is None else hidden
-    left_out = {str(output), str(output.with_name(f".{output.name}.preparing"))}
-    taken = matcher(pattern)
+    left_out = {str(output), str(work_folder_of(output))}
+    matches = _matcher(pattern)
     for root, walked, names in os.walk(folder, onerror=_refuse):
         directories = [
             name
             for name in walked
             if name not in exclude and os.path.realpath(os.path.join(root, name)) not in left_out
         ]
-        hidden += [os.path.join(root, name) for name in sorted(directories) if name.startswith(".")]
+        found.hidden += [os.path.join(root, name) for name in sorted(directories) if name.startswith(".")]
         walked[:] = sorted(name for name in directories if not name.startswith("."))
         for name in sorted(names):
             path = os.path.join(root, name)
-            if taken(name.lower()) and os.path.isfile(path):
+            if matches(name.lower()) and os.path.isfile(path):
                 yield path
             elif name.startswith("."):
-                hidden.append(path)
-            elif others is not None and taken(name.lower()):
-                others["pipe, socket, device or dead link"] += 1
-            elif others is not None:
-                others[os.path.splitext(name)[1].lower() or "without a suffix"] += 1
+                found.hidden.append(path)
+            elif matches(name.lower()):
+                found.not_read["pipe, socket, device or dead link"] += 1
+            else:
+                found.not_read[os.path.splitext(name)[1].lower() or "without a suffix"] += 1
 
 
-def matcher(pattern: Sequence[str]) -> Callable[[str], Any]:
+def work_folder_of(output: Path) -> Path:
+    """The folder beside `output`, a resolved path, in which it is made: on the same file system."""
+    return output.with_name(f".{output.name}.preparing")
+
+
+def _matcher(pattern: Sequence[str]) -> Callable[[str], Any]:
     """Whether a name in lower case matches one of the patterns, as a shell has it: a dot at its beginning only by a dot."""
     one_by_one = (("" if one.startswith(".") else r"(?!\.)") + fnmatch.translate(one.lower()) for one in pattern)
     return re.compile("|".join(one_by_one)).match

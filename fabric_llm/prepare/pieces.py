@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Optional
 
 from fabric_llm.prepare import formats
@@ -22,13 +18,11 @@ from fabric_llm.prepare.documents import (
     BLOCK_BYTES,
     Bad,
     Part,
-    load_dataset_folder,
-    load_hub_dataset,
-    parquet_column,
+    load_splits,
     parquet_file,
     read_part,
 )
-from fabric_llm.prepare.inputs import expanded, files_of, is_dataset_folder, no_match
+from fabric_llm.prepare.inputs import Found, Source
 
 PIECE_BYTES = 32 * 2**20  # of a large corpus
 # Of a small one, at least. Many pieces keep all cores busy to the end, but each is flushed to the disk, which takes 50 ms.
@@ -46,99 +40,19 @@ class Piece(NamedTuple):
     parts: list[Part]
 
 
-@dataclass(frozen=True)
-class Source:
-    """A file, dataset folder or hub dataset."""
-
-    name: str
-    kind: str
-    bytes: Optional[int]  # None for a hub dataset
-    modified_ns: int = 0
-
-
-@dataclass
-class Found:
-    """Everything that is read, and what is said of it."""
-
-    sources: list[Source]
-    not_read: Counter = field(default_factory=Counter)  # files of folders, by suffix
-    own_validation: list[str] = field(default_factory=list)  # datasets whose validation split stays theirs
-    left_out: list[str] = field(default_factory=list)  # splits
-    piece_bytes: int = PIECE_BYTES
-    split_texts: list[str] = field(default_factory=list)  # files that are split at blank lines without being told to
-    whole_texts: list[str] = field(default_factory=list)  # files that would be, and have no blank line
-    hidden: list[str] = field(default_factory=list)  # files and folders that are left out for their names
-
-
-def find_sources(
-    inputs: Sequence[str | Path], *, pattern: Sequence[str], exclude: Sequence[str] = (), output: Path
-) -> Found:
-    """The sources that `inputs` of `prepare` name, in order. No text is read yet.
-
-    output: a resolved path, which is left out where it lies inside an input folder.
-
-    Raises ValueError for an input that doesn't exist, a folder without a matching file, and a file that two inputs name.
-    """
-    found, origin = Found([]), {}
-    for given in (path for name in inputs for path in expanded(str(name))):
-        not_read = found.not_read if list(pattern) == formats.DEFAULT_PATTERNS else None  # else they were not wanted
-        for source in _sources_of(given, pattern, exclude, output, not_read, found.hidden):
-            # A text in both train and validation would make the validation loss meaningless.
-            path = os.path.abspath(source.name)
-            if path in origin:
-                raise ValueError(
-                    f"{source.name} comes in twice, by the inputs {origin[path]} and {given}: name it once"
-                )
-            origin[path] = given
-            found.sources.append(source)
-    return found
-
-
-def _sources_of(
-    given: str,
-    pattern: Sequence[str],
-    exclude: Sequence[str],
-    output: Path,
-    not_read: Optional[Counter],
-    hidden: list[str],
-) -> list[Source]:
-    if not os.path.exists(given):
-        return [Source(given, "hub", None)]  # `plan` asks the hub
-    if os.path.isfile(given):
-        formats.named_file(given)
-        return [_file_source(given)]
-    if is_dataset_folder(given):
-        files = [file.stat() for file in Path(given).rglob("*.arrow")]
-        newest = max((file.st_mtime_ns for file in files), default=0)
-        return [Source(given, "dataset", sum(file.st_size for file in files), newest)]
-    sources = [_file_source(path) for path in files_of(given, pattern, exclude, output, not_read, hidden)]
-    if not sources:
-        raise ValueError(no_match(given, pattern, hidden))
-    return sources
-
-
-def _file_source(path: str) -> Source:
-    formats.require_package(path)
-    status = os.stat(path)
-    return Source(path, formats.kind_of(path), status.st_size, status.st_mtime_ns)
-
-
-# ------------------------------------------------------------------------------- the plan
-
-
-def plan(found: Found, text_field: str, separator: Optional[str]) -> list[Piece]:
+def plan(found: Found, separator: Optional[str]) -> list[Piece]:
     """The pieces of all sources. separator: see `inputs.separator`. Notes in `found` what should be said.
 
-    Raises ValueError for a dataset or table without `text_field`, and one that can't be opened.
+    Raises ValueError for a dataset or table that can't be opened.
     """
     total = sum(source.bytes or 0 for source in found.sources)
-    found.piece_bytes = min(PIECE_BYTES, max(SMALL_PIECE_BYTES, total // PIECES))
+    piece_bytes = min(PIECE_BYTES, max(SMALL_PIECE_BYTES, total // PIECES))
     pieces: list[Piece] = []
     parts: list[Part] = []
     size = 0
     for source in found.sources:
-        for part, part_bytes in _parts_of(source, found, text_field, separator):
-            if parts and size + part_bytes > found.piece_bytes:
+        for part, part_bytes in _parts_of(source, found, separator, piece_bytes):
+            if parts and size + part_bytes > piece_bytes:
                 pieces.append(Piece(len(pieces), size, parts))
                 parts, size = [], 0
             parts.append(part)
@@ -156,21 +70,26 @@ def fingerprint(found: Found, pieces: Iterable[Piece]) -> str:
     return digest.hexdigest()
 
 
-def _parts_of(source: Source, found: Found, text_field: str, separator: Optional[str]) -> Iterator[tuple[Part, int]]:
-    if source.kind in ("dataset", "hub"):
-        yield from _dataset_parts(source, found, text_field)
-        return
+def _parts_of(source: Source, found: Found, separator: Optional[str], piece_bytes: int) -> Iterator[tuple[Part, int]]:
+    """(part, its bytes on disk)"""
     part = Part(source.name, source.kind)
+    if source.kind in ("dataset", "hub"):
+        yield from _dataset_parts(source, found, piece_bytes)
+        return
     if source.kind == "text":
         part = part._replace(separator=_separator_of(source, found, separator))
-    if source.bytes <= found.piece_bytes or source.kind in ("json", "csv", "warc", "html"):
-        yield part, source.bytes
-    elif source.kind == "parquet":
-        yield from _parquet_parts(part, source.bytes, found.piece_bytes, text_field)
-    elif formats.is_packed(source.name) or source.kind == "text" and part.separator is None:
-        yield part, source.bytes
+    if source.bytes > piece_bytes and source.kind == "parquet":
+        yield from _parquet_parts(part, source.bytes, piece_bytes)
+    elif source.bytes > piece_bytes and _can_be_cut(part):
+        yield from _ranges(part, source.bytes, piece_bytes)
     else:
-        yield from _ranges(part, source.bytes, found.piece_bytes)
+        yield part, source.bytes
+
+
+def _can_be_cut(part: Part) -> bool:
+    """Whether ranges of its bytes can be read by themselves."""
+    of_lines = part.kind == "json_lines" or part.kind == "text" and not part.is_one_document
+    return of_lines and formats.compression_of(part.path) is None
 
 
 def _separator_of(source: Source, found: Found, separator: Optional[str]) -> Optional[str]:
@@ -209,9 +128,8 @@ def _next_cut(file: Any, place: int, size: int, pattern: re.Pattern) -> int:
     return size
 
 
-def _parquet_parts(part: Part, size: int, piece_bytes: int, text_field: str) -> Iterator[tuple[Part, int]]:
+def _parquet_parts(part: Part, size: int, piece_bytes: int) -> Iterator[tuple[Part, int]]:
     with parquet_file(part.path) as file:
-        parquet_column(part.path, file.schema_arrow, text_field)
         groups = file.num_row_groups
     step = max(1, groups * piece_bytes // size)
     for start in range(0, groups, step):
@@ -219,8 +137,8 @@ def _parquet_parts(part: Part, size: int, piece_bytes: int, text_field: str) -> 
         yield part._replace(start=start, end=end), size * (end - start) // groups
 
 
-def _dataset_parts(source: Source, found: Found, text_field: str) -> Iterator[tuple[Part, int]]:
-    splits = (load_hub_dataset if source.kind == "hub" else load_dataset_folder)(source.name)
+def _dataset_parts(source: Source, found: Found, piece_bytes: int) -> Iterator[tuple[Part, int]]:
+    splits = load_splits(source.kind, source.name)
     own = [name for name in splits if name in OWN_VALIDATION]
     if own:
         found.own_validation.append(f"{source.name} [{own[0]}]")
@@ -233,7 +151,7 @@ def _dataset_parts(source: Source, found: Found, text_field: str) -> Iterator[tu
         if source.kind == "hub":
             yield part, 0
             continue
-        step = max(1, rows * found.piece_bytes // max(1, source.bytes))
+        step = max(1, rows * piece_bytes // max(1, source.bytes))
         for start in range(0, len(split), step):
             end = min(len(split), start + step)
             yield part._replace(start=start, end=end), (source.bytes or 0) * (end - start) // rows

@@ -44,13 +44,12 @@ from fabric_llm.base.machine import cores
 from fabric_llm.base.names import shown
 from fabric_llm.prepare import inputs as checks
 from fabric_llm.prepare import workers
-from fabric_llm.prepare.documents import texts
-from fabric_llm.prepare.duplicates import repeated
-from fabric_llm.prepare.encoding import MAX_NAMED, Job, Mark, counted, read_mark
+from fabric_llm.prepare.documents import Part, texts
+from fabric_llm.prepare.encoding import MAX_NAMED, Generated, Job, Mark, counted, read_mark
 from fabric_llm.prepare.formats import DEFAULT_PATTERNS, PACKAGES
-from fabric_llm.prepare.generated import Generated
-from fabric_llm.prepare.pieces import Found, Piece, find_sources, fingerprint, plan
-from fabric_llm.prepare.rows import ONE_DOCUMENT, Choice, save_rows, split_documents
+from fabric_llm.prepare.pieces import Piece, fingerprint, plan
+from fabric_llm.prepare.rows import ONE_DOCUMENT, save_rows
+from fabric_llm.prepare.splits import Draw, repeated, split_documents
 from fabric_llm.prepare.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
 from fabric_llm.prepare.work_folder import begin, new_folder, publish, work_folder
 
@@ -108,13 +107,14 @@ def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
     )
     target = Path(options.output).resolve()  # a link to a larger disk stays a link
     checks.prepared_output(target, options.overwrite)
-    mine = checks.shard(options.shard)
+    shard = checks.shard(options.shard)
     if generated is None:
-        found = find_sources(options.inputs, pattern=options.pattern, exclude=options.exclude, output=target)
-        pieces = plan(found, options.text_field, checks.separator(options.document_separator))
+        found = checks.find_sources(options.inputs, pattern=options.pattern, exclude=options.exclude, output=target)
+        pieces = plan(found, checks.separator(options.document_separator))
         key = fingerprint(found, pieces)
     else:
-        found, pieces, key = Found([]), generated.plan(), generated.fingerprint()
+        found, pieces = checks.Found(), [Piece(0, generated.tokens, [])]  # whose size is in tokens
+        key = json.dumps(generated.settings, sort_keys=True)
     parts = [part for piece in pieces for part in piece.parts]
     if len(parts) == 1 and parts[0].is_one_document:
         raise ValueError(ONE_DOCUMENT)
@@ -123,16 +123,24 @@ def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
     # Here, so that it fails before anything is written.
     given = None if options.tokenizer is None else packing_tokenizer(options.tokenizer)
     needs = "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over 65,536"
-    is_quick = lambda folder: generated is None and _all_done(folder, pieces)  # to make again
-    with work_folder(target, mine is not None, is_quick) as folder:
+
+    def is_encoded(folder: Path) -> bool:
+        """Whether what is left is quick to make again."""
+        return generated is None and all(read_mark(folder, piece.number).done for piece in pieces)
+
+    with work_folder(target, shard is not None, is_encoded) as folder:
         with on_disk(target, folder, needs):
-            hf_tokenizer = _begin(folder, options, key, given, pieces)
-            marks = _encode(pieces, _job(folder, options, hf_tokenizer), mine, options, generated)
-            if mine is not None:
-                return _shard_done(options.shard, mine, marks)
+            tokenizer = _begin(folder, options, key, given, parts)
+            backend = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+            stops, hashes = options.on_error == "stop", options.deduplicate == "exact"
+            job = Job(str(folder), convention(backend, tokenizer), options.text_field, stops, hashes, threads=1)
+            marks = _encode(pieces, job, shard, options, generated)
+            if shard is not None:
+                left = sum(not mark.done for mark in marks)
+                return {"shard": options.shard, "pieces": len(marks[shard[0] :: shard[1]]), "left": left}
             skipped = _left_out(found, pieces, marks, options.on_error)
-            manifest = _rows(folder, marks, options, hf_tokenizer)
-            manifest = _manifest(options, found, skipped, hf_tokenizer, folder, manifest)
+            rows = _rows(folder, marks, options, job.convention.dtype, tokenizer)
+            manifest = _manifest(options, found, tokenizer, rows, skipped, folder / "dataset")
             manifest |= {} if generated is None else {"self_replay": generated.settings}
             content = files.encode(manifest)
             (folder / "dataset" / "manifest.json").write_bytes(content)
@@ -144,8 +152,8 @@ def _begin(
     folder: Path,
     options: Options,
     inputs: str,
-    hf_tokenizer: Optional[PreTrainedTokenizerBase],
-    pieces: Sequence[Piece],
+    tokenizer: Optional[PreTrainedTokenizerBase],
+    parts: Sequence[Part],
 ) -> PreTrainedTokenizerBase:
     """Put the tokenizer into the work folder, which is emptied if it was begun with other inputs or options."""
     key = {
@@ -154,37 +162,25 @@ def _begin(
         "text_field": options.text_field,
         "deduplicate": options.deduplicate,
     }
-    if hf_tokenizer is not None:
+    if tokenizer is not None:
         with tempfile.TemporaryDirectory(dir=folder) as probe:
-            hf_tokenizer.save_pretrained(probe)
+            tokenizer.save_pretrained(probe)
             key["tokenizer_sha256"] = files.sha256(Path(probe, "tokenizer.json"))
     if begin(folder, key, options.shard is not None):
         print("The work of a former preparation with other inputs or flags was thrown away.", file=sys.stderr)
     if (folder / "tokenizer").is_dir():
-        return hf_tokenizer or packing_tokenizer(str(folder / "tokenizer"))
-    if hf_tokenizer is None:
-        some = texts((part for piece in pieces for part in piece.parts), options.text_field)
+        return tokenizer or packing_tokenizer(str(folder / "tokenizer"))
+    if tokenizer is None:
+        some = texts(parts, options.text_field)
         bar = tqdm(some, "training the tokenizer", unit=" documents", disable=None if options.progress else True)
-        hf_tokenizer = train_byte_level_bpe(bar, vocab_size=options.train_tokenizer)
+        tokenizer = train_byte_level_bpe(bar, vocab_size=options.train_tokenizer)
     with new_folder(folder / "tokenizer") as filling:
-        hf_tokenizer.save_pretrained(filling)
-    return hf_tokenizer
+        tokenizer.save_pretrained(filling)
+    return tokenizer
 
 
 def _name_of_tokenizer(options: Options) -> str:
     return f"trained:{options.train_tokenizer}" if options.tokenizer is None else str(options.tokenizer)
-
-
-def _job(folder: Path, options: Options, hf_tokenizer: PreTrainedTokenizerBase) -> Job:
-    rules = convention(Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json")), hf_tokenizer)
-    return Job(str(folder), rules, options.text_field, options.on_error == "stop", options.deduplicate == "exact", 1)
-
-
-# ------------------------------------------------------------------------------ pieces
-
-
-def _all_done(folder: Path, pieces: Sequence[Piece]) -> bool:
-    return all(read_mark(folder, piece.number).done for piece in pieces)
 
 
 def _encode(
@@ -192,7 +188,7 @@ def _encode(
     job: Job,
     shard: Optional[tuple[int, int]],
     options: Options,
-    generated: Optional[Generated] = None,
+    generated: Optional[Generated],
 ) -> list[Mark]:
     """Encode the pieces, or those of the shard, that aren't done. Returns the marks of all."""
     folder = Path(job.folder)
@@ -210,7 +206,8 @@ def _encode(
         disable=None if options.progress else True,
     ) as bar:
         if generated is not None:
-            generated.make(left, job, bar.update)
+            for piece in left:
+                generated.make(piece, job, bar.update)
         elif options.engine == "ray":
             workers.encode_on_ray(left, job, bar.update)
         elif left_bytes <= workers.LITTLE_BYTES and options.num_workers is None:
@@ -220,35 +217,25 @@ def _encode(
     return [read_mark(folder, piece.number) for piece in pieces]
 
 
-def _shard_done(shard: Optional[str], mine: tuple[int, int], marks: list[Mark]) -> dict[str, Any]:
-    return {
-        "shard": shard,
-        "pieces": len(marks[mine[0] :: mine[1]]),
-        "left": sum(not mark.done for mark in marks),
-    }
-
-
-def _left_out(found: Found, pieces: list[Piece], marks: list[Mark], on_error: str) -> dict[str, Any]:
+def _left_out(found: checks.Found, pieces: list[Piece], marks: list[Mark], on_error: str) -> dict[str, Any]:
     """What was left out, of which a warning tells. Raises ValueError where there is no document with text."""
     skipped = counted(marks, pieces)
     bad = sum(skipped["bad"].values())
     if not any(mark.documents for mark in marks):
         raise ValueError(
             f"no document with text in {len(found.sources)} inputs and files: {skipped['empty']} empty documents and"
-            f" {bad} that can't be read were skipped{': ' + skipped['named'][0] if bad else ''}"
+            f" {bad} that can't be read were skipped{': ' + skipped['bad_records'][0] if bad else ''}"
         )
     if bad and on_error == "stop":  # in pieces that a former start made with `skip`
-        raise ValueError(skipped["named"][0])
+        raise ValueError(skipped["bad_records"][0])
     if bad:
         warnings.warn(
-            f"skipped {bad:,} bad record{'s' * (bad != 1)} ({_kinds(skipped['bad'])}), the first: {skipped['named'][0]};"
+            f"skipped {_records(skipped['bad'])}, the first: {skipped['bad_records'][0]};"
             f" manifest.json names up to {MAX_NAMED}",
             stacklevel=3,
         )
     return {
-        "empty": skipped["empty"],
-        "bad": skipped["bad"],
-        "bad_records": skipped["named"],
+        **skipped,
         "files_by_suffix": dict(sorted(found.not_read.most_common(MAX_LISTED_SUFFIXES))),
         "hidden": len(found.hidden),
         "hidden_first": found.hidden[:MAX_NAMED],
@@ -256,18 +243,18 @@ def _left_out(found: Found, pieces: list[Piece], marks: list[Mark], on_error: st
     }
 
 
-def _kinds(bad: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {kind}" for kind, count in bad.items())
+def _records(bad: dict[str, int]) -> str:
+    """bad: records that can't be read, by kind."""
+    total = sum(bad.values())
+    return f"{total:,} bad record{'s' * (total != 1)} ({', '.join(f'{count:,} {kind}' for kind, count in bad.items())})"
 
 
-# -------------------------------------------------------------------------------- rows
-
-
-def _rows(folder: Path, marks: list[Mark], options: Options, hf_tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _rows(
+    folder: Path, marks: list[Mark], options: Options, dtype: str, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """Make the dataset, but for its manifest, in the work folder. Returns what the manifest says of rows."""
     made = folder / "dataset"
     shutil.rmtree(made, ignore_errors=True)
-    dtype = _job(folder, options, hf_tokenizer).convention.dtype
     tokens = sum(mark.tokens for mark in marks)
     # The tokens of the splits, their packed rows, and the dataset.
     room = tokens * (2 if dtype == "uint16" else 4) * (3 if options.packing == "best_fit" else 2)
@@ -276,11 +263,9 @@ def _rows(folder: Path, marks: list[Mark], options: Options, hf_tokenizer: PreTr
     if options.deduplicate == "exact":
         hashes = [folder / f"{number:06d}.hashes" for number in range(len(marks))]
         same = repeated(hashes, sum(mark.documents for mark in marks), folder)
-    choice = Choice(folder, len(marks), options.seed, options.validation_fraction, same)
-    splits, apart = split_documents(choice, folder, dtype)
-    saved = save_rows(
-        splits, made, options.context_length, options.packing, hf_tokenizer.eos_token_id, options.progress
-    )
+    draw = Draw(folder, len(marks), options.seed, options.validation_fraction, same)
+    splits, apart = split_documents(draw, folder, dtype)
+    saved = save_rows(splits, made, options.context_length, options.packing, tokenizer.eos_token_id, options.progress)
     shutil.copytree(folder / "tokenizer", made / "tokenizer")
     return {
         "dtype": dtype,
@@ -292,18 +277,17 @@ def _rows(folder: Path, marks: list[Mark], options: Options, hf_tokenizer: PreTr
     }
 
 
-# ---------------------------------------------------------------------------- manifest
-
-
 def _manifest(
     options: Options,
-    found: Found,
-    skipped: dict[str, Any],
-    hf_tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
+    found: checks.Found,
+    tokenizer: PreTrainedTokenizerBase,
     rows: dict[str, Any],
+    skipped: dict[str, Any],
+    made: Path,
 ) -> dict[str, Any]:
-    made = folder / "dataset"
+    sources = found.sources
+    packages = ["pyarrow", "datasets", "tokenizers", "transformers"]  # that the rows depend on
+    packages += sorted({PACKAGES[source.kind] for source in sources if source.kind in PACKAGES})
     return {
         "format": MANIFEST_FORMAT,
         "output": str(options.output),
@@ -311,47 +295,27 @@ def _manifest(
         "packed": True,
         "packing": options.packing,
         "inputs": [str(name) for name in options.inputs],
-        **_facts_of_sources(found),
-        "text_field": options.text_field,
-        "document_separator": options.document_separator,
-        "tokenizer": _name_of_tokenizer(options),
-        **_facts_of_tokenizer(hf_tokenizer, folder),
-        "seed": options.seed,
-        "validation_fraction": options.validation_fraction,
-        "deduplicate": options.deduplicate,
-        **rows,
-        "skipped": skipped,
-        "versions": _versions(found),
-        "written": files.describe(made, files.files_in(made)),
-    }
-
-
-def _facts_of_sources(found: Found) -> dict[str, Any]:
-    sources = found.sources
-    return {
         "files": [{"path": source.name, "bytes": source.bytes} for source in sources[:MAX_LISTED_FILES]],
         "files_total": len(sources),
         "bytes_total": sum(source.bytes or 0 for source in sources),
         "own_validation": found.own_validation,
         "split_at_blank_lines": found.split_texts[:MAX_LISTED_FILES],
         "without_blank_lines": found.whole_texts[:MAX_LISTED_FILES],
+        "text_field": options.text_field,
+        "document_separator": options.document_separator,
+        "tokenizer": _name_of_tokenizer(options),
+        "tokenizer_sha256": files.sha256(made / "tokenizer" / "tokenizer.json"),
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "seed": options.seed,
+        "validation_fraction": options.validation_fraction,
+        "deduplicate": options.deduplicate,
+        **rows,
+        "skipped": skipped,
+        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
+        "written": files.describe(made, files.files_in(made)),
     }
-
-
-def _facts_of_tokenizer(hf_tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, Any]:
-    return {
-        "tokenizer_sha256": files.sha256(folder / "tokenizer" / "tokenizer.json"),
-        "vocab_size": len(hf_tokenizer),
-        "eos_token_id": hf_tokenizer.eos_token_id,
-        "bos_token_id": hf_tokenizer.bos_token_id,
-    }
-
-
-def _versions(found: Found) -> dict[str, str]:
-    """Of what the rows depend on."""
-    names = ["pyarrow", "datasets", "tokenizers", "transformers"]
-    names += sorted({PACKAGES[source.kind] for source in found.sources if source.kind in PACKAGES})
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
 
 
 # ----------------------------------------------------------------------------- summary
@@ -360,7 +324,11 @@ def _versions(found: Found) -> dict[str, str]:
 def summary(manifest: dict) -> str:
     """Describe in a few lines what `prepare` made, or what a shard has left."""
     if "shard" in manifest:
-        return _shard_summary(manifest)
+        done = f"shard {manifest['shard']} is done"
+        if left := manifest["left"]:
+            done += f": {manifest['pieces']} pieces; {left} pieces of other shards are left"
+            return f"{done}\nThe same command without --shard does what is left."
+        return f"{done}: {manifest['pieces']} pieces, and so are all other shards\nThe same command without --shard writes the dataset."
     lines = [_split_line(name, split, manifest["context_length"]) for name, split in manifest["splits"].items()]
     if (sampled := manifest.get("self_replay")) is not None:
         lines.append(f"sampled    {sampled['tokens']:,} tokens or more of {sampled['model']}, seed {sampled['seed']}")
@@ -368,13 +336,6 @@ def summary(manifest: dict) -> str:
     lines.append(f"tokenizer  {manifest['tokenizer']}, {manifest['vocab_size']:,} tokens")
     lines.append(f"written to {manifest['output']}")
     return "\n".join(lines)
-
-
-def _shard_summary(said: dict) -> str:
-    done = f"shard {said['shard']} is done: {said['pieces']} pieces"
-    if said["left"]:
-        return f"{done}; {said['left']} pieces of other shards are left\nThe same command without --shard does what is left."
-    return f"{done}, and so are all other shards\nThe same command without --shard writes the dataset."
 
 
 def _split_line(name: str, split: dict, context_length: int) -> str:
@@ -399,9 +360,8 @@ def _some(names: Sequence[str], total: int) -> str:
 def _reading_lines(manifest: dict) -> list[str]:
     skipped, lines = manifest["skipped"], []
     if skipped["empty"] or skipped["bad"]:
-        bad = sum(skipped["bad"].values())
-        kinds = f", {bad:,} bad record{'s' * (bad != 1)} ({_kinds(skipped['bad'])})" if bad else ""
-        lines.append(f"skipped    {skipped['empty']:,} empty documents{kinds}")
+        bad = f", {_records(skipped['bad'])}" if skipped["bad"] else ""
+        lines.append(f"skipped    {skipped['empty']:,} empty documents{bad}")
         lines += [f"           {name}" for name in skipped["bad_records"]]
     if manifest["deduplicate"] != "none":
         dropped = manifest["duplicates"]
@@ -414,15 +374,13 @@ def _reading_lines(manifest: dict) -> list[str]:
     if skipped["hidden"]:
         first = _some(skipped["hidden_first"], skipped["hidden"])
         lines.append(f"hidden     {first}: left out; name what is meant with --input")
-    for how, said in (
-        ("split_at_blank_lines", "split at blank lines"),
-        ("without_blank_lines", "one document each, without a blank line"),
-    ):
-        if manifest[how]:
-            names = _some(manifest[how], len(manifest[how]))
-            lines.append(f"documents  {names}: {said}; choose with --document_separator")
-    if manifest["held_back"]["documents"]:
-        held = manifest["held_back"]
+    if names := manifest["split_at_blank_lines"]:
+        lines.append(f"documents  {_some(names, len(names))}: split at blank lines; choose with --document_separator")
+    if names := manifest["without_blank_lines"]:
+        said = "one document each, without a blank line"
+        lines.append(f"documents  {_some(names, len(names))}: {said}; choose with --document_separator")
+    held = manifest["held_back"]
+    if held["documents"]:
         lines.append(
             f"validation {held['documents']:,} documents, {held['tokens']:,} tokens, drawn for it stay in train: with them it"
             " would hold more than twice --validation_fraction of the tokens"

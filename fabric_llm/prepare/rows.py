@@ -1,19 +1,24 @@
-"""Encoded pieces -> two splits, each a flat file of tokens -> rows of one length in a folder that `datasets` opens.
+"""Documents -> rows of one length -> a folder that `datasets` opens.
 
-One pass over the pieces in order, in this process alone, at the speed of the disk: documents are handled by arrays.
+`concat`: one document behind the other, cut into rows, so that many documents begin in one row and end in the next.
+`best_fit`: only documents longer than a row are cut, and the rest of a row is filled with EOS. Ding et al. 2024, "Fewer
+Truncations Improve Language Modeling", arXiv 2404.10830: from the longest on, each goes into the fullest row that has room.
+
+Exactly one EOS ends each document, so that EOS after EOS is padding. Where the text of a document fills whole rows, its EOS
+would be alone in another: no token before it predicts it, and behind another document it would pass for padding. It is dropped.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import mmap
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Optional
+from typing import Any, BinaryIO
 
 import datasets
 import numpy as np
@@ -21,204 +26,97 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.data.order import splitmix64
-from fabric_llm.prepare.encoding import Lengths
-from fabric_llm.prepare.packing import pack
+from fabric_llm.prepare.splits import COPY_TOKENS, Split
 
-COPY_TOKENS = 4 * 2**20
-CHUNK_DOCUMENTS = 2**18
+WINDOW_DOCUMENTS = 2**20  # packed together
+WINDOW_TOKENS = 2**26  # likewise: their rows are in memory
 SHARD_BYTES = 10**9
-SPLITS = ("train", "validation")
 ONE_DOCUMENT = (
     "the inputs hold one document, which is never divided between train and validation: give more documents, or divide a"
     r" text file with --document_separator, where '\n' makes a document of each line"
 )
 
 
-class Documents(NamedTuple):
-    """Documents that stand one behind the other in a piece."""
-
-    piece: int
-    first_token: int  # in the piece
-    lengths: np.ndarray  # tokens, int64
-    in_validation: np.ndarray  # bool
-    held_back: np.ndarray  # bool: drawn for validation, which would hold too much with it, and so in train
-    repeated: np.ndarray  # bool: an earlier one equals it
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Where documents go."""
-
-    folder: Path  # of the pieces
-    pieces: int
-    seed: int
-    validation_fraction: float
-    repeated: Optional[np.ndarray] = None  # bool [documents]
-    moved: int = -1  # index of a document that goes to the other split, so that this has one
-    most_tokens: int = 0  # of the drawn documents that validation may hold, see `bounded`
+# --------------------------------------------------------------------------- best fit
 
 
 @dataclass
-class Split:
-    """A split while it is written: flat files of its tokens, one document after the other, and of documents' lengths."""
+class Packed:
+    """What packing has done."""
 
-    path: Path
-    dtype: np.dtype
-    documents: int = 0
-    tokens: int = 0
-    max_token_id: int = -1
     rows: int = 0
-    more: dict[str, Any] = field(default_factory=dict)  # for the manifest
-
-    @property
-    def lengths(self) -> Path:
-        return self.path.with_suffix(".lengths")
+    padding_tokens: int = 0
+    documents_cut: int = 0
+    dropped_tokens: int = 0  # EOS of documents whose text fills whole rows
 
 
-# --------------------------------------------------------------------------- which split
+def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """(row of each item, its place in that row, number of rows) for items of `lengths` tokens, each at most `room`.
 
-
-def document_hashes(seed: int, indices: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for each index of a document, uniform: a function of (seed, index). float64
-
-    The generator splitmix64, whose state goes on by a constant from one index to the next.
+    The rooms that rows have left are the bits of one integer: the lowest bit from `length` on is the fullest row with room.
     """
-    key = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big")
-    with np.errstate(over="ignore"):
-        x = splitmix64(
-            (np.asarray(indices).astype(np.uint64) - np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
-        )
-    return (x >> np.uint64(11)) / 2.0**53
+    rows_with: defaultdict[int, list[int]] = defaultdict(list)  # by tokens that are left
+    bits, count = 0, 0
+    row, place = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        fitting = bits >> length
+        if fitting:
+            left = length + (fitting & -fitting).bit_length() - 1
+            rows = rows_with[left]
+            into = rows.pop()
+            if not rows:
+                bits ^= 1 << left
+        else:
+            left, into, count = room, count, count + 1
+        row[item], place[item] = into, room - left
+        left -= length
+        if left:
+            rows_with[left].append(into)
+            bits |= 1 << left
+    return row, place, count
 
 
-def document_hash(seed: int, index: int) -> float:
-    """`document_hashes` of one document."""
-    return float(document_hashes(seed, np.array([index]))[0])
+def _windows(lengths: np.ndarray, context: int) -> Iterator[slice]:
+    """Ranges of documents that are packed together: so many that what is left of the long ones fills WINDOW_TOKENS."""
+    begin = 0
+    while begin < len(lengths):
+        some = lengths[begin : begin + WINDOW_DOCUMENTS]
+        full = np.searchsorted(np.cumsum(np.where(some > context, some % context, some)), WINDOW_TOKENS, side="right")
+        end = begin + max(1, min(len(some), int(full)))
+        yield slice(begin, end)
+        begin = end
 
 
-def documents(choice: Choice) -> Iterator[Documents]:
-    """All documents of the pieces, in order."""
-    room = choice.most_tokens
-    for first, piece, first_token, lengths, own, draws, repeated in _lengths(choice):
-        indices = np.arange(first, first + len(lengths))
-        drawn = document_hashes(choice.seed, indices) < choice.validation_fraction
-        drawn = draws & (drawn ^ (indices == choice.moved))
-        held_back = np.zeros(len(lengths), bool)
-        asking = np.flatnonzero(drawn & ~repeated)
-        held_back[asking], room = _beyond(lengths[asking], room)
-        yield Documents(piece, first_token, lengths, np.where(draws, drawn & ~held_back, own), held_back, repeated)
+def pack(
+    tokens: np.ndarray, lengths: np.ndarray, context: int, padding: int, write: Callable[[np.ndarray], None]
+) -> Packed:
+    """Pack documents, `tokens` one behind the other, and `write` rows [rows, context], a few at a time.
 
-
-def _beyond(lengths: np.ndarray, room: int) -> tuple[np.ndarray, int]:
-    """(which of the documents don't fit, one after the other, into what is left of `room` tokens, what is left then)"""
-    if (total := int(lengths.sum())) <= room:
-        return np.zeros(len(lengths), bool), room - total
-    beyond = []
-    for length in lengths.tolist():
-        beyond.append(length > room)
-        room -= 0 if beyond[-1] else length
-    return np.array(beyond), room
-
-
-def _lengths(choice: Choice) -> Iterator[tuple[int, int, int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    first = 0
-    for piece in range(choice.pieces):
-        first_token = 0
-        with open(choice.folder / f"{piece:06d}.lengths", "rb") as file:
-            while data := file.read(8 * CHUNK_DOCUMENTS):
-                lengths, own, draws = Lengths.decode(np.frombuffer(data, dtype="<u8"))
-                repeated = np.zeros(len(lengths), bool)
-                if choice.repeated is not None:
-                    repeated = np.array(choice.repeated[first : first + len(lengths)])
-                yield first, piece, first_token, lengths, own, draws, repeated
-                first, first_token = first + len(lengths), first_token + int(lengths.sum())
-
-
-def bounded(choice: Choice) -> Choice:
-    """With the most tokens that validation may hold: twice its fraction, so that one huge document doesn't fill it.
-
-    Of a few documents, each of which may be more than that, it may hold two of average length, but not more than half of all.
+    In each window the whole rows of long documents come first, then what is left of them among the short ones.
     """
-    tokens, count = 0, 0
-    for _, _, _, lengths, _, draws, repeated in _lengths(choice):
-        mine = draws & ~repeated
-        tokens, count = tokens + int(lengths[mine].sum()), count + int(mine.sum())
-    share = max(2 * choice.validation_fraction, min(2 / max(1, count), 0.5))
-    return replace(choice, most_tokens=int(tokens * share))
-
-
-def with_both_splits(choice: Choice) -> Choice:
-    """All of a few documents can fall into one split. Then the one nearest to the other split that may go there moves there."""
-    counts, nearest = np.zeros(2, np.int64), (2.0, -1)
-    all_documents = documents(choice)
-    for (first, _, _, lengths, _, draws, _), some in zip(_lengths(choice), all_documents, strict=True):
-        counts += [(~some.repeated & ~some.in_validation).sum(), (~some.repeated & some.in_validation).sum()]
-        if counts.all():
-            return choice
-        distance = np.abs(
-            document_hashes(choice.seed, np.arange(first, first + len(lengths))) - choice.validation_fraction
-        )
-        distance[some.repeated | ~draws | (lengths > choice.most_tokens)] = 3.0
-        at = int(distance.argmin())
-        nearest = min(nearest, (float(distance[at]), first + at))
-    if counts.sum() < 2 or nearest[0] >= 2 or not choice.validation_fraction:
-        return choice
-    return replace(choice, moved=nearest[1])
-
-
-# --------------------------------------------------------------------------- flat files
-
-
-def split_documents(choice: Choice, folder: Path, dtype: str) -> tuple[dict[str, Split], dict[str, dict]]:
-    """Write each document, whole and in order, to the flat files of its split.
-
-    Returns also the documents and tokens of what was `duplicates`, and of what was `held_back` from validation.
-    """
-    splits = {name: Split(folder / f"{name}.tokens", np.dtype(dtype)) for name in SPLITS}
-    apart = {name: {"documents": 0, "tokens": 0} for name in ("duplicates", "held_back")}
-    choice = with_both_splits(bounded(choice))
-    with contextlib.ExitStack() as stack:
-        out = {name: stack.enter_context(open(split.path, "wb")) for name, split in splits.items()}
-        lengths = {name: stack.enter_context(open(split.lengths, "wb")) for name, split in splits.items()}
-        for some in documents(choice):
-            for count, mine in zip(apart.values(), (some.repeated, some.held_back)):
-                count["documents"] += int(mine.sum())
-                count["tokens"] += int(some.lengths[mine].sum())
-            chosen = {"train": ~some.in_validation & ~some.repeated, "validation": some.in_validation & ~some.repeated}
-            for name, split in splits.items():
-                split.documents += int(chosen[name].sum())
-                split.tokens += int(some.lengths[chosen[name]].sum())
-                lengths[name].write(some.lengths[chosen[name]].astype("<i8").tobytes())
-            _copy(choice, some, chosen, splits, out)
-    return splits, apart
-
-
-def _copy(
-    choice: Choice, some: Documents, chosen: dict[str, np.ndarray], splits: dict[str, Split], out: dict[str, BinaryIO]
-) -> None:
-    """Copy tokens to the files of their splits, COPY_TOKENS at a time, however long a document is."""
-    dtype = splits["train"].dtype
-    ends = np.cumsum(some.lengths)
-    with open(choice.folder / f"{some.piece:06d}.tokens", "rb") as file:
-        file.seek(some.first_token * dtype.itemsize)
-        for begin in range(0, int(ends[-1]), COPY_TOKENS):
-            tokens = np.frombuffer(file.read(COPY_TOKENS * dtype.itemsize), dtype=dtype)[: int(ends[-1]) - begin]
-            end = begin + len(tokens)
-            first, last = np.searchsorted(ends, begin, side="right"), np.searchsorted(ends, end, side="left") + 1
-            inside = np.minimum(ends[first:last], end) - np.maximum((ends - some.lengths)[first:last], begin)
-            places = np.concatenate([[0], np.cumsum(inside)])
-            largest = int(tokens.max())
-            for name, split in splits.items():
-                for one, other in _runs(chosen[name][first:last]):
-                    out[name].write(tokens[places[one] : places[other]].data)
-                    split.max_token_id = max(split.max_token_id, largest)
-
-
-def _runs(mine: np.ndarray) -> Iterator[tuple[int, int]]:
-    """(first, behind the last) of each run of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mine, [False]])))
-    return zip(edges[::2].tolist(), edges[1::2].tolist())
+    done, begin = Packed(), 0
+    for window in _windows(lengths, context):
+        some = lengths[window]
+        starts = begin + np.cumsum(some) - some
+        begin += int(some.sum())
+        whole = np.where(some > context, some // context, 0)
+        done.documents_cut += int((some > context).sum())
+        at_once = max(1, WINDOW_TOKENS // context) * context
+        for start, rows in zip(starts[whole > 0].tolist(), whole[whole > 0].tolist()):
+            for at in range(start, start + rows * context, at_once):
+                write(tokens[at : min(at + at_once, start + rows * context)].reshape(-1, context))
+        rest = some - whole * context
+        item_starts, item_lengths = (starts + whole * context)[rest > 1], rest[rest > 1]
+        row, place, count = best_fit(item_lengths, context)
+        packed = np.full(count * context, padding, dtype=tokens.dtype)
+        for start, length, to in zip(item_starts.tolist(), item_lengths.tolist(), (row * context + place).tolist()):
+            packed[to : to + length] = tokens[start : start + length]
+        write(packed.reshape(count, context))
+        done.rows += int(whole.sum()) + count
+        done.padding_tokens += count * context - int(item_lengths.sum())
+        done.dropped_tokens += int((rest == 1).sum())
+    return done
 
 
 # --------------------------------------------------------------------------- rows
@@ -300,8 +198,12 @@ def _save_split(split: Split, folder: Path, context_length: int, progress: bool)
     """
     with open(split.path, "rb") as file:
         first = np.fromfile(file, split.dtype, context_length)
-    with _without_bars_of_datasets():
-        _fixed_size_dataset(first, context_length, folder.name).save_to_disk(folder)
+    one_row = _fixed_size_dataset(first, context_length, folder.name)
+    hides_bars = datasets.utils.are_progress_bars_disabled()
+    datasets.utils.disable_progress_bars()
+    one_row.save_to_disk(folder)
+    if not hides_bars:
+        datasets.utils.enable_progress_bars()
     state = json.loads((folder / "state.json").read_text())
     [only] = state["_data_files"]
     with pa.ipc.open_stream(str(folder / only["filename"])) as stream:
@@ -345,16 +247,3 @@ def _fixed_size_dataset(tokens: np.ndarray, context_length: int, name: str) -> d
         split=datasets.NamedSplit(name),
         fingerprint="0",
     )
-
-
-@contextlib.contextmanager
-def _without_bars_of_datasets() -> Iterator[None]:
-    """Hide the progress bars of `datasets`. Its switch is global, so it is set back."""
-    switch = not datasets.utils.are_progress_bars_disabled()
-    if switch:
-        datasets.utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if switch:
-            datasets.utils.enable_progress_bars()

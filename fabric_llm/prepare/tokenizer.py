@@ -15,7 +15,7 @@ from fabric_llm.base import hub
 from fabric_llm.base.faults import REFUSED, Fault, one_line
 from fabric_llm.base.files import check_name
 from fabric_llm.prepare import tokenizer_bounds
-from fabric_llm.prepare.encoding import Convention, without_panic
+from fabric_llm.prepare.encoding import Convention
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -98,7 +98,7 @@ def convention(backend: Tokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> Con
 
 def _special_tokens_around(backend: Tokenizer) -> tuple[list[int], list[int]]:
     """The special tokens that the tokenizer itself puts before and after a text."""
-    with without_panic():
+    with tokenizer_bounds.without_panic():
         probe = backend.encode("a", add_special_tokens=True)
     text = [position for position, special in enumerate(probe.special_tokens_mask) if not special]
     return probe.ids[: text[0]], probe.ids[text[-1] + 1 :]

@@ -6,8 +6,13 @@ Nothing here imports transformers.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from fabric_llm.base.faults import one_line
 
 MOST_BYTES = 128 * 2**20  # of the file; Gemma's has 33 million
 MOST_TOKENS = 2**24  # the largest vocabularies have a million
@@ -50,14 +55,29 @@ def try_out(path: Path) -> None:
         return
     from tokenizers import Tokenizer
 
-    from fabric_llm.prepare.encoding import without_panic
-
     with without_panic():
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception:  # a plain one, of tokenizers; whoever loads it says so
             return
         tokenizer.encode(PROBE)
+
+
+@contextmanager
+def without_panic() -> Iterator[None]:
+    """Raises ValueError where tokenizers panics, as for a regular expression that takes too long, without its own report."""
+    said, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which isn't an Exception, and isn't exported
+            raise
+        raise ValueError(f"the tokenizer fails on a text: {one_line(error)[:300]}") from None
+    finally:
+        os.dup2(said, 2)
+        os.close(said)
+        os.close(nowhere)
 
 
 def _check(document: dict[str, Any]) -> None:

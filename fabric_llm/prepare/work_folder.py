@@ -17,13 +17,9 @@ from fabric_llm.base.ending import uninterrupted
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, UNWRITABLE, Fault
 from fabric_llm.prepare.encoding import lock
+from fabric_llm.prepare.inputs import work_folder_of
 
 KEY = "key.json"  # what the pieces in the folder were made of
-
-
-def beside(output: Path) -> Path:
-    """The work folder of `output`, a resolved path, on the same file system."""
-    return output.with_name(f".{output.name}.preparing")
 
 
 @contextmanager
@@ -34,7 +30,7 @@ def work_folder(output: Path, shared: bool, is_encoded: Callable[[Path], bool]) 
 
     Raises Fault (73) where it can't be made, or another process works in it.
     """
-    folder = beside(output)
+    folder = work_folder_of(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)

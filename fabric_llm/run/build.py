@@ -93,7 +93,6 @@ def make_batches(run: Run) -> Prefetch:
         rank=fabric.global_rank,
         world_size=fabric.world_size,
         end=plan.end,
-        order=plan.row_order,
         mixture=plan.mixture,
         document_end=plan.document_end,
     )

@@ -15,7 +15,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.ranks import any_rank, sum_over_ranks
 from fabric_llm.data.batches import Batches, MicroBatch, target_count
 from fabric_llm.data.columns import IGNORED
-from fabric_llm.data.eval_sets import COPY
+from fabric_llm.data.sources import COPY
 from fabric_llm.model.strategy import reshard
 from fabric_llm.training.drift import Drift
 from fabric_llm.training.ema import Average

@@ -19,12 +19,12 @@ from fabric_llm.base import files, step_names
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.checkpoint import reading, state_dicts
 from fabric_llm.data.mixture import mixture_of
-from fabric_llm.data.order import OLD_ORDER, ORDERS, RowsRead, claimed_by, claimed_rows
+from fabric_llm.data.order import ROW_ORDER, RowsRead, claimed_by, claimed_rows
 from fabric_llm.model import freezing
 from fabric_llm.model.loading import DTYPES, build_skeleton, load_config
 from fabric_llm.verify.report import Report, listed, say
 
-MOST_ROWS = 2**28  # that are compared: a minute; of the older order, which needs a table, in the whole split: 2 GiB
+MOST_ROWS = 2**28  # that are compared: a minute
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -189,16 +189,16 @@ def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
     if read.count != end - first:
         report.find(f"{str(file)!r} claims {span}, but all ranks together have read {read.count:,}.")
         return f"{read.count:,} rows were read, not {end - first:,}"
-    rows, order = fixed["train_rows"], fixed.get("row_order", OLD_ORDER)
-    if order not in list(ORDERS):
-        report.find(f"{str(file)!r}: rows are read in the order {order!r}; this version knows {', '.join(ORDERS)}.")
+    rows, order = fixed["train_rows"], fixed.get("row_order")
+    if order != ROW_ORDER:
+        report.find(f"{str(file)!r}: rows are read in the order {order!r}; this version knows {ROW_ORDER}.")
         return "an unknown order of rows"
     mixture = mixture_of(progress) if "mixture" in progress else None
     rows = rows if mixture is None else sum(mixture.rows)
-    if rows <= 0 or end - first > MOST_ROWS or order == OLD_ORDER and rows > MOST_ROWS:
+    if rows <= 0 or end - first > MOST_ROWS:
         report.note(f"{str(file)!r}: too many rows to compare each; their number is right.")
     elif read != (
-        claimed_by(mixture.rows_at, first, end) if mixture else claimed_rows(rows, fixed["seed"], first, end, order)
+        claimed_by(mixture.rows_at, first, end) if mixture else claimed_rows(rows, fixed["seed"], first, end)
     ):
         report.find(f"{str(file)!r} claims {span}, but other rows were read: some twice or out of turn, others never.")
         return "other rows were read than those of the run's position"
