@@ -45,7 +45,7 @@ def test_throughput(tmp_path, words):
 
 @pytest.mark.longer
 def test_loss_head(tmp_path):
-    said, document = run("loss_head.py", tmp_path, "--dtypes", "float32,bfloat16")
+    said, document = run("fast_paths.py", tmp_path, "--only", "loss", "--dtypes", "float32,bfloat16")
     assert "| chunked |" in said and "of head's gradient" in said and "64x32x128 in bfloat16" in said
     rows = {(row["name"], row["dtype"]): row for row in document["rows"]}
     for dtype, limit in (("float32", 1e-6), ("bfloat16", 1e-2)):
@@ -57,7 +57,7 @@ def test_loss_head(tmp_path):
 
 @pytest.mark.longer
 def test_attention(tmp_path):
-    said, document = run("attention.py", tmp_path, "--dtypes", "float32")
+    said, document = run("fast_paths.py", tmp_path, "--only", "attention", "--dtypes", "float32")
     assert "One layer's attention, context 32, float32" in said and "largest tensor, MiB" in said
     rows = {(row["name"], row["part"]): row for row in document["rows"]}
     assert set(rows) == {(name, part) for name in ("unmasked", "masked", "packed") for part in ("layer", "step")}
@@ -139,7 +139,7 @@ def test_a_model_that_can_not_fit_is_a_row(tmp_path):
     )
 
 
-@pytest.mark.parametrize("script", ["throughput.py", "loss_head.py", "attention.py", "scaling.py", "gpu.py"])
+@pytest.mark.parametrize("script", ["throughput.py", "fast_paths.py", "scaling.py", "gpu.py"])
 def test_help_begins_with_a_sentence(script):
     done = subprocess.run([sys.executable, FOLDER / script, "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "--rounds" in done.stdout and "--output" in done.stdout
