@@ -83,8 +83,18 @@ def prepare(packages: Path, work: Path) -> None:
     [sources, *_] = sorted((packages / "usr/share/doc").glob("python3*/html/_sources"))
     english, code = [help_pages / "en-US/text", sources], [sysconfig.get_path("stdlib")]
     inputs_of = {"old": english + code, "english": english, "code": code, "basque": [help_pages / "eu/text"]}
-    patterns = {"old": ["*.html", "*.txt", "*.py"], "english": ["*.html", "*.txt"], "code": ["*.py"], "basque": ["*.html"]}
-    common = {"context_length": CONTEXT, "packing": "best_fit", "validation_fraction": 0.05, "train_tokenizer": VOCABULARY}
+    patterns = {
+        "old": ["*.html", "*.txt", "*.py"],
+        "english": ["*.html", "*.txt"],
+        "code": ["*.py"],
+        "basque": ["*.html"],
+    }
+    common = {
+        "context_length": CONTEXT,
+        "packing": "best_fit",
+        "validation_fraction": 0.05,
+        "train_tokenizer": VOCABULARY,
+    }
     for corpus, folders in inputs_of.items():
         if not (work / "data" / corpus).exists():
             words = ["--input", *folders, "--pattern", *patterns[corpus], "--exclude", *NO_CODE]
