@@ -238,18 +238,17 @@ LOSSES = {"full": full, "chunked": chunked, "torch": of_torch, "liger": liger, "
 def training_step(turns: Any, flags: list[str]) -> None:
     from benchmarks import one_step
 
-    trainer = one_step.set_up(flags)
+    run = one_step.set_up(flags)
     with one_step.Largest() as largest:  # with the state that a first step makes
-        one_step.take_step(trainer, 0, one_step.batches_of(trainer).at(0))
+        one_step.take_step(run)
     turns.said = {"largest_bytes": largest.bytes}
-    one_step.train(turns, trainer, first=1)
+    one_step.train(turns, run)
 
 
 def layer(turns: Any, flags: list[str]) -> None:
     from benchmarks import one_step
 
-    trainer = one_step.set_up(flags)
-    attention, given = first_attention(trainer, one_step.batches_of(trainer).at(0)[0])
+    attention, given = first_attention(one_step.set_up(flags))
     said = attention_errors(attention, given)
     with one_step.Largest() as largest:
         forward_and_backward(attention, given)
@@ -260,15 +259,15 @@ def layer(turns: Any, flags: list[str]) -> None:
         given["hidden_states"].grad = None
 
 
-def first_attention(trainer: Any, batch: dict[str, Tensor]) -> tuple[Any, dict[str, Any]]:
+def first_attention(run: Any) -> tuple[Any, dict[str, Any]]:
     """(the first layer's attention, the arguments that the model calls it with)"""
     import torch
 
-    causal_lm = trainer.model.module.causal_lm
-    attention, calls = causal_lm.model.layers[0].self_attn, []
+    batch = run.batches.at(0)[0]
+    attention, calls = run.model.module.causal_lm.model.layers[0].self_attn, []
     handle = attention.register_forward_pre_hook(lambda module, args, given: calls.append(given), with_kwargs=True)
     with torch.no_grad():
-        trainer.model(**trainer.fabric.to_device({name: batch[name] for name in batch if name != "labels"}))
+        run.model(**run.fabric.to_device({name: batch[name] for name in batch if name != "labels"}))
     handle.remove()
     [given] = calls  # transformers passes all of them by name
     return attention, {**given, "hidden_states": given["hidden_states"].detach().requires_grad_()}

@@ -204,15 +204,15 @@ def training(turns: Any, flags: list[str]) -> None:
     from fabric_llm.data.batches import token_places
     from fabric_llm.model import flops
 
-    trainer = one_step.set_up(flags, drawn_on_device=True)
-    plan, tokens_at = trainer.plan, token_places(one_step.batches_of(trainer).at(0))
+    run = one_step.set_up(flags, drawn_on_device=True)
+    plan, tokens_at = run.plan, token_places(run.batches.batches.at(0))
     turns.said = {
         "tokens": plan.micro_batch_size * plan.dataset.context_length,
-        "operations_per_token": flops.of_model(trainer.model.causal_lm).of(tokens_at) / int(tokens_at.sum()),
+        "operations_per_token": flops.of_model(run.model.causal_lm).of(tokens_at) / int(tokens_at.sum()),
         "loss": plan.loss,
         "attention": plan.config._attn_implementation,
     }
-    one_step.train(turns, trainer)
+    one_step.train(turns, run)
 
 
 def parameters(shape: dict[str, Any]) -> int:

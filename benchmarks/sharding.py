@@ -113,19 +113,18 @@ def train(contender: Any, flags: list[str], kind: str) -> None:
 
     peak = turns.Peak(kind)
     peak.begin()
-    trainer = one_step.set_up(flags)
-    batches = one_step.batches_of(trainer)
-    one_step.take_step(trainer, 0, batches.at(0))
+    run = one_step.set_up(flags)
+    one_step.take_step(run)
     peak.forget()
-    one_step.take_step(trainer, 1, batches.at(batches.global_batch_size))
+    one_step.take_step(run)
     _, most = peak.end()
-    parameters, state = list(trainer.model.parameters()), one_step.state_of(trainer.optimizer)
+    parameters, state = list(run.model.parameters()), one_step.state_of(run.optimizer)
     contender.said = {
         "parameter_bytes": one_step.storage_bytes(parameters),
         "optimizer_bytes": one_step.storage_bytes(state),
         "additional_bytes": most - one_step.storage_bytes([*parameters, *state], kind),
     }
-    one_step.train(contender, trainer, first=2)
+    one_step.train(contender, run)
 
 
 if __name__ == "__main__":
