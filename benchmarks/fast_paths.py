@@ -72,9 +72,8 @@ LOSS_COLUMNS = {
     "of hidden states'": page.number("hidden_error", ".1e"),
     "of head's gradient": page.number("head_error", ".1e"),
 }
-STEP_COLUMNS = {**COLUMNS, "largest tensor, MiB": page.mebibytes("largest_bytes")}
 LAYER_COLUMNS = {
-    **STEP_COLUMNS,
+    **COLUMNS,
     "error of output": page.number("output_error", ".1e"),
     "of gradient": page.number("gradient_error", ".1e"),
 }
@@ -109,7 +108,7 @@ def compare_losses(size: str, options: argparse.Namespace) -> Iterator[Compared]
 
 def compare_attention(size: str, options: argparse.Namespace) -> Iterator[Compared]:
     parts = {"layer": ("One layer's attention", layer, LAYER_COLUMNS)}
-    parts["step"] = ("A training step", training_step, STEP_COLUMNS)
+    parts["step"] = ("A training step", training_step, COLUMNS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inputs.write_llama(folder / "llama", vocab_size=VOCABULARY[size], **SHAPES[size])
@@ -238,21 +237,14 @@ LOSSES = {"full": full, "chunked": chunked, "torch": of_torch, "liger": liger, "
 def training_step(turns: Any, flags: list[str]) -> None:
     from benchmarks import one_step
 
-    run = one_step.set_up(flags)
-    with one_step.Largest() as largest:  # with the state that a first step makes
-        one_step.take_step(run)
-    turns.said = {"largest_bytes": largest.bytes}
-    one_step.train(turns, run)
+    one_step.train(turns, one_step.set_up(flags))
 
 
 def layer(turns: Any, flags: list[str]) -> None:
     from benchmarks import one_step
 
     attention, given = first_attention(one_step.set_up(flags))
-    said = attention_errors(attention, given)
-    with one_step.Largest() as largest:
-        forward_and_backward(attention, given)
-    turns.said = {**said, "largest_bytes": largest.bytes}
+    turns.said = attention_errors(attention, given)
     while turns.go_on():
         forward_and_backward(attention, given)
         attention.zero_grad()

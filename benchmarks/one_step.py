@@ -13,8 +13,6 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from arguments import parse_train  # noqa: E402
@@ -115,15 +113,3 @@ def storage_bytes(tensors: Iterable[Tensor], kind: Optional[str] = None) -> int:
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     storages = (tensor.detach().untyped_storage() for tensor in local if kind in (None, tensor.device.type))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation in the body returns."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = function(*args, **(kwargs or {}))
-        sizes = [x.numel() * x.element_size() for x in tree_leaves(results) if hasattr(x, "untyped_storage")]
-        self.bytes = max([self.bytes, *sizes])
-        return results

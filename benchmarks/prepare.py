@@ -127,16 +127,11 @@ def make_corpus(folder: Path, most_bytes: int, every: int) -> dict[str, int]:
     return {**count, "bytes": sum(len(text.encode()) for text in kept)}
 
 
-@functools.cache
-def backend_of(folder: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
-
-
 def tokenizer_itself(folder: Path, output: Path, cores: int, context: int) -> Contender:
     """encode_batch_fast of the text in memory, in batches of 1000. Nothing is kept."""
-    backend = backend_of(folder)
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     with open(folder / "corpus.jsonl") as file:
         texts = [json.loads(line)["text"] for line in file]
 
@@ -199,49 +194,11 @@ def mapped(folder: Path, output: Path, cores: int, context: int) -> Contender:
     return build, report
 
 
-def encode_lines(folder: Path, part: tuple[int, int]) -> Iterator[Any]:
-    """The tokens of some lines of the corpus, for litdata."""
-    import torch
-
-    backend = backend_of(folder)
-    with open(folder / "corpus.jsonl", "rb") as file:
-        file.seek(part[0])
-        for _ in range(part[1]):
-            yield torch.tensor([*backend.encode(json.loads(file.readline())["text"]).ids, 0], dtype=torch.uint16)
-
-
-def litdata_optimized(folder: Path, output: Path, cores: int, context: int) -> Contender:
-    """litdata.optimize, with its token format: one document after the other."""
-    import litdata
-    from litdata.streaming.item_loader import TokensLoader
-
-    with open(folder / "corpus.jsonl", "rb") as file:
-        lines = file.readlines()
-    parts, at = [], 0
-    for number in range(0, len(lines), 500):
-        parts.append((at, len(lines[number : number + 500])))
-        at += sum(map(len, lines[number : number + 500]))
-    given = {
-        "fn": functools.partial(encode_lines, folder),
-        "inputs": parts,
-        "output_dir": str(output),
-        "verbose": False,
-    }
-    given |= {"num_workers": cores, "chunk_bytes": "64MB", "item_loader": TokensLoader(block_size=context)}
-
-    def report(result: None) -> dict[str, Any]:
-        index = json.loads((output / "index.json").read_text())
-        return {"tokens": sum(chunk["dim"] for chunk in index["chunks"])}
-
-    return functools.partial(litdata.optimize, **given), report
-
-
 CONTENDERS: dict[str, Callable[[Path, Path, int, int], Contender]] = {
     "the tokenizer itself": tokenizer_itself,
     "prepare_data.py": prepared,
     "prepare_data.py --packing best_fit": functools.partial(prepared, packing="best_fit"),
     "datasets.map, padded": mapped,
-    "litdata.optimize": litdata_optimized,
 }
 
 
