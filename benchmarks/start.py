@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Optional
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 from benchmarks import inputs, page  # noqa: E402
 from benchmarks.turns import alternate  # noqa: E402
@@ -31,6 +31,7 @@ CASES = {  # name -> flags
     "2 devices, ddp": {"devices": 2, "strategy": "ddp"},
 }
 SIGNS = {"start verified": "Start verified", "first step": "step "}  # how a line begins that says so
+TOY = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 STEPS = 3
 TITLES = ["seconds to", *SIGNS, "exit", "processor time"]
 
@@ -44,7 +45,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     times: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        make_toys(folder)
+        inputs.write_llama(folder / "model", with_weights=True, **TOY)
+        inputs.write_rows(folder / "data", TOY["vocab_size"], 24, 44)
         for name, case in alternate(kinds, 1 + options.rounds):
             run = f"{name}-{len(times.get(f'{name}: {case}', []))}-{case}".replace(" ", "-")
             for resumed in (False, True):
@@ -57,16 +59,6 @@ def main(argv: Optional[list[str]] = None) -> int:
     notes = [f"Medians of {options.rounds}; a first round, which fills the disk cache, isn't counted"]
     page.write("start.py", "What starting costs", notes, options, page.table(TITLES, lines), times)
     return 0
-
-
-def make_toys(folder: Path) -> None:
-    """`model` and `data`, as the tests have them."""
-    import conftest
-    import numpy as np
-    from transformers import AutoModelForCausalLM
-
-    AutoModelForCausalLM.from_config(conftest.TOY_CONFIGS["llama"]).save_pretrained(folder / "model")
-    conftest.make_dataset(folder / "data", np.random.default_rng(0))
 
 
 def time_run(checkout: Path, folder: Path, run: str, case: str, resumes: bool) -> dict[str, float]:

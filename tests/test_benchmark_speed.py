@@ -80,14 +80,10 @@ def test_scaling(tmp_path):
 
 @pytest.mark.longer
 def test_gpu_on_a_cpu(tmp_path):
-    said, _ = run("gpu.py", tmp_path, "--strategies", "single", "--output", tmp_path)
-    assert header(gpu.TITLES) in said and header(gpu.LAWS) in said
+    said, _ = run("gpu.py", tmp_path, "--output", tmp_path)
+    assert header(gpu.TITLES) in said
     assert (tmp_path / "gpu.md").read_text().strip() == said.strip()
     document = json.loads((tmp_path / "gpu.json").read_text())
-    [law] = document["laws"]
-    assert (
-        law["error"] is None and "gradients are equal" in law["start"] and law["resume"].startswith("identical after")
-    )
     *cases, last = document["cases"]
     assert all(case["error"] is None and case["tokens_per_second"] > 0 for case in cases), cases
     assert "needs a GPU" in last["error"]  # the others have run all the same
