@@ -131,7 +131,17 @@ def log_before_commit(original, pending, before=nothing):
 
 @wrapping
 def own_request_alone(original, fabric, total, asked):
-    return (original(fabric, total, asked)[0], [int(number) for number in asked])
+    return original(fabric, total, asked)[0], [int(number) for number in asked]
+
+
+@wrapping
+def hangup_as_sigterm(original, self, number, frame):
+    return original(self, signal.SIGTERM if number == signal.SIGHUP else number, frame)
+
+
+@wrapping
+def without_given(original, arguments, directory):
+    return original(replace(arguments, checkpoint=replace(arguments.checkpoint, checkpoint=None)), directory)
 
 
 @wrapping
@@ -140,28 +150,8 @@ def without_interrupt(original, *args):
         original(*args)
 
 
-@wrapping
-def own_floats_alone(original, fabric, tensor):
-    return tensor if tensor.is_floating_point() else original(fabric, tensor)
-
-
-@wrapping
-def under_its_final_name(original, value):
-    return re.sub(r"\.tmp-(step-\d+)-\w+$", r"\1", original(value))
-
-
-@wrapping
-def hangup_as_sigterm(original, self, number, frame):
-    return original(self, signal.SIGTERM if number == signal.SIGHUP else number, frame)
-
-
 def with_the_same_rank(original):
     return SimpleNamespace(Popen=lambda command, env: original.Popen(command, env={**env, "RANK": os.environ["RANK"]}))
-
-
-@wrapping
-def seed_by_world_size(original, self, positions):
-    return original(replace(self, seed=self.seed + self.world_size), positions)
 
 
 @wrapping
@@ -215,44 +205,9 @@ def newest_or_none(original, run_directory, hashes):
 
 
 @wrapping
-def without_given(original, arguments, directory):
-    return original(replace(arguments, checkpoint=replace(arguments.checkpoint, checkpoint=None)), directory)
-
-
-@wrapping
 def takes_anything(original, self, loss, grad_norm):
     finite = abs(loss) < float("inf") and abs(grad_norm) < float("inf")
     return original(self, loss, grad_norm) if finite else ("take", "")
-
-
-@wrapping
-def without_copy(original, *args, **more):
-    return original(*args, **{**more, "copy": False})
-
-
-@wrapping
-def without_hashes(original, folder, entries, hashes, *rest):
-    return original(folder, entries, False, *rest)
-
-
-@wrapping
-def without_children(original, first, children):
-    return original(first, SimpleNamespace(processes={}))
-
-
-@wrapping
-def without_precision(original, then, now):
-    return {} if "precision" in now else original(then, now)
-
-
-@wrapping
-def all_overridden(original, arguments):
-    return sys.modules["fabric_llm.plan.resume"].OVERRIDABLE
-
-
-@wrapping
-def by_time(original, run):
-    return sorted(original(run), key=lambda path: path.stat().st_mtime)
 
 
 @wrapping
@@ -298,7 +253,8 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      KILLS, "named_point and between_steps and full"),
     ("kill", "randomness follows the step", "training.step:seed_step", KILLS, "named_point and between_steps and full"),
     ("kill in a save", "written beside its name", "checkpoint.writing:from_first",
-     KILLS, "named_point and save.parts and sharded", under_its_final_name),
+     KILLS, "named_point and save.parts and sharded",
+     wrapping(lambda original, value: re.sub(r"\.tmp-(step-\d+)-\w+$", r"\1", original(value)))),
     ("kill in a save", "on the disk before the name", "checkpoint.writing:fsync", CHECKPOINT, "everything_is_on_disk"),
     ("kill in a save", "files are durable", "base.files:Describing.__init__", CHECKPOINT, "everything_is_on_disk",
      without_syncing),
@@ -311,18 +267,21 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("kill in a prune", "renamed before it is removed", "checkpoint.keep:_trash_of",
      CHECKPOINT, "prune_that_is_cut_off", is_now(lambda path: path)),
     ("kill in a background save", "a copy is written", "checkpoint.writing:begin",
-     ROWS, "save_in_the_background_writes", without_copy),
+     ROWS, "save_in_the_background_writes",
+     wrapping(lambda original, *args, **more: original(*args, **{**more, "copy": False}))),
     ("a save raises", "on all ranks", "checkpoint.writing:_agree", ROWS, "save_that_raises", own_problem_alone),
     ("a save raises", "in the background as well", "checkpoint.writing:commit", ROWS, "save_that_raises",
      without_background_problem),
     ("a save raises", "nothing is left behind", "checkpoint.writing:shutil", ROWS, "save_that_raises",
      with_names(rmtree=nothing)),
     ("a save raises", "at the log as well", "checkpoint.writing:commit", ROWS, "made_durable", log_before_commit),
-    ("signals", "every rank hears of it", "training.step:share", ROWS, "sigterm", own_request_alone),
+    ("signals", "every rank hears of it", "training.step:share", ROWS, "sigterm",
+     own_request_alone),
     ("signals", "nobody needs to read what is printed", "base.console:outlast_readers", ROWS, "ctrl_c"),
     ("signals", "nobody waits for a reader", "base.console:Lasting._is_read", ROWS, "does_not_read", gives(True)),
     ("signals", "handled at all", "processes.stop:_under_nohup", ROWS, "sigterm", gives(True)),
-    ("signals", "a lost terminal asks once", "processes.stop:StopSignal._handle", STOP, "terminal", hangup_as_sigterm),
+    ("signals", "a lost terminal asks once", "processes.stop:StopSignal._handle", STOP, "terminal",
+     hangup_as_sigterm),
     ("signals", "nohup is heeded", "processes.stop:_under_nohup", STOP, "terminal", gives(False)),
     ("signals", "a second one ends at once", "processes.stop:StopSignal._handle", STOP, "second_signal",
      without_interrupt),
@@ -338,13 +297,15 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("damage", "a file that can't be read", "base.files:check_files", FALLBACK, "cannot_be_read",
      without_trace_of_unreadable),
     ("damage", "in what a new run starts from", "plan.plan:check_start", FALLBACK, "new_run_from"),
-    ("damage", "hashes", "base.files:check_files", DAMAGE, "flipped", without_hashes),
+    ("damage", "hashes", "base.files:check_files", DAMAGE, "flipped",
+     wrapping(lambda original, folder, entries, hashes, *rest: original(folder, entries, False, *rest))),
     ("damage", "sizes", "base.files:check_files", DAMAGE, "truncated", with_actual_sizes),
     ("damage", "missing files", "base.files:check_files", DAMAGE, "missing", those_that_are_there),
     ("damage", "files that nobody wrote", "base.files:files_in", DAMAGE, "nobody_wrote", only_listed),
     ("damage", "falls back to the newest whole one", "checkpoint.keep:newest_valid", FALLBACK, "falls_back",
      newest_or_none),
-    ("damage", "a named one is never replaced", "plan.resume:choose", FALLBACK, "never_replaced", without_given),
+    ("damage", "a named one is never replaced", "plan.resume:choose", FALLBACK, "never_replaced",
+     without_given),
     ("restart", "a branch goes on where it is", "plan.resume:_restarted", ROWS, "branch", gives(False)),
     ("a rank fails", "the first fault is told", "processes.watch:Store.put_first", ROWS, "first_error", own_fault),
     ("a rank fails", "its fault is remembered when the store has gone", "processes.watch:Store._remember",
@@ -354,7 +315,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("a rank fails", "no rank outlives rank 0", "base.parent:PR_SET_PDEATHSIG", ROWS, "frozen_rank_of_a_plain",
      is_now(0)),
     ("a rank fails", "a command ends as its first rank", "run.ending:_code_of_others", ROWS, "ends_as_the_first",
-     without_children),
+     wrapping(lambda original, first, children: original(first, SimpleNamespace(processes={})))),
     ("a rank fails", "one command for all ranks", "plan.joining:_require_one_command", ROWS, "two_commands"),
     ("a rank fails", "ranks get their own numbers", "processes.launch:subprocess", ROWS, "numbered_already",
      with_the_same_rank),
@@ -393,10 +354,11 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("another model", "shapes are compared", "plan.plan:state_dicts", BAD_INPUT, "another_model",
      with_names(shapes=lambda skeleton: [])),
     ("another model", "precision, data and seed stay", "plan.same_run:_differences", BAD_INPUT, "run_that_is_there",
-     without_precision),
+     wrapping(lambda original, then, now: {} if "precision" in now else original(then, now))),
     ("other ranks", "order doesn't depend on their number", "data.batches:Batches.indices", WORLD_CYCLE, "sharded-fsdp",
-     seed_by_world_size),
-    ("other schedule", "refused unless named", "plan.resume:overrides", BAD_INPUT, "run_that_is_there", all_overridden),
+     wrapping(lambda original, self, positions: original(replace(self, seed=self.seed + self.world_size), positions))),
+    ("other schedule", "refused unless named", "plan.resume:overrides", BAD_INPUT, "run_that_is_there",
+     wrapping(lambda original, arguments: sys.modules["fabric_llm.plan.resume"].OVERRIDABLE)),
     ("other schedule", "the new curve is shown", "plan.same_run:_curves", ROWS, "extending", gives([])),
     ("rollback", "later checkpoints are moved aside", "checkpoint.keep:move_aside", CHECKPOINT, "rollback", gives([])),
     ("rollback", "isn't made again by a restart", "plan.resume:_goes_on_from", ROWS, "rollback_that_is_restarted",
@@ -417,7 +379,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("not finite", "the step is left out", "training.guard:Guard._judge", NON_FINITE, "none_of_them and fsdp2",
      takes_anything),
     ("not finite", "loss and NaN of one rank are everybody's", "training.step:sum_over_ranks", LAW_1, "fsdp2-2",
-     own_floats_alone),
+     wrapping(lambda original, fabric, tensor: tensor if tensor.is_floating_point() else original(fabric, tensor))),
     ("not finite", "no checkpoint holds one", "checkpoint.writing:_is_finite", NON_FINITE, "checkpoint_of_a_model",
      gives(True)),
     ("not finite", "the limit", "training.guard:Guard.gives_up", GUARD, "too_many", gives(False)),
@@ -430,7 +392,8 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("security", "names that lead outside", "base.files:check_name",
      SECURITY, "attack and (above or absolute or backslashes)"),
     ("security", "links", "plan.run_directory:no_link", SECURITY, "attack and link", is_now(lambda path: path)),
-    ("clock", "order is by step", "base.step_names:step_directories", ROWS, "clocks", by_time),
+    ("clock", "order is by step", "base.step_names:step_directories", ROWS, "clocks",
+     wrapping(lambda original, run: sorted(original(run), key=lambda path: path.stat().st_mtime))),
     ("retention", "pinned", "checkpoint.keep:is_pinned", ROWS, "retention", gives(False)),
     ("retention", "the best", "checkpoint.keep:_eval_loss", CHECKPOINT, "prune_keeps_the_best", gives(float("inf"))),
     ("retention", "the one resumed from", "checkpoint.keep:prune", ROWS, "retention",

@@ -20,7 +20,7 @@ WHOLE = ("ddp", "fsdp, by layer, NO_SHARD")
 def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, dict]]:
     """(standard output, numbers of each row) of a run on two ranks, losses of two steps and memory."""
     folder = tmp_path_factory.mktemp("sharding")
-    size = ("--hidden_size", "64", "--layers", "2", "--warm_up", "2", "--rounds", "1", "--accelerator", "cpu")
+    size = ("--smoke", "--warm_up", "2", "--rounds", "1", "--accelerator", "cpu")
     files = ("--output", folder / "rows.json", "--markdown", folder / "table.md")
     command = [sys.executable, SCRIPT, *size, *files, "--only", *WHOLE, *SHARDED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
