@@ -11,8 +11,7 @@ their packages are installed.
 Attention: of one decoder layer alone, forward and backward, called with what the model calls it with. `unmasked` lets
 documents see each other (--document_masking false), `masked` is SDPA with the mask of context x context that transformers
 makes (--attention sdpa), `packed` is this template's (--attention packed). The mask is made once for all layers, outside of
-what is timed. Then a whole training step (one_step.py) with each. The largest tensor is the largest that any
-operation returns.
+what is timed. Then a whole training step (one_step.py) with each.
 
 Errors are relative, in the L2 norm, against float64 on the same inputs (unmasked: without masks there as well).
 """
@@ -51,8 +50,8 @@ MASKINGS = {  # flags of train.py
     "packed": {"attention": "packed", "document_masking": "true"},
 }
 SHAPES = {
-    "smoke": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
-    "cpu": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8},
+    "smoke": inputs.TOY_LLAMA,
+    "cpu": inputs.LLAMA,
     "cuda": {  # four layers of Llama 3.2 1B
         **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4},
         **{"num_attention_heads": 32, "num_key_value_heads": 8},
@@ -108,7 +107,7 @@ def compare_losses(size: str, options: argparse.Namespace) -> Iterator[Compared]
 
 def compare_attention(size: str, options: argparse.Namespace) -> Iterator[Compared]:
     parts = {"layer": ("One layer's attention", layer, LAYER_COLUMNS)}
-    parts["step"] = ("A training step", training_step, COLUMNS)
+    parts["step"] = ("A training step", turns.training, COLUMNS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inputs.write_llama(folder / "llama", vocab_size=VOCABULARY[size], **SHAPES[size])
@@ -232,12 +231,6 @@ def require_gpu(hidden: Tensor) -> None:
 
 
 LOSSES = {"full": full, "chunked": chunked, "torch": of_torch, "liger": liger, "cce": cce}
-
-
-def training_step(turns: Any, flags: list[str]) -> None:
-    from benchmarks import one_step
-
-    one_step.train(turns, one_step.set_up(flags))
 
 
 def layer(turns: Any, flags: list[str]) -> None:

@@ -145,6 +145,12 @@ def without_given(original, arguments, directory):
 
 
 @wrapping
+def each_anew(original, self, number, frame):
+    self.until = 0.0
+    original(self, number, frame)
+
+
+@wrapping
 def without_interrupt(original, *args):
     with suppress(KeyboardInterrupt):
         original(*args)
@@ -285,8 +291,8 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("signals", "nohup is heeded", "processes.stop:_under_nohup", STOP, "terminal", gives(False)),
     ("signals", "a second one ends at once", "processes.stop:StopSignal._handle", STOP, "second_signal",
      without_interrupt),
-    ("signals", "one that is delivered twice is one", "processes.stop:SECONDS_OF_ONE_REQUEST", STOP, "delivered_twice",
-     is_now(0.0)),
+    ("signals", "one that is delivered twice is one", "processes.stop:StopSignal._handle", STOP, "delivered_twice",
+     each_anew),
     ("signals", "a request to stop ends an evaluation", "training.evaluation:Evaluation._until_stopped",
      EVALUATION, "heard_inside", is_now(lambda self: self.batches.stream(0))),
     ("signals", "an evaluation that was cut off is made up", "run.due:evaluation_first", EVALUATION, "heard_inside",

@@ -22,8 +22,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import inputs, page, turns  # noqa: E402
 
 VOCABULARY, CONTEXT_TOKENS = 8192, 256
-SHAPE = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8}
-TOY_SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 1}
 KINDS_OF_TOKENS = 64  # in the data: that can be learnt
 LOSS_TOLERANCE = 1e-4  # nats, between any two rows at any step
 VARIANTS = {  # row -> flags of train.py; SIZE becomes the parameters of one attention block
@@ -55,7 +53,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="rows to run")
     parser.set_defaults(dtypes="float32", warm_up=3, threads=max(1, (os.cpu_count() or 1) // 2))
     options = turns.resolve(parser, argv)
-    shape = TOY_SHAPE if options.smoke else SHAPE
+    shape = inputs.TOY_LLAMA if options.smoke else inputs.LLAMA
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inputs.write_llama(folder / "llama", vocab_size=VOCABULARY, **shape)

@@ -31,7 +31,6 @@ CASES = {  # name -> flags
     "2 devices, ddp": {"devices": 2, "strategy": "ddp"},
 }
 SIGNS = {"start verified": "Start verified", "first step": "step "}  # how a line begins that says so
-TOY = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 STEPS = 3
 TITLES = ["seconds to", *SIGNS, "exit", "processor time"]
 
@@ -45,8 +44,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     times: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        inputs.write_llama(folder / "model", with_weights=True, **TOY)
-        inputs.write_rows(folder / "data", TOY["vocab_size"], 24, 44)
+        inputs.write_llama(folder / "model", with_weights=True, vocab_size=128, **inputs.TOY_LLAMA)
+        inputs.write_rows(folder / "data", 128, 24, 44)
         for name, case in alternate(kinds, 1 + options.rounds):
             run = f"{name}-{len(times.get(f'{name}: {case}', []))}-{case}".replace(" ", "-")
             for resumed in (False, True):

@@ -40,7 +40,7 @@ def test_sharded_rows_hold_half_and_whole_rows_hold_all(result, key):
 
 def test_ddp_holds_the_parameters_of_the_model_and_two_moments(result):
     ddp = result[1]["ddp"]
-    hidden, inner, layers = 64, 192, 2
+    hidden, inner, layers = 32, 64, 2
     parameters = 2 * 8192 * hidden + layers * (4 * hidden**2 + 3 * hidden * inner + 2 * hidden) + hidden
     assert ddp["parameter_bytes"] == 4 * parameters
     assert ddp["optimizer_bytes"] == pytest.approx(2 * 4 * parameters, rel=0.001)  # and a step count per parameter
