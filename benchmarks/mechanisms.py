@@ -31,6 +31,7 @@ from operator import attrgetter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 ROOT = Path(__file__).parent.parent
 TAKEN_AWAY = "FABRIC_LLM_TAKEN_AWAY"  # an environment variable: a key
@@ -107,8 +108,9 @@ def only_listed(original, folder):
 
 @wrapping
 def once_still_always_still(original, self):
-    self.was_still = getattr(self, "was_still", False) or original(self)
-    return self.was_still
+    if self._is_still():
+        self._is_still = lambda: True
+    return original(self)
 
 
 @wrapping
@@ -157,7 +159,11 @@ def without_interrupt(original, *args):
 
 
 def with_the_same_rank(original):
-    return SimpleNamespace(Popen=lambda command, env: original.Popen(command, env={**env, "RANK": os.environ["RANK"]}))
+    def Popen(command, env):
+        own = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK")}
+        return original.Popen(command, env={**env, **own})
+
+    return SimpleNamespace(Popen=Popen)
 
 
 @wrapping
@@ -222,14 +228,6 @@ def without_try(original, self):
     while action is not self._close:
         action = self.waiting.get()
         action()
-
-
-class Anything:
-    def __eq__(self, other):
-        return True
-
-    def __ne__(self, other):
-        return False
 
 
 @dataclass(frozen=True)
@@ -331,7 +329,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("a rank hangs", "heartbeats are listened to", "processes.watch:Watch._hangs", ROWS, "hangs_or_is_frozen and hang"),
     ("a rank hangs", "judged by the number of collectives", "processes.watch:hanging",
      ROWS, "hangs_or_is_frozen and hang", without_counts),
-    ("a rank hangs", "work that goes on is no hang", "processes.watch:Watch._is_still", WATCH, "suspended",
+    ("a rank hangs", "work that goes on is no hang", "processes.watch:Watch._hangs", WATCH, "suspended",
      once_still_always_still),
     ("a rank hangs", "a silent rank is told from a busy one", "processes.watch:Watch._silence",
      ROWS, "hangs_or_is_frozen and stop", gives(0.0)),
@@ -345,7 +343,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("ranks", "a flag that isn't the launcher's is refused", "processes.launch:launched_world",
      WORLD, "world_is_the_launchers", wrapping(lambda original, asked: original({}))),
     ("ranks", "what was read is recorded", "verify.inspect_checkpoint:claimed_rows", WORLD, "not_read_as_claimed",
-     gives(Anything())),
+     gives(ANY)),
     ("disk full", "room is asked for", "base.files:room", ROWS, "no_room"),
     ("directory", "one disk for all machines", "run.build:require_shared_directory", ROWS, "do_not_share"),
     ("directory", "one run at a time", "plan.run_directory:fcntl", ROWS, "two_runs", with_names(flock=nothing)),
@@ -381,7 +379,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      LAW_12, "do_not_go_together"),
     ("mixture", "all sources have one tokenizer", "plan.mixing:_require_one_tokenizer", LAW_12, "different_tokenizers"),
     ("mixture", "what was read is recorded", "verify.inspect_checkpoint:claimed_by", LAW_12, "that_were_not_read",
-     gives(Anything())),
+     gives(ANY)),
     ("not finite", "the step is left out", "training.guard:Guard._judge", NON_FINITE, "none_of_them and fsdp2",
      takes_anything),
     ("not finite", "loss and NaN of one rank are everybody's", "training.step:sum_over_ranks", LAW_1, "fsdp2-2",

@@ -17,6 +17,7 @@ documents apart.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import sys
@@ -96,10 +97,6 @@ def other_losses(rows: list[page.Row]) -> Optional[str]:
 def template(turns: Any, folder: Path, dtype: str, options: argparse.Namespace, **more: str) -> None:
     more |= {"micro_batch_size": options.sizes["micro_batch"]} | ({"compile": "true"} if options.compile else {})
     training(turns, inputs.training(folder, "llama", "data", options.kind, PRECISION[dtype], **more))
-
-
-def plain(turns: Any, folder: Path, dtype: str, options: argparse.Namespace) -> None:
-    template(turns, folder, dtype, options, loss="full", attention="sdpa", compile="false")
 
 
 def bare_loop(turns: Any, folder: Path, dtype: str, options: argparse.Namespace) -> None:
@@ -201,7 +198,7 @@ def litgpt_config(folder: Path) -> Any:
 
 CONTENDERS = {
     "fabric_llm": template,
-    "fabric_llm, plain": plain,
+    "fabric_llm, plain": functools.partial(template, loss="full", attention="sdpa", compile="false"),
     "bare loop": bare_loop,
     "HF Trainer": hf_trainer,
     "litgpt": litgpt,
