@@ -2,13 +2,14 @@
 
     apt-get download libreoffice-help-en-us libreoffice-help-eu python3.11-doc
     for package in *.deb; do dpkg -x $package packages; done
-    python benchmarks/continued_pretraining.py texts packages WORK     # HTML and sources -> documents
-    python benchmarks/continued_pretraining.py base WORK               # prepare, and train the base model (hours)
-    python benchmarks/continued_pretraining.py runs WORK               # each run of the table, one after the other
-    python benchmarks/continued_pretraining.py page WORK               # the table and the picture of docs/continued_pretraining.md
+    python benchmarks/continued_pretraining.py base packages WORK    # prepare the data and train the base model (hours)
+    python benchmarks/continued_pretraining.py runs WORK             # each run of the table, one after the other
+    python benchmarks/continued_pretraining.py page WORK             # the table of docs/continued_pretraining.md
 
 Each stage goes on where it was. All texts are of packages of Debian 12: LibreOffice's help in English and Basque, Python's
-documentation, and the standard library's code. The help pages are translations of each other, so what differs is the language.
+documentation, and the standard library's code. The help pages are translations of each other, so what differs is the
+language. prepare_data.py reads the pages, with `pip install ".[html]"`. `python -m fabric_llm.report WORK/replay-*` draws
+the runs.
 """
 
 from __future__ import annotations
@@ -16,12 +17,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +28,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import inputs, page  # noqa: E402
 
-BLOCKS = {"p", "div", "h1", "h2", "h3", "h4", "h5", "h6", "li", "tr", "table", "br", "pre", "dt", "dd"}
-SKIPPED = {"script", "style", "head"}
-MENU_LINES = 4  # with which each page of the help begins
 VOCABULARY, CONTEXT = 8192, 256
+NO_CODE = ("test", "tests", "idle_test", "site-packages", "dist-packages")  # folders of the standard library
 MODEL = {
     **{"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4},
     **{"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "tie_word_embeddings": True},
@@ -62,67 +58,16 @@ SAID = {
 
 
 def main() -> None:
-    stages = {"texts": write_texts, "base": train_base, "runs": continue_from_base, "page": print_page}
+    stages = {"base": train_base, "runs": continue_from_base, "page": print_page}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stage", choices=stages)
-    parser.add_argument("folders", type=Path, nargs="+", help="WORK; of texts: PACKAGES WORK")
+    parser.add_argument("folders", type=Path, nargs="+", help="WORK; of base: PACKAGES WORK")
     parser.add_argument("--precision", default="32-true", help="of train.py; bf16-true is faster on a GPU")
     given = parser.parse_args()
-    if len(given.folders) != 1 + (given.stage == "texts"):
-        parser.error(f"{given.stage} takes {'PACKAGES WORK' if given.stage == 'texts' else 'WORK'}.")
+    if len(given.folders) != 1 + (given.stage == "base"):
+        parser.error(f"{given.stage} takes {'PACKAGES WORK' if given.stage == 'base' else 'WORK'}.")
     COMMON["precision"] = given.precision
     stages[given.stage](*(folder.resolve() for folder in given.folders))
-
-
-class Text(HTMLParser):
-    """The text of an HTML page, a line for each block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words: list[str] = []
-        self.skipped = 0
-
-    def handle_starttag(self, tag: str, attributes: list) -> None:
-        self.skipped += tag in SKIPPED
-        self.words += ["\n"] * (tag in BLOCKS)
-
-    def handle_endtag(self, tag: str) -> None:
-        self.skipped -= tag in SKIPPED and self.skipped > 0
-        self.words += ["\n"] * (tag in BLOCKS)
-
-    def handle_data(self, data: str) -> None:
-        self.words += [] if self.skipped else [data]
-
-
-def text_of(html: str) -> str:
-    text = Text()
-    text.feed(html)
-    lines = (re.sub(r"\s+", " ", line).strip() for line in "".join(text.words).split("\n"))
-    return "\n".join([line for line in lines if line][MENU_LINES:])
-
-
-def documents(packages: Path) -> Iterator[tuple[str, str]]:
-    """(corpus, document): english and code, which are old, and basque, which is new."""
-    help_pages = packages / "usr/share/libreoffice/help"
-    for corpus, language in (("english", "en-US"), ("basque", "eu")):
-        for path in sorted((help_pages / language / "text").rglob("*.html")):
-            yield corpus, text_of(path.read_text(errors="replace"))
-    sources = (packages / "usr/share/doc").glob("python3*/html/_sources/**/*.txt")
-    for path in sorted({path.resolve() for path in sources}):  # of links once
-        yield "english", path.read_text(errors="replace")
-    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
-        if not {"test", "tests", "idle_test", "site-packages", "dist-packages"} & set(path.parts):
-            yield "code", path.read_text(errors="replace")
-
-
-def write_texts(packages: Path, work: Path) -> None:
-    files: dict[str, list[str]] = {}
-    for corpus, text in documents(packages):
-        files.setdefault(corpus, []).append(json.dumps({"text": text}))
-    work.mkdir(parents=True, exist_ok=True)
-    for corpus, lines in files.items():
-        (work / f"{corpus}.jsonl").write_text("\n".join(lines) + "\n")
-        print(f"{corpus}: {len(lines):,} documents, {sum(map(len, lines)):,} characters")
 
 
 def call(script: str, *words: object, **flags: object) -> None:
@@ -132,23 +77,34 @@ def call(script: str, *words: object, **flags: object) -> None:
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
 
 
-def prepare(work: Path) -> None:
-    data, common = work / "data", {"context_length": CONTEXT, "packing": "best_fit", "validation_fraction": 0.05}
-    both = ["--input", work / "english.jsonl", work / "code.jsonl"]
-    if not (data / "old").exists():  # only for its tokenizer
-        call("prepare_data.py", *both, output=data / "old", train_tokenizer=VOCABULARY, **common)
-    for corpus in SETS:
-        if not (data / corpus).exists():
-            given = {
-                "input": work / f"{corpus}.jsonl",
-                "output": data / corpus,
-                "tokenizer": data / "old" / "tokenizer",
-            }
-            call("prepare_data.py", **given, **common)
+def prepare(packages: Path, work: Path) -> None:
+    """Datasets of each text; that of `old`, English and code, is only there for its tokenizer, which all have."""
+    help_pages = packages / "usr/share/libreoffice/help"
+    [sources, *_] = sorted((packages / "usr/share/doc").glob("python3*/html/_sources"))
+    english, code = [help_pages / "en-US/text", sources], [sysconfig.get_path("stdlib")]
+    inputs_of = {"old": english + code, "english": english, "code": code, "basque": [help_pages / "eu/text"]}
+    patterns = {
+        "old": ["*.html", "*.txt", "*.py"],
+        "english": ["*.html", "*.txt"],
+        "code": ["*.py"],
+        "basque": ["*.html"],
+    }
+    common = {
+        "context_length": CONTEXT,
+        "packing": "best_fit",
+        "validation_fraction": 0.05,
+        "train_tokenizer": VOCABULARY,
+    }
+    for corpus, folders in inputs_of.items():
+        if not (work / "data" / corpus).exists():
+            words = ["--input", *folders, "--pattern", *patterns[corpus], "--exclude", *NO_CODE]
+            call("prepare_data.py", *words, output=work / "data" / corpus, **common)
+        common.pop("train_tokenizer", None)
+        common["tokenizer"] = work / "data" / "old" / "tokenizer"
 
 
-def train_base(work: Path) -> None:
-    prepare(work)
+def train_base(packages: Path, work: Path) -> None:
+    prepare(packages, work)
     inputs.write_llama(work / "model", **MODEL)
     evaluated = {"eval_data": f"basque={work}/data/basque", "eval_step_interval": 200, "save_step_interval": 100}
     run = {"model_name": work / "model", "data_mix": mix_of(work, OLD), "keep_last": 1}
@@ -224,40 +180,10 @@ def print_page(work: Path) -> None:
         if line.get("verdict") == "rewind":
             print(f"- back to step {line['step']}: {line['reason']}; shares {line['shares']}")
     print(f"- rewound, at the end: {evaluations(work / 'rewound')[-1]['eval']}")
-    draw(work, ROOT / "docs" / "results" / "continued_pretraining.png")
 
 
 def bits_of(bits: dict[str, float]) -> list[str]:
     return [f"{bits[name]:.3f}" for name in SETS]
-
-
-def draw(work: Path, target: Path) -> None:
-    """Bits per byte of the new and of the old text over the steps, and one against the other at the end."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (new, old, both) = plt.subplots(1, 3, figsize=(14, 4.8), layout="constrained")
-    for name, said in SAID.items():
-        if name == "averaged":
-            continue
-        lines = evaluations(work / name)
-        steps, each = [line["step"] for line in lines], [of_sets(line) for line in lines]
-        (curve,) = new.plot(steps, [bits["basque"] for bits in each])
-        old.plot(steps, [_old(bits) for bits in each], color=curve.get_color())
-        both.plot(each[-1]["basque"], _old(each[-1]), "o", color=curve.get_color(), label=said)
-    average = of_average(work)
-    both.plot(average["basque"], _old(average), "k*", markersize=11, linestyle="", label=SAID["averaged"])
-    for axes, title in ((new, "new: Basque"), (old, "old: 0.6 English + 0.4 code")):
-        axes.set(title=title, xlabel="step", ylabel="bits per byte")
-    both.set(title="at the end; lower left is better", xlabel="new, bits per byte", ylabel="old, bits per byte")
-    figure.legend(loc="outside lower center", ncols=4)
-    figure.savefig(target, dpi=110)
-
-
-def _old(bits: dict[str, float]) -> float:
-    return sum(part * bits[name] for name, part in OLD.items())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+LLAMA = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8}
+TOY_LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 DOCUMENT_END = 0  # the token that ends each document of packed rows
 DOCUMENT_TOKENS = 300  # of a document, on average
 ROWS_AT_ONCE = 1000  # of a record batch, as `datasets` writes them

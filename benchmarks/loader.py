@@ -3,8 +3,8 @@
     python benchmarks/loader.py --gib 10 --markdown docs/results/loader.md
 
 Random tokens are written as Arrow folders that `datasets.load_from_disk` opens, and removed in the end. Each contender reads
-rows in random order and gives micro-batches of int64 on the CPU, which is all that a step needs of it. Cold: the files were
-put out of the page cache before (the kernel is asked to, per file). Warm: they were read once. Contenders take turns.
+rows in random order and gives micro-batches of int64 on the CPU, which is all that a step needs of it. All files were read
+once before, so that they are in the page cache where they fit. Contenders take turns.
 """
 
 from __future__ import annotations
@@ -38,15 +38,13 @@ from fabric_llm.data.pattern import Segment  # noqa: E402
 
 NOTES = """
 Workers are threads that read ahead while the step computes. Here nothing computes, so they only show that they don't hold the
-loader back; where the disk is slow they wait for it in place of the step. Five sources cost no more than one. Cold rows per
-second are those of the disk: a row of 2,048 tokens is 4 KiB somewhere in the file. A cold figure is one round, in the
-order of the table.
+loader back; where the disk is slow they wait for it in place of the step. Five sources cost no more than one.
 """
 VOCABULARY, SEED, SOURCES = 50_000, 7, 5
 MICRO_BATCH, MICRO_BATCHES = 8, 4  # rows, and of a step
 WEIGHTS = (15, 2, 1, 1, 1)
 NEEDED = 3000.0  # tokens a second that a step here takes, for the ratio
-TITLES = ["", "sources", "workers", "rows/s, cold", "rows/s, warm", "million tokens/s, warm", "x what a step needs"]
+TITLES = ["", "sources", "workers", "rows/s", "million tokens/s", "x what a step needs"]
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -67,23 +65,23 @@ def main(argv: Optional[list[str]] = None) -> int:
             rows = written // (2 * context * SOURCES)
             inputs.write_rows(folder / str(number), VOCABULARY, context, rows, inputs.DOCUMENT_TOKENS, "uint16")
         rows = contenders(folder, context, options.steps)
-        for row in rows:
-            forget(folder)
-            row["cold"] = rate(row["read"])
-            page.progress(f"cold: {row['name']}, {row['workers']} workers: {row['cold']:,.0f} rows/s")
         warm_up(folder)
         for row in alternate(rows, options.rounds):
-            row["warm"].append(rate(row["read"]))
+            row["rates"].append(rate(row["read"]))
         memory = resident_gib()
     lines = []
     for row in rows:
-        warm = statistics.median(row["warm"])
-        cells = [f"{warm:,.0f}", f"{warm * context / 1e6:,.1f}", f"{warm * context / NEEDED:,.0f}"]
-        lines.append([row["name"], row["sources"], row["workers"], f"{row['cold']:,.0f}", *cells])
+        rows_a_second = statistics.median(row["rates"])
+        cells = [
+            f"{rows_a_second:,.0f}",
+            f"{rows_a_second * context / 1e6:,.1f}",
+            f"{rows_a_second * context / NEEDED:,.0f}",
+        ]
+        lines.append([row["name"], row["sources"], row["workers"], *cells])
     notes = [
         f"Data: {options.gib:.2f} GiB of random uint16 tokens in {SOURCES} datasets, rows of {context} tokens",
         f"A step is {MICRO_BATCHES} micro-batches of {MICRO_BATCH} rows; {options.steps} steps a round; "
-        f"warm: medians of {options.rounds} rounds, in turns",
+        f"medians of {options.rounds} rounds, in turns",
         f"A step needs: {NEEDED:,.0f} tokens/s, {NEEDED / context:,.1f} rows/s",
         f"Memory of the process at the end, without the page cache: {memory:.2f} GiB",
     ]
@@ -103,7 +101,7 @@ def contenders(folder: Path, context: int, steps: int) -> list[page.Row]:
     found: list[page.Row] = []
 
     def add(name: str, sources: int, workers: int, read: Callable[..., Iterator[Any]], rows: Any) -> None:
-        row = {"name": name, "sources": sources, "workers": workers, "warm": []}
+        row = {"name": name, "sources": sources, "workers": workers, "rates": []}
         found.append({**row, "read": functools.partial(read, rows, workers, steps)})
 
     for workers in (0, 4):
@@ -140,15 +138,6 @@ def rate(read: Callable[[], Iterator[Any]]) -> float:
         pass
     began = time.perf_counter()
     return sum(MICRO_BATCH for _ in micro_batches) / (time.perf_counter() - began)
-
-
-def forget(folder: Path) -> None:
-    """Ask the kernel to drop the files from its page cache, which it does for pages that nobody has mapped."""
-    for file in folder.rglob("*.arrow"):
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 def warm_up(folder: Path) -> None:

@@ -3,10 +3,10 @@
     python benchmarks/mechanisms.py                # all, about half an hour on two cores
     python benchmarks/mechanisms.py --only hashes  # those whose name holds a word
 
-Each mechanism of docs/faults.md is a named function or constant. Something that lacks the mechanism is put in its place, in
-every process that the tests start, right after its module is loaded and before others import it. The tests that hold its row
-must then fail: a test that passes without what it is there for is worth nothing. A mechanism whose name doesn't exist any
-more is reported as stale: bring its entry below up to date. The source isn't changed.
+Each mechanism of docs/faults.md is a named function or constant. In every process that the tests start, right after its
+module is loaded and before others import it, something without the mechanism is put in its place. The tests of its row must
+then fail: a test that passes without what it is there for is worth nothing. A mechanism whose name doesn't exist any more is
+reported as stale: its entry below must be brought up to date. The source isn't changed.
 """
 
 from __future__ import annotations
@@ -31,32 +31,18 @@ from operator import attrgetter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 ROOT = Path(__file__).parent.parent
 TAKEN_AWAY = "FABRIC_LLM_TAKEN_AWAY"  # an environment variable: a key
 PATCHED = "FABRIC_LLM_PATCHED"  # another: a file, made once done
 TIMEOUT_SECONDS = 400  # without its mechanism a test may hang, which is a failure as well
-KILLS, ROWS, DAMAGE = "tests/faults/test_kills.py", "tests/faults/test_rows.py", "tests/faults/test_damage.py"
-CHECKPOINT, SECURITY, STOP = "tests/test_checkpoint.py", "tests/test_security.py", "tests/test_stop.py"
-EVALUATION, WORLD, FALLBACK = "tests/test_evaluation.py", "tests/test_launched_world.py", "tests/test_fallback.py"
-BAD_INPUT, NON_FINITE = "tests/test_bad_input.py", "tests/faults/test_non_finite.py"
-MIXTURE = "tests/test_law_12_mixture.py"
-
-
-@dataclass(frozen=True)
-class Mechanism:
-    """What is replaced, and the tests that must fail then."""
-
-    row: str  # of docs/faults.md
-    name: str
-    target: str  # "module:name" or "module:Class.name", in fabric_llm
-    instead: Callable[[Any], Any]  # from what is there to what takes its place
-    tests: str  # of one file
-    select: str  # pytest -k
-
-    @property
-    def key(self) -> str:
-        return f"{self.row}: {self.name}"
+KILLS, ROWS, DAMAGE = "faults/test_kills.py", "faults/test_rows.py", "faults/test_damage.py"
+WORLD_CYCLE, NON_FINITE = "faults/test_world_cycle.py", "faults/test_non_finite.py"
+CHECKPOINT, SECURITY, STOP, WATCH = "test_checkpoint.py", "test_security.py", "test_stop.py", "test_watch.py"
+EVALUATION, WORLD, FALLBACK = "test_evaluation.py", "test_launched_world.py", "test_fallback.py"
+BAD_INPUT, NUMERICS, GUARD, METRICS = "test_bad_input.py", "test_numerics.py", "test_guard.py", "test_metrics.py"
+LAW_1, LAW_12 = "test_law_1_one_big_batch.py", "test_law_12_mixture.py"
 
 
 # ------------------------------------------------------------------------------- replacements
@@ -65,6 +51,11 @@ class Mechanism:
 def gives(value: Any) -> Callable[[Any], Any]:
     """In the place of a function, one that does nothing and returns `value`."""
     return lambda original: lambda *args, **more: value
+
+
+def wrapping(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """In the place of a function, another, whose first argument is the one that was there."""
+    return lambda original: lambda *args, **more: function(original, *args, **more)
 
 
 def is_now(value: Any) -> Callable[[Any], Any]:
@@ -81,389 +72,337 @@ def nothing(*args: Any, **more: Any) -> None:
     pass
 
 
-def without_syncing(original):
-    def __init__(self, folder):
-        original(self, folder)
-        self.syncing.shutdown()
-        done = SimpleNamespace(result=nothing)
-        self.syncing = SimpleNamespace(submit=lambda *args: done, shutdown=nothing)
+@wrapping
+def without_syncing(original, self, folder):
+    original(self, folder)
+    self.syncing.shutdown()
+    done = SimpleNamespace(result=nothing)
+    self.syncing = SimpleNamespace(submit=lambda *args: done, shutdown=nothing)
 
-    return __init__
 
+@wrapping
+def without_trace_of_unreadable(original, *args):
+    try:
+        original(*args)
+    except ValueError as fault:
+        raise fault.__cause__ or fault
 
-def without_trace_of_unreadable(original):
-    def check_files(*args):
-        try:
-            original(*args)
-        except ValueError as fault:
-            raise fault.__cause__ or fault
 
-    return check_files
+@wrapping
+def with_actual_sizes(original, folder, entries, *rest):
+    sizes = {name: (folder / name).stat().st_size for name in entries if (folder / name).is_file()}
+    original(folder, {name: {**e, "bytes": sizes.get(name, e["bytes"])} for name, e in entries.items()}, *rest)
 
 
-def with_actual_sizes(original):
-    def check_files(folder, entries, *rest):
-        sizes = {name: (folder / name).stat().st_size for name in entries if (folder / name).is_file()}
-        original(folder, {name: {**e, "bytes": sizes.get(name, e["bytes"])} for name, e in entries.items()}, *rest)
+@wrapping
+def those_that_are_there(original, folder, entries, *rest):
+    original(folder, {name: entry for name, entry in entries.items() if (folder / name).is_file()}, *rest)
 
-    return check_files
 
+@wrapping
+def only_listed(original, folder):
+    manifest = Path(folder, "MANIFEST.json")
+    listed = json.loads(manifest.read_bytes())["files"] if manifest.is_file() else None
+    return [name for name in original(folder) if listed is None or name in listed]
 
-def those_that_are_there(original):
-    def check_files(folder, entries, *rest):
-        original(folder, {name: entry for name, entry in entries.items() if (folder / name).is_file()}, *rest)
 
-    return check_files
+@wrapping
+def once_still_always_still(original, self):
+    if self._is_still():
+        self._is_still = lambda: True
+    return original(self)
 
 
-def only_listed(original):
-    def files_in(folder):
-        manifest = Path(folder, "MANIFEST.json")
-        listed = json.loads(manifest.read_bytes())["files"] if manifest.is_file() else None
-        return [name for name in original(folder) if listed is None or name in listed]
+@wrapping
+def own_problem_alone(original, pending, problems):
+    return original(pending, [problem if rank == pending.rank else None for rank, problem in enumerate(problems)])
 
-    return files_in
 
+@wrapping
+def without_background_problem(original, pending, *args, **more):
+    pending.problem = None
+    return original(pending, *args, **more)
 
-def once_still_always_still(original):
-    def _is_still(self):
-        self.was_still = getattr(self, "was_still", False) or original(self)
-        return self.was_still
 
-    return _is_still
+@wrapping
+def log_before_commit(original, pending, before=nothing):
+    if pending.rank == 0:
+        before()
+    original(pending)
 
 
-def own_problem_alone(original):
-    return lambda pending, problems: original(
-        pending, [problem if rank == pending.rank else None for rank, problem in enumerate(problems)]
-    )
+@wrapping
+def own_request_alone(original, fabric, total, asked):
+    return original(fabric, total, asked)[0], [int(number) for number in asked]
 
 
-def without_background_problem(original):
-    def commit(pending, *args, **more):
-        pending.problem = None
-        return original(pending, *args, **more)
+@wrapping
+def hangup_as_sigterm(original, self, number, frame):
+    return original(self, signal.SIGTERM if number == signal.SIGHUP else number, frame)
 
-    return commit
 
+@wrapping
+def without_given(original, arguments, directory):
+    return original(replace(arguments, checkpoint=replace(arguments.checkpoint, checkpoint=None)), directory)
 
-def log_before_commit(original):
-    def commit(pending, before=nothing):
-        if pending.rank == 0:
-            before()
-        original(pending)
 
-    return commit
+@wrapping
+def each_anew(original, self, number, frame):
+    self.until = 0.0
+    original(self, number, frame)
 
 
-def own_request_alone(original):
-    return lambda fabric, total, asked: (original(fabric, total, asked)[0], [int(number) for number in asked])
+@wrapping
+def without_interrupt(original, *args):
+    with suppress(KeyboardInterrupt):
+        original(*args)
 
 
-def without_interrupt(original):
-    def _handle(*args):
-        with suppress(KeyboardInterrupt):
-            original(*args)
+def with_the_same_rank(original):
+    def Popen(command, env):
+        own = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK")}
+        return original.Popen(command, env={**env, **own})
 
-    return _handle
+    return SimpleNamespace(Popen=Popen)
 
 
-def own_fault(original):
-    def put_first(self, rank, fault):
-        original(self, rank, fault)
-        return rank, fault
+@wrapping
+def own_fault(original, self, rank, fault):
+    original(self, rank, fault)
+    return rank, fault
 
-    return put_first
 
-
-def forgetful(original):
-    def _remember(self, said):
-        self.first = None
-        original(self, said)
-
-    return _remember
-
-
-def patient(original):
-    def ask(self, question):
-        self.patience_seconds = None
-        return original(self, question)
-
-    return ask
-
-
-def with_another_error(original):
-    def write_atomically(*args, **more):
-        try:
-            original(*args, **more)
-        except OSError as error:
-            raise RuntimeError("not what is caught") from error
-
-    return write_atomically
-
-
-def newest_by_name_elsewhere(original):
-    def chosen(flags, directory):
-        from fabric_llm.base import step_names
-        from fabric_llm.base.command_line import is_rank_zero
-        from fabric_llm.plan import resume
-
-        return resume.choose(flags, directory) if is_rank_zero() else step_names.latest(directory)
-
-    return chosen
-
-
-def without_counts(original):
-    return lambda beats, seconds: original({rank: {**beat, "collectives": 0} for rank, beat in beats.items()}, seconds)
-
-
-def newest_or_none(original):
-    def newest_valid(run_directory, hashes):
-        from fabric_llm.base.faults import NO_CHECKPOINT, Fault
-
-        path, problems = original(run_directory, hashes)
-        if problems:
-            raise Fault(problems[0], NO_CHECKPOINT)
-        return path, problems
-
-    return newest_valid
-
-
-def without_given(original):
-    return lambda arguments, directory: original(
-        replace(arguments, checkpoint=replace(arguments.checkpoint, checkpoint=None)), directory
-    )
-
-
-def takes_anything(original):
-    def _judge(self, loss, grad_norm):
-        finite = abs(loss) < float("inf") and abs(grad_norm) < float("inf")
-        return original(self, loss, grad_norm) if finite else ("take", "")
-
-    return _judge
-
-
-def without_try(original):
-    def _work(self):
-        action = None
-        while action is not self._close:
-            action = self.waiting.get()
-            action()
-
-    return _work
-
-
-class Anything:
-    def __eq__(self, other):
-        return True
-
-    def __ne__(self, other):
-        return False
-
-
-FAULTS, FILES = "fabric_llm.base.faults", "fabric_llm.base.files"
-WRITING, KEEP, READING = "fabric_llm.checkpoint.writing", "fabric_llm.checkpoint.keep", "fabric_llm.checkpoint.reading"
-STOPPING, WATCH, LAUNCH = "fabric_llm.processes.stop", "fabric_llm.processes.watch", "fabric_llm.processes.launch"
-BUILD, RESUME, PLAN = "fabric_llm.run.build", "fabric_llm.plan.resume", "fabric_llm.plan.plan"
-DIRECTORY, JOINING, ENDING = "fabric_llm.plan.run_directory", "fabric_llm.plan.joining", "fabric_llm.run.ending"
-SAME_RUN, DUE, TRACKERS = "fabric_llm.plan.same_run", "fabric_llm.run.due", "fabric_llm.plan.trackers"
-STEP, GUARD, EVALUATING = "fabric_llm.training.step", "fabric_llm.training.guard", "fabric_llm.training.evaluation"
-
-MECHANISMS = [
-    Mechanism("kill", "log is cut back to the checkpoint", "fabric_llm.run.metrics:_step_of",
-              gives(0), KILLS, "named_point and between_steps"),
-    Mechanism("kill", "optimizer state is loaded", f"{READING}:load_optimizer",
-              gives(None), KILLS, "named_point and between_steps and full"),
-    Mechanism("kill", "randomness follows the step", f"{STEP}:seed_step",
-              gives(None), KILLS, "named_point and between_steps and full"),
-    Mechanism("kill in a save", "written beside its name", f"{WRITING}:from_first",
-              lambda original: lambda value: re.sub(r"\.tmp-(step-\d+)-\w+$", r"\1", original(value)),
-              KILLS, "named_point and save.parts and sharded"),
-    Mechanism("kill in a save", "on the disk before the name", f"{WRITING}:fsync",
-              gives(None), CHECKPOINT, "everything_is_on_disk"),
-    Mechanism("kill in a save", "files are durable", f"{FILES}:Describing.__init__",
-              without_syncing, CHECKPOINT, "everything_is_on_disk"),
-    Mechanism("kill in a save", "leftovers are swept", f"{KEEP}:sweep",
-              gives([]), KILLS, "named_point and save.parts and full"),
-    Mechanism("kill in a prune", "renamed before it is removed", f"{KEEP}:_trash_of",
-              lambda original: lambda path: path, CHECKPOINT, "prune_that_is_cut_off"),
-    Mechanism("kill in a background save", "a copy is written", f"{WRITING}:begin",
-              lambda original: lambda *args, **more: original(*args, **{**more, "copy": False}),
-              ROWS, "save_in_the_background_writes"),
-    Mechanism("a save raises", "on all ranks", f"{WRITING}:_agree",
-              own_problem_alone, ROWS, "save_that_raises"),
-    Mechanism("a save raises", "in the background as well", f"{WRITING}:commit",
-              without_background_problem, ROWS, "save_that_raises"),
-    Mechanism("a save raises", "nothing is left behind", f"{WRITING}:shutil",
-              with_names(rmtree=nothing), ROWS, "save_that_raises"),
-    Mechanism("signals", "every rank hears of it", f"{STEP}:share",
-              own_request_alone, ROWS, "sigterm"),
-    Mechanism("signals", "nobody needs to read what is printed", "fabric_llm.base.console:outlast_readers",
-              gives(None), ROWS, "ctrl_c"),
-    Mechanism("signals", "nobody waits for a reader", "fabric_llm.base.console:Lasting._is_read",
-              gives(True), ROWS, "does_not_read"),
-    Mechanism("signals", "handled at all", f"{STOPPING}:_under_nohup",
-              gives(True), ROWS, "sigterm"),
-    Mechanism("signals", "a lost terminal asks once", f"{STOPPING}:StopSignal._handle",
-              lambda original: lambda self, number, frame: original(
-                  self, signal.SIGTERM if number == signal.SIGHUP else number, frame), STOP, "terminal"),
-    Mechanism("signals", "nohup is heeded", f"{STOPPING}:_under_nohup",
-              gives(False), STOP, "terminal"),
-    Mechanism("signals", "a second one ends at once", f"{STOPPING}:StopSignal._handle",
-              without_interrupt, STOP, "second_signal"),
-    Mechanism("signals", "one that is delivered twice is one", f"{STOPPING}:SECONDS_OF_ONE_REQUEST",
-              is_now(0.0), STOP, "delivered_twice"),
-    Mechanism("signals", "a request to stop ends an evaluation", f"{EVALUATING}:Evaluation._until_stopped",
-              lambda original: lambda self: self.batches.stream(0), EVALUATION, "heard_inside"),
-    Mechanism("signals", "an evaluation that was cut off is made up", f"{DUE}:evaluation_first",
-              lambda original: lambda start, resumed: original(start, {}), EVALUATION, "heard_inside"),
-    Mechanism("signals", "torchrun doesn't start again what was stopped", f"{LAUNCH}:for_launcher",
-              lambda original: lambda code: code, ROWS, "asked_to_stop_is_not"),
-    Mechanism("kill in a save", "leftovers go before the disk is asked", f"{DIRECTORY}:sweep",
-              gives(None), CHECKPOINT, "killed_save_left"),
-    Mechanism("a save raises", "at the log as well", f"{WRITING}:commit",
-              log_before_commit, ROWS, "made_durable"),
-    Mechanism("damage", "a file that can't be read", f"{FILES}:check_files",
-              without_trace_of_unreadable, FALLBACK, "cannot_be_read"),
-    Mechanism("damage", "in what a new run starts from", f"{PLAN}:check_start",
-              gives(None), FALLBACK, "new_run_from"),
-    Mechanism("restart", "a branch goes on where it is", f"{RESUME}:_restarted",
-              gives(False), ROWS, "branch"),
-    Mechanism("signals", "stop and save_now files", f"{STOPPING}:_take",
-              gives(False), STOP, "file"),
-    Mechanism("a rank fails", "the first fault is told", f"{WATCH}:Store.put_first",
-              own_fault, ROWS, "first_error"),
-    Mechanism("a rank fails", "its fault is remembered when the store has gone", f"{WATCH}:Store._remember",
-              forgetful, ROWS, "full_disk_at_the_log"),
-    Mechanism("a rank fails", "its death is seen by who started it", f"{LAUNCH}:Children.dead",
-              gives(None), ROWS, "killed_rank_of_a_plain"),
-    Mechanism("a rank fails", "no rank outlives rank 0", "fabric_llm.base.parent:PR_SET_PDEATHSIG",
-              is_now(0), ROWS, "frozen_rank_of_a_plain"),
-    Mechanism("a rank fails", "a command ends as its first rank", f"{ENDING}:_code_of_others",
-              lambda original: lambda first, children: original(first, SimpleNamespace(processes={})),
-              ROWS, "ends_as_the_first"),
-    Mechanism("a rank fails", "one command for all ranks", f"{JOINING}:_require_one_command",
-              gives(None), ROWS, "two_commands"),
-    Mechanism("a rank fails", "ranks get their own numbers", f"{LAUNCH}:subprocess",
-              lambda original: SimpleNamespace(Popen=lambda command, env: original.Popen(
-                  command, env={**env, "RANK": os.environ["RANK"]})), ROWS, "numbered_already"),
-    Mechanism("a rank fails", "an end before training is told", f"{DIRECTORY}:leave",
-              gives(None), ROWS, "ends_before_training"),
-    Mechanism("a rank hangs", "heartbeats are listened to", f"{WATCH}:Watch._hangs",
-              gives(None), ROWS, "hangs_or_is_frozen and hang"),
-    Mechanism("a rank hangs", "judged by the number of collectives", f"{WATCH}:hanging",
-              without_counts, ROWS, "hangs_or_is_frozen and hang"),
-    Mechanism("a rank hangs", "work that goes on is no hang", f"{WATCH}:Watch._is_still",
-              once_still_always_still, "tests/test_watch.py", "suspended"),
-    Mechanism("a rank hangs", "a silent rank is told from a busy one", f"{WATCH}:Watch._silence",
-              gives(0.0), ROWS, "hangs_or_is_frozen and stop"),
-    Mechanism("a rank hangs", "rank 0, with the store, is watched too", f"{WATCH}:Watch._lost_store",
-              gives(None), ROWS, "hears_of_rank_0s_death"),
-    Mechanism("a rank hangs", "nobody waits for a frozen store", f"{WATCH}:Store.ask",
-              patient, ROWS, "just_before and stop"),
-    Mechanism("a rank hangs", "rank 0's own story stays", f"{ENDING}:run_directory",
-              with_names(read_status=lambda folder: {}), ROWS, "told_by_rank_0"),
-    Mechanism("a rank fails", "no rank waits for a store that has gone", f"{WATCH}:Watch._end",
-              lambda original: lambda self: self.ended.set(), ROWS, "while_rank_0_is_frozen"),
-    Mechanism("node lost", "ranks are counted anew", "fabric_llm.plan.mistakes:launched_world",
-              gives(None), ROWS, "lost_node"),
-    Mechanism("ranks", "a flag that isn't the launcher's is refused", f"{LAUNCH}:launched_world",
-              lambda original: lambda asked: original({}), WORLD, "world_is_the_launchers"),
-    Mechanism("ranks", "what was read is recorded", "fabric_llm.verify.inspect_checkpoint:claimed_rows",
-              gives(Anything()), WORLD, "not_read_as_claimed"),
-    Mechanism("disk full", "room is asked for", f"{FILES}:room",
-              gives(None), ROWS, "no_room"),
-    Mechanism("directory", "one disk for all machines", f"{BUILD}:require_shared_directory",
-              gives(None), ROWS, "do_not_share"),
-    Mechanism("kill in a save", "published with what all have written", f"{WRITING}:_require_seen",
-              gives(None), ROWS, "published_only"),
-    Mechanism("directory", "one run at a time", f"{DIRECTORY}:fcntl",
-              with_names(flock=nothing), ROWS, "two_runs"),
-    Mechanism("directory", "a file system without locks is no obstacle", f"{DIRECTORY}:NO_LOCKS",
-              is_now(()), ROWS, "without_locks"),
-    Mechanism("directory", "an end isn't hidden by a status that can't be written", f"{DIRECTORY}:write_atomically",
-              with_another_error, ROWS, "hides_nothing"),
-    Mechanism("directory", "tried before the model is built", f"{DIRECTORY}:require_writable",
-              gives(None), CHECKPOINT, "cannot_be_made"),
-    Mechanism("directory", "a fresh one goes when the plan is wrong", f"{DIRECTORY}:leave",
-              lambda original: lambda fault, has_plan=True: original(fault), BAD_INPUT, "another_tokenizer"),
-    Mechanism("damage", "hashes", f"{FILES}:check_files",
-              lambda original: lambda folder, entries, hashes, *rest: original(folder, entries, False, *rest),
-              DAMAGE, "flipped"),
-    Mechanism("damage", "sizes", f"{FILES}:check_files",
-              with_actual_sizes, DAMAGE, "truncated"),
-    Mechanism("damage", "missing files", f"{FILES}:check_files",
-              those_that_are_there, DAMAGE, "missing"),
-    Mechanism("damage", "files that nobody wrote", f"{FILES}:files_in",
-              only_listed, DAMAGE, "nobody_wrote"),
-    Mechanism("damage", "falls back to the newest whole one", f"{KEEP}:newest_valid",
-              newest_or_none, FALLBACK, "falls_back"),
-    Mechanism("damage", "a named one is never replaced", f"{RESUME}:choose",
-              without_given, FALLBACK, "never_replaced"),
-    Mechanism("another model", "shapes are compared", f"{PLAN}:state_dicts",
-              with_names(shapes=lambda skeleton: []), BAD_INPUT, "another_model"),
-    Mechanism("another model", "precision, data and seed stay", f"{SAME_RUN}:_differences",
-              lambda original: lambda then, now: {} if "precision" in now else original(then, now),
-              BAD_INPUT, "run_that_is_there"),
-    Mechanism("other ranks", "order doesn't depend on their number", "fabric_llm.data.batches:Batches.indices",
-              lambda original: lambda self, positions: original(
-                  replace(self, seed=self.seed + self.world_size), positions),
-              "tests/faults/test_world_cycle.py", "sharded-fsdp"),
-    Mechanism("other schedule", "refused unless named", f"{RESUME}:overrides",
-              lambda original: lambda arguments: sys.modules[RESUME].OVERRIDABLE, BAD_INPUT, "run_that_is_there"),
-    Mechanism("other schedule", "the new curve is shown", f"{SAME_RUN}:_curves",
-              gives([]), ROWS, "extending"),
-    Mechanism("rollback", "later checkpoints are moved aside", f"{KEEP}:move_aside",
-              gives([]), CHECKPOINT, "rollback"),
-    Mechanism("rollback", "isn't made again by a restart", f"{RESUME}:_goes_on_from",
-              gives(False), ROWS, "rollback_that_is_restarted"),
-    Mechanism("other machines", "take what rank 0 has chosen", f"{JOINING}:_chosen_by_rank_zero",
-              newest_by_name_elsewhere, ROWS, "machines_without_torchrun"),
-    Mechanism("dataset", "its hashes", "fabric_llm.data.dataset:_check_files",
-              lambda original: lambda folder, manifest, verify: "written" in manifest, DAMAGE, "dataset"),
-    Mechanism("dataset", "token ids fit the vocabulary", f"{PLAN}:open_checked",
-              lambda original: lambda *args: replace(original(*args), max_token_id=0), BAD_INPUT, "test_datasets"),
-    Mechanism("mixture", "no source is read more often than it may be", "fabric_llm.plan.stages:_refuse_passed",
-              gives(None), MIXTURE, "do_not_go_together"),
-    Mechanism("mixture", "all sources have one tokenizer", "fabric_llm.plan.mixing:_require_one_tokenizer",
-              gives(None), MIXTURE, "different_tokenizers"),
-    Mechanism("mixture", "what was read is recorded", "fabric_llm.verify.inspect_checkpoint:claimed_by",
-              gives(Anything()), MIXTURE, "that_were_not_read"),
-    Mechanism("dataset", "a batch without targets", f"{STEP}:_at_least_one",
-              lambda original: lambda count: count, "tests/test_numerics.py", "without_any_target"),
-    Mechanism("not finite", "the step is left out", f"{GUARD}:Guard._judge",
-              takes_anything, NON_FINITE, "none_of_them and fsdp2"),
-    Mechanism("not finite", "loss and NaN of one rank are everybody's", f"{STEP}:sum_over_ranks",
-              lambda original: lambda fabric, tensor: (
-                  tensor if tensor.is_floating_point() else original(fabric, tensor)),
-              "tests/test_law_1_one_big_batch.py", "fsdp2-2"),
-    Mechanism("not finite", "no checkpoint holds one", f"{WRITING}:_is_finite",
-              gives(True), NON_FINITE, "checkpoint_of_a_model"),
-    Mechanism("not finite", "the limit", f"{GUARD}:Guard.gives_up",
-              gives(False), "tests/test_guard.py", "too_many"),
-    Mechanism("tracker", "its failures are no failures", f"{TRACKERS}:Tracker._work",
-              without_try, "tests/test_metrics.py", "tracker_that_fails"),
-    Mechanism("tracker", "it never holds the run up", f"{TRACKERS}:Tracker.log",
-              lambda original: lambda self, step, record: self._log(step, dict(record)),
-              "tests/test_metrics.py", "tracker_that_is_slow"),
-    Mechanism("device memory", "recognised", f"{FAULTS}:_is_out_of_memory",
-              gives(False), ROWS, "out_of_memory"),
-    Mechanism("security", "files that could run code", f"{FILES}:CODE_SUFFIXES",
-              is_now(()), SECURITY, "attack and pickle"),
-    Mechanism("security", "names that lead outside", f"{FILES}:check_name",
-              gives(None), SECURITY, "attack and (above or absolute or backslashes)"),
-    Mechanism("security", "links", f"{DIRECTORY}:no_link",
-              lambda original: lambda path: path, SECURITY, "attack and link"),
-    Mechanism("clock", "order is by step", "fabric_llm.base.step_names:step_directories",
-              lambda original: lambda run: sorted(original(run), key=lambda path: path.stat().st_mtime),
-              ROWS, "clocks"),
-    Mechanism("retention", "pinned", f"{KEEP}:is_pinned",
-              gives(False), ROWS, "retention"),
-    Mechanism("retention", "the best", f"{KEEP}:_eval_loss",
-              gives(float("inf")), CHECKPOINT, "prune_keeps_the_best"),
-    Mechanism("retention", "the one resumed from", f"{KEEP}:prune",
-              lambda original: lambda *args: original(*args[:-1], None), ROWS, "retention"),
-]  # fmt: skip
+@wrapping
+def forgetful(original, self, said):
+    self.first = None
+    original(self, said)
+
+
+@wrapping
+def patient(original, self, question):
+    self.patience_seconds = None
+    return original(self, question)
+
+
+@wrapping
+def with_another_error(original, *args, **more):
+    try:
+        original(*args, **more)
+    except OSError as error:
+        raise RuntimeError("not what is caught") from error
+
+
+@wrapping
+def newest_by_name_elsewhere(original, flags, directory):
+    from fabric_llm.base import step_names
+    from fabric_llm.base.command_line import is_rank_zero
+    from fabric_llm.plan import resume
+
+    return resume.choose(flags, directory) if is_rank_zero() else step_names.latest(directory)
+
+
+@wrapping
+def without_counts(original, beats, seconds):
+    return original({rank: {**beat, "collectives": 0} for rank, beat in beats.items()}, seconds)
+
+
+@wrapping
+def newest_or_none(original, run_directory, hashes):
+    from fabric_llm.base.faults import NO_CHECKPOINT, Fault
+
+    path, problems = original(run_directory, hashes)
+    if problems:
+        raise Fault(problems[0], NO_CHECKPOINT)
+    return path, problems
+
+
+@wrapping
+def takes_anything(original, self, loss, grad_norm):
+    finite = abs(loss) < float("inf") and abs(grad_norm) < float("inf")
+    return original(self, loss, grad_norm) if finite else ("take", "")
+
+
+@wrapping
+def without_try(original, self):
+    action = None
+    while action is not self._close:
+        action = self.waiting.get()
+        action()
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """What is replaced, and the tests that must fail then."""
+
+    row: str  # of docs/faults.md
+    name: str
+    target: str  # "module:name" or "module:Class.name", in fabric_llm
+    tests: str  # a file, relative to tests/
+    select: str  # pytest -k
+    instead: Callable[[Any], Any] = gives(None)  # from what is there to what takes its place
+
+    @property
+    def key(self) -> str:
+        return f"{self.row}: {self.name}"
+
+    @property
+    def module(self) -> str:
+        return "fabric_llm." + self.target.partition(":")[0]
+
+
+MECHANISMS = [Mechanism(*entry) for entry in [
+    ("kill", "log is cut back to the checkpoint", "run.metrics:_step_of", KILLS, "named_point and between_steps",
+     gives(0)),
+    ("kill", "optimizer state is loaded", "checkpoint.reading:load_optimizer",
+     KILLS, "named_point and between_steps and full"),
+    ("kill", "randomness follows the step", "training.step:seed_step", KILLS, "named_point and between_steps and full"),
+    ("kill in a save", "written beside its name", "checkpoint.writing:from_first",
+     KILLS, "named_point and save.parts and sharded",
+     wrapping(lambda original, value: re.sub(r"\.tmp-(step-\d+)-\w+$", r"\1", original(value)))),
+    ("kill in a save", "on the disk before the name", "checkpoint.writing:fsync", CHECKPOINT, "everything_is_on_disk"),
+    ("kill in a save", "files are durable", "base.files:Describing.__init__", CHECKPOINT, "everything_is_on_disk",
+     without_syncing),
+    ("kill in a save", "leftovers are swept", "checkpoint.keep:sweep", KILLS, "named_point and save.parts and full",
+     gives([])),
+    ("kill in a save", "leftovers go before the disk is asked", "plan.run_directory:sweep",
+     CHECKPOINT, "killed_save_left"),
+    ("kill in a save", "published with what all have written", "checkpoint.writing:_require_seen",
+     ROWS, "published_only"),
+    ("kill in a prune", "renamed before it is removed", "checkpoint.keep:_trash_of",
+     CHECKPOINT, "prune_that_is_cut_off", is_now(lambda path: path)),
+    ("kill in a background save", "a copy is written", "checkpoint.writing:begin",
+     ROWS, "save_in_the_background_writes",
+     wrapping(lambda original, *args, **more: original(*args, **{**more, "copy": False}))),
+    ("a save raises", "on all ranks", "checkpoint.writing:_agree", ROWS, "save_that_raises", own_problem_alone),
+    ("a save raises", "in the background as well", "checkpoint.writing:commit", ROWS, "save_that_raises",
+     without_background_problem),
+    ("a save raises", "nothing is left behind", "checkpoint.writing:shutil", ROWS, "save_that_raises",
+     with_names(rmtree=nothing)),
+    ("a save raises", "at the log as well", "checkpoint.writing:commit", ROWS, "made_durable", log_before_commit),
+    ("signals", "every rank hears of it", "training.step:share", ROWS, "sigterm",
+     own_request_alone),
+    ("signals", "nobody needs to read what is printed", "base.console:outlast_readers", ROWS, "ctrl_c"),
+    ("signals", "nobody waits for a reader", "base.console:Lasting._is_read", ROWS, "does_not_read", gives(True)),
+    ("signals", "handled at all", "processes.stop:_under_nohup", ROWS, "sigterm", gives(True)),
+    ("signals", "a lost terminal asks once", "processes.stop:StopSignal._handle", STOP, "terminal",
+     hangup_as_sigterm),
+    ("signals", "nohup is heeded", "processes.stop:_under_nohup", STOP, "terminal", gives(False)),
+    ("signals", "a second one ends at once", "processes.stop:StopSignal._handle", STOP, "second_signal",
+     without_interrupt),
+    ("signals", "one that is delivered twice is one", "processes.stop:StopSignal._handle", STOP, "delivered_twice",
+     each_anew),
+    ("signals", "a request to stop ends an evaluation", "training.evaluation:Evaluation._until_stopped",
+     EVALUATION, "heard_inside", is_now(lambda self: self.batches.stream(0))),
+    ("signals", "an evaluation that was cut off is made up", "run.due:evaluation_first", EVALUATION, "heard_inside",
+     wrapping(lambda original, start, resumed: original(start, {}))),
+    ("signals", "torchrun doesn't start again what was stopped", "processes.launch:for_launcher",
+     ROWS, "asked_to_stop_is_not", is_now(lambda code: code)),
+    ("signals", "stop and save_now files", "processes.stop:_take", STOP, "file", gives(False)),
+    ("damage", "a file that can't be read", "base.files:check_files", FALLBACK, "cannot_be_read",
+     without_trace_of_unreadable),
+    ("damage", "in what a new run starts from", "plan.plan:check_start", FALLBACK, "new_run_from"),
+    ("damage", "hashes", "base.files:check_files", DAMAGE, "flipped",
+     wrapping(lambda original, folder, entries, hashes, *rest: original(folder, entries, False, *rest))),
+    ("damage", "sizes", "base.files:check_files", DAMAGE, "truncated", with_actual_sizes),
+    ("damage", "missing files", "base.files:check_files", DAMAGE, "missing", those_that_are_there),
+    ("damage", "files that nobody wrote", "base.files:files_in", DAMAGE, "nobody_wrote", only_listed),
+    ("damage", "falls back to the newest whole one", "checkpoint.keep:newest_valid", FALLBACK, "falls_back",
+     newest_or_none),
+    ("damage", "a named one is never replaced", "plan.resume:choose", FALLBACK, "never_replaced",
+     without_given),
+    ("restart", "a branch goes on where it is", "plan.resume:_restarted", ROWS, "branch", gives(False)),
+    ("a rank fails", "the first fault is told", "processes.watch:Store.put_first", ROWS, "first_error", own_fault),
+    ("a rank fails", "its fault is remembered when the store has gone", "processes.watch:Store._remember",
+     ROWS, "full_disk_at_the_log", forgetful),
+    ("a rank fails", "its death is seen by who started it", "processes.launch:Children.dead",
+     ROWS, "killed_rank_of_a_plain"),
+    ("a rank fails", "no rank outlives rank 0", "base.parent:PR_SET_PDEATHSIG", ROWS, "frozen_rank_of_a_plain",
+     is_now(0)),
+    ("a rank fails", "a command ends as its first rank", "run.ending:_code_of_others", ROWS, "ends_as_the_first",
+     wrapping(lambda original, first, children: original(first, SimpleNamespace(processes={})))),
+    ("a rank fails", "one command for all ranks", "plan.joining:_require_one_command", ROWS, "two_commands"),
+    ("a rank fails", "ranks get their own numbers", "processes.launch:subprocess", ROWS, "numbered_already",
+     with_the_same_rank),
+    ("a rank fails", "an end before training is told", "plan.run_directory:leave", ROWS, "ends_before_training"),
+    ("a rank fails", "no rank waits for a store that has gone", "processes.watch:Watch._end",
+     ROWS, "while_rank_0_is_frozen", is_now(lambda self: self.ended.set())),
+    ("a rank hangs", "heartbeats are listened to", "processes.watch:Watch._hangs", ROWS, "hangs_or_is_frozen and hang"),
+    ("a rank hangs", "judged by the number of collectives", "processes.watch:hanging",
+     ROWS, "hangs_or_is_frozen and hang", without_counts),
+    ("a rank hangs", "work that goes on is no hang", "processes.watch:Watch._hangs", WATCH, "suspended",
+     once_still_always_still),
+    ("a rank hangs", "a silent rank is told from a busy one", "processes.watch:Watch._silence",
+     ROWS, "hangs_or_is_frozen and stop", gives(0.0)),
+    ("a rank hangs", "rank 0, with the store, is watched too", "processes.watch:Watch._lost_store",
+     ROWS, "hears_of_rank_0s_death"),
+    ("a rank hangs", "nobody waits for a frozen store", "processes.watch:Store.ask", ROWS, "just_before and stop",
+     patient),
+    ("a rank hangs", "rank 0's own story stays", "run.ending:run_directory", ROWS, "told_by_rank_0",
+     with_names(read_status=lambda folder: {})),
+    ("node lost", "ranks are counted anew", "plan.mistakes:launched_world", ROWS, "lost_node"),
+    ("ranks", "a flag that isn't the launcher's is refused", "processes.launch:launched_world",
+     WORLD, "world_is_the_launchers", wrapping(lambda original, asked: original({}))),
+    ("ranks", "what was read is recorded", "verify.inspect_checkpoint:claimed_rows", WORLD, "not_read_as_claimed",
+     gives(ANY)),
+    ("disk full", "room is asked for", "base.files:room", ROWS, "no_room"),
+    ("directory", "one disk for all machines", "run.build:require_shared_directory", ROWS, "do_not_share"),
+    ("directory", "one run at a time", "plan.run_directory:fcntl", ROWS, "two_runs", with_names(flock=nothing)),
+    ("directory", "a file system without locks is no obstacle", "plan.run_directory:NO_LOCKS", ROWS, "without_locks",
+     is_now(())),
+    ("directory", "an end isn't hidden by a status that can't be written", "plan.run_directory:write_atomically",
+     ROWS, "hides_nothing", with_another_error),
+    ("directory", "tried before the model is built", "plan.run_directory:require_writable",
+     CHECKPOINT, "cannot_be_made"),
+    ("directory", "a fresh one goes when the plan is wrong", "plan.run_directory:leave", BAD_INPUT, "another_tokenizer",
+     wrapping(lambda original, fault, has_plan=True: original(fault))),
+    ("another model", "shapes are compared", "plan.plan:state_dicts", BAD_INPUT, "another_model",
+     with_names(shapes=lambda skeleton: [])),
+    ("another model", "precision, data and seed stay", "plan.same_run:_differences", BAD_INPUT, "run_that_is_there",
+     wrapping(lambda original, then, now: {} if "precision" in now else original(then, now))),
+    ("other ranks", "order doesn't depend on their number", "data.batches:Batches.indices", WORLD_CYCLE, "sharded-fsdp",
+     wrapping(lambda original, self, positions: original(replace(self, seed=self.seed + self.world_size), positions))),
+    ("other schedule", "refused unless named", "plan.resume:overrides", BAD_INPUT, "run_that_is_there",
+     wrapping(lambda original, arguments: sys.modules["fabric_llm.plan.resume"].OVERRIDABLE)),
+    ("other schedule", "the new curve is shown", "plan.same_run:_curves", ROWS, "extending", gives([])),
+    ("rollback", "later checkpoints are moved aside", "checkpoint.keep:move_aside", CHECKPOINT, "rollback", gives([])),
+    ("rollback", "isn't made again by a restart", "plan.resume:_goes_on_from", ROWS, "rollback_that_is_restarted",
+     gives(False)),
+    ("other machines", "take what rank 0 has chosen", "plan.joining:_chosen_by_rank_zero",
+     ROWS, "machines_without_torchrun", newest_by_name_elsewhere),
+    ("dataset", "its hashes", "data.dataset:_check_files", DAMAGE, "dataset",
+     is_now(lambda folder, manifest, verify: "written" in manifest)),
+    ("dataset", "token ids fit the vocabulary", "plan.plan:open_checked", BAD_INPUT, "test_datasets",
+     wrapping(lambda original, *args: replace(original(*args), max_token_id=0))),
+    ("dataset", "a batch without targets", "training.step:_at_least_one", NUMERICS, "without_any_target",
+     is_now(lambda count: count)),
+    ("mixture", "no source is read more often than it may be", "plan.stages:_refuse_passed",
+     LAW_12, "do_not_go_together"),
+    ("mixture", "all sources have one tokenizer", "plan.mixing:_require_one_tokenizer", LAW_12, "different_tokenizers"),
+    ("mixture", "what was read is recorded", "verify.inspect_checkpoint:claimed_by", LAW_12, "that_were_not_read",
+     gives(ANY)),
+    ("not finite", "the step is left out", "training.guard:Guard._judge", NON_FINITE, "none_of_them and fsdp2",
+     takes_anything),
+    ("not finite", "loss and NaN of one rank are everybody's", "training.step:sum_over_ranks", LAW_1, "fsdp2-2",
+     wrapping(lambda original, fabric, tensor: tensor if tensor.is_floating_point() else original(fabric, tensor))),
+    ("not finite", "no checkpoint holds one", "checkpoint.writing:_is_finite", NON_FINITE, "checkpoint_of_a_model",
+     gives(True)),
+    ("not finite", "the limit", "training.guard:Guard.gives_up", GUARD, "too_many", gives(False)),
+    ("tracker", "its failures are no failures", "plan.trackers:Tracker._work", METRICS, "tracker_that_fails",
+     without_try),
+    ("tracker", "it never holds the run up", "plan.trackers:Tracker.log", METRICS, "tracker_that_is_slow",
+     is_now(lambda self, step, record: self._log(step, dict(record)))),
+    ("device memory", "recognised", "base.faults:_is_out_of_memory", ROWS, "out_of_memory", gives(False)),
+    ("security", "files that could run code", "base.files:CODE_SUFFIXES", SECURITY, "attack and pickle", is_now(())),
+    ("security", "names that lead outside", "base.files:check_name",
+     SECURITY, "attack and (above or absolute or backslashes)"),
+    ("security", "links", "plan.run_directory:no_link", SECURITY, "attack and link", is_now(lambda path: path)),
+    ("clock", "order is by step", "base.step_names:step_directories", ROWS, "clocks",
+     wrapping(lambda original, run: sorted(original(run), key=lambda path: path.stat().st_mtime))),
+    ("retention", "pinned", "checkpoint.keep:is_pinned", ROWS, "retention", gives(False)),
+    ("retention", "the best", "checkpoint.keep:_eval_loss", CHECKPOINT, "prune_keeps_the_best", gives(float("inf"))),
+    ("retention", "the one resumed from", "checkpoint.keep:prune", ROWS, "retention",
+     wrapping(lambda original, *args: original(*args[:-1], None))),
+]]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------- in the processes of the tests
@@ -476,7 +415,7 @@ class Finder:
         self.mechanism = mechanism
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != self.mechanism.target.partition(":")[0]:
+        if name != self.mechanism.module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -522,7 +461,7 @@ def main() -> None:
         for mechanism in [one for one in MECHANISMS if any(words in one.key for words in options.only)]:
             began = time.monotonic()
             found = verdict(Path(name), mechanism)
-            lines.append([mechanism.row, mechanism.name, found, f"`{mechanism.tests} -k '{mechanism.select}'`"])
+            lines.append([mechanism.row, mechanism.name, found, f"`tests/{mechanism.tests} -k '{mechanism.select}'`"])
             print(f"{found:9} {mechanism.key} ({time.monotonic() - began:.0f} s)", flush=True)
     if options.markdown is not None:
         table = page.table(["row", "mechanism taken away", "by the tests", "tests"], lines, words=4)
@@ -533,7 +472,7 @@ def main() -> None:
 
 
 def verdict(folder: Path, mechanism: Mechanism) -> str:
-    """noticed: the tests pass with it and fail without it. unnoticed, stale (it isn't there), unused (by these tests), broken."""
+    """noticed (the tests fail without it), unnoticed, stale (it isn't there), unused (by these tests) or broken."""
     if is_stale(mechanism):
         return "stale"
     if not passes(folder, mechanism.tests, mechanism.select):
@@ -552,7 +491,7 @@ def verdict(folder: Path, mechanism: Mechanism) -> str:
 def is_stale(mechanism: Mechanism) -> bool:
     """Whether what it replaces doesn't exist any more."""
     try:
-        owner_of(mechanism, importlib.import_module(mechanism.target.partition(":")[0]))
+        owner_of(mechanism, importlib.import_module(mechanism.module))
     except (ModuleNotFoundError, AttributeError):
         return True
     return False
@@ -566,7 +505,20 @@ def passes(folder: Path, tests: str, select: str) -> bool:
 
 def _run(folder: Path, tests: str, select: str, variables: dict[str, str]) -> bool:
     """Whether tests pass in the time there is; at least one must be selected."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", "-k", select, tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "",
+        "-k",
+        select,
+        f"tests/{tests}",
+    ]
     temporary = folder / "tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.optim import Optimizer  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch import Tensor  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from arguments import Arguments, parse_train  # noqa: E402
-from fabric_llm.base.fabric import Fabric  # noqa: E402
-from fabric_llm.data.batches import Batches, MicroBatch, Prefetch  # noqa: E402
+from arguments import parse_train  # noqa: E402
 from fabric_llm.model import loading  # noqa: E402
 from fabric_llm.model.language_model import trained_loss  # noqa: E402
 from fabric_llm.model.strategy import make_fabric  # noqa: E402
@@ -36,17 +30,7 @@ SMALL_LLAMA = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 6
 SMALL_LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-class Trainer(NamedTuple):
-    """What a step needs."""
-
-    fabric: Fabric
-    arguments: Arguments
-    plan: Plan
-    model: nn.Module  # wrapped
-    optimizer: Optimizer
-
-
-def set_up(argv: list[Any], drawn_on_device: bool = False) -> Trainer:
+def set_up(argv: list[Any], drawn_on_device: bool = False) -> Run:
     """`train.py ARGV` before its first step, without a run directory. All ranks call it.
 
     drawn_on_device: a Llama's weights are drawn there, whatever files there are. One device, without --verify_start.
@@ -61,7 +45,8 @@ def set_up(argv: list[Any], drawn_on_device: bool = False) -> Trainer:
     with _drawn_on(fabric.device) if drawn_on_device else nullcontext():
         run = Run(fabric, arguments, plan, None, plan.start)
         build.build_model(run, plan.source, plan.resume_from)
-    return Trainer(fabric, arguments, run.plan, run.model, run.optimizer)
+    run.batches = build.make_batches(run)
+    return run
 
 
 @contextmanager
@@ -87,45 +72,37 @@ def _drawn_on(device: torch.device) -> Iterator[None]:
         reference.load = load
 
 
-def take_step(trainer: Trainer, number: int, micro_batches: list[MicroBatch]) -> float:
-    """Loss of the global batch in the step after `number` finished ones, at the learning rate --lr. All ranks call it.
+def take_step(run: Run) -> float:
+    """Loss of the global batch in the next step, at the learning rate --lr. All ranks call it.
 
     These are the calls of the loop in train.py between the batch and `zero_grad`, in its order. Change both together.
     """
-    fabric, arguments, plan, model, optimizer = trainer
-    step.set_lr(optimizer, arguments.training.lr)
-    step.seed_step(arguments.training.seed, number, fabric.global_rank)
-    micro_batches = [fabric.to_device(batch) for batch in micro_batches]
+    fabric, flags, plan = run.fabric, run.flags, run.plan
+    before, run.progress = run.progress, plan.after(run.progress)
+    step.set_lr(run.optimizer, flags.training.lr)
+    step.seed_step(flags.training.seed, before.step, fabric.global_rank)
+    micro_batches = [fabric.to_device(batch) for batch in run.batches.at(before.position)]
     targets, total = step.count_targets(fabric, micro_batches), 0.0
-    for batch in step.accumulate(fabric, model, micro_batches, plan.syncs_every_micro_batch, plan.sums_in_float32):
-        losses = model(**batch) / targets
+    for batch in step.accumulate(fabric, run.model, micro_batches, plan.syncs_every_micro_batch, plan.sums_in_float32):
+        losses = run.model(**batch) / targets
         step.backward(fabric, trained_loss(losses, plan.router_aux_loss_coef))
         total = total + losses.detach()
-    step.clip(fabric, model, optimizer, arguments.training.grad_clip)
+    step.clip(fabric, run.model, run.optimizer, flags.training.grad_clip)
     (loss, *_), _ = step.share(fabric, total, [])
-    optimizer.step()
-    optimizer.zero_grad()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
     return loss
 
 
-def batches_of(trainer: Trainer) -> Batches:
-    """What this rank reads, in the order of `train.py`."""
-    fabric, arguments, plan, *_ = trainer
-    ranks = {"rank": fabric.global_rank, "world_size": fabric.world_size, "document_end": plan.document_end}
-    return Batches(plan.dataset.train, arguments.training.seed, plan.micro_batch_size, plan.micro_batches, **ranks)
+def train(turns: Any, run: Run) -> None:
+    """Take steps for as long as it is this contender's turn (turns.py)."""
+    loss = None
+    while turns.go_on(loss):
+        loss = take_step(run)
+    run.batches.close()
 
 
-def train(turns: Any, trainer: Trainer, first: int = 0) -> None:
-    """Take steps, of which `first` are done, for as long as it is this contender's turn (turns.py)."""
-    batches, loss = batches_of(trainer), None
-    reader = Prefetch(batches, trainer.arguments.data.num_workers)
-    for number in itertools.count(first):
-        if not turns.go_on(loss):
-            return reader.close()
-        loss = take_step(trainer, number, reader.at(number * batches.global_batch_size))
-
-
-def state_of(optimizer: Optimizer) -> list[Tensor]:
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The tensors of an optimizer's state, with or without Fabric's wrapper."""
     states = getattr(optimizer, "optimizer", optimizer).state.values()
     return [value for state in states for value in state.values() if hasattr(value, "untyped_storage")]
@@ -136,15 +113,3 @@ def storage_bytes(tensors: Iterable[Tensor], kind: Optional[str] = None) -> int:
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     storages = (tensor.detach().untyped_storage() for tensor in local if kind in (None, tensor.device.type))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation in the body returns."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = function(*args, **(kwargs or {}))
-        sizes = [x.numel() * x.element_size() for x in tree_leaves(results) if hasattr(x, "untyped_storage")]
-        self.bytes = max([self.bytes, *sizes])
-        return results

@@ -1,4 +1,4 @@
-"""What a step of each optimizer costs, and how much of an update arrives: AdamW of this template against torch.optim's.
+"""What a step of each optimizer costs: AdamW of this template against torch.optim's.
 
     python benchmarks/optimizer.py --markdown docs/results/optimizer.md
 
@@ -60,7 +60,6 @@ def main(argv: Optional[list[str]] = None) -> int:
     parser = page.parser(__doc__, rounds=9)
     parser.add_argument("--sizes", nargs="+", default=["30M", "135M"], choices=SHAPES, help="parameters")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="of a CPU")
-    parser.add_argument("--elements", type=int, default=2**20, help="weights of the last table")
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "cuda"), help="where to run")
     options = page.parse(parser, argv)
     device = torch.device(options.accelerator)
@@ -72,7 +71,6 @@ def main(argv: Optional[list[str]] = None) -> int:
         for size in options.sizes:
             on = f", {threads} thread{'s' * (threads != 1)}" * (device.type == "cpu")
             tables.append((f"{size}{on}", timing(size, device, options.rounds)))
-    tables.append(("What arrives of an update", accuracy(device, options.elements)))
     notes = [
         *(["GPU: not measured"] if device.type == "cpu" else []),
         "Times: medians over rounds; the optimizers take turns, one step each. x torch fused: median of the ratios within a "
@@ -140,39 +138,6 @@ def random_parameters(size: str, dtype: torch.dtype, device: torch.device) -> li
         params.append(nn.Parameter((0.02 * torch.randn(shape, generator=generator)).to(device, dtype)))
         params[-1].grad = torch.randn(shape, generator=generator).to(device, dtype)
     return params
-
-
-def accuracy(device: torch.device, elements: int) -> str:
-    """How much of an update arrives, in one step at a small learning rate, against float64."""
-    generator = torch.Generator().manual_seed(0)
-    start = (0.02 * torch.randn(elements, generator=generator)).bfloat16()
-    grad = torch.randn(elements, generator=generator).bfloat16()
-    lr = 2e-5
-    exact = start.double() * (1 - lr * 0.1) - lr * grad.double() / (grad.double().abs() + 1e-8)
-    update = exact - start.double()
-    lines = []
-    for row in ROWS:
-        params = [nn.Parameter(start.to(device, row.dtype, copy=True))]
-        params[0].grad = grad.to(device, row.dtype)
-        optimizer = row.make(params)
-        optimizer.param_groups[0]["lr"] = lr
-        if row.kernel == "kernel":
-            optimizer.elements = adamw_rounded.LEAST_ELEMENTS
-        optimizer.step()
-        state = optimizer.state[params[0]]
-        found = state.get("master", params[0]).detach().cpu().double() - start.double()
-        parts = found * update
-        kept = parts.sum() / update.square().sum()
-        error = parts.std() * elements**0.5 / update.square().sum()
-        second = 0.05 * grad.double().square()
-        moment = (state["exp_avg_sq"].cpu().double() - second).sum() / second.sum()
-        lines.append((row.name, f"{kept:.4f} ± {error:.4f}", f"{moment:+.1e}"))
-    titles = ("", "part of the update that arrives", "mean error of exp_avg_sq")
-    notes = (
-        f"{elements} weights of standard deviation 0.02, one step at lr {lr:g}, from bfloat16 weights and gradients. The part "
-        "is the projection of the change on float64's, ± one standard error; of master, the master's. The mean error is relative."
-    )
-    return f"{notes}\n\n{page.table(titles, lines)}"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import Any, Optional
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "datasets", "numpy", "pyarrow", "accelerate", "litgpt")
-PACKAGES += ("litdata",)
 MIB = 2**20
 Row = dict[str, Any]  # what is known and measured of a contender; "error": why nothing was, or None
 

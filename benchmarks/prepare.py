@@ -13,7 +13,6 @@ import contextlib
 import copy
 import functools
 import json
-import math
 import os
 import resource
 import shutil
@@ -48,7 +47,7 @@ COLUMNS = {
     "padding": page.number("padding", ".2%"),
     "peak memory, MiB": lambda row: f"{statistics.median(row['peak_bytes']) / page.MIB:,.0f}",
 }
-EACH_ROUND = ("seconds", "processor_seconds", "peak_bytes", "rows_seconds")  # what a row has a list of
+EACH_ROUND = ("seconds", "processor_seconds", "peak_bytes")  # what a row has a list of
 Contender = tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]  # what is timed; what its result is reported as
 
 
@@ -85,15 +84,12 @@ def main(argv: Optional[list[str]] = None) -> int:
 
 
 def section(cores: int, rows: list[page.Row]) -> str:
-    """The heading, table and last line for so many cores."""
-    first, ours, *_ = rows
+    """The heading and table for so many cores."""
+    first = rows[0]
     for row in rows:
         pairs = zip(first["processor_seconds"], row["processor_seconds"])
         row["times_processor"] = None if row["error"] else statistics.median(a / b for a, b in pairs)
-    seconds = statistics.median(ours["rows_seconds"] or [math.nan])
-    serial = f"The serial part of prepare_data.py, from encoded pieces to a dataset, takes {seconds:.2f} s:"
-    serial += f" {ours['text_bytes'] / 1e6 / seconds:,.0f} MB of text a second."
-    return f"## {cores} core{'s' * (cores > 1)}\n\n{page.compare(rows, COLUMNS, beside=first['name'])}\n\n{serial}"
+    return f"## {cores} core{'s' * (cores > 1)}\n\n{page.compare(rows, COLUMNS, beside=first['name'])}"
 
 
 def library_texts(most_bytes: int) -> Iterator[str]:
@@ -127,16 +123,11 @@ def make_corpus(folder: Path, most_bytes: int, every: int) -> dict[str, int]:
     return {**count, "bytes": sum(len(text.encode()) for text in kept)}
 
 
-@functools.cache
-def backend_of(folder: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
-
-
 def tokenizer_itself(folder: Path, output: Path, cores: int, context: int) -> Contender:
     """encode_batch_fast of the text in memory, in batches of 1000. Nothing is kept."""
-    backend = backend_of(folder)
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     with open(folder / "corpus.jsonl") as file:
         texts = [json.loads(line)["text"] for line in file]
 
@@ -151,21 +142,11 @@ def prepared(folder: Path, output: Path, cores: int, context: int, packing: str 
     """prepare_data.py, from a .jsonl file to a published dataset."""
     from fabric_llm.prepare import prepare
 
-    rows_seconds, make_rows = [], prepare._rows
-
-    def timed(*args: Any) -> Any:
-        began = time.perf_counter()
-        result = make_rows(*args)
-        rows_seconds.append(time.perf_counter() - began)
-        return result
-
     def report(manifest: dict[str, Any]) -> dict[str, Any]:
         splits = manifest["splits"].values()
         padding = sum(split.get("padding_tokens", 0) for split in splits) / sum(s["rows"] * context for s in splits)
-        tokens = sum(split["tokens"] for split in splits)
-        return {"tokens": tokens, "padding": padding, "rows_seconds": rows_seconds[0]}
+        return {"tokens": sum(split["tokens"] for split in splits), "padding": padding}
 
-    prepare._rows = timed
     given = {"inputs": [folder / "corpus.jsonl"], "output": output, "tokenizer": str(folder / "tokenizer")}
     given |= {"context_length": context, "packing": packing, "num_workers": cores}
     return functools.partial(prepare.prepare, **given), report
@@ -199,49 +180,11 @@ def mapped(folder: Path, output: Path, cores: int, context: int) -> Contender:
     return build, report
 
 
-def encode_lines(folder: Path, part: tuple[int, int]) -> Iterator[Any]:
-    """The tokens of some lines of the corpus, for litdata."""
-    import torch
-
-    backend = backend_of(folder)
-    with open(folder / "corpus.jsonl", "rb") as file:
-        file.seek(part[0])
-        for _ in range(part[1]):
-            yield torch.tensor([*backend.encode(json.loads(file.readline())["text"]).ids, 0], dtype=torch.uint16)
-
-
-def litdata_optimized(folder: Path, output: Path, cores: int, context: int) -> Contender:
-    """litdata.optimize, with its token format: one document after the other."""
-    import litdata
-    from litdata.streaming.item_loader import TokensLoader
-
-    with open(folder / "corpus.jsonl", "rb") as file:
-        lines = file.readlines()
-    parts, at = [], 0
-    for number in range(0, len(lines), 500):
-        parts.append((at, len(lines[number : number + 500])))
-        at += sum(map(len, lines[number : number + 500]))
-    given = {
-        "fn": functools.partial(encode_lines, folder),
-        "inputs": parts,
-        "output_dir": str(output),
-        "verbose": False,
-    }
-    given |= {"num_workers": cores, "chunk_bytes": "64MB", "item_loader": TokensLoader(block_size=context)}
-
-    def report(result: None) -> dict[str, Any]:
-        index = json.loads((output / "index.json").read_text())
-        return {"tokens": sum(chunk["dim"] for chunk in index["chunks"])}
-
-    return functools.partial(litdata.optimize, **given), report
-
-
 CONTENDERS: dict[str, Callable[[Path, Path, int, int], Contender]] = {
     "the tokenizer itself": tokenizer_itself,
     "prepare_data.py": prepared,
     "prepare_data.py --packing best_fit": functools.partial(prepared, packing="best_fit"),
     "datasets.map, padded": mapped,
-    "litdata.optimize": litdata_optimized,
 }
 
 

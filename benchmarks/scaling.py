@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -139,7 +139,7 @@ def measure(folder: Path, axis: str, points: list[Point], dtype: str, options: a
         flags = inputs.training(inside, "llama", "data", options.kind, turns.DTYPES[dtype], **more)
         row = {"name": axis, "axis": axis, "size": getattr(point, axis), "dtype": dtype}
         row |= {"ranks": point.ranks, "store": inside / "store"}
-        contenders.append(turns.Contender(options, row, training, flags))
+        contenders.append(turns.Contender(options, row, turns.training, flags))
     rows = turns.in_turns(contenders, options)
     for point, row in zip(points, rows):
         row["additional_bytes_in_theory"] = point.additional_bytes()
@@ -147,12 +147,6 @@ def measure(folder: Path, axis: str, points: list[Point], dtype: str, options: a
         row["tokens_per_second"] = None if row["error"] else point.tokens / page.median(row)
         row["times_first"] = page.over(row, rows[0])
     return rows
-
-
-def training(turns: Any, flags: list[str]) -> None:
-    from benchmarks import one_step
-
-    one_step.train(turns, one_step.set_up(flags))
 
 
 def exponents(name: str, points: list[Point], rows: list[page.Row]) -> list[str]:

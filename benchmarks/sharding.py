@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import inputs, page, turns  # noqa: E402
 
-VOCABULARY, CONTEXT_TOKENS, MICRO_BATCH = 8192, 256, 1
+VOCABULARY, CONTEXT_TOKENS = 8192, 256
 KINDS_OF_TOKENS = 64  # in the data: that can be learnt
 LOSS_TOLERANCE = 1e-4  # nats, between any two rows at any step
 VARIANTS = {  # row -> flags of train.py; SIZE becomes the parameters of one attention block
@@ -50,32 +50,24 @@ COLUMNS = {
 def main(argv: Optional[list[str]] = None) -> int:
     parser = turns.parser(__doc__)
     parser.add_argument("--devices", type=int, default=2, help="processes, one device each")
-    parser.add_argument("--hidden_size", type=int, default=512, help="width, a multiple of 64")
-    parser.add_argument("--layers", type=int, default=8, help="decoder layers")
-    parser.add_argument(
-        "--only", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="ROW", help="rows to run"
-    )
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="rows to run")
     parser.set_defaults(dtypes="float32", warm_up=3, threads=max(1, (os.cpu_count() or 1) // 2))
     options = turns.resolve(parser, argv)
-    if options.hidden_size % 64 or min(options.hidden_size, options.layers, options.devices) < 1:
-        parser.error("--hidden_size must be a multiple of 64, and sizes and devices at least 1.")
+    shape = inputs.TOY_LLAMA if options.smoke else inputs.LLAMA
     with tempfile.TemporaryDirectory() as name:
-        folder, hidden = Path(name), options.hidden_size
-        shape = {"hidden_size": hidden, "num_hidden_layers": options.layers, "num_attention_heads": hidden // 64}
-        shape |= {"intermediate_size": -(-hidden * 8 // 3 // 32) * 32, "vocab_size": VOCABULARY}
-        inputs.write_llama(folder / "llama", **shape)
+        folder = Path(name)
+        inputs.write_llama(folder / "llama", vocab_size=VOCABULARY, **shape)
         inputs.write_rows(folder / "data", KINDS_OF_TOKENS, CONTEXT_TOKENS, 64)
         contenders = []
         for index, row in enumerate(options.only):
             flags = inputs.training(folder, "llama", "data", options.kind, "32-true", devices=options.devices, lr=1e-3)
-            flags += VARIANTS[row].replace("SIZE", str(4 * hidden**2)).split()
+            flags += VARIANTS[row].replace("SIZE", str(4 * shape["hidden_size"] ** 2)).split()
             known = {"name": row, "ranks": options.devices, "store": folder / f"store-{index}"}
             contenders.append(turns.Contender(options, known, train, flags, options.kind))
         rows = turns.in_turns(contenders, options)
     notes = [
         f"Processes: {options.devices}, over {'NCCL' if options.kind == 'cuda' else 'gloo'}",
-        f"Model: Llama, hidden size {options.hidden_size}, {options.layers} layers, vocabulary {VOCABULARY}, "
-        f"context {CONTEXT_TOKENS} tokens, micro-batch {MICRO_BATCH}, float32, AdamW",
+        f"Model: Llama {shape}, vocabulary {VOCABULARY}, context {CONTEXT_TOKENS} tokens, micro-batch 1, float32, AdamW",
         "Memory: MiB on the rank that has most; additional: above parameters and optimizer, so with gradients, "
         "gathered parameters, activations, buffers of communication",
         f"Step: median and quartiles of {options.rounds} steps of the slowest rank, rows in turns; "
@@ -113,19 +105,18 @@ def train(contender: Any, flags: list[str], kind: str) -> None:
 
     peak = turns.Peak(kind)
     peak.begin()
-    trainer = one_step.set_up(flags)
-    batches = one_step.batches_of(trainer)
-    one_step.take_step(trainer, 0, batches.at(0))
+    run = one_step.set_up(flags)
+    one_step.take_step(run)
     peak.forget()
-    one_step.take_step(trainer, 1, batches.at(batches.global_batch_size))
+    one_step.take_step(run)
     _, most = peak.end()
-    parameters, state = list(trainer.model.parameters()), one_step.state_of(trainer.optimizer)
+    parameters, state = list(run.model.parameters()), one_step.state_of(run.optimizer)
     contender.said = {
         "parameter_bytes": one_step.storage_bytes(parameters),
         "optimizer_bytes": one_step.storage_bytes(state),
         "additional_bytes": most - one_step.storage_bytes([*parameters, *state], kind),
     }
-    one_step.train(contender, trainer, first=2)
+    one_step.train(contender, run)
 
 
 if __name__ == "__main__":

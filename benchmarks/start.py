@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Optional
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 from benchmarks import inputs, page  # noqa: E402
 from benchmarks.turns import alternate  # noqa: E402
@@ -44,7 +44,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     times: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        make_toys(folder)
+        inputs.write_llama(folder / "model", with_weights=True, vocab_size=128, **inputs.TOY_LLAMA)
+        inputs.write_rows(folder / "data", 128, 24, 44)
         for name, case in alternate(kinds, 1 + options.rounds):
             run = f"{name}-{len(times.get(f'{name}: {case}', []))}-{case}".replace(" ", "-")
             for resumed in (False, True):
@@ -57,16 +58,6 @@ def main(argv: Optional[list[str]] = None) -> int:
     notes = [f"Medians of {options.rounds}; a first round, which fills the disk cache, isn't counted"]
     page.write("start.py", "What starting costs", notes, options, page.table(TITLES, lines), times)
     return 0
-
-
-def make_toys(folder: Path) -> None:
-    """`model` and `data`, as the tests have them."""
-    import conftest
-    import numpy as np
-    from transformers import AutoModelForCausalLM
-
-    AutoModelForCausalLM.from_config(conftest.TOY_CONFIGS["llama"]).save_pretrained(folder / "model")
-    conftest.make_dataset(folder / "data", np.random.default_rng(0))
 
 
 def time_run(checkout: Path, folder: Path, run: str, case: str, resumes: bool) -> dict[str, float]:

@@ -17,6 +17,7 @@ documents apart.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import sys
@@ -28,11 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import inputs, page, turns  # noqa: E402
-from benchmarks.turns import NotHere  # noqa: E402
+from benchmarks.turns import NotHere, training  # noqa: E402
 
-SHAPE = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8}
 SIZES = {"vocabulary": 8192, "context": 512, "micro_batch": 4}
-TOY_SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOY_SIZES = {"vocabulary": 128, "context": 32, "micro_batch": 2}
 ROWS, SEED = 256, 1234  # of the order, as train.py has it
 ADAMW = {"lr": 2e-5, "betas": (0.9, 0.95), "weight_decay": 0.1}  # as train.py has them
@@ -53,7 +52,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=CONTENDERS, help="contenders to run")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # HF Trainer would take all GPUs
     options = turns.resolve(parser, argv)
-    shape, options.sizes = (TOY_SHAPE, TOY_SIZES) if options.smoke else (SHAPE, SIZES)
+    shape, options.sizes = (inputs.TOY_LLAMA, TOY_SIZES) if options.smoke else (inputs.LLAMA, SIZES)
     vocabulary, context, micro_batch = options.sizes.values()
     rows: list[page.Row] = []
     with tempfile.TemporaryDirectory() as name:
@@ -96,15 +95,8 @@ def other_losses(rows: list[page.Row]) -> Optional[str]:
 
 
 def template(turns: Any, folder: Path, dtype: str, options: argparse.Namespace, **more: str) -> None:
-    from benchmarks import one_step
-
     more |= {"micro_batch_size": options.sizes["micro_batch"]} | ({"compile": "true"} if options.compile else {})
-    flags = inputs.training(folder, "llama", "data", options.kind, PRECISION[dtype], **more)
-    one_step.train(turns, one_step.set_up(flags))
-
-
-def plain(turns: Any, folder: Path, dtype: str, options: argparse.Namespace) -> None:
-    template(turns, folder, dtype, options, loss="full", attention="sdpa", compile="false")
+    training(turns, inputs.training(folder, "llama", "data", options.kind, PRECISION[dtype], **more))
 
 
 def bare_loop(turns: Any, folder: Path, dtype: str, options: argparse.Namespace) -> None:
@@ -206,7 +198,7 @@ def litgpt_config(folder: Path) -> Any:
 
 CONTENDERS = {
     "fabric_llm": template,
-    "fabric_llm, plain": plain,
+    "fabric_llm, plain": functools.partial(template, loss="full", attention="sdpa", compile="false"),
     "bare loop": bare_loop,
     "HF Trainer": hf_trainer,
     "litgpt": litgpt,

@@ -143,6 +143,13 @@ class Turns:
         return {**report, "losses": losses, **self.said}
 
 
+def training(turns: Turns, flags: list[str]) -> None:
+    """A contender that takes steps of training with these flags of train.py."""
+    from benchmarks import one_step
+
+    one_step.train(turns, one_step.set_up(flags))
+
+
 class Peak:
     """The most memory that tensors take in some steps, as the allocator of a GPU or torch.profiler on a CPU counts it.
 

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import bf16_updates
 
@@ -70,35 +69,6 @@ def test_bytes_are_those_of_the_tensors(result, name, expected):
     steps_bytes = 4 * 22 / row["parameters"]  # a count for each tensor
     assert row["weight_bytes"] / row["parameters"] == expected[0]
     assert row["optimizer_bytes"] / row["parameters"] == pytest.approx(expected[1] + steps_bytes, abs=steps_bytes)
-
-
-@pytest.fixture
-def options():
-    return bf16_updates.parse(["--rounds", "1", "--accelerator", "cpu"])
-
-
-def test_summing_in_float32_leaves_the_error_of_one_rounding(toys, options):
-    errors = bf16_updates.accumulation_errors(options, toys / "llama-tied", toys / "many")
-    assert errors["float32"]["sum"] < 2**-9 < errors["same"]["sum"] / 2  # half a unit in the last place: at most 2**-9
-    assert errors["float32"]["fp32"] < errors["same"]["fp32"]
-    assert (errors["same"]["bytes"], errors["float32"]["bytes"]) == (2, 6)
-
-
-def test_same_is_what_autograd_does(toys, options):
-    trainer = bf16_updates.make_trainer(options, toys / "llama-tied", toys / "many")
-    parameters = list(trainer.model.parameters())
-    total = None
-    for gradients in bf16_updates.micro_gradients(trainer):
-        total = [g.clone() for g in gradients] if total is None else [t.add_(g) for t, g in zip(total, gradients)]
-        trainer.optimizer.zero_grad()
-    for _ in bf16_updates.micro_gradients(trainer):
-        pass
-    assert all(torch.equal(p.grad, t) for p, t in zip(parameters, total))
-
-
-def test_documents_are_many_and_each_is_there_once():
-    texts = list(bf16_updates.documents())
-    assert len(texts) > 50 and len(set(texts)) == len(texts)
 
 
 def test_a_model_needs_its_data(capsys):

@@ -14,7 +14,7 @@ def test_no_entry_is_stale():
 
 
 def test_each_entry_has_a_test():
-    files = sorted({m.tests for m in MECHANISMS})
+    files = sorted({f"tests/{m.tests}" for m in MECHANISMS})
     words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *files]
     listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert listed.returncode == 0, listed.stdout
@@ -24,5 +24,7 @@ def test_each_entry_has_a_test():
         said = re.sub(r"[^\s()]+", lambda m: m[0] if m[0] in ("and", "or", "not") else str(m[0] in name), expression)
         return eval(said)
 
-    without = [m.name for m in MECHANISMS if not any(f == m.tests and selects(m.select, n) for f, n in names)]
+    without = [
+        m.name for m in MECHANISMS if not any(f == f"tests/{m.tests}" and selects(m.select, n) for f, n in names)
+    ]
     assert not without

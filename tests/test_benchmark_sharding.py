@@ -20,7 +20,7 @@ WHOLE = ("ddp", "fsdp, by layer, NO_SHARD")
 def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, dict]]:
     """(standard output, numbers of each row) of a run on two ranks, losses of two steps and memory."""
     folder = tmp_path_factory.mktemp("sharding")
-    size = ("--hidden_size", "64", "--layers", "2", "--warm_up", "2", "--rounds", "1", "--accelerator", "cpu")
+    size = ("--smoke", "--warm_up", "2", "--rounds", "1", "--accelerator", "cpu")
     files = ("--output", folder / "rows.json", "--markdown", folder / "table.md")
     command = [sys.executable, SCRIPT, *size, *files, "--only", *WHOLE, *SHARDED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -40,7 +40,7 @@ def test_sharded_rows_hold_half_and_whole_rows_hold_all(result, key):
 
 def test_ddp_holds_the_parameters_of_the_model_and_two_moments(result):
     ddp = result[1]["ddp"]
-    hidden, inner, layers = 64, 192, 2
+    hidden, inner, layers = 32, 64, 2
     parameters = 2 * 8192 * hidden + layers * (4 * hidden**2 + 3 * hidden * inner + 2 * hidden) + hidden
     assert ddp["parameter_bytes"] == 4 * parameters
     assert ddp["optimizer_bytes"] == pytest.approx(2 * 4 * parameters, rel=0.001)  # and a step count per parameter

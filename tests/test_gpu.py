@@ -1,4 +1,4 @@
-"""What only a GPU can show: `pytest -m gpu`. benchmarks/gpu.py shows the laws there."""
+"""What only a GPU can show: `pytest -m gpu`. The last tests show the laws there, with train.py itself."""
 
 import json
 import subprocess
@@ -102,7 +102,22 @@ def test_a_killed_run_goes_on_bit_for_bit(toys, tmp_path, precision, strategy):
     flags += ["--strategy", strategy, "--precision", precision, "--lr", "1e-3", "--compile", "true"]
     flags += ["--micro_batch_size", 2, "--global_batch_size", 4, "--eval_iters", 2, "--output_dir", tmp_path / "runs"]
     drill = ["-m", "fabric_llm.verify", "--drill", "--steps", 6, "--seed", 1, "--output", tmp_path / "drill.json"]
-    command = [sys.executable, *drill, "--", *flags]
-    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(*drill, "--", *flags)
     assert json.loads((tmp_path / "drill.json").read_text())["verdict"] == "identical"
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp", "fsdp2"])
+def test_the_start_is_verified_and_the_export_holds_the_weights(toys, tmp_path, strategy, accelerator="cuda"):
+    flags = ["--model_name", toys / "llama", "--train_data_dir", toys / "data", "--accelerator", accelerator]
+    flags += ["--devices", 1, "--strategy", strategy, "--precision", "bf16-true", "--lr", "1e-3", "--eval_iters", 2]
+    flags += ["--micro_batch_size", 2, "--global_batch_size", 4, "--max_step", 2, "--output_dir", tmp_path]
+    said = run("train.py", *flags, "--run_name", "run").splitlines()
+    assert any(line.startswith("Start verified") and "gradients are equal" in line for line in said)
+    assert "Verified" in run("export_hf.py", tmp_path / "run", "--output", tmp_path / "hf")
+
+
+def run(*words):
+    """The output of a command of this repository."""
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
