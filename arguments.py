@@ -1,11 +1,12 @@
-"""Every parameter of a run, with its unit and default: the command lines of train.py, prepare_data.py and export_hf.py.
+"""Every parameter of a run, declared once: the command lines of train.py, prepare_data.py and export_hf.py.
 
-`parse_train`, `parse_prepare` and `parse_export` turn argv (and a YAML file given by `--config`)
-into plain dataclasses. Nothing here imports torch, so that `--help` answers at once.
+A flag is a field with its type, its default and what else `command_line.Flag` says of it. The string below it is its line in
+`--help`, with its unit. Nothing here imports torch, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -13,16 +14,47 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
-from fabric_llm.base.command_line import fail, flag, groups, parse
+from fabric_llm.base.command_line import Flag, declared, fail, flag, groups, parse
+from fabric_llm.base.faults import BAD_INPUT
 from fabric_llm.data.blend import text_of, with_replay
+from fabric_llm.plan.branch import branch_flags
 from fabric_llm.plan.trackers import TRACKERS
 from fabric_llm.training.forgetting import ACTIONS
 from fabric_llm.training.schedule import DECAYS, SCHEDULES
 
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
-# Flags that aren't kept in arguments.yaml: which run it is, and what concerns one process of it.
-WHICH_RUN = ("run_name", "resume", "checkpoint", "resume_override", "branch_decay", "profile", "oversubscribe")
+# What to do instead of giving a flag that other trainers have and train.py hasn't, by the flag's names.
+NOT_HERE = {
+    "bf16 use_bf16 bfloat16": "take --precision bf16-true, or bf16-mixed",
+    "fp16 use_fp16 half amp": "take --precision 16-mixed (on a GPU), or bf16-mixed",
+    "fp32 float32": "take --precision 32-true",
+    "fsdp fsdp_config use_fsdp": "take --strategy fsdp or fsdp2; the flags of FSDP are in --help",
+    "ddp use_ddp": "take --strategy ddp",
+    "deepspeed deepspeed_config zero_stage": "take --strategy fsdp or fsdp2, which shards as ZeRO-3 does",
+    "warmup_ratio warmup_proportion": "take --warmup_steps, a number of steps",
+    "optim optimizer optimizer_name": "the optimizer is AdamW; see --bf16_updates and --beta1",
+    "trust_remote_code": "code that comes with a model is never run",
+    "token hf_token use_auth_token": "set HF_TOKEN, or log in with `hf auth login`",
+    "tokenizer tokenizer_name tokenizer_path": "the tokenizer goes to prepare_data.py --tokenizer",
+    "packing sample_packing text_column dataset_text_field": "text is packed by prepare_data.py",
+    "validation_file validation_split_percentage val_set_size": "prepare_data.py --validation_fraction splits it off",
+    "streaming": "rows are read from the disk as they are needed",
+    "max_train_samples max_samples max_tokens": "take --max_step: a step is --global_batch_size sequences",
+    "overwrite_output_dir overwrite": "a run never overwrites another: take another --run_name",
+    "do_train do_eval do_predict": "training and evaluation are what train.py does",
+    "push_to_hub hub_model_id": "a finished run is uploaded by export_hf.py --push_to_hub",
+    "use_peft use_lora lora_r lora_alpha lora_rank adapter": "all weights are trained, there are no adapters",
+    "load_in_8bit load_in_4bit quantize": "weights are trained in 16 or 32 bit, see --precision",
+    "use_liger_kernel liger cut_cross_entropy": "take --loss chunked, which makes no logits of a whole batch",
+    "tp tp_size tensor_parallel_size tensor_parallel_degree": "the model is sharded by --strategy fsdp or fsdp2 alone",
+    "pp pp_size cp cp_size context_parallel_degree ep": "the model is sharded by --strategy fsdp or fsdp2 alone",
+    "local_rank rank node_rank master_addr master_port": "torchrun gives them, or RANK, MASTER_ADDR and the like",
+    "gpu gpu_ids cuda device_ids": "take --devices N, and CUDA_VISIBLE_DEVICES to choose which",
+    "no_cuda use_cpu cpu": "take --accelerator cpu",
+    "eval_strategy evaluation_strategy": "take --eval_step_interval, a number of steps",
+    "save_strategy": "take --save_step_interval, a number of steps",
+}
 
 
 # --------------------------------------------------------------------------- train.py
@@ -33,269 +65,347 @@ class DeviceArguments:
     """Devices"""
 
     devices: Union[int, Literal["auto"]] = flag(
-        "auto", "processes per node, one device each; auto: all GPUs, or 1 CPU, or as many as torchrun or srun started"
+        "auto",
+        above=0,
+        instead={
+            "-1": "--devices auto takes all GPUs",
+            "all": "auto takes all GPUs",
+            r".*[,\[:].*": "it is how many: choose which with CUDA_VISIBLE_DEVICES=0,1 and --devices 2",
+        },
+        may_change=True,
+        also="nproc_per_node gpus num_gpus num_processes num_devices world_size",
     )
-    num_nodes: int = flag(1, "number of machines; under torchrun or srun: as many as it started processes on")
-    accelerator: Literal["auto", "cpu", "cuda", "gpu"] = flag("auto", "auto: cuda where there is a GPU, else cpu")
-    oversubscribe: bool = flag(False, "start more processes than the CPU cores or the memory of the machine allow")
-    hang_timeout: float = flag(
-        1800.0,
-        "seconds without progress of a rank (set-up, a step, an evaluation's batch, a save) that end the run with 71",
+    """processes per node, one device each; auto: all GPUs, or 1 CPU, or as many as torchrun or srun started"""
+    num_nodes: int = flag(1, above=0, may_change=True, also="num_machines")
+    """number of machines; under torchrun or srun: as many as it started processes on"""
+    accelerator: Literal["auto", "cpu", "cuda", "gpu"] = flag(
+        "auto",
+        instead={"mps": "PyTorch's FSDP has no MPS: take cpu", "tpu": "take --tpu true"},
+        may_change=True,
+        also="device device_type",
     )
-    join_timeout: float = flag(
-        300.0, "seconds of silence of a rank that the others wait for, before training begins, that end the run with 71"
-    )
-    tpu: bool = flag(False, "train on TPU cores with Fabric's XLA FSDP strategy (needs torch_xla)")
+    """auto: cuda where there is a GPU, else cpu"""
+    oversubscribe: bool = flag(False, kept=False)
+    """start more processes than the CPU cores or the memory of the machine allow"""
+    hang_timeout: float = flag(1800.0, above=0, may_change=True, also="ddp_timeout nccl_timeout")
+    """seconds without progress of a rank (set-up, a step, an evaluation's batch, a save) that end the run with 71"""
+    join_timeout: float = flag(300.0, above=0, may_change=True)
+    """seconds of silence of a rank that the others wait for, before training begins, that end the run with 71"""
+    tpu: bool = flag(False, may_change=True)
+    """train on TPU cores with Fabric's XLA FSDP strategy (needs torch_xla)"""
 
 
 @dataclass
 class DataArguments:
     """Data"""
 
-    train_data_dir: Optional[str] = flag(None, "dataset folder that prepare_data.py wrote, or any with input_ids")
+    # The folder may be moved: the fingerprint of what it holds belongs to the run.
+    train_data_dir: Optional[str] = flag(
+        None, may_change=True, also="data_dir data_path dataset dataset_name train_file"
+    )
+    """dataset folder that prepare_data.py wrote, or any with input_ids"""
     data_mix: Optional[str] = flag(
         None,
-        "instead of --train_data_dir, several of them: a YAML file (docs/mixture.md), or name=folder:weight[:max_epochs],... "
-        "with weights that are shares of tokens, such as new=data/new:0.75,old=data/old:0.25:4",
         takes="a YAML file, or name=folder:weight, comma-separated, such as new=data/new:0.75,old=data/old:0.25",
+        also="data_blend dataset_weights mixture",
     )
-    replay: Optional[str] = flag(
-        None,
-        "with --train_data_dir: dataset folder of what the model knows already, read along so that it isn't forgotten; the short "
-        "form of --data_mix new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F",
+    """instead of --train_data_dir, several of them: a YAML file (docs/mixture.md), or
+    name=folder:weight[:max_epochs],... with weights that are shares of tokens, such as
+    new=data/new:0.75,old=data/old:0.25:4"""
+    # What --replay and --replay_fraction come to is kept as --data_mix.
+    replay: Optional[str] = flag(None, may_change=True)
+    """with --train_data_dir: dataset folder of what the model knows already, read along so that it isn't forgotten; the
+    short form of --data_mix new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F"""
+    replay_fraction: Optional[float] = flag(None, may_change=True)
+    """share of the tokens that --replay gives, F (default: 0.2)"""
+    context_length: Optional[int] = flag(
+        None, above=0, may_change=True, also="block_size cutoff_len max_length max_seq_len seq_len sequence_len"
     )
-    replay_fraction: Optional[float] = flag(None, "share of the tokens that --replay gives, F (default: 0.2)")
-    context_length: Optional[int] = flag(None, "tokens per sequence; must be what the dataset holds (default: that)")
-    verify_data: Literal["auto", "full", "size"] = flag(
-        "auto", "compare the dataset's files with prepare_data.py's hashes, or only sizes; auto: hashes up to 1 GiB"
-    )
-    document_masking: Union[bool, Literal["auto"]] = flag(
-        "auto",
-        "packed documents don't see each other: attention and positions restart (needs prepare_data.py's manifest); "
-        "auto: where the model can, which is measured; a resumed run keeps what it had",
-    )
-    num_workers: int = flag(
-        1, "threads that make the next steps' batches ready, on the GPU if there is one; 0: inside the step"
-    )
+    """tokens per sequence; must be what the dataset holds (default: that)"""
+    verify_data: Literal["auto", "full", "size"] = flag("auto", may_change=True)
+    """compare the dataset's files with prepare_data.py's hashes, or only sizes; auto: hashes up to 1 GiB"""
+    document_masking: Union[bool, Literal["auto"]] = flag("auto")
+    """packed documents don't see each other: attention and positions restart (needs prepare_data.py's manifest); auto:
+    where the model can, which is measured; a resumed run keeps what it had"""
+    num_workers: int = flag(1, at_least=0, may_change=True, also="dataloader_num_workers dataset_num_proc")
+    """threads that make the next steps' batches ready, on the GPU if there is one; 0: inside the step"""
 
 
 @dataclass
 class ModelArguments:
     """Model"""
 
+    # It may only change to another name of the same model, see plan.py.
     model_name: Optional[str] = flag(
-        None, "hub name or local directory of a causal LM; with a config.json and no weights: random start"
+        None,
+        may_change=True,
+        also="base_model checkpoint_dir hf_model init_from model_name_or_path pretrained_model_name_or_path",
     )
+    """hub name or local directory of a causal LM; with a config.json and no weights: random start"""
     precision: Literal["bf16-true", "bf16-mixed", "16-mixed", "32-true"] = flag(
-        "bf16-true", "-true: weights in that dtype; -mixed: float32 weights, computation in 16 bit"
+        "bf16-true",
+        instead={
+            "bf16|bfloat16": "take bf16-true, or bf16-mixed",
+            "16-true": "weights in float16 don't train: take 16-mixed, or bf16-true",
+            "16|fp16|float16": "take 16-mixed",
+            "32|fp32|float32|no": "take 32-true",
+        },
+        fixed=True,
+        also="dtype torch_dtype mixed_precision",
     )
+    """-true: weights in that dtype; -mixed: float32 weights, computation in 16 bit"""
     bf16_updates: Literal["stochastic", "nearest", "master"] = flag(
-        "stochastic",
-        "bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 6 (they don't), 14",
+        "stochastic", fixed=True, needs="precision bf16-true"
     )
+    """bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 6 (they don't), 14"""
     attention: Literal["auto", "packed", "sdpa", "flash_attention_2", "flex_attention", "eager"] = flag(
         "auto",
-        "attention implementation; packed: of each packed document by itself, without a mask; auto: packed where documents "
-        "are kept apart and the model can, else sdpa, else eager; flash needs its package",
+        instead={"flash|flash_attn|flash_attention": "take flash_attention_2, or sdpa, which has a flash kernel too"},
+        may_change=True,
+        also="attn_implementation attn_impl flash_attn sdp_attention",
     )
-    loss: Literal["auto", "full", "chunked"] = flag(
-        "auto",
-        "chunked: the loss and its gradients in chunks of tokens, without the logits of the whole batch; auto: where the "
-        "model's head can, which is measured",
-    )
-    compile: Union[bool, Literal["auto"]] = flag(
-        "auto", "compile each layer with torch.compile; auto: on GPUs, where the layers are large enough to pay for it"
-    )
-    verify_start: bool = flag(
-        True, "before step 1 compare the wrapped model with plain transformers on a probe (costs one pass on the CPU)"
-    )
+    """attention implementation; packed: of each packed document by itself, without a mask; auto: packed where documents
+    are kept apart and the model can, else sdpa, else eager; flash needs its package"""
+    loss: Literal["auto", "full", "chunked"] = flag("auto", may_change=True)
+    """chunked: the loss and its gradients in chunks of tokens, without the logits of the whole batch; auto: where the
+    model's head can, which is measured"""
+    compile: Union[bool, Literal["auto"]] = flag("auto", may_change=True, also="torch_compile use_compile")
+    """compile each layer with torch.compile; auto: on GPUs, where the layers are large enough to pay for it"""
+    verify_start: bool = flag(True, may_change=True)
+    """before step 1 compare the wrapped model with plain transformers on a probe (costs one pass on the CPU)"""
 
 
 @dataclass
 class FSDPArguments:
     """FSDP (docs/fsdp.md says what each flag does and costs)"""
 
-    strategy: Literal["auto", "fsdp", "fsdp2", "ddp"] = flag("auto", "auto: fsdp for several devices, none for one")
+    strategy: Literal["auto", "fsdp", "fsdp2", "ddp"] = flag(
+        "auto",
+        instead={"deepspeed|zero3": "take fsdp or fsdp2, which shards as ZeRO-3 does"},
+        may_change=True,
+        needs="tpu false",
+        also="distributed_backend parallelism fsdp_version",
+    )
+    """auto: fsdp for several devices, none for one"""
     auto_wrap_policy: str = flag(
         "auto",
-        "what is gathered at once: layer class name(s) such as LlamaDecoderLayer or GPT2Block, comma-separated; "
-        "auto: ask the model; size:N: modules of N parameters and more; none: the whole model",
+        may_change=True,
+        needs="strategy fsdp fsdp2",
+        also="fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap",
     )
+    """what is gathered at once: layer class name(s) such as LlamaDecoderLayer or GPT2Block, comma-separated; auto: ask
+    the model; size:N: modules of N parameters and more; none: the whole model"""
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] = flag(
-        "FULL_SHARD", "what each rank holds a part of; fsdp2 takes all but NO_SHARD"
+        "FULL_SHARD", may_change=True, needs="strategy fsdp fsdp2", also="fsdp_sharding_strategy sharding"
     )
-    state_dict_type: Literal["full", "sharded"] = flag(
-        "full", "full: each checkpoint opens with from_pretrained; sharded: each rank writes its part"
-    )
-    limit_all_gathers: bool = flag(True, "fsdp: let at most two gathers be in flight")
-    cpu_offload: bool = flag(False, "fsdp, fsdp2: keep parameters, gradients and optimizer state in host memory")
+    """what each rank holds a part of; fsdp2 takes all but NO_SHARD"""
+    state_dict_type: Literal["full", "sharded"] = flag("full", may_change=True, also="fsdp_state_dict_type")
+    """full: each checkpoint opens with from_pretrained; sharded: each rank writes its part"""
+    limit_all_gathers: bool = flag(True, may_change=True, needs="strategy fsdp")
+    """fsdp: let at most two gathers be in flight"""
+    cpu_offload: bool = flag(False, may_change=True, needs="tpu false", also="fsdp_offload_params enable_cpu_offload")
+    """fsdp, fsdp2: keep parameters, gradients and optimizer state in host memory"""
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = flag(
-        "BACKWARD_PRE", "fsdp: gather the next layer before, after, or not ahead of, the current gradient"
+        "BACKWARD_PRE", may_change=True, needs="strategy fsdp", also="fsdp_backward_prefetch"
     )
+    """fsdp: gather the next layer before, after, or not ahead of, the current gradient"""
     reduce_dtype: Literal["float32", "bfloat16"] = flag(
-        "float32", "fsdp, fsdp2: dtype that gradients are summed over devices in, unless --precision is 32-true"
+        "float32",
+        may_change=True,
+        needs="strategy fsdp fsdp2, precision bf16-true bf16-mixed 16-mixed",
+        also="mixed_precision_reduce",
     )
+    """fsdp, fsdp2: dtype that gradients are summed over devices in, unless --precision is 32-true"""
     activation_checkpointing: Union[bool, str] = flag(
         False,
-        "recompute in the backward pass instead of storing: none, full (each layer), every:N (one layer of N), selective "
-        "(layers, but for their matrix products and attention)",
         takes="none, full, every:N (such as every:2) or selective",
+        may_change=True,
+        also="gradient_checkpointing recompute_activations",
     )
+    """recompute in the backward pass instead of storing: none, full (each layer), every:N (one layer of N), selective
+    (layers, but for their matrix products and attention)"""
 
 
 @dataclass
 class CheckpointArguments:
     """Checkpoint"""
 
-    output_dir: str = flag("checkpoints", "folder of run directories")
-    run_name: Optional[str] = flag(None, "name of the run directory (default: model and data, numbered)")
+    output_dir: str = flag("checkpoints", may_change=True, also="save_dir save_folder dump_folder default_root_dir")
+    """folder of run directories"""
+    run_name: Optional[str] = flag(None, kept=False, also="wandb_name exp_name experiment_name")
+    """name of the run directory (default: model and data, numbered)"""
     resume: Union[bool, Literal["auto"]] = flag(
-        False, "go on from the run's latest checkpoint, or from --checkpoint; auto: if there is one, else start"
+        False,
+        instead={
+            "latest|last": "true takes the newest checkpoint of --run_name, auto the same if there is one",
+            ".*/.*|step.*": "a checkpoint goes to --checkpoint {}, with --resume true",
+        },
+        kept=False,
+        also="auto_resume auto_resume_from_checkpoints",
     )
-    verify_checkpoints: Literal["full", "size"] = flag(
-        "full", "before resuming, compare sizes and sha256 of all files with the manifest, or only sizes"
-    )
+    """go on from the run's latest checkpoint, or from --checkpoint; auto: if there is one, else start"""
+    verify_checkpoints: Literal["full", "size"] = flag("full", may_change=True)
+    """before resuming, compare sizes and sha256 of all files with the manifest, or only sizes"""
     checkpoint: Optional[str] = flag(
-        None, "the checkpoint to resume from, checkpoints/RUN/step-N; with the --run_name of a new run: a branch"
+        None, kept=False, also="ckpt_path resume_from resume_from_checkpoint load_checkpoint"
     )
-    resume_override: Optional[str] = flag(
-        None, "flags that a resumed run changes on purpose, comma-separated, such as max_step,lr; refused otherwise"
-    )
+    """the checkpoint to resume from, checkpoints/RUN/step-N; with the --run_name of a new run: a branch"""
+    resume_override: Optional[str] = flag(None, kept=False, needs="resume")
+    """flags that a resumed run changes on purpose, comma-separated, such as max_step,lr; refused otherwise"""
 
 
 @dataclass
 class TrainingArguments:
     """Training (a step is an optimizer step)"""
 
-    number_epochs: int = flag(
-        1,
-        "passes over the training split, of a mixture over the first source to come to them; not used where max_step is given",
-    )
-    max_step: Optional[int] = flag(None, "steps of the whole run (default: what number_epochs needs)")
-    max_hours: Optional[float] = flag(
-        None,
-        "hours after the start of this process at which it asks itself to stop: it finishes the step, saves and ends with "
-        "exit code 75; leave the job's limit some more for that step and the save",
-    )
+    number_epochs: int = flag(1, above=0, needs="max_step none", also="epochs max_epochs num_train_epochs")
+    """passes over the training split, of a mixture over the first source to come to them; not used where max_step is
+    given"""
+    max_step: Optional[int] = flag(None, above=0, also="max_iters num_training_steps steps total_steps train_steps")
+    """steps of the whole run (default: as many as --number_epochs needs)"""
+    max_hours: Optional[float] = flag(None, above=0, may_change=True, also="max_time max_duration time_limit")
+    """hours after the start of this process at which it asks itself to stop: it finishes the step, saves and ends with
+    exit code 75; leave the job's limit some more for that step and the save"""
+    # These two may change: the global batch that they come to belongs to the run.
     micro_batch_size: Optional[int] = flag(
-        None, "sequences per device in one forward pass (default: 1, or what follows)"
+        None,
+        above=0,
+        may_change=True,
+        also="batch_size local_batch_size per_device_train_batch_size train_batch_size train_micro_batch_size_per_gpu",
     )
-    gradient_accumulation_steps: Optional[int] = flag(None, "micro-batches per step (default: 1, or what follows)")
-    global_batch_size: Optional[int] = flag(
-        None, "sequences per step = micro_batch_size x gradient_accumulation_steps x devices x nodes"
+    """sequences per device in one forward pass (default: 1, or what follows)"""
+    gradient_accumulation_steps: Optional[int] = flag(
+        None, above=0, may_change=True, also="accumulate_grad_batches grad_acc_steps"
     )
-    accumulation_dtype: Literal["float32", "same"] = flag(
-        "float32",
-        "of gradients summed over micro-batches; float32 costs 4 bytes a parameter held, same: that of the weights",
+    """micro-batches per step (default: 1, or what follows)"""
+    global_batch_size: Optional[int] = flag(None, above=0, also="total_batch_size effective_batch_size")
+    """sequences per step = micro_batch_size x gradient_accumulation_steps x devices x nodes"""
+    accumulation_dtype: Literal["float32", "same"] = flag("float32", may_change=True)
+    """of gradients summed over micro-batches; float32 costs 4 bytes a parameter held, same: that of the weights"""
+    grad_clip: float = flag(
+        1.0,
+        at_least=0,
+        instead={"none": "0 is no clipping"},
+        also="clip_grad clip_grad_norm gradient_clip_val gradient_clipping max_grad_norm max_norm",
     )
-    grad_clip: float = flag(1.0, "largest L2 norm of the gradient; 0: no clipping")
-    lr: float = flag(2e-5, "peak learning rate")
-    min_lr: float = flag(0.0, "learning rate at the last step")
-    lr_decay: bool = flag(True, "decay the rate after the warm-up; false: stay at lr")
+    """largest L2 norm of the gradient; 0: no clipping"""
+    lr: float = flag(2e-5, above=0, also="learning_rate max_lr peak_lr base_lr")
+    """peak learning rate"""
+    min_lr: float = flag(0.0, at_least=0, needs="lr_decay", also="eta_min lr_min min_learning_rate")
+    """learning rate at the last step"""
+    lr_decay: bool = flag(True, instead={"cosine|linear": "take --lr_schedule {}"}, also="decay_lr")
+    """decay the rate after the warm-up; false: stay at lr"""
     lr_schedule: Literal[tuple(SCHEDULES)] = flag(
         "cosine",
-        "from lr to min_lr (docs/schedules.md); wsd: warm-up, stable, decay; infinite: down to constant_lr, stable, decay",
+        instead={"constant_with_warmup": "take constant with --warmup_steps", "warmup_stable_decay": "take wsd"},
+        needs="lr_decay",
+        also="lr_scheduler lr_decay_style decay_type scheduler",
     )
-    warmup_steps: int = flag(0, "steps of linear warm-up")
-    decay_steps: Optional[int] = flag(
-        None, "wsd, infinite: last steps, in which the rate falls (default: a tenth of the run)"
-    )
-    decay_shape: Literal[tuple(DECAYS)] = flag(
-        "sqrt", "wsd, infinite: how it falls; sqrt: 1 - sqrt of the part that is done"
-    )
-    cooldown_steps: Optional[int] = flag(
-        None,
-        "infinite: steps after the warm-up in which the rate comes down to constant_lr (default: a quarter of the run)",
-    )
-    constant_lr: Optional[float] = flag(None, "infinite: rate of the stable phase (default: the mean of lr and min_lr)")
-    branch_decay: Optional[int] = flag(
-        None,
-        "with --checkpoint, of a phase of constant rate, and a new --run_name: a run that goes on from there for so many steps, "
-        "in which the rate falls to min_lr (sets lr, lr_schedule, decay_steps and max_step)",
-    )
-    weight_decay: float = flag(0.1, "decoupled weight decay, on matrices only")
-    beta1: float = flag(0.9, "AdamW, decay of the first moment")
-    beta2: float = flag(0.95, "AdamW, decay of the second moment")
-    ema_decay: Optional[float] = flag(
-        None,
-        "decay a step of an exponential moving average of the weights, such as 0.999, which export_hf.py --ema true exports "
-        "(default: none is kept)",
-    )
-    ema_device: Literal["host", "same"] = flag(
-        "host", "host: the average in float32 in host memory; same: as the weights, in bfloat16 rounded stochastically"
-    )
-    ema_every: int = flag(1, "steps between updates of the average, each of which then decays as so many would")
-    router_aux_loss_coef: Optional[float] = flag(
-        None,
-        "mixture of experts: what the routers' load-balancing loss is multiplied by; 0: it isn't trained "
-        "(default: as the model's configuration says, 0 unless that sets output_router_logits)",
-    )
-    freeze: Optional[str] = flag(
-        None,
-        "parameters that keep their values: patterns of their Hugging Face names, comma-separated, such as "
-        "model.layers.0.*,*.norm.*; embeddings: the input embeddings and the output head",
-    )
-    train_only: Optional[str] = flag(
-        None, "the only parameters that train, in the words of --freeze, such as embeddings (docs/new_words.md)"
-    )
-    seed: int = flag(1234, "of data order, dropout and random weights")
+    """from lr to min_lr (docs/schedules.md); wsd: warm-up, stable, decay; infinite: down to constant_lr, stable, decay"""
+    warmup_steps: int = flag(0, at_least=0, also="lr_warmup_steps num_warmup_steps warmup")
+    """steps of linear warm-up"""
+    decay_steps: Optional[int] = flag(None, above=0, needs="lr_schedule wsd infinite")
+    """wsd, infinite: last steps, in which the rate falls (default: a tenth of the run)"""
+    decay_shape: Literal[tuple(DECAYS)] = flag("sqrt", needs="lr_schedule wsd infinite")
+    """wsd, infinite: how it falls; sqrt: 1 - sqrt of the part that is done"""
+    cooldown_steps: Optional[int] = flag(None, at_least=0, needs="lr_schedule infinite")
+    """infinite: steps after the warm-up in which the rate comes down to constant_lr (default: a quarter of the run)"""
+    constant_lr: Optional[float] = flag(None, above=0, needs="lr_schedule infinite")
+    """infinite: rate of the stable phase (default: the mean of lr and min_lr)"""
+    branch_decay: Optional[int] = flag(None, above=0, kept=False)
+    """with --checkpoint, of a phase of constant rate, and a new --run_name: a run that goes on from there for so many
+    steps, in which the rate falls to min_lr (sets lr, lr_schedule, decay_steps and max_step)"""
+    weight_decay: float = flag(0.1, at_least=0, also="wd adam_weight_decay")
+    """decoupled weight decay, on matrices only"""
+    beta1: float = flag(0.9, at_least=0, below=1, also="adam_beta1")
+    """AdamW, decay of the first moment"""
+    beta2: float = flag(0.95, at_least=0, below=1, also="adam_beta2")
+    """AdamW, decay of the second moment"""
+    ema_decay: Optional[float] = flag(None, at_least=0, below=1)
+    """decay a step of an exponential moving average of the weights, such as 0.999, which export_hf.py --ema true
+    exports (default: none is kept)"""
+    ema_device: Literal["host", "same"] = flag("host", needs="ema_decay")
+    """host: the average in float32 in host memory; same: as the weights, in bfloat16 rounded stochastically"""
+    ema_every: int = flag(1, above=0, needs="ema_decay")
+    """steps between updates of the average, each of which then decays as so many would"""
+    router_aux_loss_coef: Optional[float] = flag(None, at_least=0)
+    """mixture of experts: what the routers' load-balancing loss is multiplied by; 0: it isn't trained (default: as the
+    model's configuration says, 0 unless that sets output_router_logits)"""
+    freeze: Optional[str] = flag(None, also="freeze_layers freeze_parameters")
+    """parameters that keep their values: patterns of their Hugging Face names, comma-separated, such as
+    model.layers.0.*,*.norm.*; embeddings: the input embeddings and the output head"""
+    train_only: Optional[str] = flag(None, also="unfrozen_parameters trainable_parameters")
+    """the only parameters that train, in the words of --freeze, such as embeddings (docs/new_words.md)"""
+    seed: int = flag(1234, at_least=0, fixed=True, also="random_seed manual_seed data_seed")
+    """of data order, dropout and random weights"""
 
 
 @dataclass
 class GuardArguments:
     """NaN and spikes (docs/numerics.md)"""
 
-    max_skipped_steps: int = flag(
-        10, "more skipped steps in a row, or rewinds of the whole run, end it with exit code 76"
-    )
-    spike_threshold: Optional[float] = flag(None, "standard deviations of the loss above its window that are a spike")
-    spike_window: int = flag(100, "steps that a loss is compared with")
-    spike_action: Literal["warn", "skip", "rewind"] = flag(
-        "warn", "skip: leave the update out; rewind: back to the last checkpoint, and past the data since then"
-    )
+    max_skipped_steps: int = flag(10, at_least=0, may_change=True)
+    """more skipped steps in a row, or rewinds of the whole run, end it with exit code 76"""
+    spike_threshold: Optional[float] = flag(None, above=0, may_change=True)
+    """standard deviations of the loss above its window that are a spike"""
+    spike_window: int = flag(100, above=0, may_change=True, needs="spike_threshold")
+    """steps that a loss is compared with"""
+    spike_action: Literal["warn", "skip", "rewind"] = flag("warn", may_change=True, needs="spike_threshold")
+    """skip: leave the update out; rewind: back to the last checkpoint, and past the data since then"""
 
 
 @dataclass
 class EvaluationArguments:
     """Evaluation (also in the middle and at the end of each epoch, of a mixture of its largest source, and at the last step)"""
 
-    eval_batch_size: int = flag(8, "sequences per device in one forward pass")
-    eval_iters: int = flag(50, "batches per evaluation, over all devices together; 0: no evaluation")
-    eval_step_interval: Optional[int] = flag(None, "steps between evaluations")
+    eval_batch_size: int = flag(
+        8, above=0, may_change=True, needs="eval_iters", also="per_device_eval_batch_size val_batch_size"
+    )
+    """sequences per device in one forward pass"""
+    eval_iters: int = flag(50, at_least=0, may_change=True, also="limit_val_batches max_eval_steps val_iters")
+    """batches per evaluation, over all devices together; 0: no evaluation"""
+    eval_step_interval: Optional[int] = flag(
+        None,
+        above=0,
+        may_change=True,
+        needs="eval_iters",
+        also="eval_every eval_freq eval_steps val_interval validation_interval",
+    )
+    """steps between evaluations (default: none between)"""
     eval_data: Optional[str] = flag(
-        None,
-        "validation sets besides those of the training data: name=folder, comma-separated, of prepare_data.py or any with "
-        "input_ids, made with the model's tokenizer; the loss of each is also given in bits per byte of text",
-        takes="name=folder, comma-separated, such as general=data/general,code=data/code",
+        None, takes="name=folder, comma-separated, such as general=data/general,code=data/code", may_change=True
     )
-    forgetting_budget: Optional[str] = flag(
-        None,
-        "nats that the loss of validation sets may rise above its value before step 1 (docs/forgetting.md): name:nats, "
-        "comma-separated, such as general:0.05; the name copy: a probe of in-context learning",
-        takes="name:nats, comma-separated, such as general:0.05,copy:0.2",
-    )
-    forgetting_action: Literal[ACTIONS] = flag(
-        "warn",
-        "when a set is above its budget; stop: save and end with exit code 76; rewind: back to the last checkpoint that has "
-        "used at most half of it, and on with twice the share of that source, up to a half, then stop",
-    )
+    """validation sets besides those of the training data: name=folder, comma-separated, of prepare_data.py or any with
+    input_ids, made with the model's tokenizer; the loss of each is also given in bits per byte of text"""
+    forgetting_budget: Optional[str] = flag(None, takes="name:nats, comma-separated, such as general:0.05,copy:0.2")
+    """nats that the loss of validation sets may rise above its value before step 1 (docs/forgetting.md): name:nats,
+    comma-separated, such as general:0.05; the name copy: a probe of in-context learning"""
+    forgetting_action: Literal[ACTIONS] = flag("warn")
+    """when a set is above its budget; stop: save and end with exit code 76; rewind: back to the last checkpoint that
+    has used at most half of it, and on with twice the share of that source, up to a half, then stop"""
 
 
 @dataclass
 class SaveArguments:
     """Save (also at the last step)"""
 
-    save_step_interval: Optional[int] = flag(None, "steps between checkpoints")
-    keep_last: Optional[int] = flag(None, "newest checkpoints to keep (default: all); pinned ones always stay")
-    keep_every: Optional[int] = flag(None, "with keep_last: keep those of multiples of so many steps as well")
-    keep_best: int = flag(1, "with keep_last: keep so many with the lowest validation loss at their step as well")
-    keep_best_of: Optional[str] = flag(
+    save_step_interval: Optional[int] = flag(
         None,
-        "validation set whose loss that is (default: the training data's; of a mixture their mean, weighted by the shares)",
+        above=0,
+        may_change=True,
+        also="checkpoint_interval checkpointing_steps ckpt_every_steps every_n_train_steps save_every save_steps",
     )
-    async_save: bool = flag(
-        False, "write checkpoints while training goes on; costs their size in host memory (not the last one)"
-    )
+    """steps between checkpoints (default: none between)"""
+    keep_last: Optional[int] = flag(None, above=0, may_change=True, also="save_total_limit save_top_k")
+    """newest checkpoints to keep (default: all); pinned ones always stay"""
+    keep_every: Optional[int] = flag(None, above=0, may_change=True, needs="keep_last")
+    """with keep_last: keep those of multiples of so many steps as well"""
+    keep_best: int = flag(1, at_least=0, may_change=True, needs="keep_last, eval_iters")
+    """with keep_last: keep so many with the lowest validation loss at their step as well"""
+    keep_best_of: Optional[str] = flag(None, may_change=True)
+    """validation set whose loss that is (default: the training data's; of a mixture their mean, weighted by the shares)"""
+    async_save: bool = flag(False, may_change=True, needs="save_step_interval", also="async_checkpoint async_mode")
+    """write checkpoints while training goes on; costs their size in host memory (not the last one)"""
 
 
 @dataclass
@@ -305,31 +415,32 @@ class LoggingArguments:
     logger: str = flag(
         "none",
         f"where metrics go besides metrics.jsonl: {', '.join(TRACKERS)}; several with commas between, such as wandb,csv",
+        may_change=True,
+        also="report_to log_with tracker use_wandb wandb wandb_mode",
     )
-    log_step_interval: int = flag(10, "steps between logged lines; 1: each step")
-    profile: Optional[str] = flag(
-        None,
-        "START:STOP: record the steps from START to STOP, both included, on rank 0 with torch's profiler, into the folder "
-        "profile of the run directory; prints the five largest costs",
+    log_step_interval: int = flag(
+        10, above=0, may_change=True, also="log_every log_every_n_steps log_freq logging_steps"
     )
-    entity: Optional[str] = flag(None, "Weights & Biases entity")
-    project: Optional[str] = flag(None, "Weights & Biases project (default: fabric_llm)")
+    """steps between logged lines; 1: each step"""
+    profile: Optional[str] = flag(None, kept=False)
+    """START:STOP: record the steps from START to STOP, both included, on rank 0 with torch's profiler, into the folder
+    profile of the run directory; prints the five largest costs"""
+    entity: Optional[str] = flag(None, may_change=True, needs="logger wandb", also="wandb_entity")
+    """Weights & Biases entity"""
+    project: Optional[str] = flag(None, may_change=True, needs="logger wandb", also="wandb_project")
+    """Weights & Biases project (default: fabric_llm)"""
     log_model: Union[bool, Literal["last", "all"]] = flag(
-        False,
-        "upload to Weights & Biases: last, the last checkpoint of a finished run, or all, each as it is saved",
-        takes="false, last or all",
+        False, takes="false, last or all", may_change=True, needs="logger wandb", also="wandb_log_model"
     )
-    sample_tokens: int = flag(
-        0,
-        "tokens to generate with plain transformers from the last checkpoint, as a look at it, and after each of the "
-        "--sample_prompts (0: none, and 64 after those)",
-    )
-    sample_prompts: Optional[str] = flag(
-        None,
-        'file of up to 64 prompts, one a line, or JSON lines with "prompt": before step 1 and with each checkpoint, but for '
-        "one that a request to stop asks for, --sample_tokens tokens after each prompt go to samples.jsonl, the most likely "
-        "ones (greedy); any strategy, all ranks, one forward pass of up to 1,024 tokens for each token; see docs/report.md",
-    )
+    """upload to Weights & Biases: last, the last checkpoint of a finished run, or all, each as it is saved"""
+    sample_tokens: int = flag(0, at_least=0, may_change=True)
+    """tokens to generate with plain transformers from the last checkpoint, as a look at it, and after each of the
+    --sample_prompts (0: none, and 64 after those)"""
+    sample_prompts: Optional[str] = flag(None, may_change=True)
+    """file of up to 64 prompts, one a line, or JSON lines with "prompt": before step 1 and with each checkpoint, but
+    for one that a request to stop asks for, --sample_tokens tokens after each prompt go to samples.jsonl, the most
+    likely ones (greedy); any strategy, all ranks, one forward pass of up to 1,024 tokens for each token; see
+    docs/report.md"""
 
 
 @dataclass
@@ -349,13 +460,19 @@ class Arguments:
     demo: bool = False  # configs/demo.yaml applies; not a flag
     on_command_line: frozenset[str] = frozenset()  # names of the flags that don't come from a file; not a flag
 
+    @staticmethod
+    def declared() -> dict[str, Flag]:
+        """Flag name -> what is said of it, in the order of --help."""
+        return {name: one for group in groups(Arguments).values() for name, one in declared(group).items()}
+
     def flat(self) -> dict[str, Any]:
         """Flag name -> value, in the order of --help."""
         return {name: value for group in groups(Arguments) for name, value in asdict(getattr(self, group)).items()}
 
     def kept(self) -> dict[str, Any]:
-        """`flat` without WHICH_RUN: what arguments.yaml repeats under a new name."""
-        return {name: value for name, value in self.flat().items() if name not in WHICH_RUN}
+        """`flat` without what says which run it is: what arguments.yaml repeats under a new name."""
+        flags = self.declared()
+        return {name: value for name, value in self.flat().items() if flags[name].kept}
 
 
 # ---------------------------------------------------------- prepare_data.py, export_hf.py
@@ -365,66 +482,72 @@ class Arguments:
 class PrepareArguments:
     """Options"""
 
-    input: Optional[list[str]] = flag(
-        None,
-        "files, folders or globs of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, .wet, .html, also with .gz, .zst, .bz2, "
-        ".xz; dataset folders; names of datasets on the hub",
-    )
-    output: str = flag(None, "dataset folder to write, such as data/mine")
-    tokenizer: Optional[str] = flag(None, "hub name or local directory of the tokenizer (that of your model)")
-    train_tokenizer: Optional[int] = flag(None, "train a byte-level BPE tokenizer of this many tokens instead")
-    self_replay: Optional[str] = flag(
-        None,
-        "hub name or local directory of a model: sample documents from it instead of reading --input, to be replayed when "
-        "training goes on from it (docs/forgetting.md); takes its tokenizer",
-    )
-    tokens: Optional[int] = flag(None, "of --self_replay, at least")
-    context_length: int = flag(2048, "tokens per sequence")
-    validation_fraction: float = flag(
-        0.01,
-        "part of the documents that goes to validation, with at most about twice that part of the tokens; none of a dataset "
-        "with a validation split of its own",
-    )
-    text_field: str = flag("text", "field of .jsonl, .json, .csv, .parquet and datasets that holds the text")
-    document_separator: Optional[str] = flag(
-        None,
-        "string between the documents of a text file, such as '\\n---\\n'; none: each file is one document (default: blank "
-        "lines in a single text file and in those over 16 MiB, else none)",
-    )
-    packing: Literal["concat", "best_fit"] = flag(
-        "concat", "concat: documents are cut where a row ends; best_fit: only those longer than a row, with padding"
-    )
-    deduplicate: Literal["none", "exact"] = flag("none", "exact: drop documents whose text has come before")
-    on_error: Literal["skip", "stop"] = flag(
-        "skip", "bad records (broken JSON, not UTF-8, no field): skip and count, or stop"
-    )
-    pattern: Optional[list[str]] = flag(None, "file name patterns to take from folders, such as '*.py'")
-    exclude: Optional[list[str]] = flag(None, "names of folders to leave out")
-    seed: int = flag(1234, "of the split")
-    num_workers: Optional[int] = flag(None, "processes that tokenize (default: one a core)")
-    shard: Optional[str] = flag(
-        None, "K/N: tokenize the K-th of N parts into the work folder beside the output, on a disk that machines share"
-    )
-    engine: Literal["local", "ray"] = flag(
-        "local", "ray: tokenize on the machines of a Ray cluster, which share the disk"
-    )
-    overwrite: bool = flag(False, "replace an existing output folder")
+    input: Optional[list[str]] = flag(None)
+    """files, folders or globs of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, .wet, .html, also with .gz,
+    .zst, .bz2, .xz; dataset folders; names of datasets on the hub"""
+    output: str = flag(None)
+    """dataset folder to write, such as data/mine"""
+    tokenizer: Optional[str] = flag(None)
+    """hub name or local directory of the tokenizer (that of your model)"""
+    train_tokenizer: Optional[int] = flag(None)
+    """train a byte-level BPE tokenizer of this many tokens instead"""
+    self_replay: Optional[str] = flag(None)
+    """hub name or local directory of a model: sample documents from it instead of reading --input, to be replayed when
+    training goes on from it (docs/forgetting.md); takes its tokenizer"""
+    tokens: Optional[int] = flag(None, above=0)
+    """of --self_replay, at least"""
+    context_length: int = flag(2048)
+    """tokens per sequence"""
+    validation_fraction: float = flag(0.01)
+    """part of the documents that goes to validation, with at most about twice that part of the tokens; none of a
+    dataset with a validation split of its own"""
+    text_field: str = flag("text")
+    """field of .jsonl, .json, .csv, .parquet and datasets that holds the text"""
+    document_separator: Optional[str] = flag(None)
+    r"""string between the documents of a text file, such as '\n---\n'; none: each file is one document (default: blank
+    lines in a single text file and in those over 16 MiB, else none)"""
+    packing: Literal["concat", "best_fit"] = flag("concat")
+    """concat: documents are cut where a row ends; best_fit: only those longer than a row, with padding"""
+    deduplicate: Literal["none", "exact"] = flag("none")
+    """exact: drop documents whose text has come before"""
+    on_error: Literal["skip", "stop"] = flag("skip")
+    """bad records (broken JSON, not UTF-8, no field): skip and count, or stop"""
+    pattern: Optional[list[str]] = flag(None)
+    """file name patterns to take from folders, such as '*.py'"""
+    exclude: Optional[list[str]] = flag(None)
+    """names of folders to leave out"""
+    seed: int = flag(1234)
+    """of the split"""
+    num_workers: Optional[int] = flag(None)
+    """processes that tokenize (default: one a core)"""
+    shard: Optional[str] = flag(None)
+    """K/N: tokenize the K-th of N parts into the work folder beside the output, on a disk that machines share"""
+    engine: Literal["local", "ray"] = flag("local")
+    """ray: tokenize on the machines of a Ray cluster, which share the disk"""
+    overwrite: bool = flag(False)
+    """replace an existing output folder"""
 
 
 @dataclass
 class ExportArguments:
     """Options"""
 
-    checkpoint: str = flag(None, "checkpoints/RUN/step-N, or checkpoints/RUN for its latest")
-    output: str = flag(None, "Hugging Face directory to write, such as hf/mine")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag("auto", "dtype of the weights; auto: as trained")
-    ema: bool = flag(
-        False, "export the moving average of the weights that --ema_decay has kept, instead of the weights"
-    )
-    max_shard_size: str = flag("5GB", "largest weight file")
-    push_to_hub: Optional[str] = flag(None, "upload to this repository, org/name, once it is verified")
-    private: bool = flag(True, "make the repository private, where it is new")
-    overwrite: bool = flag(False, "replace an existing output folder")
+    checkpoint: str = flag(None)
+    """checkpoints/RUN/step-N, or checkpoints/RUN for its latest"""
+    output: str = flag(None)
+    """Hugging Face directory to write, such as hf/mine"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag("auto")
+    """dtype of the weights; auto: as trained"""
+    ema: bool = flag(False)
+    """export the moving average of the weights that --ema_decay has kept, instead of the weights"""
+    max_shard_size: str = flag("5GB")
+    """largest weight file"""
+    push_to_hub: Optional[str] = flag(None)
+    """upload to this repository, org/name, once it is verified"""
+    private: bool = flag(True)
+    """make the repository private, where it is new"""
+    overwrite: bool = flag(False)
+    """replace an existing output folder"""
 
 
 # --------------------------------------------------------------------------- parsing
@@ -447,10 +570,12 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
         place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
         argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
     description = "Train a Hugging Face causal language model. Without arguments: a demo on the standard library."
-    flat = parse("train.py", description, groups(Arguments).values(), argv, () if resumed is None else WHICH_RUN)
-    flat |= _mixture(flat)
-    if flat["branch_decay"] is not None:
-        flat |= _branch(flat)
+    flat = parse("train.py", description, groups(Arguments).values(), argv, NOT_HERE, of_run=resumed is not None)
+    try:
+        flat |= _mixture(flat)
+        flat |= branch_flags(flat) if flat["branch_decay"] is not None else {}
+    except ValueError as error:
+        fail("train.py", str(error), getattr(error, "code", BAD_INPUT))
     if demo:  # the preset's paths are those of this repository, wherever it is started from
         for name in ("model_name", "train_data_dir"):
             flat[name] = str(ROOT / flat[name])
@@ -461,30 +586,15 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
 
 
 def _mixture(flat: dict[str, Any]) -> dict[str, Any]:
-    """What arguments.yaml keeps of --data_mix and --replay: the mixture itself, as its file may change."""
-    try:
-        if flat["replay"] is not None or flat["replay_fraction"] is not None:
-            mix = with_replay(flat["train_data_dir"], flat["data_mix"], flat["replay"], flat["replay_fraction"])
-            return {"data_mix": mix, "train_data_dir": None, "replay": None, "replay_fraction": None}
+    """What arguments.yaml keeps of --data_mix and --replay: the mixture itself, as its file may change. Raises ValueError."""
+    if flat["replay"] is None and flat["replay_fraction"] is None:
         return {"data_mix": flat["data_mix"] and text_of(flat["data_mix"])}
-    except ValueError as error:
-        fail("train.py", str(error))
-
-
-def _branch(flat: dict[str, Any]) -> dict[str, Any]:
-    """What --branch_decay comes to among the other flags."""
-    from fabric_llm.plan.branch import branch_flags
-
-    try:
-        return branch_flags(flat)
-    except ValueError as error:
-        fail("train.py", str(error), getattr(error, "code", 2))
+    mix = with_replay(flat["train_data_dir"], flat["data_mix"], flat["replay"], flat["replay_fraction"])
+    return {"data_mix": mix, "train_data_dir": None, "replay": None, "replay_fraction": None}
 
 
 def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     """arguments.yaml of the run that --resume true with --run_name or --checkpoint names, None if there is none."""
-    import argparse
-
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("resume", "run_name", "checkpoint", "output_dir", "branch_decay"):
         names.add_argument(f"--{name}", nargs="?")

@@ -18,10 +18,10 @@ def main(argv: Optional[list[str]] = None) -> None:
         from fabric_llm.base.command_line import fail
 
         arguments = parse_export(argv)
-        from fabric_llm.plan import mistakes
+        from fabric_llm.plan import checks
 
         ending.left = f"nothing was written to {arguments.output}"
-        mistakes.in_export(arguments)
+        checks.check_export(arguments)
         from fabric_llm.checkpoint.keep import checkpoint_at as find
         from fabric_llm.verify.export import VerificationError, export, push, read_proof
 

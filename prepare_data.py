@@ -15,10 +15,10 @@ def main(argv: Optional[list[str]] = None) -> None:
         from arguments import parse_prepare
 
         arguments = parse_prepare(argv)
-        from fabric_llm.plan import mistakes
+        from fabric_llm.plan import checks
 
         ending.left = f"nothing was written to {arguments.output}"
-        mistakes.in_preparation(arguments)
+        checks.check_preparation(arguments)
         from fabric_llm.prepare.formats import DEFAULT_PATTERNS
         from fabric_llm.prepare.prepare import prepare, summary
 

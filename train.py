@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Optional
 from arguments import Arguments, parse_train
 from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.console import outlast_readers, plain_output
-from fabric_llm.plan import mistakes
+from fabric_llm.plan import checks
 from fabric_llm.plan.starting import leave_at_once, start, told_in_one_sentence, without_collection
 from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal
@@ -31,7 +31,7 @@ def main(argv: Optional[list[str]] = None) -> None:
     arguments = parse_train(argv)
     try:
         with told_in_one_sentence():
-            mistakes.in_training(arguments)
+            checks.check_training(arguments)
             if arguments.demo and is_rank_zero():
                 print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)
             launch.find_slurm_host()

@@ -57,7 +57,7 @@ def check(given: ExtendArguments, pattern: list[str]) -> None:
     """What can be said without torch. Raises ValueError."""
     from fabric_llm.base import files
     from fabric_llm.model.folders import check_model_folder
-    from fabric_llm.plan.mistakes import exported_output
+    from fabric_llm.plan.checks import exported_output
     from fabric_llm.prepare import inputs
 
     if given.tokens < 1:

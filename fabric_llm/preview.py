@@ -15,7 +15,7 @@ from fabric_llm.base.console import plain_output
 from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.progress import Progress
-from fabric_llm.plan import mistakes
+from fabric_llm.plan import checks
 from fabric_llm.prepare.demo import prepare_demo
 from fabric_llm.report.__main__ import page_module, require_output
 from fabric_llm.run import due
@@ -43,8 +43,8 @@ def main(argv: Optional[list[str]] = None) -> int:
         require_output(output)
         flags = parsed(words)
         page_module()
-        plan, doubts = planned(flags)
-        draw(flags, plan, doubts, output)
+        plan, warnings = planned(flags)
+        draw(flags, plan, warnings, output)
     return 0
 
 
@@ -71,12 +71,12 @@ def parsed(words: list[str]) -> Any:
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     flags = importlib.import_module("arguments").parse_train(words)
-    mistakes.in_training(flags)
+    checks.check_training(flags)
     return flags
 
 
 def planned(flags: Any) -> tuple[Any, list[str]]:
-    """(the plan, doubts about it), as rank 0 of the run makes them. Raises ValueError."""
+    """(the plan, warnings about it), as rank 0 of the run makes them. Raises ValueError."""
     from fabric_llm.plan import joining, placement, plan, resume, same_run
 
     if flags.demo:
@@ -85,7 +85,7 @@ def planned(flags: Any) -> tuple[Any, list[str]]:
     made = plan.make_plan(flags, placement.place(flags), directory, resume.choose(flags, directory))
     if made.resume_from is not None:
         same_run.require_same_run(made, flags)
-    return made, joining.doubts_about(flags, made)
+    return made, joining.warnings_of(flags, made)
 
 
 # ------------------------------------------------------------------------------- the course of the run
@@ -123,7 +123,7 @@ def course(plan: Any, flags: Any) -> tuple[list[dict[str, Any]], list[tuple[int,
 # ------------------------------------------------------------------------------- the page
 
 
-def draw(flags: Any, plan: Any, doubts: list[str], output: Path) -> None:
+def draw(flags: Any, plan: Any, warnings: list[str], output: Path) -> None:
     """Write the page. Raises Fault (2) where it can't be written."""
     from fabric_llm.report import figures, page, reading, timeline
 
@@ -169,7 +169,7 @@ def draw(flags: Any, plan: Any, doubts: list[str], output: Path) -> None:
             ("Checkpoints", f"{len(steps_of['saved']):,}", kept),
             ("Evaluations", f"{len(steps_of['evaluated']):,}", f"of {', '.join(plan.validation_splits())}"),
         ],
-        problems=doubts,
+        problems=warnings,
         events=(["What", "How often", "After the steps"], due_rows(happens, steps_of)),
         differing=None,
     )

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -355,8 +356,8 @@ def build(name, updates, source, lr=1e-3):
     decayed = optim.decayed_names(skeleton)
     materializer = materialize.Materializer(skeleton, reference, fabric.device)
     wrapped = strategy.wrap(fabric, name, skeleton, materializer, "bf16-true", strategy_rules.Sharding())
-    settings = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1, "updates": updates, "seed": 7}
-    optimizer = fabric.setup_optimizers(optim.make_optimizer(wrapped, decayed, **settings))
+    training = SimpleNamespace(lr=lr, beta1=0.9, beta2=0.95, weight_decay=0.1, seed=7)
+    optimizer = fabric.setup_optimizers(optim.make_optimizer(wrapped, decayed, training, updates))
     return fabric, wrapped, optimizer
 
 

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from ranks import metrics, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from arguments import DEMO_CONFIG, ROOT, parse_export, parse_prepare, parse_train
+from arguments import DEMO_CONFIG, NOT_HERE, ROOT, parse_export, parse_prepare, parse_train
 from fabric_llm.base.command_line import write_yaml
-from fabric_llm.base.spelling import ELSEWHERE
 from fabric_llm.plan.placement import place
 from fabric_llm.plan.plan import make_plan
+from fabric_llm.plan.trackers import TRACKERS
 from fabric_llm.training.adamw import AdamW
 from fabric_llm.training.gradients import clip_gradients
 from fabric_llm.training.optim import decayed_names, parameter_groups
@@ -101,8 +102,21 @@ def test_help_lists_every_flag_in_its_group():
 
 
 def test_names_of_other_trainers_lead_to_flags():
-    known = parse_train(MODEL_AND_DATA).flat()
-    assert set(ELSEWHERE.values()) <= known.keys() and not ELSEWHERE.keys() & known.keys()
+    flags = parse_train(MODEL_AND_DATA).declared()
+    names = [*flags, *(word for one in flags.values() for word in one.also.split())]
+    names += [word for words in NOT_HERE for word in words.split()]
+    assert len(names) == len(set(names)), "each leads to one thing"
+
+
+def test_what_a_flag_needs_are_flags_and_their_values():
+    flags = parse_train(MODEL_AND_DATA).declared()
+    for name, one in flags.items():
+        for needed, *values in (need.split() for need in one.needs.split(",") if need):
+            assert needed in flags, name
+            allowed = [
+                str(word).lower() for word in (*get_args(flags[needed].type), "true", "false", "none", *TRACKERS)
+            ]
+            assert set(values) <= set(allowed), name
 
 
 def test_every_flag_says_its_default():
@@ -255,6 +269,16 @@ def test_a_resumed_run_goes_on_with_its_own_arguments(finished):
     assert by_path.training.lr == 1e-2 and by_path.checkpoint.checkpoint.endswith("step-00000002")
     assert parse_train(["--resume", "true", "--run_name", "unknown"]).demo
     assert parse_train(["--resume", "false", "--run_name", "first", "--output_dir", str(finished)]).demo
+
+
+def test_a_flag_belongs_to_the_run_unless_it_says_otherwise(finished):
+    """What a checkpoint holds is what --resume_override may change; the rest is free, or can't change at all."""
+    flags = parse_train(MODEL_AND_DATA).declared()
+    document = json.loads((finished / "first" / "step-00000002" / "trainer" / "progress.json").read_text())
+    unused = {"data_mix", "ema_device", "ema_every"}  # without a mixture, and without an average
+    assert set(document["schedule"]) | unused == {name for name, one in flags.items() if one.belongs_to_run}
+    assert {name for name, one in flags.items() if one.fixed} <= document["fixed"].keys()
+    assert not [name for name, one in flags.items() if one.may_change + one.fixed + (not one.kept) > 1], "one of them"
 
 
 def test_resume_by_name_alone(finished):

@@ -147,7 +147,7 @@ def test_yaml_keys(refused, tmp_path):
     config = tmp_path / "mine.yaml"
     config.write_text("lr: 1e-4\nwarm_up_steps: 3\n")
     sentence = refused("--config", config)
-    assert "warm_up_steps" in sentence and "'warmup_steps'" in sentence
+    assert "'warm_up_steps'" in sentence and "mean --warmup_steps?" in sentence
     config.write_text("lr: [1\n")
     assert "isn't valid YAML" in refused("--config", config)
     config.write_text("- lr\n")

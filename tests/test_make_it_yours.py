@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -32,19 +33,22 @@ def copy(tmp_path):
 
 
 def apply(section, code):
-    """Replace the functions that the block defines, or add it to the end. Returns how many lines it has."""
-    verb, file = re.search(r"(Add to|Replace `\w+` in) `([\w./]+)`", section).groups()
-    [block] = re.findall(r"```python\n(.*?)```", section, re.S)
-    path = code / file
-    text = path.read_text()
-    if verb.startswith("Replace"):
-        [name] = [node.name for node in ast.parse(block).body]
-        [old] = [node for node in ast.parse(text).body if getattr(node, "name", "") == name]
-        lines = text.splitlines(keepends=True)
-        path.write_text("".join([*lines[: old.lineno - 1], block, *lines[old.end_lineno :]]))
-    else:
-        path.write_text(f"{text}\n\n{block}")
-    return len([line for line in block.splitlines() if line.strip()])
+    """Put each block in place of a function, at the end of a class, or at the end of a file. Returns how many lines they have."""
+    blocks = re.findall(r"(Add to|Replace) (?:`(\w+)` in )?`([\w./]+)`.*?```python\n(.*?)```", section, re.S)
+    assert len(blocks) == section.count("```python")
+    for verb, name, file, block in blocks:
+        path = code / file
+        lines = path.read_text().splitlines(keepends=True)
+        if name:
+            [old] = [node for node in ast.parse("".join(lines)).body if getattr(node, "name", "") == name]
+            if verb == "Replace":
+                lines[old.lineno - 1 : old.end_lineno] = [block]
+            else:
+                lines.insert(old.end_lineno, textwrap.indent(block, "    "))
+            path.write_text("".join(lines))
+        else:
+            path.write_text(f"{''.join(lines)}\n\n{block}")
+    return len([line for *_, block in blocks for line in block.splitlines() if line.strip()])
 
 
 def run(code, folder, *words, **variables):
@@ -69,7 +73,7 @@ def test_what_is_changed_trains_is_killed_resumes_verifies_and_exports(toys, tmp
             np.random.default_rng(0).integers(0, VOCABULARY, rows * 64).astype(np.uint16).tofile(data / name)
     flags = ["--model_name", model, "--train_data_dir", data, "--output_dir", "runs", "--max_step", STEPS, "--lr", 1e-3]
     flags += ["--save_step_interval", 2, "--log_step_interval", 1, "--global_batch_size", 4, "--eval_iters", 2]
-    if found := re.search(r"python train.py (--(?:lr_schedule|logger) \w+)", section):
+    if found := re.search(r"python train.py .*?(--(?:lr_schedule|logger|lion_beta) [\w.]+)", section):
         flags += found[1].split()
 
     def train(name, **variables):
@@ -94,6 +98,45 @@ def test_what_is_changed_trains_is_killed_resumes_verifies_and_exports(toys, tmp
     assert verified.returncode == 0 and "verdict         whole" in verified.stdout, verified.stderr + verified.stdout
     exported = run(copy, tmp_path, copy / "export_hf.py", "runs/cut", "--output", "hf")
     assert exported.returncode == 0 and "Verified with plain transformers" in exported.stdout, exported.stderr
+
+
+def test_a_flag_that_is_added_belongs_to_the_run(toys, tmp_path, copy):
+    """Nothing but its declaration says so: a resume with another value would go on with other losses."""
+    flags = [
+        "--model_name",
+        toys / "llama",
+        "--train_data_dir",
+        toys / "data",
+        "--output_dir",
+        "runs",
+        "--eval_iters",
+        0,
+    ]
+
+    def train(*more, name="run"):
+        done = run(copy, tmp_path, copy / "train.py", *flags, "--save_step_interval", 2, "--run_name", name, *more)
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = train("--max_step", 4, name="before")
+    assert code == 0, said
+    before = {path: path.read_bytes() for path in copy.rglob("*.py")}
+    apply(dict(SECTIONS)["A flag"], copy)
+    changed = {str(path.relative_to(copy)) for path, text in before.items() if path.read_bytes() != text}
+    assert changed == {"arguments.py", "fabric_llm/training/optim.py"}, "the flag, and the code that reads it"
+    back = ("--resume", "true", "--checkpoint", "runs/before/step-00000002", "--max_step", 4)
+    code, said = train(*back, "--lion_beta", 0.5, name="before")
+    assert code == 2 and "was written with lion_beta 0.99, not 0.5." in said, "by a run without the flag"
+    code, said = train("--lion_beta", 1)
+    assert code == 2 and "--lion_beta must be at least 0 and less than 1, not 1.0." in said
+    code, said = train("--lion_bta", 0.5)
+    assert code == 2 and "Did you mean --lion_beta?" in said
+    code, said = train("--lion_beta", 0.9, "--max_step", 4)
+    assert code == 0, said
+    back = ("--resume", "true", "--checkpoint", "runs/run/step-00000002", "--max_step", 4)
+    code, said = train(*back, "--lion_beta", 0.5)
+    assert code == 2 and "was written with lion_beta 0.9, not 0.5." in said and "--resume_override lion_beta." in said
+    code, said = train(*back, "--lion_beta", 0.5, "--resume_override", "lion_beta")
+    assert code == 0 and "lion_beta: 0.5 from here on, 0.9 before." in said, said
 
 
 def weights_before(model, folder):

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from arguments import ROOT
+from arguments import NOT_HERE, ROOT
 from fabric_llm.base.machine import cores
-from fabric_llm.base.spelling import NOT_HERE
 
 HEAVY = ("torch", "lightning", "transformers", "datasets", "numpy", "pyarrow", "tokenizers")
 LIGHT = """
@@ -200,7 +199,11 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     ("--run_name ../x", 2, "--run_name '../x' must be a plain name"),
     ("--run_name run", 2, "holds checkpoints up to step-00000100: go on with --resume true"),
     ("--checkpoint checkpoints/run/step-00000100", 2, "goes with --resume true"),
-    ("--resume_override precision", 2, "--resume_override precision: what can change is max_step"),
+    (
+        "--resume_override precision",
+        2,
+        "--resume_override precision: what can change is data_mix, document_masking, number_",
+    ),
     ("--resume true --run_name other", 66, "--resume true: no complete checkpoint (step-N) in 'checkpoints/other'."),
     (
         "--resume true --checkpoint checkpoints/run",
@@ -322,7 +325,7 @@ def test_a_rank_looks_at_the_run_that_it_resumes_only_if_it_is_the_first(place):
 
 
 def test_what_checks_imports_nothing_heavy():
-    code = "import sys; from fabric_llm.run import mistakes; print(*sys.modules)"
+    code = "import sys; from fabric_llm.plan import checks; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert not set(HEAVY) & set(done.stdout.split())
@@ -388,7 +391,7 @@ def test_words_of_other_trainers_lead_to_a_flag_or_to_what_to_do(told, name):
     if WORDS_OF_OTHERS[name]:
         assert told[name] == f"unknown flag --{name}. Did you mean --{WORDS_OF_OTHERS[name]}?"
     else:
-        advice = NOT_HERE[name]
+        [advice] = [advice for words, advice in NOT_HERE.items() if name in words.split()]
         assert told[name] == f"unknown flag --{name}. {advice[0].upper()}{advice[1:]}."
 
 

@@ -66,7 +66,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         ending.left = f"nothing was written to {given.output}"
         from fabric_llm.average import parts, weighting
         from fabric_llm.base import files
-        from fabric_llm.plan.mistakes import exported_output
+        from fabric_llm.plan.checks import exported_output
 
         output = Path(given.output)
         folders = parts.named(given.parts, given.last)

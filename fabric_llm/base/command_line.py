@@ -5,16 +5,26 @@ arguments.py has the flags. Functions of this package that take many of them tak
 
 from __future__ import annotations
 
+import ast
+import inspect
+import math
 import os
 import re
 import sys
 import time
-from dataclasses import field, fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin, get_type_hints
+
+import yaml
 
 from fabric_llm.base import plain_yaml
 from fabric_llm.base.faults import BAD_INPUT, printable, tell_torchrun
+from fabric_llm.base.files import write_atomically
 from fabric_llm.base.spelling import flag_instead, value_instead
 
 # arguments.Arguments, which this package doesn't import. A group's flags are its fields: `flags.training.lr`.
@@ -23,9 +33,75 @@ LONGEST_NUMBER = 100  # characters
 SECONDS_FOR_THE_FIRST = 20.0  # process of a machine, to say what is wrong; its end ends the wait
 
 
-def flag(default: Any, help: str, takes: Optional[str] = None) -> Any:
-    """takes: the values in words, where the type doesn't say them."""
-    return field(default=default, metadata={"help": help, "takes": takes})
+@dataclass(frozen=True)
+class Flag:
+    """What is said of a flag, once: --help, the checks, the warnings, the suggestions and resuming all read it here.
+
+    A flag belongs to the run: checkpoints hold its value, and a run that resumes with another value is refused unless
+    --resume_override names the flag. A flag for which that isn't so has `may_change`, `fixed` or `kept=False`.
+    """
+
+    default: Any
+    help: str
+    type: Any = None
+    takes: str = ""  # the values in words, where the type doesn't say them
+    above: Optional[float] = None  # the range of a number
+    at_least: Optional[float] = None
+    below: Optional[float] = None
+    may_change: bool = False  # a run that resumes may have another value
+    fixed: bool = False  # a run that resumes has the same value, whatever --resume_override says
+    kept: bool = True  # in arguments.yaml: False of what says which run it is, or concerns one process of it
+    needs: str = ""  # flags without which it has no effect: each is on, or has one of the values after it
+    also: str = ""  # its names in other trainers, unless they are so near that they would be taken for a typo
+    # What to give for values that it doesn't take, see spelling.py.
+    instead: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def belongs_to_run(self) -> bool:
+        """Whether a resumed run changes it only by --resume_override."""
+        return self.kept and not self.may_change and not self.fixed
+
+    @property
+    def kinds(self) -> list[Any]:
+        """The types of its values, without None."""
+        kinds = get_args(self.type) if get_origin(self.type) is Union else [self.type]
+        return [kind for kind in kinds if kind is not type(None)]
+
+    @property
+    def words(self) -> list[Any]:
+        """The words that it takes."""
+        return [word for kind in self.kinds if get_origin(kind) is Literal for word in get_args(kind)]
+
+    @property
+    def values(self) -> str:
+        """What it takes, in words."""
+        names = {int: "an integer", float: "a number", bool: "true or false", str: "text", list: "a list"}
+        found = [names.get(get_origin(kind) or kind) for kind in self.kinds]
+        return self.takes or " or ".join([*filter(None, found), *map(str, self.words)])
+
+    def out_of_range(self, value: Any) -> str:
+        """What is wrong with a number, as the end of a sentence; "" of one that is right, and of other values."""
+        if not isinstance(value, (int, float)):
+            return ""
+        least = -math.inf if self.at_least is None else self.at_least
+        if self.below is not None and not least <= value < self.below:
+            words = f"at least {least} and less than {self.below}"
+        elif self.above is not None and not value > self.above:
+            words = "positive" if self.above == 0 else f"more than {self.above}"
+        elif not value >= least:
+            words = f"{least} or more"
+        elif not math.isfinite(value):
+            words = "a finite number"
+        else:
+            return ""
+        default = re.search(r"\(default: (.*)\)", self.help)
+        instead = self.instead.get(str(value)) or (default and f"leave it out for {default[1]}")
+        return f"must be {words}, not {value}{f'; {instead}' if instead else ''}."
+
+
+def flag(default: Any, help: str = "", **said: Any) -> Any:
+    """The field of a flag. help: or the string below the field. said: as `Flag`."""
+    return field(default=default, metadata={"flag": Flag(default, help, **said)})
 
 
 def groups(arguments_class: type) -> dict[str, type]:
@@ -34,12 +110,30 @@ def groups(arguments_class: type) -> dict[str, type]:
     return {f.name: hints[f.name] for f in fields(arguments_class) if is_dataclass(hints[f.name])}
 
 
+@cache
+def declared(group: type) -> dict[str, Flag]:
+    """Flag name -> what is said of it, in the order of --help."""
+    types, found = get_type_hints(group), {}
+    for f in fields(group):
+        help = f.metadata["flag"].help or _strings_below(inspect.getfile(group))[group.__name__, f.name]
+        found[f.name] = replace(f.metadata["flag"], help=help, type=types[f.name])
+    return found
+
+
+@cache
+def _strings_below(file: str) -> dict[tuple[str, str], str]:
+    """(name of a class, name of its field) -> the string below the field, as Sphinx reads it: Python itself forgets it."""
+    return {
+        (node.name, above.target.id): " ".join(below.value.value.split())
+        for node in ast.parse(Path(file).read_text()).body
+        if isinstance(node, ast.ClassDef)
+        for above, below in pairwise(node.body)
+        if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr)
+    }
+
+
 def write_yaml(flat: dict[str, Any], path: Path) -> None:
     """Flag name -> value as a YAML file that `--config` takes."""
-    import yaml
-
-    from fabric_llm.base.files import write_atomically
-
     write_atomically(path, yaml.safe_dump(flat, sort_keys=False))
 
 
@@ -67,37 +161,59 @@ def fail(program: str, sentence: str, code: int = BAD_INPUT) -> NoReturn:
 
 
 def parse(
-    program: str, description: str, flag_groups: Any, argv: list[str], not_in_config: tuple[str, ...] = ()
+    program: str,
+    description: str,
+    flag_groups: Iterable[type],
+    argv: list[str],
+    not_here: Mapping[str, str] = MappingProxyType({}),
+    of_run: bool = False,
 ) -> dict[str, Any]:
-    from jsonargparse import ArgumentParser, set_loader
+    """Flag name -> value. Exits with code 2 and one sentence on anything that it doesn't know or that is out of range.
 
-    set_loader("yaml", plain_yaml.load, exceptions=(ValueError,))  # of a file, and of text in it that is YAML again
-    flag_groups = list(flag_groups)
-    types = {name: hint for group in flag_groups for name, hint in get_type_hints(group).items()}
-    takes = {f.name: f.metadata["takes"] or _type_name(types[f.name]) for group in flag_groups for f in fields(group)}
+    not_here: what to do instead of giving flags that this program doesn't have, by their names. of_run: --config is the
+    arguments.yaml of a run, which has only flags that are kept.
+    """
+    import jsonargparse  # takes time, which who imports this file for something else can do without
 
-    class Parser(ArgumentParser):
+    class Parser(jsonargparse.ArgumentParser):
         def error(self, message: str, ex: Optional[Exception] = None) -> NoReturn:
-            fail(program, _one_sentence(message, types, takes))
+            fail(program, _one_sentence(message, flags, meanings))
 
+    # Of a file, and of text in it that is YAML again.
+    jsonargparse.set_loader("yaml", plain_yaml.load, exceptions=(ValueError,))
     parser = Parser(prog=program, description=description, allow_abbrev=False, default_env=False)
     parser.add_argument("--config", action="config", help="YAML file of flags; the command line wins over it")
+    flags: dict[str, Flag] = {}
     for group in flag_groups:
         title, *rest = (group.__doc__ or "").split(" (", 1)
         section = parser.add_argument_group(title, rest[0].rstrip(")") if rest else None)
-        for f in fields(group):
-            required = f.default is None and not _optional(types[f.name])
-            options = {"required": True} if required else {"default": f.default}
-            flag_type = types[f.name]
-            if get_origin(_inner(flag_type)) is list:
-                flag_type, options["nargs"] = str, "+"
-            section.add_argument(f"--{f.name}", type=flag_type, help=f.metadata["help"], **options)
+        for name, one in declared(group).items():
+            flags[name] = one
+            required = one.default is None and type(None) not in get_args(one.type)
+            options = {"required": True} if required else {"default": one.default}
+            options |= {"type": str, "nargs": "+"} if one.kinds == [list[str]] else {"type": one.type}
+            section.add_argument(f"--{name}", help=one.help, **options)
+    meanings = _meanings(flags, not_here)
     words, config = _split_config(argv)
     if config is not None:
-        _check_config(program, config, {name: hint for name, hint in types.items() if name not in not_in_config})
+        in_config = {name: one for name, one in flags.items() if one.kept or not of_run}
+        _check_config(program, config, in_config, meanings)
         words = ["--config", config, *words]  # first, so that the command line wins whatever the order
-    flat = parser.parse_args(words).as_dict()
-    return {name: flat[name] for name in types}
+    parsed = parser.parse_args(words).as_dict()
+    for name, one in flags.items():
+        if wrong := one.out_of_range(parsed[name]):
+            fail(program, f"--{name} {wrong}")
+    return {name: parsed[name] for name in flags}
+
+
+def _meanings(flags: Mapping[str, Flag], not_here: Mapping[str, str]) -> dict[str, str]:
+    """The end of a sentence about an unknown flag, by each word that may be given for one."""
+    meanings = {word: f"{said[0].upper()}{said[1:]}." for words, said in not_here.items() for word in words.split()}
+    for name, one in flags.items():
+        meanings |= dict.fromkeys([name, *one.also.split()], f"Did you mean --{name}?")
+        if one.type is bool:
+            meanings[f"no_{name}"] = f"Take --{name} false."
+    return meanings
 
 
 def _split_config(argv: list[str]) -> tuple[list[str], Optional[str]]:
@@ -112,9 +228,8 @@ def _split_config(argv: list[str]) -> tuple[list[str], Optional[str]]:
     return words, config
 
 
-def _check_config(program: str, config: str, types: dict[str, Any]) -> None:
+def _check_config(program: str, config: str, flags: dict[str, Flag], meanings: dict[str, str]) -> None:
     """Known keys, and values without depth."""
-    known = list(types)
     try:
         values = plain_yaml.read(Path(config))
     except OSError as error:
@@ -124,71 +239,30 @@ def _check_config(program: str, config: str, types: dict[str, Any]) -> None:
     if not isinstance(values, dict):
         fail(program, f"--config {config!r} must hold `flag: value` lines, but holds {type(values).__name__}.")
     for key, value in values.items():
-        if key not in known:
-            fail(program, f"unknown key {key!r} in {config}.{_nearest(str(key), known)}")
+        if key not in flags:
+            fail(program, f"unknown key {key!r} in {config}. {flag_instead(str(key), meanings)}")
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, (list, dict, set, tuple)):
                 fail(program, f"{key!r} in {config} must hold a value, or a list of values, not {type(item).__name__}.")
-            if isinstance(item, str) and len(item) > LONGEST_NUMBER and not _takes_text(types[key]):
+            if isinstance(item, str) and len(item) > LONGEST_NUMBER and flags[key].kinds not in ([str], [list[str]]):
                 # jsonargparse would read it as YAML, aliases included
                 fail(program, f"{key!r} in {config} is a text of {len(item):,} characters: {item[:60]!r} ...")
 
 
-def _nearest(name: str, known: list[str], dashes: str = "") -> str:
-    """What is meant by a flag or key that isn't there, as the end of a sentence."""
-    flags, advice = flag_instead(name, known)
-    if flags:
-        return f" Did you mean {' or '.join(f'{dashes}{flag}' if dashes else repr(flag) for flag in flags)}?"
-    return f" {advice[0].upper()}{advice[1:]}." if advice else " See --help."
-
-
-def _one_sentence(message: str, types: dict[str, Any], takes: dict[str, str]) -> str:
+def _one_sentence(message: str, flags: dict[str, Flag], meanings: dict[str, str]) -> str:
     """jsonargparse's message, several lines of Python types, as one sentence with the offending value."""
     if unknown := re.match(r"unrecognized arguments: (.*)", message, re.S):
         words = unknown[1].split()
         name = next((w for w in words if w.startswith("-")), words[0])
         if not name.startswith("-"):
             return f"unexpected {name!r}: every flag is written --name value."
-        return f"unknown flag {name}.{_nearest(name.lstrip('-').split('=')[0], list(types), '--')}"
+        return f"unknown flag {name}. {flag_instead(name.lstrip('-').split('=')[0], meanings)}"
     if wrong := re.match(r'Parser key "(\w+)":.*(?:Got value|Given value): (.*)', message, re.S):
-        kinds, value = takes[wrong[1]], wrong[2].strip()
-        instead = value_instead(wrong[1], value, _words(types[wrong[1]]), kinds)
-        return f"--{wrong[1]} takes {kinds}, not {value!r}{f': {instead}' if instead else ''}."
-    if bare := re.match(r"argument --(\w+): expected one argument", message):
-        return f"--{bare[1]} takes {takes[bare[1]]}, and nothing is given." if bare[1] in takes else message
+        one, value = flags[wrong[1]], wrong[2].strip()
+        instead = value_instead(value, one.words, one.values, one.instead)
+        return f"--{wrong[1]} takes {one.values}, not {value!r}{f': {instead}' if instead else ''}."
+    if (bare := re.match(r"argument --(\w+): expected one argument", message)) and bare[1] in flags:
+        return f"--{bare[1]} takes {flags[bare[1]].values}, and nothing is given."
     if missing := re.search(r'(?:Key|key) "(\w+)" is required', message):
         return f"--{missing[1]} is required."
     return " ".join(message.split()).removeprefix("argument ").rstrip(".") + "."
-
-
-def _optional(hint: Any) -> bool:
-    return type(None) in get_args(hint)
-
-
-def _inner(hint: Any) -> Any:
-    """Optional[X] -> X."""
-    if _optional(hint):
-        return Union[tuple(a for a in get_args(hint) if a is not type(None))]
-    return hint
-
-
-def _takes_text(hint: Any) -> bool:
-    return _inner(hint) is str or get_origin(_inner(hint)) is list
-
-
-def _words(hint: Any) -> list[Any]:
-    """The words that a flag takes."""
-    if get_origin(hint) is Literal:
-        return list(get_args(hint))
-    return [word for a in get_args(hint) for word in _words(a)]
-
-
-def _type_name(hint: Any) -> str:
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
-    if hint in names:
-        return names[hint]
-    if get_origin(hint) is Literal:
-        return " or ".join(map(str, get_args(hint)))
-    if get_origin(hint) is list:
-        return "a list"
-    return " or ".join(_type_name(a) for a in get_args(hint) if a is not type(None))

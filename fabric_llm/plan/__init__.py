@@ -1,7 +1,6 @@
 """Flags, data and model -> what will happen: a Plan. Mistakes are found here.
 
-mistakes       `in_training`, `in_preparation`, `in_export`: mistakes that need no torch
-flag_rules     `numbers`, `batch_sizes`, `sizes`, `profiled_steps`: ranges of flags, and how batches divide
+checks         `check_training`, `check_preparation`, `check_export`, `batch_sizes`: what is checked without torch
 placement      `place`: devices and strategy, known without torch
 starting       `start`: the run directory locked, the ranks of this machine started
 joining        `join`, `plan_together`: all ranks, with the same plan
@@ -12,7 +11,7 @@ mixing         `plan_mixture`: the sources of --data_mix, and their mixture over
 measuring      `open_eval_data`, `copy_set`: the validation sets besides those of the training data
 plan           `make_plan`, `Plan`: flags -> what they mean on this machine, with this dataset and model
 same_run       `require_same_run`: what a resumed run may change
-doubts         `doubts`: one warning for each flag that has no effect or is hardly meant
+warnings       `warnings`: valid flags that are probably a mistake
 run_directory  `lock`, `write_status`: checkpoints/RUN, its name, lock and STATUS.json
 trackers       `TRACKERS`: csv, TensorBoard, Weights & Biases
 events         `record`, `read`: events.jsonl, when a run started, resumed, saved and ended

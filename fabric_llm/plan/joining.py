@@ -20,11 +20,11 @@ from fabric_llm.base.machine import cores
 from fabric_llm.model.loading import has_weights
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.plan import mixing, resume, run_directory
-from fabric_llm.plan.doubts import Facts, doubts, positions
 from fabric_llm.plan.placement import Placement, place
 from fabric_llm.plan.plan import Plan, make_plan
 from fabric_llm.plan.same_run import require_same_run
 from fabric_llm.plan.starting import Started
+from fabric_llm.plan.warnings import Facts, positions, warnings
 from fabric_llm.processes.launch import Children, for_launcher, has_parent, kill_parent, port_in_use
 from fabric_llm.processes.meeting import SECONDS_TO_HEAR, Meeting
 from fabric_llm.processes.stop import StopSignal, interrupt
@@ -77,7 +77,7 @@ def plan_together(joined: Joined, flags: Flags, signals: StopSignal) -> Plan:
     ranks.first_fault(problem)
     joined.plan = plan
     if joined.fabric.global_rank == 0:
-        for sentence in doubts_about(flags, plan):
+        for sentence in warnings_of(flags, plan):
             print(f"Warning: {sentence}", flush=True)
         run_directory.write_status(plan.run_directory, None, "running", plan.start.step, True)
     return plan
@@ -88,7 +88,7 @@ def _chosen_by_rank_zero(flags: Flags, directory: Path) -> Optional[Path]:
     return ranks.from_rank_zero(lambda: resume.choose(flags, directory))
 
 
-def doubts_about(flags: Flags, plan: Plan) -> list[str]:
+def warnings_of(flags: Flags, plan: Plan) -> list[str]:
     """Warnings, a sentence each: valid flags that are probably a mistake."""
     facts = Facts(
         **{name: getattr(plan, name) for name in ("strategy", "kind", "devices", "num_nodes", "max_step")},
@@ -99,7 +99,7 @@ def doubts_about(flags: Flags, plan: Plan) -> list[str]:
         sequences=plan.global_batch_size if has_weights(plan.source) else None,
         epochs=mixing.epochs(plan),
     )
-    return doubts(flags, facts)
+    return warnings(flags, facts)
 
 
 def _launch(

@@ -19,7 +19,7 @@ from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.pattern import MOST_SLOTS
 from fabric_llm.data.sources import open_source
 from fabric_llm.model.loading import tokenizer_beside
-from fabric_llm.plan import flag_rules, resume
+from fabric_llm.plan import checks, resume
 from fabric_llm.plan.stages import Here, Layout, lay_out
 
 MOST_REPLAY = Fraction(1, 2)  # of a mixture, that a rewind may come to: for strong shifts up to a half is advised
@@ -57,7 +57,7 @@ def open_sources(flags: Flags, blend: Blend) -> dict[str, TokenDataset]:
     sources = {source.name: open_source(Path(source.path), verify) for source in blend.sources}
     first, *others = sources.values()
     for source in sources.values():
-        flag_rules.row_length(str(source.folder), source.context_length, data.context_length)
+        checks.row_length(str(source.folder), source.context_length, data.context_length)
     for other in others:
         _require_alike(first, other, data.document_masking is not False)
     return sources

@@ -12,7 +12,7 @@ from fabric_llm.base import machine
 from fabric_llm.base.command_line import Flags
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Sharding
-from fabric_llm.plan import flag_rules, mistakes
+from fabric_llm.plan import checks
 from fabric_llm.processes.launch import started_by_other
 
 MOST_RANKS_A_CORE = 4  # beyond that a run on CPUs spends minutes on its start alone
@@ -39,7 +39,7 @@ class Placement:
 def place(flags: Flags) -> Placement:
     """What the flags and the launcher say of devices, without a look at model or data. Raises ValueError."""
     fsdp, tpu, precision = flags.fsdp, flags.devices.tpu, flags.model.precision
-    devices, num_nodes, kind = resolve_devices(*mistakes.asked_world(flags), flags.devices.accelerator)
+    devices, num_nodes, kind = resolve_devices(*checks.asked_world(flags), flags.devices.accelerator)
     sharding = Sharding(
         fsdp.auto_wrap_policy,
         fsdp.sharding_strategy,
@@ -119,16 +119,7 @@ def resolve_strategy(name: str, world_size: int, tpu: bool, precision: str, kind
 
 
 def batch_sizes(flags: Flags, placement: Placement) -> tuple[int, int, int]:
-    """`flag_rules.batch_sizes`; the demo runs on any number of devices. Raises ValueError."""
-    training, micro_batch_size = flags.training, flags.training.micro_batch_size
-    if flags.demo and micro_batch_size and training.global_batch_size:
-        micro_batch_size = min(micro_batch_size, max(1, training.global_batch_size // placement.world_size))
-    sizes = flag_rules.batch_sizes(
-        micro_batch_size,
-        training.gradient_accumulation_steps,
-        training.global_batch_size,
-        placement.devices,
-        placement.num_nodes,
-    )
+    """`checks.batch_sizes` of the devices that there are. Raises ValueError."""
+    sizes = checks.batch_sizes(flags, placement.devices, placement.num_nodes)
     strategy_rules.offload(placement.strategy, placement.sharding.cpu_offload, sizes[1])
     return sizes

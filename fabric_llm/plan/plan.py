@@ -37,8 +37,7 @@ from fabric_llm.model.loading import (
     takes_positions,
     tokenizer_beside,
 )
-from fabric_llm.plan import flag_rules as rules
-from fabric_llm.plan import measuring, mixing, resume
+from fabric_llm.plan import checks, measuring, mixing, resume
 from fabric_llm.plan.measuring import ONE_SET
 from fabric_llm.plan.placement import Placement, batch_sizes
 
@@ -151,8 +150,8 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
     if resume_from is not None and model.model_name not in (source, resumed.get("model_name")):
         check_same_model(flags, skeleton, resume_from)
     masking = resume.document_masking(flags, resumed)
-    rules.profiled_steps(flags.logging.profile, data["max_step"])
-    rules.decays(vars(training), data["max_step"])
+    checks.profiled_steps(flags.logging.profile, data["max_step"])
+    checks.check_phases(vars(training), data["max_step"])
     return Plan(
         **vars(placement),
         **data,
@@ -174,7 +173,7 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
         sums_in_float32=training.accumulation_dtype == "float32",
         router_aux_loss_coef=router.coefficient(skeleton, training.router_aux_loss_coef),
         loss=model.loss,
-        activation_checkpointing=rules.checkpointing(flags.fsdp.activation_checkpointing),
+        activation_checkpointing=checks.activation_checkpointing(flags.fsdp.activation_checkpointing),
         compiles=find_compiles(model.compile, skeleton, placement.kind),
         frozen=freezing.frozen_names(skeleton, training.freeze, training.train_only),
         resumed=resumed,
@@ -199,14 +198,8 @@ def open_checked(flags: Flags, micro_batch_size: int, global_batch_size: int) ->
     """The dataset, checked against the batches. One rank of each machine compares hashes. Raises ValueError."""
     data = flags.data
     dataset = open_source(Path(data.train_data_dir), data.verify_data if is_first_of_machine() else "size")
-    rules.sizes(
-        str(dataset.folder),
-        len(dataset.train),
-        dataset.context_length,
-        data.context_length,
-        micro_batch_size,
-        global_batch_size,
-    )
+    checks.row_length(str(dataset.folder), dataset.context_length, data.context_length)
+    checks.batches_fit(str(dataset.folder), len(dataset.train), micro_batch_size, global_batch_size)
     return dataset
 
 
@@ -250,7 +243,7 @@ def check_model(flags: Flags, config: Any, datasets: Sequence[TokenDataset], sou
     if sharded:
         strategies.of_one_dtype(skeleton, units)
     router.coefficient(skeleton, flags.training.router_aux_loss_coef)
-    checkpointing = rules.checkpointing(flags.fsdp.activation_checkpointing)
+    checkpointing = checks.activation_checkpointing(flags.fsdp.activation_checkpointing)
     if checkpointing != "none" and not skeleton.supports_gradient_checkpointing:
         raise ValueError(f"--activation_checkpointing {checkpointing}: {type(skeleton).__name__} doesn't support it.")
     layers.checkpoint_activations(skeleton, checkpointing)

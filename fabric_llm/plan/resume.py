@@ -18,15 +18,6 @@ from fabric_llm.plan import run_directory
 
 MOST_DIFFERENCES = 10  # named in an error
 MOST_CHARACTERS = 80  # of a mixture's sources in a run's name
-# Flags that a resumed run may change if --resume_override names them; all are saved in checkpoints.
-OVERRIDABLE = (
-    *("max_step", "number_epochs", "lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps"),
-    *("decay_steps", "decay_shape", "cooldown_steps", "constant_lr"),
-    *("weight_decay", "beta1", "beta2", "grad_clip", "global_batch_size", "document_masking"),
-    *("router_aux_loss_coef", "data_mix", "forgetting_budget", "forgetting_action"),
-    *("ema_decay", "ema_device", "ema_every"),
-    *("freeze", "train_only"),
-)
 
 
 def directory(flags: Flags) -> Path:
@@ -149,10 +140,11 @@ def document_masking(flags: Flags, document: dict[str, Any]) -> Union[bool, str]
 
 
 def overrides(flags: Flags) -> tuple[str, ...]:
-    """The flags that --resume_override names. Raises ValueError for one that can't be."""
+    """The flags that --resume_override names. Raises ValueError for one that it can't change."""
     given = flags.checkpoint.resume_override
     names = tuple(name.strip().removeprefix("--") for name in given.split(",") if name.strip()) if given else ()
+    known = [name for name, one in flags.declared().items() if one.belongs_to_run]
     for name in names:
-        if name not in OVERRIDABLE:
-            raise ValueError(f"--resume_override {name}: what can change is {', '.join(OVERRIDABLE)}.")
+        if name not in known:
+            raise ValueError(f"--resume_override {name}: what can change is {', '.join(known)}.")
     return names

@@ -13,7 +13,7 @@ from fabric_llm.data.order import ROW_ORDER
 from fabric_llm.model import freezing
 from fabric_llm.plan import measuring
 from fabric_llm.plan.plan import Plan
-from fabric_llm.plan.resume import MOST_DIFFERENCES, OVERRIDABLE, given_checkpoint, overrides
+from fabric_llm.plan.resume import MOST_DIFFERENCES, given_checkpoint, overrides
 from fabric_llm.training.forgetting import parse_budgets
 from fabric_llm.training.schedule import SCHEDULES, arguments_of, lr_at
 
@@ -23,14 +23,17 @@ ROWS_READ = ("from_position", "count", "hash_sum")  # in progress.json; not in t
 
 def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
     """What a checkpoint says of its run, for those that resume from it."""
-    flat = flags.flat()
+    flat, declared = flags.flat(), flags.declared()
     packed = bool(plan.dataset.manifest.get("packed"))
     masking = plan.document_end is not None if packed else bool(plan.document_masking)
-    schedule = {name: flat[name] for name in OVERRIDABLE}
+    schedule = {name: flat[name] for name, one in declared.items() if one.belongs_to_run}
     schedule |= {"global_batch_size": plan.global_batch_size, "document_masking": masking}
     if schedule["ema_decay"] is None:
         schedule = {name: value for name, value in schedule.items() if name not in ("ema_device", "ema_every")}
     schedule |= {name: ",".join(freezing.words(flat[name])) or None for name in freezing.FLAGS}
+    fixed = {name: flat[name] for name, one in declared.items() if one.fixed}
+    if flags.model.precision != "bf16-true":
+        fixed["bf16_updates"] = None
     if plan.blend is None:
         schedule.pop("data_mix")
     else:
@@ -39,9 +42,7 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
         "fixed": {
             **data_facts(plan),
             "row_order": ROW_ORDER,
-            "seed": flags.training.seed,
-            "precision": flags.model.precision,
-            "bf16_updates": flags.model.bf16_updates if flags.model.precision == "bf16-true" else None,
+            **fixed,
         },
         "schedule": schedule,
         **mixture_facts(plan),
@@ -86,7 +87,7 @@ def require_same_run(plan: Plan, flags: Flags) -> None:
     allowed, document = overrides(flags), plan.resumed
     if not _is_whole(document):
         raise Fault(f"{str(plan.resume_from)!r} is damaged: trainer/progress.json isn't a run's.", NO_CHECKPOINT)
-    now, document = facts(plan, flags), _with_all_flags(document)
+    now, document = facts(plan, flags), _with_all_flags(document, flags)
     fixed, schedule = (_differences(_flat(document[kind]), _flat(now[kind])) for kind in ("fixed", "schedule"))
     if ("mixture" in document) != ("mixture" in now):
         words = [f"--{'data_mix' if 'mixture' in one else 'train_data_dir'}" for one in (document, now)]
@@ -131,9 +132,10 @@ def _require_base(plan: Plan, flags: Flags, document: dict[str, Any]) -> None:
         )
 
 
-def _with_all_flags(document: dict[str, Any]) -> dict[str, Any]:
-    """progress.json, where that of an older version lacks flags, with their defaults."""
-    return {**document, "schedule": {**dict.fromkeys(freezing.FLAGS), **document["schedule"]}}
+def _with_all_flags(document: dict[str, Any], flags: Flags) -> dict[str, Any]:
+    """progress.json, with the defaults of flags that have been added since it was written: the run had nothing else."""
+    defaults = {name: one.default for name, one in flags.declared().items() if one.belongs_to_run and not one.needs}
+    return {**document, "schedule": {**defaults, **document["schedule"]}}
 
 
 def _is_whole(document: dict[str, Any]) -> bool:
@@ -181,7 +183,7 @@ def announcement(plan: Plan, flags: Flags) -> list[str]:
     elif (newest := step_names.latest(plan.run_directory)) is not None and newest != plan.resume_from:
         lines.append(f"Back from {newest.name} to {plan.resume_from.name}: later checkpoints are moved aside.")
     now = facts(plan, flags)
-    schedule = _differences(_with_all_flags(document)["schedule"], now["schedule"])
+    schedule = _differences(_with_all_flags(document, flags)["schedule"], now["schedule"])
     for name, (then, value) in schedule.items():
         lines.append(f"{name}: {value} from here on, {then} before.")
     if plan.max_step != document["end_step"]:

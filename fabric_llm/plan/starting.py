@@ -17,7 +17,7 @@ from typing import NoReturn, Optional
 
 from fabric_llm.base.command_line import Flags, fail, is_rank_zero
 from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_fault, tell_torchrun
-from fabric_llm.plan import mistakes, resume, run_directory
+from fabric_llm.plan import checks, resume, run_directory
 from fabric_llm.plan.placement import Placement, batch_sizes, place, require_fit
 from fabric_llm.prepare.demo import prepare_demo
 from fabric_llm.processes.launch import Children, for_launcher, require_port, start_ranks, started_by_other
@@ -79,7 +79,7 @@ def start(flags: Flags) -> Started:
     """
     placement = place(flags)
     require_fit(flags, placement)
-    mistakes.in_length(flags, batch_sizes(flags, placement)[2])
+    checks.check_mixture_length(flags, batch_sizes(flags, placement)[2])
     starts = placement.world_size > 1 and not flags.devices.tpu and not started_by_other()
     if placement.world_size > 1 and not flags.devices.tpu and not starts:
         require_port()

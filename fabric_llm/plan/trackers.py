@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Callable, Optional
 
-from fabric_llm.base.spelling import value_instead
+from fabric_llm.base.spelling import nearest
 
 Record = dict[str, float]
 MANY_LINES = 100  # that wait for a tracker
@@ -97,10 +97,9 @@ def named(given: str) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in given.split(",")))
     for name in names:
         if name not in TRACKERS:
-            instead = value_instead("logger", name, TRACKERS, "")
+            instead = "".join(f": take {close}" for close in nearest(name.lower(), TRACKERS))
             raise ValueError(
-                f"--logger takes {', '.join(TRACKERS)}, or several of them with commas, not {name[:60]!r}"
-                f"{f': {instead}' if instead else ''}."
+                f"--logger takes {', '.join(TRACKERS)}, or several of them with commas, not {name[:60]!r}{instead}."
             )
     if "none" in names and len(names) > 1:
         raise ValueError(f"--logger {given[:60]}: none goes by itself.")

@@ -215,15 +215,7 @@ def build_model(run: Run, source: str, resume_from: Optional[Path]) -> None:
     materializer = Materializer(model, loaded.model, fabric.device)
     run.model = strategy.wrap(fabric, plan.strategy, model, materializer, plan.precision, plan.sharding)
     loaded, materializer = loaded._replace(model=None), None  # its memory, before gradients need some
-    optimizer = optim.make_optimizer(
-        run.model,
-        decayed,
-        lr=training.lr,
-        betas=(training.beta1, training.beta2),
-        weight_decay=training.weight_decay,
-        updates=plan.bf16_updates,
-        seed=training.seed,
-    )
+    optimizer = optim.make_optimizer(run.model, decayed, training, plan.bf16_updates)
     ema.begin(optimizer, training.ema_decay, training.ema_device, training.ema_every, training.seed)
     run.optimizer = fabric.setup_optimizers(optimizer)
     if resume_from is not None:

@@ -15,7 +15,7 @@ from fabric_llm.model.flops import of_model
 from fabric_llm.model.freezing import tied_both_ways
 from fabric_llm.model.loading import has_weights
 from fabric_llm.plan import events, mixing, run_directory, same_run, trackers
-from fabric_llm.plan.flag_rules import profiled_steps
+from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.plan import Plan
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from fabric_llm.base.command_line import Flags
 from fabric_llm.base.ranks import waits_for_others
 from fabric_llm.model import strategy
 from fabric_llm.training.adamw import AdamW
@@ -16,25 +17,18 @@ from fabric_llm.training.adamw_rounded import Origin
 from fabric_llm.training.gradients import _communication_device, _local
 
 
-def make_optimizer(
-    wrapped: nn.Module,
-    decayed: set[str],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-    updates: str,
-    seed: int,
-) -> torch.optim.Optimizer:
+def make_optimizer(wrapped: nn.Module, decayed: set[str], training: Flags, updates: str) -> torch.optim.Optimizer:
     """The optimizer for a wrapped model. Its state must be tensors, so that checkpoints can hold it.
 
-    decayed: names of parameters, see `decayed_names`. updates: how bfloat16 parameters are rounded, see adamw.py.
+    decayed: names of parameters, see `decayed_names`. training: the flags of that group. updates: how bfloat16 parameters are
+    rounded, see adamw.py.
     """
     named = {strategy.original_name(name): parameter for name, parameter in wrapped.module.named_parameters()}
-    groups = parameter_groups(named.items(), decayed, weight_decay)
+    groups = parameter_groups(named.items(), decayed, training.weight_decay)
     offsets = shard_offsets(list(named.values()), strategy.shard_group(wrapped))
     origins = {parameter: Origin(name, offset) for (name, parameter), offset in zip(named.items(), offsets)}
-    optimizer = AdamW(groups, lr=lr, betas=betas, updates=updates, seed=seed, origins=origins)
+    betas = (training.beta1, training.beta2)
+    optimizer = AdamW(groups, lr=training.lr, betas=betas, updates=updates, seed=training.seed, origins=origins)
     optimizer.initialise()
     return optimizer
 

@@ -28,7 +28,7 @@ from fabric_llm.model.loading import (
     set_generation_config,
     tokenizer_beside,
 )
-from fabric_llm.plan.mistakes import exported_output
+from fabric_llm.plan.checks import exported_output
 
 # The largest mean difference of logits that rounding explains, as a fraction of their standard deviation, by the coarser
 # of the dtypes that the two sides compute in. On a CPU the same float32 weights give 0, and their bfloat16 export 4e-3 (toy

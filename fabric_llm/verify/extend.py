@@ -17,7 +17,7 @@ from fabric_llm.base.ending import on_disk
 from fabric_llm.data import new_tokens
 from fabric_llm.model import new_rows
 from fabric_llm.model.loading import checked_skeleton, has_weights, load_config, load_reference, tokenizer_beside
-from fabric_llm.plan.mistakes import exported_output
+from fabric_llm.plan.checks import exported_output
 from fabric_llm.prepare.corpus import Corpus
 from fabric_llm.verify.export import VerificationError, replacing, write_model
 

@@ -7,7 +7,7 @@ from ranks import Job, toy_run
 from transformers import AutoConfig, LlamaConfig
 
 from arguments import parse_train
-from fabric_llm.plan.doubts import Facts, doubts, positions
+from fabric_llm.plan.warnings import Facts, positions, warnings
 
 FACTS = {
     **{"strategy": "single", "kind": "cpu", "devices": 1, "num_nodes": 1, "cores": 8},
@@ -17,7 +17,7 @@ FACTS = {
 
 def said_of(flags, **facts):
     words = ["--model_name", "m", "--train_data_dir", "d", *flags.split()]
-    return doubts(parse_train(words), Facts(**{**FACTS, **facts}))
+    return warnings(parse_train(words), Facts(**{**FACTS, **facts}))
 
 
 TABLE = [  # flags, facts, the beginning of the one warning
@@ -45,26 +45,29 @@ TABLE = [  # flags, facts, the beginning of the one warning
     ("--reduce_dtype bfloat16 --precision 32-true", {"strategy": "fsdp"}, "--reduce_dtype has no effect with --precision 32"),
     ("--cpu_offload true", {"strategy": "fsdp"}, "--cpu_offload has no effect on a CPU"),
     ("--sharding_strategy HYBRID_SHARD", {"strategy": "fsdp2"}, "--sharding_strategy HYBRID_SHARD on one machine is FULL_SHARD."),
-    ("--bf16_updates master --precision bf16-mixed", {}, "--bf16_updates master has no effect: --precision bf16-mixed keeps"),
+    ("--bf16_updates master --precision bf16-mixed", {}, "--bf16_updates has no effect with --precision bf16-mixed."),
     ("--min_lr 1e-6 --lr_decay false", {}, "--min_lr has no effect with --lr_decay false."),
     ("--lr_schedule linear --lr_decay false", {}, "--lr_schedule has no effect with --lr_decay false."),
-    ("--number_epochs 3 --max_step 100", {}, "--number_epochs has no effect beside --max_step 100."),
+    ("--number_epochs 3 --max_step 100", {}, "--number_epochs has no effect with --max_step 100."),
     ("--resume_override lr", {}, "--resume_override has no effect without --resume."),
+    ("--decay_steps 5 --decay_shape linear", {}, "--decay_steps and --decay_shape have no effect without --lr_schedule wsd or infinite."),
+    ("--lr_schedule wsd --constant_lr 1e-6", {}, "--constant_lr has no effect with --lr_schedule wsd."),
+    ("--auto_wrap_policy none --tpu true", {"strategy": "xla"}, "--auto_wrap_policy has no effect with --tpu true."),
     ("--spike_action skip", {}, "--spike_action has no effect without --spike_threshold."),
     ("--ema_device same --ema_every 2", {}, "--ema_device and --ema_every have no effect without --ema_decay."),
     ("--eval_step_interval 5 --eval_iters 0", {}, "--eval_step_interval has no effect with --eval_iters 0."),
     ("--save_step_interval 100", {}, "--save_step_interval 100 isn't less than the run's 100 steps"),
-    ("--keep_every 5", {}, "--keep_every has no effect without --keep_last: every checkpoint is kept."),
+    ("--keep_every 5", {}, "--keep_every has no effect without --keep_last."),
     ("--keep_best 2 --keep_last 1 --eval_iters 0", {}, "--keep_best has no effect with --eval_iters 0"),
     ("--async_save true", {}, "--async_save has no effect without --save_step_interval"),
     ("--entity a --project b --log_model true", {}, "--entity, --project and --log_model have no effect without --logger wandb."),
-    ("--log_model all --logger csv,tensorboard", {}, "--log_model has no effect without --logger wandb."),
+    ("--log_model all --logger csv,tensorboard", {}, "--log_model has no effect with --logger csv,tensorboard."),
     ("--sample_tokens 9 --state_dict_type sharded", {}, "--sample_tokens has no effect with --state_dict_type sharded"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("flags", "facts", "words"), TABLE, ids=[flags or str(facts) for flags, facts, _ in TABLE])
-def test_doubts(flags, facts, words):
+def test_warnings(flags, facts, words):
     [said] = said_of(flags, **facts)
     assert said.startswith(words) and said.endswith(".") and "\n" not in said
 
@@ -106,7 +109,7 @@ def test_the_presets_are_meant(tmp_path):
     for config in sorted((ROOT / "configs").glob("*.yaml")):
         arguments = parse_train(["--config", str(config)])
         facts = {**FACTS, "strategy": "fsdp", "kind": "cuda", "max_step": arguments.training.max_step or 10_000}
-        assert doubts(arguments, Facts(**facts)) == [], config
+        assert warnings(arguments, Facts(**facts)) == [], config
 
 
 def test_positions(toys):
