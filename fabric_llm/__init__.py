@@ -12,10 +12,11 @@ report      runs to look at: `python -m fabric_llm.report`
 
 average     the average of checkpoints: `python -m fabric_llm.average`
 
+preview       a command, `python -m fabric_llm.preview`: a run before it begins
 extend_vocab  a command, `python -m fabric_llm.extend_vocab`: new tokens for a model
 
-Imports go one way: base <- data, processes <- model <- training, checkpoint <- run <- verify <- report <- preview, average and
-the scripts. A room may import those before it, and none imports arguments.py, but for preview, which asks it for the flags of
+Imports go one way: base <- data, processes <- model <- training, checkpoint <- run <- verify <- report, average and the
+scripts. A room may import those before it, and none imports arguments.py, but for preview, which asks it for the flags of
 train.py. The `__init__.py` of a room lists its modules and imports nothing. docs/tour.md follows a batch, a flag and a
 checkpoint through the rooms.
 """

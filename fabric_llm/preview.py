@@ -15,13 +15,12 @@ from fabric_llm.base.console import plain_output
 from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.progress import Progress
-from fabric_llm.plan import checks
 from fabric_llm.prepare.demo import prepare_demo
 from fabric_llm.report.__main__ import page_module, require_output
 from fabric_llm.run import due
 from fabric_llm.training.schedule import lr_at
 
-# What needs torch or plotly is imported in the functions below: --help and mistakes in flags are answered at once.
+# What takes time to import is imported in the functions below: --help and mistakes in flags are answered at once.
 
 HELP = """usage: python -m fabric_llm.preview [--output preview.html] FLAGS OF train.py
 
@@ -70,6 +69,8 @@ def parsed(words: list[str]) -> Any:
         raise Fault(f"There is no arguments.py in {str(root)!r}: the command runs from a checkout, as train.py does.")
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
+    from fabric_llm.plan import checks
+
     flags = importlib.import_module("arguments").parse_train(words)
     checks.check_training(flags)
     return flags
@@ -134,7 +135,7 @@ def draw(flags: Any, plan: Any, warnings: list[str], output: Path) -> None:
     kinds["saved"] = timeline.Kind("Checkpoint")
     steps_of = {kind: [step for step, each, _ in happens if each == kind] for kind in kinds}
     shares = figures.Figure("sources_share", "Share of each source", "of the sequences", style="steps")
-    drawn = [shares, *(figure for figure in figures.FIGURES if figure.name in ("lr", "sources_epochs"))]
+    known = {figure.name: figure for figure in figures.FIGURES}
     begins = f"resumed from {plan.resume_from}" if plan.resume_from else plan.source
     on = ", ".join(plan.sources) or flags.data.train_data_dir
     devices = f"{plan.strategy} on {plan.world_size} {plan.kind} device{'s' * (plan.world_size > 1)}"
@@ -148,7 +149,7 @@ def draw(flags: Any, plan: Any, warnings: list[str], output: Path) -> None:
         f"{begins} on {on}; {plan.precision}; {devices}",
         {"setup": "Data", "curves": "Curves", "events": "What is due", "flags": "Flags"},
         "Nothing was trained.",
-        charts=figures.charts(drawn, [run]),
+        charts=figures.charts([known["lr"], shares, known["sources_epochs"]], [run]),
         strip=figures.strip([run], [[timeline.Event(*event[:2]) for event in sorted(happens)]], kinds),
         runs=[
             {

@@ -316,13 +316,3 @@ def rounded(value: float) -> Optional[float]:
 
 def _counts(values: np.ndarray) -> list[Optional[int]]:
     return [int(value) if math.isfinite(value) else None for value in values.tolist()]
-
-
-def extremes(series: Series) -> dict[str, tuple[int, float]]:
-    """(step, value) of the first, last, lowest and highest point that is a number. {} where none is."""
-    finite = np.isfinite(series.values)
-    if not finite.any():
-        return {}
-    steps, values = series.steps[finite], series.values[finite]
-    places = {"first": 0, "last": -1, "lowest": int(values.argmin()), "highest": int(values.argmax())}
-    return {name: (int(steps[i]), float(values[i])) for name, i in places.items()}

@@ -6,6 +6,7 @@ page from asking the network for anything.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -112,23 +113,20 @@ def document(kind: str, title: str, lead: str, sections: dict[str, str], made_of
         for chart in [*inside["charts"], inside["strip"]]
     ]
     templates = {"light": figures.template(is_dark=False), "dark": figures.template(is_dark=True)}
-    page = (
-        environment()
-        .get_template("page.html")
-        .render(
-            kind=kind,
-            title=title,
-            lead=lead,
-            sections=sections,
-            made=f"{kind} made by fabric_llm on {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC {made_of}.",
-            data={"templates": templates, "charts": drawn},
-            colors=figures.COLORS,
-            font=figures.FONT,
-            plotly=get_plotlyjs(),
-            **inside,
-        )
+    page = environment().get_template("page.html")
+    content = page.render(
+        kind=kind,
+        title=title,
+        lead=lead,
+        sections=sections,
+        made=f"{kind} made by fabric_llm on {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC {made_of}.",
+        data={"templates": templates, "charts": drawn},
+        colors=figures.COLORS,
+        font=figures.FONT,
+        plotly=get_plotlyjs(),
+        **inside,
     )
-    return page.encode("utf-8", "replace").decode()  # half a surrogate isn't text
+    return content.encode("utf-8", "replace").decode()  # half a surrogate isn't text
 
 
 def save(content: str, output: Path) -> None:
@@ -177,8 +175,7 @@ def duration(seconds: float) -> str:
 
 def shown(value: Any) -> str:
     """A flag's value as a YAML file and the command line have it."""
-    words = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, (bool, type(None))) else None
-    words = str(value) if words is None else words
+    words = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
     return words[:MOST_CHARACTERS] + "..." * (len(words) > MOST_CHARACTERS)
 
 
@@ -212,17 +209,22 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
 def best_of(run: Run, loss: Series) -> str:
     """The best validation loss and its step; of a mean, since the shares of its sets last changed: others are other means."""
     since = run.shares[-1][0] if len(run.shares) > 1 and loss is run.numbers["eval_loss"].get(MEAN) else 0
-    found = figures.extremes(Series(*(part[loss.steps >= since] for part in loss)))
-    if not found:
+    steps, values = of_numbers(Series(*(part[loss.steps >= since] for part in loss)))
+    if not len(values):
         return NONE
-    step, value = found["lowest"]
-    return f"{number(value)} at step {step:,}" + (f"; before step {since:,} it had other shares" if since else "")
+    best = f"{number(values.min())} at step {steps[values.argmin()]:,}"
+    return f"{best}; before step {since:,} it had other shares" if since else best
 
 
 def last(series: Optional[Series]) -> str:
     """The last point of a line that is a number."""
-    found = {} if series is None else figures.extremes(series)
-    return number(found["last"][1]) if found else NONE
+    values = [] if series is None else of_numbers(series).values
+    return number(values[-1]) if len(values) else NONE
+
+
+def of_numbers(series: Series) -> Series:
+    """The points that are numbers."""
+    return Series(*(part[np.isfinite(series.values)] for part in series))
 
 
 def wall_clock(run: Run) -> str:

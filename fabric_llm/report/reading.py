@@ -9,6 +9,7 @@ import math
 import os
 import socket
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -223,7 +224,7 @@ def _lines(run: Run, name: str) -> Iterator[dict[str, Any]]:
 
 def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
     """Add the numbers of the lines to the run."""
-    columns: Columns = {}
+    columns: Columns = defaultdict(lambda: (array("q"), array("d")))
     for record in lines:
         if "verdict" in record:
             run.verdicts.append(as_written(record))
@@ -255,7 +256,7 @@ def _collect(columns: Columns, step: int, said: Mapping[str, Any], prefix: str =
                 if isinstance(numbers, dict):
                     _collect(columns, step, numbers, f"{name}_", one)
         if type(value) is float:
-            steps, values = columns.setdefault((prefix + name, of_what), (array("q"), array("d")))
+            steps, values = columns[prefix + name, of_what]
             steps.append(step)
             values.append(value)
 
