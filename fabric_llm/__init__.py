@@ -7,15 +7,14 @@ model       load a model from transformers, shard it, compare it with the refere
 training    the numbers of a step: schedule, gradients, optimizer, guard, evaluation
 checkpoint  take, write, publish, load and keep checkpoints
 run         one run from its plan to its end
-verify      export a model and prove a run: `python -m fabric_llm.verify`
+verify      prove a run, and what is done with finished weights: `python -m fabric_llm.verify`
 report      runs to look at: `python -m fabric_llm.report`
 
-average     the average of checkpoints: `python -m fabric_llm.average`
+Two commands stand beside the rooms, and their work is in verify: `python -m fabric_llm.average`, the average of checkpoints, and
+`python -m fabric_llm.extend_vocab`, new tokens for a model.
 
-extend_vocab  a command, `python -m fabric_llm.extend_vocab`: new tokens for a model
-
-Imports go one way: base <- data, processes <- model <- training, checkpoint <- run <- verify <- report <- preview, average and
-the scripts. A room may import those before it, and none imports arguments.py, but for preview, which asks it for the flags of
+Imports go one way: base <- data, processes <- model <- training, checkpoint <- run <- verify <- report <- preview and the
+scripts. A room may import those before it, and none imports arguments.py, but for preview, which asks it for the flags of
 train.py. The `__init__.py` of a room lists its modules and imports nothing. docs/tour.md follows a batch, a flag and a
 checkpoint through the rooms.
 """

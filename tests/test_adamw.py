@@ -374,7 +374,9 @@ def save(target, fabric, wrapped, optimizer):
     template = loading.build_skeleton(TOY_CONFIGS["llama"], torch.bfloat16)
     settings = {"template": template, "tokenizer": None, "progress": Progress(), "facts": {}, "origin": {}}
     settings |= {"probe": {"logits": torch.zeros(1)}, "state_dict_type": "full"}
-    writing.save(target, fabric, wrapped.module, optimizer, **settings)
+    pending = writing.begin(target, fabric, wrapped.module, optimizer, **settings)
+    writing.write(pending)
+    writing.commit(pending)
 
 
 def state_on_disk(path):

@@ -22,6 +22,7 @@ from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST, fsync
 from fabric_llm.base.names import nearest_of
 from fabric_llm.base.step_names import checkpoints, step_directories, step_of
+from fabric_llm.checkpoint.progress import read_progress
 
 
 def newest_valid(
@@ -103,7 +104,9 @@ def prune(
         if every or is_pinned(path) or step_of(path) in best or path.resolve() == resumed_from:
             continue
         failpoint("prune.begin")
-        trash = _trash_of(path)
+        trash = path.with_name(
+            f".trash-{path.name}-{secrets.token_hex(4)}"
+        )  # which no reader takes for a checkpoint's name
         try:
             path.rename(trash)
         except OSError as error:  # the new checkpoint is there, which is what counts
@@ -121,18 +124,11 @@ def is_pinned(path: Path) -> bool:
     return path.with_name(f"{path.name}.pinned").exists()
 
 
-def _trash_of(path: Path) -> Path:
-    """The name of a checkpoint that is being removed, which no reader takes for a checkpoint's."""
-    return path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
-
-
 def _eval_loss(path: Path) -> float:
-    from fabric_llm.checkpoint.progress import read_progress
-
     try:
         loss = read_progress(path).get("eval_loss")
     except Fault:  # damaged, so never the best
-        return math.inf
+        loss = None
     return loss if isinstance(loss, float) else math.inf
 
 

@@ -1,16 +1,14 @@
-"""Where a run is, and progress.json, which says so in a checkpoint."""
+"""Where a run is, and what a checkpoint says of it: progress.json, and the versions of what wrote it."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fabric_llm.base.faults import (
-    NO_CHECKPOINT,
-    Fault,
-)
+from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 
 MOST_COUNTED = 2**53  # steps, sequences, tokens: far beyond any run
 
@@ -49,6 +47,11 @@ def read_progress(path: Path) -> dict[str, Any]:
     if not fits or len(document["progress"]) != len(numbers):
         raise _damaged(path, f"trainer/progress.json says {document['progress']}.")
     return document
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that write and read checkpoints."""
+    return {name: version(name) for name in ("torch", "lightning", "transformers", "safetensors")}
 
 
 def _damaged(path: Path, how: str) -> Fault:

@@ -109,7 +109,7 @@ def shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     return ((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of every buffer that is saved with the parameters, such as an expert router's correction."""
-    saved = model.state_dict()
-    return ((name, tuple(buffer.shape)) for name, buffer in model.named_buffers() if name in saved)
+def saved_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of what is saved: each tied parameter once, and buffers such as an expert router's correction."""
+    again = tied_names(model)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in again}

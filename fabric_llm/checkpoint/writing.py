@@ -28,7 +28,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -48,7 +47,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import NON_FINITE, OUT_OF_MEMORY, PEER_LOST, SAVE_FAILED, STOPPED, Fault, as_fault
 from fabric_llm.base.files import MANIFEST, fsync
 from fabric_llm.base.ranks import alone, from_first, gather
-from fabric_llm.checkpoint.progress import Progress
+from fabric_llm.checkpoint.progress import Progress, versions
 from fabric_llm.checkpoint.state_dicts import (
     _full_weights,
     _is_finite,
@@ -74,13 +73,6 @@ class Pending:
     document: dict[str, Any]  # the manifest, but for the files
     entries: dict[str, files.Entry]  # of this rank's files, once they are written
     problem: Optional[Fault] = None  # why they are not
-
-
-def save(target: Path, fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, **what: Any) -> None:
-    """All three acts at once. All ranks call it; arguments and errors as in `begin`, errors of writing likewise."""
-    pending = begin(target, fabric, model, optimizer, **what)
-    write(pending)
-    commit(pending)
 
 
 def begin(
@@ -303,11 +295,6 @@ def publish(temporary: Path, target: Path, document: dict[str, Any]) -> None:
 def require_room(folder: Path, needed_bytes: int, what: str) -> None:
     """Raises Fault (74) unless the disk that holds `folder` has `needed_bytes` and a little more."""
     files.room(folder, needed_bytes, what, "make room, or keep fewer checkpoints (--keep_last)")
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that write and read checkpoints."""
-    return {name: version(name) for name in ("torch", "lightning", "transformers", "safetensors")}
 
 
 def _try(action: Callable[[], None]) -> Optional[Fault]:
