@@ -70,6 +70,14 @@ class Tensors(Mapping[str, Tensor]):
         return self.held[name] == math.prod(self.shapes[name])
 
 
+def stored_parts(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
+    """(file, name, tensor) of all that lies in the files of a folder and of those below: whole tensors, and parts as they are."""
+    for path in sorted(folder.rglob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                yield path, name, file.get_tensor(name)
+
+
 @contextmanager
 def readable(path: Path, code: int = NO_CHECKPOINT) -> Iterator[None]:
     """Raise what is wrong with the content of files, which hashes don't tell where somebody made them so, as Fault (`code`)."""

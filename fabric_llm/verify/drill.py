@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from safetensors import safe_open
 
 from fabric_llm.base import failpoints, files, step_names
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
+from fabric_llm.checkpoint.tensors import stored_parts
 from fabric_llm.plan import run_directory
 from fabric_llm.processes.launch import PARENT, find_launcher
 from fabric_llm.verify.report import say
@@ -199,13 +199,9 @@ def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
 def contents(folder: Path) -> dict[str, Content]:
     """{"FILE: NAME": content} of every tensor in a checkpoint. Bits are compared, so that -0 isn't 0 and a NaN equals itself."""
     found = {}
-    for file in sorted(folder.rglob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():
-                tensor = opened.get_tensor(name)
-                bits = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
-                about = str(tensor.dtype), tuple(tensor.shape), tensor.nbytes, bits
-                found[f"{file.relative_to(folder)}: {name}"] = about
+    for file, name, tensor in stored_parts(folder):
+        bits = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+        found[f"{file.relative_to(folder)}: {name}"] = str(tensor.dtype), tuple(tensor.shape), tensor.nbytes, bits
     return found
 
 
