@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 
-from fabric_llm.base.faults import NO_CHECKPOINT, OUT_OF_MEMORY, PEER_LOST, STOPPED, Fault, as_fault
+from fabric_llm.base.faults import NO_CHECKPOINT, OUT_OF_MEMORY, PEER_LOST, STOPPED, Fault, as_fault, one_line
 
 Shape = tuple[int, ...]
 
@@ -84,8 +84,13 @@ def readable(path: Path, code: int = NO_CHECKPOINT) -> Iterator[None]:
     try:
         yield
     except (Exception, dcp.CheckpointException) as error:
-        failures = getattr(error, "failures", None)  # torch.distributed.checkpoint's: rank -> (exception, traceback)
-        first = min(failures.items())[1][0] if failures else error
+        first = first_failure(error)
         if as_fault(first).code in (PEER_LOST, OUT_OF_MEMORY, STOPPED):
             raise as_fault(first) from error
-        raise Fault(f"{str(path)!r} can't be read: {' '.join(str(first).split())[:400]}.", code) from error
+        raise Fault(f"{str(path)!r} can't be read: {one_line(first)[:400]}.", code) from error
+
+
+def first_failure(error: BaseException) -> BaseException:
+    """The error of the first rank that failed, where torch.distributed.checkpoint has collected them."""
+    failures = getattr(error, "failures", None)  # rank -> (exception, traceback)
+    return min(failures.items())[1][0] if failures else error

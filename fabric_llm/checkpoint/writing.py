@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
@@ -44,7 +43,7 @@ from transformers import PreTrainedModel
 from fabric_llm.base import files
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import NON_FINITE, OUT_OF_MEMORY, PEER_LOST, SAVE_FAILED, STOPPED, Fault, as_fault
+from fabric_llm.base.faults import NON_FINITE, OUT_OF_MEMORY, PEER_LOST, SAVE_FAILED, STOPPED, Fault, as_fault, one_line
 from fabric_llm.base.files import MANIFEST, fsync
 from fabric_llm.base.ranks import alone, from_first, gather
 from fabric_llm.checkpoint.progress import Progress, versions
@@ -56,6 +55,7 @@ from fabric_llm.checkpoint.state_dicts import (
     _sharded_weights,
     optimizer_parts,
 )
+from fabric_llm.checkpoint.tensors import first_failure
 from fabric_llm.model.strategy import reshard
 
 MANY_ELEMENTS = 2**24  # of all ranks together
@@ -116,8 +116,12 @@ def begin(
             if weights is not None:
                 weights = BlockingAsyncStager().stage(weights) if rank == 0 else {}
 
-    state = kept_for_parameters(parts["trainer/optimizer"])
-    said = {"progress": asdict(progress), "state_dict_type": state_dict_type, "optimizer_state": state, **facts}
+    kept = {
+        name.rpartition(".")[2]  # such as exp_avg
+        for name, tensor in parts["trainer/optimizer"].items()
+        if isinstance(tensor, Tensor) and tensor.ndim
+    }
+    said = {"progress": asdict(progress), "state_dict_type": state_dict_type, "optimizer_state": sorted(kept), **facts}
     rest = partial(_write_rest, template=template, weights=weights, tokenizer=tokenizer, probe=probe, said=said)
     temporary = Path(from_first(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}"))))
     document = {"step": progress.step, "world_size": fabric.world_size, "versions": versions(), **origin}
@@ -134,13 +138,6 @@ def begin(
 
     _agree(pending, gather(_try(make_room) if rank == 0 else None))
     return pending
-
-
-def kept_for_parameters(optimizer_tensors: dict[str, Any]) -> list[str]:
-    """Names of what the optimizer keeps for each parameter, such as exp_avg, except for scalars."""
-    return sorted(
-        {name.rpartition(".")[2] for name, t in optimizer_tensors.items() if isinstance(t, Tensor) and t.ndim}
-    )
 
 
 def _write_rest(
@@ -177,7 +174,9 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> None:
             if pending.rank == 0:
                 pending.rest(pending.temporary)
             failpoint("save.rest")
-            describing.start(_own_files(pending))
+            if pending.rank == 0:  # the other ranks may be writing their parts already
+                there = files.files_in(pending.temporary)
+                describing.start(name for name in there if str(Path(name).parent) not in pending.parts)
 
         def together(folder: str, tensors: dict[str, Any]) -> None:
             with _quiet():
@@ -185,17 +184,13 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> None:
                 writer.fs = _Files(lambda path: describing.start([str(path.relative_to(pending.temporary))]))
                 dcp.save(tensors, storage_writer=writer, process_group=group)
 
-        def part_is_there() -> None:
-            failpoint("save.parts")
-            describing.start(_own_files(pending))
-
         def described() -> None:
             pending.entries = describing.entries()
             failpoint("save.hash")
 
         problems = [_try(rest)]
         for folder, tensors in pending.parts.items():  # each of them, as the others do, whatever went wrong here
-            problems += [_try(partial(together, folder, tensors)), _try(part_is_there)]
+            problems += [_try(partial(together, folder, tensors)), _try(partial(failpoint, "save.parts"))]
         problems.append(_try(described))
         pending.problem = next((problem for problem in problems if problem is not None), None)
 
@@ -302,11 +297,10 @@ def _try(action: Callable[[], None]) -> Optional[Fault]:
     try:
         action()
     except (Exception, dcp.CheckpointException) as error:  # which is none
-        failures = getattr(error, "failures", None)  # torch.distributed.checkpoint's: rank -> (exception, traceback)
-        first = min(failures.items())[1][0] if failures else error
+        first = first_failure(error)
         if isinstance(first, Fault) or as_fault(first).code in (PEER_LOST, OUT_OF_MEMORY, STOPPED):
             return as_fault(first)
-        return Fault(" ".join(str(first).split()) or type(first).__name__, SAVE_FAILED)
+        return Fault(one_line(first) or type(first).__name__, SAVE_FAILED)
     return None
 
 
@@ -321,12 +315,6 @@ def _agree(pending: Pending, problems: Sequence[Optional[Fault]]) -> None:
     if problem.code != SAVE_FAILED or not problem.retryable:
         raise problem
     raise Fault(f"{pending.target} couldn't be saved, rank {rank}: {problem}", SAVE_FAILED)
-
-
-def _own_files(pending: Pending) -> list[str]:
-    """Files that this rank has written: its parts, and on rank 0 everything that is nobody's part."""
-    names = {name: re.search(r"/shard-(\d+)-[^/]*$", name) for name in files.files_in(pending.temporary)}
-    return [name for name, part in names.items() if (int(part[1]) - 1 if part else 0) == pending.rank]
 
 
 def record_probe(model: nn.Module, input_ids: Tensor, device: torch.device) -> dict[str, Tensor]:
