@@ -33,13 +33,16 @@ from fabric_llm.verify.report import say
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 OWN = {  # flags of train.py
-    **{"log_step_interval": 1, "keep_last": "null", "sample_tokens": 0, "logger": "none", "log_model": "false"},
-    **{"checkpoint": "null", "resume_override": "null"},
+    "log_step_interval": 1,
+    "keep_last": "null",
+    "sample_tokens": 0,
+    "logger": "none",
+    "log_model": "false",
+    "checkpoint": "null",
+    "resume_override": "null",
 }
 MOST_RESUMES = 3  # a start may fail for reasons of the machine, such as a port in use
-COMPARED = (  # of metrics.jsonl; the rest is speed and memory
-    *("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval"),
-)
+COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval")  # the rest is speed and memory
 SHOWN = ("step ", "train.py: ", "Warning: ")  # lines of train.py that are shown
 SECONDS_FOR_LAUNCHER = 40.0  # torchrun gives its ranks 30 s to end
 SECONDS_FOR_RANKS = 5.0  # to disappear after SIGKILL
