@@ -28,9 +28,10 @@ from fabric_llm.checkpoint.progress import read_progress
 def newest_valid(
     run_directory: Path, hashes: bool, suits: Callable[[dict[str, Any]], bool] = lambda document: True
 ) -> tuple[Optional[Path], list[str]]:
-    """(the newest checkpoint of a run that passes `checkpoint.check`, what is wrong with those that are newer).
+    """(the newest checkpoint of a run that passes `reading.verified`, what is wrong with those that are newer).
 
-    suits(document): whether it is taken, of which `document` is the progress.json. A checkpoint that is refused for security isn't passed over: that is raised.
+    suits(document): whether the checkpoint with this progress.json may be taken. One that is refused for security isn't passed
+    over: that is raised.
     """
     from fabric_llm.checkpoint import reading
 

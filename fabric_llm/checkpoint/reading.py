@@ -53,8 +53,8 @@ def load_optimizer(
 ) -> None:
     """Fill the optimizer of a wrapped model from a checkpoint, whatever ranks and strategy wrote it. All ranks call it.
 
-    So is its moving average of the weights, unless the checkpoint has none: then it stays as it is. may_lack: Hugging Face
-    names of parameters whose state stays as it is where the checkpoint has none.
+    Its moving average of the weights is filled as well; it stays as it is if the checkpoint has none. may_lack: Hugging Face
+    names of parameters whose state stays as it is if the checkpoint has none.
     """
     optimizer, *averages = _with_average(optimizer)
     folder = path / "trainer" / "optimizer"

@@ -97,7 +97,7 @@ def _dimensional(state: dict[str, Any]) -> list[Tensor]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's warnings of what is meant: one device has no process group, NO_SHARD holds everything."""
+    """Silence torch's warnings about what is intended here: one device has no process group, and NO_SHARD shards nothing."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD``")

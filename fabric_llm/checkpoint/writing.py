@@ -296,7 +296,7 @@ def _try(action: Callable[[], None]) -> Optional[Fault]:
     """What went wrong, for `_agree`; None if nothing."""
     try:
         action()
-    except (Exception, dcp.CheckpointException) as error:  # which is none
+    except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
         first = first_failure(error)
         if isinstance(first, Fault) or as_fault(first).code in (PEER_LOST, OUT_OF_MEMORY, STOPPED):
             return as_fault(first)

@@ -37,7 +37,7 @@ from fabric_llm.verify.model_folder import VerificationError, logits_of, opened,
 BLOCK_ELEMENTS = 2**22  # of a tensor in float64 at a time: 32 MiB
 PROBE_TOKENS = 64  # where no part has a probe
 NOTE = "average.json"
-# Of a configuration: what doesn't decide what the weights mean.
+# Fields of a configuration that don't change what the weights mean.
 NO_MATTER = re.compile(
     r"^_|dtype$|_version$|_token_id$|drop|^use_cache$|^output_|^return_|^architectures$|2id$|^id2|^init"
 )
@@ -47,9 +47,9 @@ class Layout:
     """Which tensors the files of a model hold for those in memory, where transformers fuses the experts of some families."""
 
     def __init__(self, skeleton: PreTrainedModel) -> None:
-        """skeleton: the model on the meta device. Raises ValueError where files hold parts of several tensors in memory.
+        """skeleton: the model on the meta device. Raises ValueError if a tensor in a file belongs to several tensors in memory.
 
-        None of the families in tests/families.py is such.
+        No family in tests/families.py has such files.
         """
         self.skeleton = skeleton
         self.left_out = tied_names(skeleton) | set(skeleton._keys_to_ignore_on_save or ())
@@ -139,8 +139,8 @@ def _weight_files(folder: Path) -> list[Path]:
 def _of_files(folder: Path, layout: Layout) -> Callable[[str], Tensor]:
     """Reads from a Hugging Face directory, or a full checkpoint.
 
-    Where the files have other names than the model's have today, such as those without the prefix of the base model, transformers
-    loads the whole model, which then stays in memory. Raises ValueError where they hold another model.
+    If the files have names that transformers no longer writes, such as names without the prefix of the base model, transformers
+    loads the whole model, which then stays in memory. Raises ValueError if they hold another model.
     """
     stored = Tensors(_weight_files(folder), BAD_INPUT)
     if any(stored.shapes.get(name) != tuple(tensor.shape) for name, tensor in layout.stored.items()):

@@ -176,26 +176,27 @@ def end_group(process: subprocess.Popen[bytes], patient: bool) -> None:
 
 def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
     """Compare the tensors of the newest checkpoints of two runs, and their logs. Returns (counts, every difference)."""
-    counts = {"tensors": 0, "bytes": 0, "lines": 0}
-    differences = []
     ours, theirs = step_names.latest(first), step_names.latest(second)
+    lines, more = (compared_lines(run / "metrics.jsonl") for run in (first, second))
+    tensors, others, differences = {}, {}, []
     if ours is None or theirs is None or ours.name != theirs.name:
         differences.append(f"the newest checkpoints are {ours} and {theirs}.")
     else:
         tensors, others = contents(ours), contents(theirs)
-        counts["tensors"] = len(tensors.keys() | others.keys())
-        counts["bytes"] = sum(size for _, _, size, _ in tensors.values())
-        for name in sorted(tensors.keys() | others.keys()):
-            if tensors.get(name) != others.get(name):
-                how = "differs" if name in tensors and name in others else "is in one of them only"
-                differences.append(f"{name} of {ours.name} {how}.")
-    lines, more = (compared_lines(run / "metrics.jsonl") for run in (first, second))
-    counts["lines"] = len(lines)
+    for name in sorted(tensors.keys() | others.keys()):
+        if tensors.get(name) != others.get(name):
+            how = "differs" if name in tensors and name in others else "is in one of them only"
+            differences.append(f"{name} of {ours.name} {how}.")
     for one, other in zip(lines, more):
         if one != other:
             differences.append(f"metrics.jsonl differs: {json.dumps(one)} and {json.dumps(other)}.")
     if len(lines) != len(more):
         differences.append(f"metrics.jsonl has {len(lines)} and {len(more)} lines to compare.")
+    counts = {
+        "tensors": len(tensors.keys() | others.keys()),
+        "bytes": sum(size for _, _, size, _ in tensors.values()),
+        "lines": len(lines),
+    }
     return counts, differences
 
 
