@@ -30,6 +30,8 @@ from typing import Any, NamedTuple, Optional
 
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
+from fabric_llm.data.token_bytes import is_byte_level
+
 LONGEST_TOKEN = 64  # characters; of bytes in byte-level BPE
 LEAST_COUNT = 2  # a pair that comes once is no word
 MARGIN = 1e-3  # nats, of a new piece above what it replaces
@@ -122,12 +124,6 @@ def split(backend: Tokenizer, text: str, of_bytes: bool) -> list[str]:
         return [word for word, _ in parts]
     inner = pre_tokenizers.Split(WORDS, "isolated")
     return [word for part, _ in parts if part for word, _ in inner.pre_tokenize_str(part)]
-
-
-def is_byte_level(backend: Tokenizer) -> bool:
-    """Whether the letters of the vocabulary are bytes."""
-    state = json.loads(backend.to_str())
-    return '"ByteLevel"' in json.dumps([state["normalizer"], state["pre_tokenizer"]])
 
 
 def _symbols(backend: Tokenizer, word: str, known: set[str]) -> Iterator[str]:
