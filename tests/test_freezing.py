@@ -53,13 +53,13 @@ def weights(folder):
 
 def with_state(checkpoint):
     """Names of the parameters that a checkpoint holds optimizer state of."""
-    return {reading._parameter_of(key) for key in reading.optimizer_state(checkpoint)}
+    return {reading.parameter_of(key) for key in reading.optimizer_state(checkpoint)}
 
 
 def steps_of(checkpoint):
     """Name -> the steps that the optimizer has counted of a parameter."""
     tensors = reading.optimizer_state(checkpoint)
-    return {reading._parameter_of(key): int(t) for key, t in tensors.items() if key.endswith(".step")}
+    return {reading.parameter_of(key): int(t) for key, t in tensors.items() if key.endswith(".step")}
 
 
 # ------------------------------------------------------------------------------- names

@@ -42,10 +42,10 @@ def read_progress(path: Path) -> dict[str, Any]:
         document = json.loads((path / "trainer" / "progress.json").read_bytes())
         numbers = [document["progress"][field.name] for field in fields(Progress)]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(path, "trainer/progress.json can't be read.") from error
+        raise damaged(path, "trainer/progress.json can't be read.") from error
     fits = all(type(number) is int and 0 <= number < MOST_COUNTED for number in numbers)
     if not fits or len(document["progress"]) != len(numbers):
-        raise _damaged(path, f"trainer/progress.json says {document['progress']}.")
+        raise damaged(path, f"trainer/progress.json says {document['progress']}.")
     return document
 
 
@@ -54,5 +54,5 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "lightning", "transformers", "safetensors")}
 
 
-def _damaged(path: Path, how: str) -> Fault:
+def damaged(path: Path, how: str) -> Fault:
     return Fault(f"{str(path)!r} is damaged: {how}", NO_CHECKPOINT)

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimi
 from fabric_llm.base import files
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.base.files import MANIFEST
-from fabric_llm.checkpoint.progress import _damaged, read_progress
-from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, _optimizer_tensors, _quiet, _with_average, saved_shapes
+from fabric_llm.checkpoint.progress import damaged, read_progress
+from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, optimizer_tensors, quiet, saved_shapes, with_average
 from fabric_llm.checkpoint.tensors import Tensors, readable
 
 
@@ -43,9 +43,9 @@ def _check_index(index: Path, listed: dict[str, Any]) -> None:
     except Fault:
         raise
     except ValueError as error:
-        raise _damaged(index.parent, f"{index.name} can't be read.") from error
+        raise damaged(index.parent, f"{index.name} can't be read.") from error
     if foreign := sorted(set(named) - listed.keys()):
-        raise _damaged(index.parent, f"{index.name} names {foreign[0]}, which isn't there.")
+        raise damaged(index.parent, f"{index.name} names {foreign[0]}, which isn't there.")
 
 
 def load_optimizer(
@@ -56,14 +56,14 @@ def load_optimizer(
     Its moving average of the weights is filled as well; it stays as it is if the checkpoint has none. may_lack: Hugging Face
     names of parameters whose state stays as it is if the checkpoint has none.
     """
-    optimizer, *averages = _with_average(optimizer)
+    optimizer, *averages = with_average(optimizer)
     folder = path / "trainer" / "optimizer"
     stored = optimizer_state(path) if may_lack else {}
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     for one in [optimizer, *(averages if EMA in read_progress(path)["optimizer_state"] else [])]:
-        flat, tensors = _optimizer_tensors(model, one)
-        lacked = {key for key in tensors if _parameter_of(key) in may_lack and key not in stored}
-        _load_parts({key: tensor for key, tensor in tensors.items() if key not in lacked}, folder)
+        flat, tensors = optimizer_tensors(model, one)
+        lacked = {key for key in tensors if parameter_of(key) in may_lack and key not in stored}
+        load_parts({key: tensor for key, tensor in tensors.items() if key not in lacked}, folder)
         set_optimizer_state_dict(model, one, {**flat, **tensors}, options=options)
 
 
@@ -89,14 +89,14 @@ def optimizer_state(path: Path) -> Tensors:
     return Tensors((path / "trainer" / "optimizer").glob("*.safetensors"))
 
 
-def _parameter_of(key: str) -> str:
+def parameter_of(key: str) -> str:
     """The Hugging Face name in a key of the optimizer's state: `state.causal_lm.NAME.exp_avg`."""
     return key.removeprefix(f"state.{PREFIX}").rpartition(".")[0]
 
 
-def _load_parts(tensors: dict[str, Any], folder: Path) -> None:
+def load_parts(tensors: dict[str, Any], folder: Path) -> None:
     """Fill `tensors`. Raises Fault (66) where the parts are others."""
-    with _quiet(), readable(folder):
+    with quiet(), readable(folder):
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path=str(folder)))
 
 
@@ -118,7 +118,7 @@ def weights(path: Path, expected: nn.Module) -> Tensors:
     wanted = {PREFIX + name: shape for name, shape in saved_shapes(expected).items()}
     for name in sorted(declared.keys() ^ wanted.keys()) or sorted(n for n in wanted if declared[n] != wanted[n]):
         here, there = (list(some[name]) if name in some else "nothing" for some in (declared, wanted))
-        raise _damaged(path, f"weights hold {here} as {name}, the model {there}.")
+        raise damaged(path, f"weights hold {here} as {name}, the model {there}.")
     return stored
 
 

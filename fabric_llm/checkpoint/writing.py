@@ -48,12 +48,12 @@ from fabric_llm.base.files import MANIFEST, fsync
 from fabric_llm.base.ranks import alone, from_first, gather
 from fabric_llm.checkpoint.progress import Progress, versions
 from fabric_llm.checkpoint.state_dicts import (
-    _full_weights,
-    _is_finite,
-    _own_bytes,
-    _quiet,
-    _sharded_weights,
+    full_weights,
+    is_finite,
     optimizer_parts,
+    own_bytes,
+    quiet,
+    weight_parts,
 )
 from fabric_llm.checkpoint.tensors import first_failure
 from fabric_llm.model.strategy import reshard
@@ -81,7 +81,7 @@ def begin(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    template: PreTrainedModel,
+    skeleton: PreTrainedModel,
     tokenizer: Optional[Any],
     progress: Progress,
     facts: dict[str, Any],
@@ -92,7 +92,7 @@ def begin(
 ) -> Pending:
     """First act, on all ranks: take the tensors, check the room, make the temporary directory.
 
-    model: the wrapped model without Fabric's own wrapper. template: the unwrapped model on the meta device, for its
+    model: the wrapped model without Fabric's own wrapper. skeleton: the unwrapped model on the meta device, for its
     config and names. facts: what a resumed run must have in common with this one. origin: hashes of what the run was
     made from, for the manifest. probe: see `record_probe`. copy: so that training can go on before `commit`.
     Raises Fault (74) on all ranks: `target` exists (nothing is ever overwritten), no room, not writable.
@@ -102,16 +102,16 @@ def begin(
     parts = {"trainer/optimizer": optimizer_parts(model, optimizer)}
     weights: Optional[dict[str, Tensor]] = None
     if state_dict_type == "full":
-        weights = _full_weights(model, template, offload=fabric.device.type != "cpu")
+        weights = full_weights(model, skeleton, offload=fabric.device.type != "cpu")
     else:
-        parts["weights"] = _sharded_weights(model, template)
+        parts["weights"] = weight_parts(model, skeleton)
     own = [*parts.values(), {**(weights or {}), **probe} if rank == 0 else {}]
-    bad = next((name for some in own for name, tensor in some.items() if not _is_finite(tensor)), None)
+    bad = next((name for some in own for name, tensor in some.items() if not is_finite(tensor)), None)
     if found := [name for name in gather(bad) if name is not None]:
         raise Fault(f"{target} isn't saved: {found[0]} holds NaN or infinity.", NON_FINITE)
-    needed_bytes = sum(gather(sum(_own_bytes(t, rank) for some in own for t in some.values())))
+    needed_bytes = sum(gather(sum(own_bytes(t, rank) for some in own for t in some.values())))
     if copy:
-        with _quiet():
+        with quiet():
             parts = {folder: BlockingAsyncStager().stage(tensors) for folder, tensors in parts.items()}
             if weights is not None:
                 weights = BlockingAsyncStager().stage(weights) if rank == 0 else {}
@@ -122,7 +122,7 @@ def begin(
         if isinstance(tensor, Tensor) and tensor.ndim
     }
     said = {"progress": asdict(progress), "state_dict_type": state_dict_type, "optimizer_state": sorted(kept), **facts}
-    rest = partial(_write_rest, template=template, weights=weights, tokenizer=tokenizer, probe=probe, said=said)
+    rest = partial(_write_rest, skeleton=skeleton, weights=weights, tokenizer=tokenizer, probe=probe, said=said)
     temporary = Path(from_first(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}"))))
     document = {"step": progress.step, "world_size": fabric.world_size, "versions": versions(), **origin}
     pending = Pending(target, temporary, rank, parts, rest, document, {})
@@ -142,7 +142,7 @@ def begin(
 
 def _write_rest(
     folder: Path,
-    template: PreTrainedModel,
+    skeleton: PreTrainedModel,
     weights: Optional[dict[str, Tensor]],
     tokenizer: Optional[Any],
     probe: dict[str, Tensor],
@@ -150,10 +150,10 @@ def _write_rest(
 ) -> None:
     """Everything that is nobody's part: config, tokenizer, probe, progress, and whole weights if there are some."""
     if weights is not None:
-        template.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
+        skeleton.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
     else:
-        template.config.save_pretrained(folder)
-        if (generation_config := getattr(template, "generation_config", None)) is not None:
+        skeleton.config.save_pretrained(folder)
+        if (generation_config := getattr(skeleton, "generation_config", None)) is not None:
             generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -179,7 +179,7 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> None:
                 describing.start(name for name in there if str(Path(name).parent) not in pending.parts)
 
         def together(folder: str, tensors: dict[str, Any]) -> None:
-            with _quiet():
+            with quiet():
                 writer = _writer(pending.temporary / folder, tensors)
                 writer.fs = _Files(lambda path: describing.start([str(path.relative_to(pending.temporary))]))
                 dcp.save(tensors, storage_writer=writer, process_group=group)

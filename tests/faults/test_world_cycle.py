@@ -50,13 +50,13 @@ def watch(folder):
             weights = state_dicts.get_model_state_dict(model)
             weights.pop(state_dicts.PREFIX + "lm_head.weight")  # the embedding again
             for name, tensors in (
-                ("optimizer", state_dicts._optimizer_tensors(model, optimizer)[1]),
+                ("optimizer", state_dicts.optimizer_tensors(model, optimizer)[1]),
                 ("weights", weights),
             ):
                 target = folder / f"loaded-{path.name}" / name
                 target.mkdir(parents=True, exist_ok=True)
                 writer = writing.HuggingFaceStorageWriter(path=str(target), save_distributed=True)
-                with state_dicts._quiet():
+                with state_dicts.quiet():
                     writing.dcp.save(tensors, storage_writer=writer)
 
         fabric_llm.data.batches.Batches._micro_batch, reading.load_optimizer = logged, loaded
