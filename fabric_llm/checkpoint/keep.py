@@ -105,9 +105,7 @@ def prune(
         if every or is_pinned(path) or step_of(path) in best or path.resolve() == resumed_from:
             continue
         failpoint("prune.begin")
-        trash = path.with_name(
-            f".trash-{path.name}-{secrets.token_hex(4)}"
-        )  # which no reader takes for a checkpoint's name
+        trash = _trash_of(path)
         try:
             path.rename(trash)
         except OSError as error:  # the new checkpoint is there, which is what counts
@@ -123,6 +121,11 @@ def prune(
 def is_pinned(path: Path) -> bool:
     """True for a checkpoint that a user wants to keep."""
     return path.with_name(f"{path.name}.pinned").exists()
+
+
+def _trash_of(path: Path) -> Path:
+    """The name of a checkpoint that is being removed, which no reader takes for a checkpoint's."""
+    return path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
 
 
 def _eval_loss(path: Path) -> float:
