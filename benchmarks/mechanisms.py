@@ -384,7 +384,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      takes_anything),
     ("not finite", "loss and NaN of one rank are everybody's", "training.step:sum_over_ranks", LAW_1, "fsdp2-2",
      wrapping(lambda original, fabric, tensor: tensor if tensor.is_floating_point() else original(fabric, tensor))),
-    ("not finite", "no checkpoint holds one", "checkpoint.writing:_is_finite", NON_FINITE, "checkpoint_of_a_model",
+    ("not finite", "no checkpoint holds one", "checkpoint.writing:is_finite", NON_FINITE, "checkpoint_of_a_model",
      gives(True)),
     ("not finite", "the limit", "training.guard:Guard.gives_up", GUARD, "too_many", gives(False)),
     ("tracker", "its failures are no failures", "plan.trackers:Tracker._work", METRICS, "tracker_that_fails",

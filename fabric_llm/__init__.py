@@ -7,15 +7,14 @@ model       load a model from transformers, shard it, compare it with the refere
 training    the numbers of a step: schedule, gradients, optimizer, guard, evaluation
 checkpoint  take, write, publish, load and keep checkpoints
 run         one run from its plan to its end
-verify      export a model and prove a run: `python -m fabric_llm.verify`
+verify      prove a run, and what is done with finished weights: `python -m fabric_llm.verify`
 report      runs to look at: `python -m fabric_llm.report`
 
-average     the average of checkpoints: `python -m fabric_llm.average`
+Three commands stand beside the rooms: `python -m fabric_llm.average`, the average of checkpoints, and
+`python -m fabric_llm.extend_vocab`, new tokens for a model, whose work is in verify, and `python -m fabric_llm.preview`, a run
+before it begins.
 
-preview       a command, `python -m fabric_llm.preview`: a run before it begins
-extend_vocab  a command, `python -m fabric_llm.extend_vocab`: new tokens for a model
-
-Imports go one way: base <- data, processes <- model <- training, checkpoint <- run <- verify <- report, average and the
+Imports go one way: base <- data, processes <- prepare <- model <- training, checkpoint <- plan <- run <- verify <- report and the
 scripts. A room may import those before it, and none imports arguments.py, but for preview, which asks it for the flags of
 train.py. The `__init__.py` of a room lists its modules and imports nothing. docs/tour.md follows a batch, a flag and a
 checkpoint through the rooms.

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from fabric_llm.base.command_line import fail, flag, parse
+from fabric_llm.base import files
+from fabric_llm.base.command_line import flag, parse
 from fabric_llm.base.console import plain_output
 from fabric_llm.base.ending import in_one_sentence
-
-# torch is imported only in the functions below: it takes seconds, which --help and bad arguments don't have to wait for.
+from fabric_llm.model.folders import check_model_folder
+from fabric_llm.plan.checks import exported_output
+from fabric_llm.prepare import inputs
+from fabric_llm.prepare.formats import DEFAULT_PATTERNS
 
 PROGRAM = "python -m fabric_llm.extend_vocab"
-VERIFICATION_FAILED = 1  # exit code
 
 
 @dataclass
@@ -55,11 +57,6 @@ def parse_extend(argv: Optional[list[str]] = None) -> ExtendArguments:
 
 def check(given: ExtendArguments, pattern: list[str]) -> None:
     """What can be said without torch. Raises ValueError."""
-    from fabric_llm.base import files
-    from fabric_llm.model.folders import check_model_folder
-    from fabric_llm.plan.checks import exported_output
-    from fabric_llm.prepare import inputs
-
     if given.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, not {given.tokens}.")
     check_model_folder(given.model_name)
@@ -83,16 +80,14 @@ def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit with an exit code of docs/faults.md where it fails."""
     with in_one_sentence(PROGRAM) as ending:
         given = parse_extend(argv)
-        from fabric_llm.prepare.formats import DEFAULT_PATTERNS
-
         ending.left = f"nothing was written to {given.output}"
         pattern = given.pattern or DEFAULT_PATTERNS
         check(given, pattern)
+        # These import torch, for which --help and mistakes don't wait.
         from transformers.utils.logging import disable_progress_bar
 
         from fabric_llm.prepare import corpus
-        from fabric_llm.verify.export import VerificationError
-        from fabric_llm.verify.extend import extend, read_extension
+        from fabric_llm.verify.extend import extend
 
         disable_progress_bar()
         output = Path(given.output)
@@ -105,12 +100,15 @@ def main(argv: Optional[list[str]] = None) -> None:
             output=output,
         )
         print(corpus.summary(texts), flush=True)
-        options = {name: getattr(given, name) for name in ("tokens", "max_shard_size", "seed", "overwrite")}
-        try:
-            extension = extend(given.model_name, texts, output, **options)
-        except VerificationError as error:
-            fail(PROGRAM, f"not written, verification failed: {error}", VERIFICATION_FAILED)
-        print("\n".join(read_extension(extension)))
+        lines = extend(
+            given.model_name,
+            texts,
+            output,
+            tokens=given.tokens,
+            max_shard_size=given.max_shard_size,
+            seed=given.seed,
+        )
+        print("\n".join(lines))
         ending.left = f"{given.output} is complete"
         print(
             f"Next: python prepare_data.py {corpus_flags(given)} --tokenizer {given.output} --output data/extended\n"

@@ -371,10 +371,12 @@ def take_steps(fabric, wrapped, optimizer, first, last):
 
 
 def save(target, fabric, wrapped, optimizer):
-    template = loading.build_skeleton(TOY_CONFIGS["llama"], torch.bfloat16)
-    settings = {"template": template, "tokenizer": None, "progress": Progress(), "facts": {}, "origin": {}}
+    skeleton = loading.build_skeleton(TOY_CONFIGS["llama"], torch.bfloat16)
+    settings = {"skeleton": skeleton, "tokenizer": None, "progress": Progress(), "facts": {}, "origin": {}}
     settings |= {"probe": {"logits": torch.zeros(1)}, "state_dict_type": "full"}
-    writing.save(target, fabric, wrapped.module, optimizer, **settings)
+    pending = writing.begin(target, fabric, wrapped.module, optimizer, **settings)
+    writing.write(pending)
+    writing.commit(pending)
 
 
 def state_on_disk(path):
@@ -382,7 +384,7 @@ def state_on_disk(path):
     reader = HuggingFaceStorageReader(path=str(path / "trainer" / "optimizer"))
     entries = reader.read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    reading._load_parts(tensors, path / "trainer" / "optimizer")
+    reading.load_parts(tensors, path / "trainer" / "optimizer")
     return tensors
 
 

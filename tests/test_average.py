@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedTokenizerFast
 
-from fabric_llm.average import weighting
-from fabric_llm.average.__main__ import main
-from fabric_llm.average.parts import named
+from fabric_llm.average import main
 from fabric_llm.base.step_names import step_directories
 from fabric_llm.checkpoint import reading
 from fabric_llm.checkpoint.state_dicts import PREFIX, tied_names
 from fabric_llm.model.loading import build_skeleton, load_config
+from fabric_llm.verify import average_parts
+from fabric_llm.verify.average_parts import named
 
 
 @pytest.fixture(scope="module")
@@ -243,15 +243,15 @@ def peak_bytes(folders, output):
 
 def test_inverse_sqrt_weights_imitate_the_decay():
     """The stretches between checkpoints count as a learning rate that decays by 1 - sqrt would have had them count."""
-    weights = weighting.inverse_sqrt([100, 200, 300, 400])
+    weights = average_parts.inverse_sqrt([100, 200, 300, 400])
     stretches = [sum(weights[i:]) for i in range(1, 4)]
     assert stretches == pytest.approx([1 - math.sqrt(x) for x in (1 / 4, 2 / 4, 3 / 4)])
     assert math.fsum(weights) == pytest.approx(1) and weights == sorted(weights, reverse=True)
-    uneven = weighting.inverse_sqrt([0, 10, 40])
+    uneven = average_parts.inverse_sqrt([0, 10, 40])
     assert sum(uneven[1:]) == pytest.approx(1 - math.sqrt(10 / 60)) and uneven[2] == pytest.approx(
         1 - math.sqrt(40 / 60)
     )
-    assert weighting.inverse_sqrt([7]) == [1.0]
+    assert average_parts.inverse_sqrt([7]) == [1.0]
 
 
 def test_last_takes_the_newest_of_each_run(runs):
@@ -429,7 +429,7 @@ def test_help_imports_no_torch():
     import subprocess
     import sys
 
-    code = "import sys; from fabric_llm.average.__main__ import main\ntry: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    code = "import sys; from fabric_llm.average import main\ntry: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--last" in done.stdout and "inverse_sqrt" in done.stdout

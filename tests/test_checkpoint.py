@@ -20,10 +20,11 @@ import train
 from arguments import parse_train
 from fabric_llm.base import files
 from fabric_llm.base.step_names import checkpoints, latest, step_of
-from fabric_llm.checkpoint import reading, writing
+from fabric_llm.checkpoint import writing
 from fabric_llm.checkpoint.keep import move_aside, prune, sweep
 from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.checkpoint.reading import verified
+from fabric_llm.checkpoint.tensors import Tensors
 from fabric_llm.checkpoint.writing import publish
 from fabric_llm.data.order import claimed_rows
 from fabric_llm.plan import resume, run_directory
@@ -126,7 +127,7 @@ def test_a_full_checkpoint_opens_with_transformers(runs, toys):
 
 def test_each_rank_writes_its_part(runs):
     """Together the parts are the model once: nothing is stored twice, no rank holds it all."""
-    whole = reading.whole_tensors(runs / "sharded" / "step-00000003" / "weights")
+    whole = Tensors((runs / "sharded" / "step-00000003" / "weights").glob("*.safetensors"))
     shards = [load_file(f) for f in sorted((runs / "sharded" / "step-00000003" / "weights").iterdir())]
     numbers = [sum(tensor.numel() for tensor in shard.values()) for shard in shards]
     assert sum(numbers) == sum(tensor.numel() for tensor in whole.values())

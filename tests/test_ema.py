@@ -30,9 +30,9 @@ def flags(toys, output, *more, model="gpt2-no-dropout", precision="32-true", str
 
 def average_of(checkpoint):
     """Name -> moving average, as it is in the checkpoint."""
-    parts = reading.Parts(checkpoint / "trainer" / "optimizer")
-    names = [name for name in parts.names() if name.endswith(".ema")]
-    return {name.removeprefix(f"state.{PREFIX}").removesuffix(".ema"): parts.tensor(name) for name in names}
+    stored = reading.optimizer_state(checkpoint)
+    names = [name for name in stored if name.endswith(".ema")]
+    return {name.removeprefix(f"state.{PREFIX}").removesuffix(".ema"): stored[name] for name in names}
 
 
 def weights(folder):
@@ -99,7 +99,7 @@ def test_is_the_plain_average_over_the_steps(toys, tmp_path, ranks, strategy, mo
 
 def loss_of_export(folder, dtype):
     """The validation loss of the exported average, as fabric_llm.average computes it."""
-    from fabric_llm.average.__main__ import main
+    from fabric_llm.average import main
 
     export_hf.main([str(folder / "run"), "--output", str(folder / "ema"), "--ema", "true", "--dtype", dtype])
     main([str(folder / "ema"), str(step(folder, 4)), "--weights", "1,0", "--output", str(folder / "average")])

@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 
 from arguments import ROOT
 from fabric_llm import extend_vocab
-from fabric_llm.data import new_tokens
-from fabric_llm.model import new_rows
 from fabric_llm.prepare import corpus
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 from fabric_llm.verify import extend as extending
-from fabric_llm.verify.export import VerificationError
+from fabric_llm.verify import new_rows, new_tokens
+from fabric_llm.verify.model_folder import VerificationError
 
 OLD = "the old words of a language that the tokenizer has seen, with some more of them: one, two, three.\n"
 NEW = "Grundstücksverkehr und Straßenbahnhaltestelle: überall größere Äpfel. Здравствуй, мир! 你好世界\n"
@@ -342,7 +341,7 @@ def test_a_proof_that_fails_is_heard(tmp_path, corpus_folder):
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state))).save_pretrained(tmp_path)
     with pytest.raises(VerificationError, match="the token '[ab]' has the id"):
-        extending.compare_tokenizers(tmp_path, old, new_tokens.size(old), [OLD])
+        extending.compare_tokenizers(old, Tokenizer.from_file(str(tmp_path / "tokenizer.json")), [OLD])
 
 
 @pytest.mark.longer

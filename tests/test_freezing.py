@@ -9,6 +9,7 @@ from ranks import Job, metrics, planned, toy_run, train_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fabric_llm.checkpoint import reading
+from fabric_llm.checkpoint.tensors import Tensors
 from fabric_llm.model import freezing, strategy
 from fabric_llm.model.flops import of_model
 from fabric_llm.model.language_model import LanguageModel
@@ -46,20 +47,19 @@ def weights(folder):
     """Name in memory -> whole tensor, of a model or a checkpoint of either kind."""
     if (folder / "model.safetensors").is_file():
         return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
-    found = reading.whole_tensors(folder / "weights")
+    found = Tensors((folder / "weights").glob("*.safetensors"))
     return {name.removeprefix("causal_lm."): tensor for name, tensor in found.items()}
 
 
 def with_state(checkpoint):
     """Names of the parameters that a checkpoint holds optimizer state of."""
-    keys = reading.whole_shapes(checkpoint / "trainer" / "optimizer")
-    return {reading._parameter_of(key) for key in keys}
+    return {reading.parameter_of(key) for key in reading.optimizer_state(checkpoint)}
 
 
 def steps_of(checkpoint):
     """Name -> the steps that the optimizer has counted of a parameter."""
-    tensors = reading.whole_tensors(checkpoint / "trainer" / "optimizer")
-    return {reading._parameter_of(key): int(t) for key, t in tensors.items() if key.endswith(".step")}
+    tensors = reading.optimizer_state(checkpoint)
+    return {reading.parameter_of(key): int(t) for key, t in tensors.items() if key.endswith(".step")}
 
 
 # ------------------------------------------------------------------------------- names

@@ -11,7 +11,7 @@ from ranks import metrics, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fabric_llm.checkpoint.state_dicts import _is_finite
+from fabric_llm.checkpoint.state_dicts import is_finite
 from fabric_llm.data.batches import Batches
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.training.gradients import GradientSums, clip_gradients
@@ -198,7 +198,7 @@ def test_the_loss_counts_tokens_not_rows(toys, tmp_path):
     assert metrics(tmp_path / "run", "eval_loss")[0] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("look", [lambda p: clip_gradients([p], 0, None), lambda p: _is_finite(p.grad)])
+@pytest.mark.parametrize("look", [lambda p: clip_gradients([p], 0, None), lambda p: is_finite(p.grad)])
 def test_a_gradient_is_measured_without_a_copy_of_it(look):
     parameter = nn.Parameter(torch.ones(2**25))
     parameter.grad = torch.ones(2**25)

@@ -1305,7 +1305,7 @@ HOSTILE_TEXT = {  # program and flags, file -> what it holds, words of the sente
     "branch": ("train --branch_decay 2 --checkpoint checkpoints/run/step-00000001", *BOMBS["merges"]),
     "prepare_data": ("prepare_data --config evil.yaml", *BOMBS["merges"]),
     "export_hf": ("export_hf --config evil.yaml", *BOMBS["merges"]),
-    "average": ("fabric_llm.average.__main__ checkpoints/run --output hf", *BOMBS["merges"]),
+    "average": ("fabric_llm.average checkpoints/run --output hf", *BOMBS["merges"]),
     "report": ("fabric_llm.report.__main__ checkpoints/run", *BOMBS["aliases"]),
     "a device": ("train --config /dev/zero", "", "--config: '/dev/zero' isn't a file."),
 }

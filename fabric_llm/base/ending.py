@@ -46,7 +46,7 @@ def in_one_sentence(program: str) -> Iterator[Ending]:
             signal.signal(number, signal.SIG_IGN)  # the program ends already
         # An interrupted import or callback may raise another exception than KeyboardInterrupt.
         fault = Fault(f"stopped on request; {ending.left}.", STOPPED) if ending.asked else _told(error)
-        if fault.code == UNEXPECTED:
+        if fault.code == UNEXPECTED and not isinstance(error, Fault):
             traceback.print_exc()
         print(f"{program}: error: {fault}", file=sys.stderr, flush=True)
         raise SystemExit(fault.code) from None

@@ -197,11 +197,11 @@ def check_folder(folder: Path, hashes: bool) -> dict[str, Any]:
     """
     document = read(folder)
     listed, there = document["files"], files_in(folder)
-    for name in sorted({*there, *listed} - {MANIFEST}):
+    for name in sorted({*there, *listed}):
         if name.lower().endswith(CODE_SUFFIXES):
             raise Fault(f"{str(folder / name)!r} could run code when opened (pickle or Python): refused.", REFUSED)
-        if name not in listed:
-            raise Fault(f"{str(folder)!r} is damaged: {name} isn't listed in its {MANIFEST}.", NO_CHECKPOINT)
+    if foreign := sorted(set(there) - listed.keys() - {MANIFEST}):
+        raise Fault(f"{str(folder)!r} is damaged: {foreign[0]} isn't listed in its {MANIFEST}.", NO_CHECKPOINT)
     check_files(folder, listed, hashes, f"{str(folder)!r} is damaged", NO_CHECKPOINT)
     return document
 

@@ -22,14 +22,16 @@ from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST, fsync
 from fabric_llm.base.names import nearest_of
 from fabric_llm.base.step_names import checkpoints, step_directories, step_of
+from fabric_llm.checkpoint.progress import read_progress
 
 
 def newest_valid(
     run_directory: Path, hashes: bool, suits: Callable[[dict[str, Any]], bool] = lambda document: True
 ) -> tuple[Optional[Path], list[str]]:
-    """(the newest checkpoint of a run that passes `checkpoint.check`, what is wrong with those that are newer).
+    """(the newest checkpoint of a run that passes `reading.verified`, what is wrong with those that are newer).
 
-    suits(document): whether it is taken, of which `document` is the progress.json. A checkpoint that is refused for security isn't passed over: that is raised.
+    suits(document): whether the checkpoint with this progress.json may be taken. One that is refused for security isn't passed
+    over: that is raised.
     """
     from fabric_llm.checkpoint import reading
 
@@ -127,12 +129,10 @@ def _trash_of(path: Path) -> Path:
 
 
 def _eval_loss(path: Path) -> float:
-    from fabric_llm.checkpoint.progress import read_progress
-
     try:
         loss = read_progress(path).get("eval_loss")
     except Fault:  # damaged, so never the best
-        return math.inf
+        loss = None
     return loss if isinstance(loss, float) else math.inf
 
 

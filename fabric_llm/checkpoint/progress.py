@@ -1,16 +1,14 @@
-"""Where a run is, and progress.json, which says so in a checkpoint."""
+"""Where a run is, and what a checkpoint says of it: progress.json, and the versions of what wrote it."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fabric_llm.base.faults import (
-    NO_CHECKPOINT,
-    Fault,
-)
+from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 
 MOST_COUNTED = 2**53  # steps, sequences, tokens: far beyond any run
 
@@ -44,12 +42,17 @@ def read_progress(path: Path) -> dict[str, Any]:
         document = json.loads((path / "trainer" / "progress.json").read_bytes())
         numbers = [document["progress"][field.name] for field in fields(Progress)]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(path, "trainer/progress.json can't be read.") from error
+        raise damaged(path, "trainer/progress.json can't be read.") from error
     fits = all(type(number) is int and 0 <= number < MOST_COUNTED for number in numbers)
     if not fits or len(document["progress"]) != len(numbers):
-        raise _damaged(path, f"trainer/progress.json says {document['progress']}.")
+        raise damaged(path, f"trainer/progress.json says {document['progress']}.")
     return document
 
 
-def _damaged(path: Path, how: str) -> Fault:
+def versions() -> dict[str, str]:
+    """Of the packages that write and read checkpoints."""
+    return {name: version(name) for name in ("torch", "lightning", "transformers", "safetensors")}
+
+
+def damaged(path: Path, how: str) -> Fault:
     return Fault(f"{str(path)!r} is damaged: {how}", NO_CHECKPOINT)

@@ -21,7 +21,7 @@ PREFIX = "causal_lm."  # of parameter names in model.LanguageModel
 EMA = "ema"  # the state of a parameter that is its moving average
 
 
-def _is_finite(tensor: Any) -> bool:
+def is_finite(tensor: Any) -> bool:
     """False if this rank's part of a tensor holds NaN or infinity: no checkpoint may."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not isinstance(local, Tensor) or not local.numel():
@@ -29,7 +29,7 @@ def _is_finite(tensor: Any) -> bool:
     return bool(torch.isfinite(torch.stack(local.aminmax())).all())  # isfinite of it all makes copies of it all
 
 
-def _own_bytes(tensor: Any, rank: int) -> int:
+def own_bytes(tensor: Any, rank: int) -> int:
     """Bytes of a tensor that this rank will write: its part of a DTensor, on rank 0 anything else."""
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate()
@@ -45,23 +45,23 @@ def tied_names(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
 
 
-def _full_weights(model: nn.Module, template: PreTrainedModel, offload: bool) -> dict[str, Tensor]:
+def full_weights(model: nn.Module, skeleton: PreTrainedModel, offload: bool) -> dict[str, Tensor]:
     """HF name -> whole tensor, each tied one once, on rank 0 (on a CPU on all ranks: offload_to_cpu crashes there)."""
-    with _quiet():
+    with quiet():
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
-    again = tied_names(template)
+    again = tied_names(skeleton)
     return {hf: tensor for name, tensor in state.items() if (hf := name.removeprefix(PREFIX)) not in again}
 
 
-def _sharded_weights(model: nn.Module, template: PreTrainedModel) -> dict[str, Any]:
+def weight_parts(model: nn.Module, skeleton: PreTrainedModel) -> dict[str, Any]:
     """Parameter name -> this rank's part, as DTensor; each tied parameter once."""
-    again = tied_names(template)
-    with _quiet():
+    again = tied_names(skeleton)
+    with quiet():
         tensors = get_model_state_dict(model)
     return {name: tensor for name, tensor in tensors.items() if name.removeprefix(PREFIX) not in again}
 
 
-def _optimizer_tensors(
+def optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, offload: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The optimizer's flat state dict, and its tensors: `state.NAME.exp_avg` and the like. offload: they come to the CPU.
@@ -74,7 +74,7 @@ def _optimizer_tensors(
     return flat, {key: value for key, value in flat.items() if key.startswith("state.")}
 
 
-def _with_average(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def with_average(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """An optimizer without Fabric's wrapper, and the moving average of the weights beside it, if there is one."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     average = getattr(optimizer, "average", None)  # training/ema.py
@@ -82,11 +82,11 @@ def _with_average(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimize
 
 
 def optimizer_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`_optimizer_tensors` of an optimizer and of its average. What is kept on the host for a GPU doesn't fill its memory."""
+    """`optimizer_tensors` of an optimizer and of its average. What is kept on the host for a GPU doesn't fill its memory."""
     tensors: dict[str, Any] = {}
-    for one in _with_average(optimizer):
+    for one in with_average(optimizer):
         on_host = any(p.is_cuda and not t.is_cuda for p, state in one.state.items() for t in _dimensional(state))
-        tensors |= _optimizer_tensors(model, one, offload=on_host)[1]
+        tensors |= optimizer_tensors(model, one, offload=on_host)[1]
     return tensors
 
 
@@ -96,8 +96,8 @@ def _dimensional(state: dict[str, Any]) -> list[Tensor]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warnings of what is meant: one device has no process group, NO_SHARD holds everything."""
+def quiet() -> Iterator[None]:
+    """Silence torch's warnings about what is intended here: one device has no process group, and NO_SHARD shards nothing."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD``")
@@ -109,7 +109,7 @@ def shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     return ((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of every buffer that is saved with the parameters, such as an expert router's correction."""
-    saved = model.state_dict()
-    return ((name, tuple(buffer.shape)) for name, buffer in model.named_buffers() if name in saved)
+def saved_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of what is saved: each tied parameter once, and buffers such as an expert router's correction."""
+    again = tied_names(model)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in again}

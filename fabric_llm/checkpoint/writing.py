@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -45,18 +43,19 @@ from transformers import PreTrainedModel
 from fabric_llm.base import files
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import NON_FINITE, OUT_OF_MEMORY, PEER_LOST, SAVE_FAILED, STOPPED, Fault, as_fault
+from fabric_llm.base.faults import NON_FINITE, OUT_OF_MEMORY, PEER_LOST, SAVE_FAILED, STOPPED, Fault, as_fault, one_line
 from fabric_llm.base.files import MANIFEST, fsync
 from fabric_llm.base.ranks import alone, from_first, gather
-from fabric_llm.checkpoint.progress import Progress
+from fabric_llm.checkpoint.progress import Progress, versions
 from fabric_llm.checkpoint.state_dicts import (
-    _full_weights,
-    _is_finite,
-    _own_bytes,
-    _quiet,
-    _sharded_weights,
+    full_weights,
+    is_finite,
     optimizer_parts,
+    own_bytes,
+    quiet,
+    weight_parts,
 )
+from fabric_llm.checkpoint.tensors import first_failure
 from fabric_llm.model.strategy import reshard
 
 MANY_ELEMENTS = 2**24  # of all ranks together
@@ -76,20 +75,13 @@ class Pending:
     problem: Optional[Fault] = None  # why they are not
 
 
-def save(target: Path, fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, **what: Any) -> None:
-    """All three acts at once. All ranks call it; arguments and errors as in `begin`, errors of writing likewise."""
-    pending = begin(target, fabric, model, optimizer, **what)
-    write(pending)
-    commit(pending)
-
-
 def begin(
     target: Path,
     fabric: Fabric,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    template: PreTrainedModel,
+    skeleton: PreTrainedModel,
     tokenizer: Optional[Any],
     progress: Progress,
     facts: dict[str, Any],
@@ -100,7 +92,7 @@ def begin(
 ) -> Pending:
     """First act, on all ranks: take the tensors, check the room, make the temporary directory.
 
-    model: the wrapped model without Fabric's own wrapper. template: the unwrapped model on the meta device, for its
+    model: the wrapped model without Fabric's own wrapper. skeleton: the unwrapped model on the meta device, for its
     config and names. facts: what a resumed run must have in common with this one. origin: hashes of what the run was
     made from, for the manifest. probe: see `record_probe`. copy: so that training can go on before `commit`.
     Raises Fault (74) on all ranks: `target` exists (nothing is ever overwritten), no room, not writable.
@@ -110,23 +102,27 @@ def begin(
     parts = {"trainer/optimizer": optimizer_parts(model, optimizer)}
     weights: Optional[dict[str, Tensor]] = None
     if state_dict_type == "full":
-        weights = _full_weights(model, template, offload=fabric.device.type != "cpu")
+        weights = full_weights(model, skeleton, offload=fabric.device.type != "cpu")
     else:
-        parts["weights"] = _sharded_weights(model, template)
+        parts["weights"] = weight_parts(model, skeleton)
     own = [*parts.values(), {**(weights or {}), **probe} if rank == 0 else {}]
-    bad = next((name for some in own for name, tensor in some.items() if not _is_finite(tensor)), None)
+    bad = next((name for some in own for name, tensor in some.items() if not is_finite(tensor)), None)
     if found := [name for name in gather(bad) if name is not None]:
         raise Fault(f"{target} isn't saved: {found[0]} holds NaN or infinity.", NON_FINITE)
-    needed_bytes = sum(gather(sum(_own_bytes(t, rank) for some in own for t in some.values())))
+    needed_bytes = sum(gather(sum(own_bytes(t, rank) for some in own for t in some.values())))
     if copy:
-        with _quiet():
+        with quiet():
             parts = {folder: BlockingAsyncStager().stage(tensors) for folder, tensors in parts.items()}
             if weights is not None:
                 weights = BlockingAsyncStager().stage(weights) if rank == 0 else {}
 
-    state = kept_for_parameters(parts["trainer/optimizer"])
-    said = {"progress": asdict(progress), "state_dict_type": state_dict_type, "optimizer_state": state, **facts}
-    rest = partial(_write_rest, template=template, weights=weights, tokenizer=tokenizer, probe=probe, said=said)
+    kept = {
+        name.rpartition(".")[2]  # such as exp_avg
+        for name, tensor in parts["trainer/optimizer"].items()
+        if isinstance(tensor, Tensor) and tensor.ndim
+    }
+    said = {"progress": asdict(progress), "state_dict_type": state_dict_type, "optimizer_state": sorted(kept), **facts}
+    rest = partial(_write_rest, skeleton=skeleton, weights=weights, tokenizer=tokenizer, probe=probe, said=said)
     temporary = Path(from_first(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}"))))
     document = {"step": progress.step, "world_size": fabric.world_size, "versions": versions(), **origin}
     pending = Pending(target, temporary, rank, parts, rest, document, {})
@@ -144,16 +140,9 @@ def begin(
     return pending
 
 
-def kept_for_parameters(optimizer_tensors: dict[str, Any]) -> list[str]:
-    """Names of what the optimizer keeps for each parameter, such as exp_avg, except for scalars."""
-    return sorted(
-        {name.rpartition(".")[2] for name, t in optimizer_tensors.items() if isinstance(t, Tensor) and t.ndim}
-    )
-
-
 def _write_rest(
     folder: Path,
-    template: PreTrainedModel,
+    skeleton: PreTrainedModel,
     weights: Optional[dict[str, Tensor]],
     tokenizer: Optional[Any],
     probe: dict[str, Tensor],
@@ -161,10 +150,10 @@ def _write_rest(
 ) -> None:
     """Everything that is nobody's part: config, tokenizer, probe, progress, and whole weights if there are some."""
     if weights is not None:
-        template.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
+        skeleton.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
     else:
-        template.config.save_pretrained(folder)
-        if (generation_config := getattr(template, "generation_config", None)) is not None:
+        skeleton.config.save_pretrained(folder)
+        if (generation_config := getattr(skeleton, "generation_config", None)) is not None:
             generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -185,17 +174,15 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> None:
             if pending.rank == 0:
                 pending.rest(pending.temporary)
             failpoint("save.rest")
-            describing.start(_own_files(pending))
+            if pending.rank == 0:  # the other ranks may be writing their parts already
+                there = files.files_in(pending.temporary)
+                describing.start(name for name in there if str(Path(name).parent) not in pending.parts)
 
         def together(folder: str, tensors: dict[str, Any]) -> None:
-            with _quiet():
+            with quiet():
                 writer = _writer(pending.temporary / folder, tensors)
                 writer.fs = _Files(lambda path: describing.start([str(path.relative_to(pending.temporary))]))
                 dcp.save(tensors, storage_writer=writer, process_group=group)
-
-        def part_is_there() -> None:
-            failpoint("save.parts")
-            describing.start(_own_files(pending))
 
         def described() -> None:
             pending.entries = describing.entries()
@@ -203,7 +190,7 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> None:
 
         problems = [_try(rest)]
         for folder, tensors in pending.parts.items():  # each of them, as the others do, whatever went wrong here
-            problems += [_try(partial(together, folder, tensors)), _try(part_is_there)]
+            problems += [_try(partial(together, folder, tensors)), _try(partial(failpoint, "save.parts"))]
         problems.append(_try(described))
         pending.problem = next((problem for problem in problems if problem is not None), None)
 
@@ -305,21 +292,15 @@ def require_room(folder: Path, needed_bytes: int, what: str) -> None:
     files.room(folder, needed_bytes, what, "make room, or keep fewer checkpoints (--keep_last)")
 
 
-def versions() -> dict[str, str]:
-    """Of the packages that write and read checkpoints."""
-    return {name: version(name) for name in ("torch", "lightning", "transformers", "safetensors")}
-
-
 def _try(action: Callable[[], None]) -> Optional[Fault]:
     """What went wrong, for `_agree`; None if nothing."""
     try:
         action()
-    except (Exception, dcp.CheckpointException) as error:  # which is none
-        failures = getattr(error, "failures", None)  # torch.distributed.checkpoint's: rank -> (exception, traceback)
-        first = min(failures.items())[1][0] if failures else error
+    except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
+        first = first_failure(error)
         if isinstance(first, Fault) or as_fault(first).code in (PEER_LOST, OUT_OF_MEMORY, STOPPED):
             return as_fault(first)
-        return Fault(" ".join(str(first).split()) or type(first).__name__, SAVE_FAILED)
+        return Fault(one_line(first) or type(first).__name__, SAVE_FAILED)
     return None
 
 
@@ -334,12 +315,6 @@ def _agree(pending: Pending, problems: Sequence[Optional[Fault]]) -> None:
     if problem.code != SAVE_FAILED or not problem.retryable:
         raise problem
     raise Fault(f"{pending.target} couldn't be saved, rank {rank}: {problem}", SAVE_FAILED)
-
-
-def _own_files(pending: Pending) -> list[str]:
-    """Files that this rank has written: its parts, and on rank 0 everything that is nobody's part."""
-    names = {name: re.search(r"/shard-(\d+)-[^/]*$", name) for name in files.files_in(pending.temporary)}
-    return [name for name, part in names.items() if (int(part[1]) - 1 if part else 0) == pending.rank]
 
 
 def record_probe(model: nn.Module, input_ids: Tensor, device: torch.device) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """Rows -> mixture -> (seed, position, rank) -> micro-batches: functions without hidden state.
 
 sources      `SOURCES`: where rows come from; `parse_eval_data`; checks of folders before they are opened
-new_tokens   `learn`, `extended`: tokens for a tokenizer that is there
 columns      `Rows`: columns as numpy sees them, without a copy, and which of their tokens are targets
 dataset      `open_dataset`: a checked `TokenDataset`
 order        `permuted`, `random_key`, `RowsRead`: which row is read at which position

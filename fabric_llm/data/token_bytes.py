@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 NUMBERED_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # SentencePiece's byte fallback
 
@@ -18,7 +19,7 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
     itself changes: SentencePiece puts a space before a text, others normalise it.
     """
     counts = np.zeros(size, dtype=np.int64)
-    special, is_byte_level = set(tokenizer.all_special_ids), _is_byte_level(tokenizer)
+    special, of_bytes = set(tokenizer.all_special_ids), is_byte_level(tokenizer.backend_tokenizer)
     added, words = tokenizer.added_tokens_decoder, []
     for token, number in tokenizer.get_vocab().items():
         if number >= size or number in special:
@@ -27,7 +28,7 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
             counts[number] = 1
         elif number in added:
             counts[number] = len(added[number].content.encode())
-        elif is_byte_level:  # a character for each byte
+        elif of_bytes:  # a character for each byte
             counts[number] = len(token)
         else:
             words.append(number)
@@ -35,14 +36,13 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
     return counts
 
 
-def _is_byte_level(tokenizer: Any) -> bool:
+def is_byte_level(backend: Tokenizer) -> bool:
     """Whether each character of a token's name stands for a byte, as in GPT-2's."""
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    decoder = backend.get("decoder") or {}
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
     return "ByteLevel" in [decoder.get("type"), *(one.get("type") for one in decoder.get("decoders", []))]
 
 
-def _decoded_bytes(backend: Any, numbers: list[int]) -> list[int]:
+def _decoded_bytes(backend: Tokenizer, numbers: list[int]) -> list[int]:
     """What each token adds behind itself: at the beginning of a text decoders drop a space."""
     once, twice = (
         backend.decode_batch([[number] * times for number in numbers], skip_special_tokens=False) for times in (1, 2)

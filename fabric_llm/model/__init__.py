@@ -17,7 +17,6 @@ causality       `find_leak`, `sees_ahead`: which tokens a logit depends on
 flops           `of_model`, `peak_tflops`: operations of a step, and what a device can do
 equality        `verify_start`: is the wrapped model the one that transformers loads?
 freezing        `frozen_names`, `freeze`: which parameters --freeze and --train_only mean
-new_rows        `add_rows`: rows of embedding and head for new tokens
 gradient_equality  `verify`: does it give the loss and the gradients of plain transformers?
 generate        `generate`: the sample at the end of a run
 self_replay     `self_replay`: documents sampled from a model, to be replayed

@@ -33,7 +33,7 @@ def save(run: Run, *, evaluated: bool, due: Due, stops: bool) -> None:
             run.fabric,
             run.model.module,
             run.optimizer,
-            template=run.skeleton,
+            skeleton=run.skeleton,
             tokenizer=run.plan.tokenizer,
             progress=run.progress,
             facts={

@@ -26,6 +26,7 @@ from fabric_llm.base import files
 from fabric_llm.base.console import plain_output
 from fabric_llm.base.faults import BAD_INPUT, DONE, REFUSED, Fault
 from fabric_llm.base.names import nearest_of
+from fabric_llm.checkpoint.progress import versions
 from fabric_llm.processes.launch import find_launcher
 
 # torch is imported only in the functions below: it takes seconds, which --help and bad arguments don't have to wait for.
@@ -101,11 +102,6 @@ def complain(sentence: str, code: int) -> int:
     return code
 
 
-def stop(number: int, frame: Any) -> NoReturn:
-    """Handle SIGTERM like Ctrl-C, so that nothing is left behind."""
-    raise KeyboardInterrupt
-
-
 def drilled(given: argparse.Namespace) -> dict[str, Any]:
     """Make the certificate of a drill, without versions and date."""
     flags = given.train_flags
@@ -125,14 +121,18 @@ def drilled(given: argparse.Namespace) -> dict[str, Any]:
 
 def verified(given: argparse.Namespace) -> dict[str, Any]:
     """Make the certificate of a run, without versions and date."""
-    require_run(Path(given.run))
+    run = Path(given.run)
+    if not run.is_dir():
+        raise Fault(f"No run at {str(run)!r}.{nearest_of(run)}")
+    if (run / files.MANIFEST).is_file():
+        raise Fault(f"{str(run)!r} is a checkpoint; what is verified is its run, {str(run.parent)!r}.")
     from transformers.utils import logging
 
     from fabric_llm.verify.inspect_run import verify_run
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    report = verify_run(Path(given.run), exports=not given.no_export)
+    report = verify_run(run, exports=not given.no_export)
     return {
         "what": "verification of a run",
         "verdict": {DONE: "whole", REFUSED: "refused"}.get(report.code, "damaged"),
@@ -143,8 +143,6 @@ def verified(given: argparse.Namespace) -> dict[str, Any]:
 
 def versions_and_date() -> dict[str, Any]:
     """The versions that a certificate was made with, and the time."""
-    from fabric_llm.checkpoint.writing import versions
-
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"versions": {**versions(), "python": platform.python_version()}, "date_utc": now}
 
@@ -160,17 +158,9 @@ def show(document: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def require_run(run: Path) -> None:
-    """Raises Fault (2) if `run` isn't a run directory."""
-    if not run.is_dir():
-        raise Fault(f"No run at {str(run)!r}.{nearest_of(run)}")
-    if (run / files.MANIFEST).is_file():
-        raise Fault(f"{str(run)!r} is a checkpoint; what is verified is its run, {str(run.parent)!r}.")
-
-
 if __name__ == "__main__":
     plain_output()
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that nothing is left behind
     try:
         code = main()
     except KeyboardInterrupt:

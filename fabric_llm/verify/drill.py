@@ -23,23 +23,26 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from safetensors import safe_open
 
 from fabric_llm.base import failpoints, files, step_names
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
+from fabric_llm.checkpoint.tensors import stored_parts
 from fabric_llm.plan import run_directory
 from fabric_llm.processes.launch import PARENT, find_launcher
 from fabric_llm.verify.report import say
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 OWN = {  # flags of train.py
-    **{"log_step_interval": 1, "keep_last": "null", "sample_tokens": 0, "logger": "none", "log_model": "false"},
-    **{"checkpoint": "null", "resume_override": "null"},
+    "log_step_interval": 1,
+    "keep_last": "null",
+    "sample_tokens": 0,
+    "logger": "none",
+    "log_model": "false",
+    "checkpoint": "null",
+    "resume_override": "null",
 }
 MOST_RESUMES = 3  # a start may fail for reasons of the machine, such as a port in use
-COMPARED = (  # of metrics.jsonl; the rest is speed and memory
-    *("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval"),
-)
+COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval")  # the rest is speed and memory
 SHOWN = ("step ", "train.py: ", "Warning: ")  # lines of train.py that are shown
 SECONDS_FOR_LAUNCHER = 40.0  # torchrun gives its ranks 30 s to end
 SECONDS_FOR_RANKS = 5.0  # to disappear after SIGKILL
@@ -173,39 +176,36 @@ def end_group(process: subprocess.Popen[bytes], patient: bool) -> None:
 
 def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
     """Compare the tensors of the newest checkpoints of two runs, and their logs. Returns (counts, every difference)."""
-    counts = {"tensors": 0, "bytes": 0, "lines": 0}
-    differences = []
     ours, theirs = step_names.latest(first), step_names.latest(second)
+    lines, more = (compared_lines(run / "metrics.jsonl") for run in (first, second))
+    tensors, others, differences = {}, {}, []
     if ours is None or theirs is None or ours.name != theirs.name:
         differences.append(f"the newest checkpoints are {ours} and {theirs}.")
     else:
         tensors, others = contents(ours), contents(theirs)
-        counts["tensors"] = len(tensors.keys() | others.keys())
-        counts["bytes"] = sum(size for _, _, size, _ in tensors.values())
-        for name in sorted(tensors.keys() | others.keys()):
-            if tensors.get(name) != others.get(name):
-                how = "differs" if name in tensors and name in others else "is in one of them only"
-                differences.append(f"{name} of {ours.name} {how}.")
-    lines, more = (compared_lines(run / "metrics.jsonl") for run in (first, second))
-    counts["lines"] = len(lines)
+    for name in sorted(tensors.keys() | others.keys()):
+        if tensors.get(name) != others.get(name):
+            how = "differs" if name in tensors and name in others else "is in one of them only"
+            differences.append(f"{name} of {ours.name} {how}.")
     for one, other in zip(lines, more):
         if one != other:
             differences.append(f"metrics.jsonl differs: {json.dumps(one)} and {json.dumps(other)}.")
     if len(lines) != len(more):
         differences.append(f"metrics.jsonl has {len(lines)} and {len(more)} lines to compare.")
+    counts = {
+        "tensors": len(tensors.keys() | others.keys()),
+        "bytes": sum(size for _, _, size, _ in tensors.values()),
+        "lines": len(lines),
+    }
     return counts, differences
 
 
 def contents(folder: Path) -> dict[str, Content]:
     """{"FILE: NAME": content} of every tensor in a checkpoint. Bits are compared, so that -0 isn't 0 and a NaN equals itself."""
     found = {}
-    for file in sorted(folder.rglob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():
-                tensor = opened.get_tensor(name)
-                bits = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
-                about = str(tensor.dtype), tuple(tensor.shape), tensor.nbytes, bits
-                found[f"{file.relative_to(folder)}: {name}"] = about
+    for file, name, tensor in stored_parts(folder):
+        bits = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+        found[f"{file.relative_to(folder)}: {name}"] = str(tensor.dtype), tuple(tensor.shape), tensor.nbytes, bits
     return found
 
 

@@ -3,96 +3,64 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fabric_llm.base import files
-from fabric_llm.base.ending import on_disk
-from fabric_llm.data import new_tokens
-from fabric_llm.model import new_rows
 from fabric_llm.model.loading import checked_skeleton, has_weights, load_config, load_reference, tokenizer_beside
-from fabric_llm.plan.checks import exported_output
 from fabric_llm.prepare.corpus import Corpus
-from fabric_llm.verify.export import VerificationError, replacing, write_model
+from fabric_llm.verify import new_rows, new_tokens
+from fabric_llm.verify.model_folder import VerificationError, bytes_of, logits_of, opened, replacing, write_model
 
 PROBE_TOKENS = 64
-ROUNDING = (
-    1e-5  # largest difference of float32 logits, as a part of their standard deviation, that another kernel explains
-)
+# The largest difference of float32 logits, as a part of their standard deviation, that another kernel explains.
+ROUNDING = 1e-5
 
 
-@dataclass(frozen=True)
-class Extension:
-    """What was added, and what was measured on the written directory."""
+class Old(NamedTuple):
+    """What a model makes of its old tokens, before or after it is extended."""
 
-    tokens: int  # added
-    vocabulary: tuple[int, int]  # tokens before and after
-    rows: tuple[int, int]  # of the embedding
-    parameters: int  # tensors, of which all old values keep their bits
-    logits_difference: float  # the largest, as a part of the logits' standard deviation; 0: bit for bit
-    held_out: Measured
-
-
-class Measured(NamedTuple):
-    """The two tokenizers on the held-out text."""
-
-    texts: int
-    bytes: int
-    before: int  # tokens
-    after: int
-    new: int  # tokens of the new ones that occur
-    with_unknown: int  # texts of which characters were <unk> before: their round trip was none
-
-
-class Before(NamedTuple):
-    """What is kept of the model as it was."""
-
-    first: int  # id of the first new token
-    rows: int
-    probe: Tensor  # int64 [1, tokens]
-    logits: Tensor  # float32 [tokens, first]
-    digests: dict[str, str]  # of each parameter, of tables of tokens those of old ones
+    rows: int  # of the embedding
+    digests: dict[str, str]  # of the bits of each parameter, of the embedding and the head those of old tokens
+    logits: Tensor  # float32 [probe tokens, old tokens]
 
 
 def extend(
-    model_name: str,
-    corpus: Corpus,
-    output: Path,
-    *,
-    tokens: int,
-    max_shard_size: str = "5GB",
-    seed: int = 0,
-    overwrite: bool = False,
-) -> Extension:
-    """Write `output`, the model with at most `tokens` more tokens, learned from the corpus.
+    model_name: str, corpus: Corpus, output: Path, *, tokens: int, max_shard_size: str = "5GB", seed: int = 0
+) -> list[str]:
+    """Write `output`, the model with at most `tokens` more tokens, learned from the corpus. Returns lines that describe it.
 
-    Raises ValueError for a model or tokenizer that can't be extended, a corpus without new tokens, or an existing `output`, and
-    VerificationError if the directory doesn't pass. Nothing is then left behind. One copy of the weights is held, in float32.
+    Raises ValueError for a model or tokenizer that can't be extended, or a corpus without new tokens, and VerificationError if the
+    directory doesn't pass. Nothing is then left behind. One copy of the weights is held, in float32.
     """
-    exported_output(output, overwrite)
-    tokenizer = tokenizer_of(model_name)
+    tokenizer = extendable_tokenizer(model_name)
     old = tokenizer.backend_tokenizer
     require_extendable(model_name, old)
     learned = new_tokens.learn(old, corpus.learned, tokens)
     if not learned:
         raise ValueError("The corpus has no pair of tokens that comes twice within a word: there is nothing to learn.")
-    made_of = new_tokens.made_of(old, learned)
+    made_of = list(new_tokens.made_of(old, learned).values())
     tokenizer._tokenizer = new_tokens.extended(old, learned)
     whole_texts(old)
-    with replacing(output, 0, "The model") as temporary:
-        with on_disk(output, temporary, "the weights of the model have to fit"):
-            probe = old.encode(corpus.held_out[0], add_special_tokens=False).ids[:PROBE_TOKENS]
-            before = write_extended(
-                model_name, temporary, new_tokens.size(old), probe, list(made_of.values()), max_shard_size, seed
-            )
-            tokenizer.save_pretrained(temporary)
-        return prove(temporary, before, old, corpus.held_out)
+    first = new_tokens.size(old)
+    probe = torch.tensor([old.encode(corpus.held_out[0], add_special_tokens=False).ids[:PROBE_TOKENS]])
+
+    model = load_reference(model_name, load_config(model_name), "auto", seed=0)
+    dtypes = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    before = measure(model, probe, first)  # in float32 from here on
+    new_rows.add_rows(model, first, made_of, seed)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.data = tensor.data.to(dtypes[name])
+    model.config.dtype = next(model.parameters()).dtype
+    with replacing(output, bytes_of(model), "The extended model") as temporary:
+        write_model(temporary, model_name, model.config, model.dtype, model.state_dict(), max_shard_size)
+        tokenizer.save_pretrained(temporary)
+        del model
+        return prove(temporary, before, probe, old, corpus.held_out)
 
 
 def whole_texts(tokenizer: Tokenizer) -> None:
@@ -101,7 +69,7 @@ def whole_texts(tokenizer: Tokenizer) -> None:
     tokenizer.no_padding()
 
 
-def tokenizer_of(model_name: str) -> PreTrainedTokenizerBase:
+def extendable_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model. Raises ValueError where there is none that can be extended."""
     tokenizer = tokenizer_beside(model_name)
     if tokenizer is None:
@@ -129,96 +97,56 @@ def require_extendable(model_name: str, tokenizer: Tokenizer) -> None:
         raise ValueError(f"The tokenizer of {model_name!r} has {tokens} tokens, but its model {rows} embeddings.")
 
 
-def write_extended(
-    model_name: str,
-    folder: Path,
-    first: int,
-    probe: list[int],
-    made_of: list[list[int]],
-    max_shard_size: str,
-    seed: int,
-) -> Before:
-    """Write the model with rows `first` and following for the new tokens, see `new_rows.add_rows`. Returns what it was."""
-    model = load_reference(model_name, load_config(model_name), "auto", seed=0)
-    dtypes = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    input_ids = torch.tensor([probe])
-    before = Before(
-        first,
-        rows_of(model),
-        input_ids,
-        logits_of(model.float(), input_ids)[:, :first],
-        digests(model, first, dtypes),
-    )
-    new_rows.add_rows(model, first, made_of, seed)
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            tensor.data = tensor.data.to(dtypes[name])
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    files.room(folder.parent, needed, "The extended model", "make room, or take an --output on another disk")
-    model.config.dtype = dtypes[next(name for name, _ in model.named_parameters())]
-    write_model(folder, model_name, model, max_shard_size)
-    return before
-
-
 def rows_of(model: PreTrainedModel) -> int:
     """The rows of the embedding."""
     return len(model.get_input_embeddings().weight)
 
 
-@torch.no_grad()
-def logits_of(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """float32 [tokens, vocabulary]. model: in float32."""
-    return model.eval()(input_ids).logits[0]
-
-
-def digests(model: PreTrainedModel, first: int, dtypes: dict[str, torch.dtype]) -> dict[str, str]:
-    """A hash of each parameter's bits in its dtype, of the embedding and the head those of the tokens before `first`."""
-    head = model.get_output_embeddings()
-    tables = {id(model.get_input_embeddings().weight), *(id(parameter) for parameter in head.parameters())}
-    found = {}
+def measure(model: PreTrainedModel, probe: Tensor, first: int) -> Old:
+    """What the model makes of the tokens before `first`. It is in float32 afterwards. probe: int64 [1, tokens]."""
+    tables = {id(model.get_input_embeddings().weight), *map(id, model.get_output_embeddings().parameters())}
+    digests = {}
     for name, parameter in model.named_parameters():
         values = parameter.detach()[:first] if id(parameter) in tables else parameter.detach()
-        bits = values.to(dtypes[name]).contiguous().view(-1).view(torch.uint8)
-        found[name] = hashlib.blake2b(bits.numpy(), digest_size=16).hexdigest()
-    return found
+        bits = values.contiguous().view(-1).view(torch.uint8)
+        digests[name] = hashlib.blake2b(bits.numpy(), digest_size=16).hexdigest()
+    return Old(rows_of(model), digests, logits_of(model.float(), probe)[:, :first])
 
 
-def prove(folder: Path, before: Before, old: Tokenizer, held_out: list[str]) -> Extension:
-    """Open `folder` with plain transformers, and compare it with what was. Raises VerificationError."""
-    measured = compare_tokenizers(folder, old, before.first, held_out)
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[kind]:
-            raise VerificationError(f"{kind.replace('_', ' ')}: {sorted(map(str, info[kind]))[:10]}.")
-    rows, tokens = rows_of(model), new_tokens.size(tokenizer_beside(str(folder)).backend_tokenizer)
+def prove(folder: Path, before: Old, probe: Tensor, old: Tokenizer, held_out: list[str]) -> list[str]:
+    """Open `folder` with plain transformers, and compare it with what was. Returns what was found. Raises VerificationError."""
+    new = tokenizer_beside(str(folder)).backend_tokenizer
+    first, tokens = new_tokens.size(old), new_tokens.size(new)
+    about_texts = compare_tokenizers(old, new, held_out)
+    model = opened(folder)
+    rows = rows_of(model)
     if not len(model.get_output_embeddings().weight) == model.config.get_text_config().vocab_size == rows >= tokens:
         raise VerificationError(f"the model has {rows} embeddings for {tokens} tokens, and says otherwise.")
-    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    found = digests(model, before.first, dtypes)
-    if found != before.digests:
-        wrong = sorted(
-            name for name in found.keys() | before.digests.keys() if found.get(name) != before.digests.get(name)
-        )
-        raise VerificationError(f"the old values of {wrong[0]} have changed.")
-    logits = logits_of(model.float(), before.probe)[:, : before.first]
-    difference = ((logits - before.logits).abs().max() / before.logits.std()).item()
+    after = measure(model, probe, first)
+    for name in sorted(before.digests.keys() | after.digests.keys()):
+        if before.digests.get(name) != after.digests.get(name):
+            raise VerificationError(f"the old values of {name} have changed.")
+    difference = ((after.logits - before.logits).abs().max() / before.logits.std()).item()
     if not difference <= ROUNDING:  # also where it is NaN
         raise VerificationError(
             f"the logits of old tokens differ by up to {difference:.1e} of their standard deviation."
         )
-    return Extension(
-        tokens=tokens - before.first,
-        vocabulary=(before.first, tokens),
-        rows=(before.rows, rows),
-        parameters=len(found),
-        logits_difference=difference,
-        held_out=measured,
-    )
+    logits = "bit-equal"
+    if difference > 0:
+        logits = (
+            f"equal to rounding ({difference:.0e} of their standard deviation at most): a matrix of another width goes through "
+            "another kernel"
+        )
+    return [
+        f"{tokens - first} tokens more: {first} -> {tokens} tokens, {before.rows} -> {rows} embeddings.",
+        about_texts,
+        f"Old tokens have their ids, all {len(after.digests)} tensors of weights keep their old bits, and the logits of old tokens "
+        f"are {logits}.",
+    ]
 
 
-def compare_tokenizers(folder: Path, old: Tokenizer, first: int, held_out: list[str]) -> Measured:
-    """The tokenizer in `folder` against the old one. Raises VerificationError where an old id, or a text, comes out otherwise."""
-    new = tokenizer_beside(str(folder)).backend_tokenizer
+def compare_tokenizers(old: Tokenizer, new: Tokenizer, held_out: list[str]) -> str:
+    """What both make of texts, in a sentence. Raises VerificationError where an old id, or a text, comes out otherwise."""
     whole_texts(new)
     before, after = old.get_vocab(with_added_tokens=True), new.get_vocab(with_added_tokens=True)
     if moved := [token for token, number in before.items() if after.get(token) != number]:
@@ -226,40 +154,25 @@ def compare_tokenizers(folder: Path, old: Tokenizer, first: int, held_out: list[
     added = [{number: repr(token) for number, token in t.get_added_tokens_decoder().items()} for t in (old, new)]
     if added[0] != added[1]:
         raise VerificationError("its added tokens are others.")
-    unknown = new_tokens.unknown_id(old)
-    counts, seen, with_unknown = [0, 0], set(), 0
+    unknown, first = new_tokens.unknown_id(old), new_tokens.size(old)
+    old_count = new_count = with_unknown = 0
+    seen: set[int] = set()
     for text in held_out:
-        ids, new_ids = (t.encode(text, add_special_tokens=False).ids for t in (old, new))
-        same = old.decode(ids, skip_special_tokens=False)
-        if new.decode(ids, skip_special_tokens=False) != same:
+        old_ids, new_ids = (t.encode(text, add_special_tokens=False).ids for t in (old, new))
+        same = old.decode(old_ids, skip_special_tokens=False)
+        if new.decode(old_ids, skip_special_tokens=False) != same:
             raise VerificationError(f"old ids of a text decode otherwise: {text[:60]!r}.")
-        if unknown in ids:
+        if unknown in old_ids:  # the text didn't come back before either
             with_unknown += 1
         elif new.decode(new_ids, skip_special_tokens=False) != same:
             raise VerificationError(f"a text doesn't come back: {text[:60]!r}.")
-        counts = [counts[0] + len(ids), counts[1] + len(new_ids)]
+        old_count += len(old_ids)
+        new_count += len(new_ids)
         seen.update(number for number in new_ids if number >= first)
     size = sum(len(text.encode()) for text in held_out)
-    return Measured(len(held_out), size, *counts, len(seen), with_unknown)
-
-
-def read_extension(extension: Extension) -> list[str]:
-    """Lines that say what was added and measured."""
-    e, held_out = extension, extension.held_out
-    before, after = (count / max(1, held_out.bytes) for count in (held_out.before, held_out.after))
-    unknown = (
-        f", but for {held_out.with_unknown} with characters that were unknown before" if held_out.with_unknown else ""
+    but = f", but for {with_unknown} with characters that were unknown before" if with_unknown else ""
+    return (
+        f"Held-out text ({len(held_out)} texts, {size:,} bytes): {old_count / max(1, size):.4f} tokens a byte before, "
+        f"{new_count / max(1, size):.4f} now ({1 - new_count / old_count:.1%} fewer); {len(seen)} of the new tokens occur; all texts "
+        f"decode to what they did{but}."
     )
-    logits = (
-        "bit-equal"
-        if e.logits_difference == 0
-        else f"equal to rounding ({e.logits_difference:.0e} of their standard deviation at most): a matrix of another width goes "
-        "through another kernel"
-    )
-    return [
-        f"{e.tokens} tokens more: {e.vocabulary[0]} -> {e.vocabulary[1]} tokens, {e.rows[0]} -> {e.rows[1]} embeddings.",
-        f"Held-out text ({held_out.texts} texts, {held_out.bytes:,} bytes): {before:.4f} tokens a byte before, {after:.4f} now "
-        f"({1 - after / before:.1%} fewer); {held_out.new} of the new tokens occur; all texts decode to what they did{unknown}.",
-        f"Old tokens have their ids, all {e.parameters} tensors of weights keep their old bits, and the logits of old tokens are "
-        f"{logits}.",
-    ]

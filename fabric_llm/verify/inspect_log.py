@@ -54,8 +54,7 @@ def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dic
     if late := sorted({record["step"] for _, record in lines if record["step"] > durable}):
         sentence = f"{str(file)!r} has lines of steps {late[0]} to {late[-1]}, after the last checkpoint"
         report.find(f"{sentence}.") if over else report.note(f"{sentence}: a resumed run writes them anew.")
-    check_complete(file, {record["step"]: record["tokens"] for _, record in training}, durable, documents, report)
-    check_sources(file, {record["step"]: record.get("sources") for _, record in training}, documents, report)
+    check_against(file, {record["step"]: record for _, record in training}, durable, documents, report)
     report.count("training_lines", len(training))
     return f"{file.name}: {len(training)} training lines and {len(evaluation)} evaluations, in order"
 
@@ -108,10 +107,14 @@ def check_order(file: Path, training: Lines, report: Report) -> None:
         seen.setdefault(step, number)
 
 
-def check_complete(
-    file: Path, tokens: dict[int, int], durable: int, documents: dict[int, dict[str, Any]], report: Report
+def check_against(
+    file: Path,
+    training: dict[int, dict[str, Any]],
+    durable: int,
+    documents: dict[int, dict[str, Any]],
+    report: Report,
 ) -> None:
-    """Check that no step is missing. tokens: {step: tokens} of the training lines.
+    """Check that no step is missing, and that each checkpoint says the same of its step. training: {step: its training line}.
 
     Each checkpoint records the step at which its process has started, and how often it logs. If all checkpoints of an
     earlier process were pruned, this isn't known, and no line of it is required.
@@ -120,17 +123,13 @@ def check_complete(
     for saved_at, document in documents.items():
         every, after = document["logged"]["every"], document["logged"]["after"]
         wanted |= {step for step in range(every, min(saved_at, durable) + 1, every) if step > after}
-    if missing := sorted(wanted - tokens.keys()):
+    if missing := sorted(wanted - training.keys()):
         report.find(f"{str(file)!r} has no line of step {listed(missing)}.")
-    for step in sorted(documents.keys() & tokens.keys()):
-        saved = documents[step]["tokens"]
-        if tokens[step] != saved:
-            report.find(f"{str(file)!r} says {tokens[step]} tokens at step {step}, its checkpoint {saved}.")
-
-
-def check_sources(file: Path, sources: dict[int, Any], documents: dict[int, dict[str, Any]], report: Report) -> None:
-    """Check what was read of each source of a mixture. sources: {step: {source: tokens and epochs}} of the training lines."""
-    for step in sorted(documents.keys() & sources.keys()):
-        if documents[step]["sources"] != sources[step]:
-            saved = documents[step]["sources"]
-            report.find(f"{str(file)!r} says that {sources[step]} was read at step {step}, its checkpoint {saved}.")
+    for step in sorted(documents.keys() & training.keys()):
+        said, saved = training[step], documents[step]
+        if said["tokens"] != saved["tokens"]:
+            report.find(f"{str(file)!r} says {said['tokens']} tokens at step {step}, its checkpoint {saved['tokens']}.")
+        if said.get("sources") != saved["sources"]:  # tokens and epochs of each source of a mixture
+            report.find(
+                f"{str(file)!r} says that {said.get('sources')} was read at step {step}, its checkpoint {saved['sources']}."
+            )

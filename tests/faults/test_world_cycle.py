@@ -10,6 +10,7 @@ from ranks import Job, toy_run
 from safetensors.torch import load_file
 
 from fabric_llm.checkpoint import reading, state_dicts, writing
+from fabric_llm.checkpoint.tensors import Tensors
 
 pytestmark = pytest.mark.faults
 
@@ -49,13 +50,13 @@ def watch(folder):
             weights = state_dicts.get_model_state_dict(model)
             weights.pop(state_dicts.PREFIX + "lm_head.weight")  # the embedding again
             for name, tensors in (
-                ("optimizer", state_dicts._optimizer_tensors(model, optimizer)[1]),
+                ("optimizer", state_dicts.optimizer_tensors(model, optimizer)[1]),
                 ("weights", weights),
             ):
                 target = folder / f"loaded-{path.name}" / name
                 target.mkdir(parents=True, exist_ok=True)
                 writer = writing.HuggingFaceStorageWriter(path=str(target), save_distributed=True)
-                with state_dicts._quiet():
+                with state_dicts.quiet():
                     writing.dcp.save(tensors, storage_writer=writer)
 
         fabric_llm.data.batches.Batches._micro_batch, reading.load_optimizer = logged, loaded
@@ -65,9 +66,9 @@ def watch(folder):
 
 def whole_state(path):
     """Every tensor of a checkpoint, put together from its parts."""
-    optimizer = reading.whole_tensors(path / "trainer" / "optimizer")
+    optimizer = dict(reading.optimizer_state(path))
     if (path / "weights").is_dir():
-        return optimizer, reading.whole_tensors(path / "weights")
+        return optimizer, dict(Tensors((path / "weights").glob("*.safetensors")))
     return optimizer, {state_dicts.PREFIX + name: t for name, t in load_file(path / "model.safetensors").items()}
 
 
@@ -90,7 +91,9 @@ def test_the_state_survives_every_number_of_ranks(toys, tmp_path, kind, strategy
             before = tmp_path / "run" / f"step-{index * STEPS_EACH:08d}"
             saved_optimizer, saved_weights = whole_state(before)
             loaded = tmp_path / f"loaded-{before.name}"
-            optimizer, weights = (reading.whole_tensors(loaded / name) for name in ("optimizer", "weights"))
+            optimizer, weights = (
+                dict(Tensors((loaded / name).glob("*.safetensors"))) for name in ("optimizer", "weights")
+            )
             assert saved_optimizer.keys() == optimizer.keys()
             assert all(torch.equal(saved_optimizer[name], optimizer[name]) for name in optimizer)
             assert len(weights) > 20 and all(torch.equal(saved_weights[name], weights[name]) for name in weights)

@@ -1,14 +1,66 @@
-"""What each part of an average counts."""
+"""Which directories are averaged, and what each of them counts. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Optional
 
-from fabric_llm.base.step_names import step_of
+from fabric_llm.base import plain_yaml, step_names
+from fabric_llm.base.files import MANIFEST
+from fabric_llm.base.names import nearest_of
 
 NAMED = ("equal", "inverse_sqrt")
+
+
+def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
+    """The directories that are averaged, in the order given, and those of a run by step. Raises ValueError."""
+    if last is not None and last < 1:
+        raise ValueError(f"--last must be positive, not {last}.")
+    folders, runs = [], 0
+    for name in given:
+        path = Path(name)
+        if not path.is_dir():
+            raise ValueError(f"No checkpoint, run or model at {name!r}.{nearest_of(path) or _of_hub(name)}")
+        if (path / MANIFEST).is_file() or (path / "config.json").is_file():
+            folders.append(path)
+            continue
+        there = step_names.checkpoints(path)
+        if not there:
+            raise ValueError(f"{name!r} is neither a checkpoint nor a run with one, nor a model with a config.json.")
+        if last is not None and last > len(there):
+            raise ValueError(f"--last {last}: {name!r} has {len(there)} checkpoint{'s' * (len(there) > 1)}.")
+        folders, runs = [*folders, *there[-(last or 1) :]], runs + 1
+    if last is not None and not runs:
+        raise ValueError(f"--last {last} counts the checkpoints of a run, and {given[0]!r} is none.")
+    for run in dict.fromkeys(folder.resolve().parent for folder in folders):
+        try:
+            plain_yaml.read(run / "arguments.yaml")
+        except plain_yaml.NotPlain as error:
+            raise ValueError(f"{error}.") from error
+        except (OSError, ValueError):
+            continue  # there is none, or average_losses.py says what is wrong with it
+    return folders
+
+
+def _of_hub(name: str) -> str:
+    """What to give for what may be a name on the hub, as the end of a sentence."""
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).parent.exists()
+    return " A model of the hub is given by the folder that it was downloaded to." if is_name else ""
+
+
+def require_apart(folders: Sequence[Path], output: Path) -> None:
+    """Raises ValueError where a directory comes twice, or would be overwritten."""
+    seen = set()
+    for folder in folders:
+        place = folder.resolve()
+        if place in seen:
+            raise ValueError(f"{str(folder)!r} is given twice; what counts more gets a larger number in --weights.")
+        if place == output.resolve():
+            raise ValueError(f"--output {str(output)!r} is one of the parts; take another.")
+        seen.add(place)
 
 
 def weights_of(given: str, folders: Sequence[Path]) -> list[float]:
@@ -52,7 +104,7 @@ def _steps(folders: Sequence[Path]) -> list[int]:
             raise ValueError(f"{rule}, and {str(folder)!r} isn't one; take equal, or a number for each part.")
     if len({folder.parent for folder in folders}) > 1:
         raise ValueError(f"{rule}, and these are of several; take equal, or a number for each part.")
-    steps = [step_of(folder) for folder in folders]
+    steps = [step_names.step_of(folder) for folder in folders]
     if steps != sorted(steps):
         raise ValueError(f"{rule}: give them in the order of their steps, not {', '.join(map(str, steps))}.")
     return steps

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from fabric_llm.base.command_line import fail, flag, parse
+from fabric_llm.base import files
+from fabric_llm.base.command_line import flag, parse
 from fabric_llm.base.console import plain_output
 from fabric_llm.base.ending import in_one_sentence
-
-# torch is imported only in `main`: it takes seconds, which --help and bad arguments don't have to wait for.
+from fabric_llm.plan.checks import exported_output
+from fabric_llm.verify import average_parts
 
 PROGRAM = "python -m fabric_llm.average"
 DESCRIPTION = "Average the weights of checkpoints of one model: python -m fabric_llm.average checkpoints/RUN --last 5 --output hf/mine"
-VERIFICATION_FAILED = 1  # exit code
 
 
 @dataclass
@@ -44,7 +44,7 @@ class AverageArguments:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
         "auto", "dtype of the weights; auto: as trained, of parts that differ the wider one"
     )
-    max_shard_size: str = flag("5GB", "largest weight file; it is also what the sum holds in memory")
+    max_shard_size: str = flag("5GB", "largest weight file")
     evaluate: bool = flag(
         True,
         "print the validation loss of each part and of the average, on the data and as many batches as the run had",
@@ -64,30 +64,27 @@ def main(argv: Optional[list[str]] = None) -> None:
     with in_one_sentence(PROGRAM) as ending:
         given = parse_average(sys.argv[1:] if argv is None else argv)
         ending.left = f"nothing was written to {given.output}"
-        from fabric_llm.average import parts, weighting
-        from fabric_llm.base import files
-        from fabric_llm.plan.checks import exported_output
-
         output = Path(given.output)
-        folders = parts.named(given.parts, given.last)
-        weights = weighting.weights_of(given.weights, folders)
-        parts.require_apart(folders, output)
+        folders = average_parts.named(given.parts, given.last)
+        weights = average_parts.weights_of(given.weights, folders)
+        average_parts.require_apart(folders, output)
         exported_output(output, given.overwrite)
         files.writable(output)
-        from fabric_llm.average import evaluating, summing
-        from fabric_llm.model.loading import disable_progress_bar
-        from fabric_llm.verify.export import VerificationError
+        # These import torch, for which --help and mistakes don't wait.
+        from transformers.utils.logging import disable_progress_bar
+
+        from fabric_llm.verify import average, average_losses
 
         disable_progress_bar()
-        opened = parts.opened(folders)
-        summing.show(opened, weights, output)
-        try:
-            summed = summing.average(opened, weights, given.weights, output, given.dtype, given.max_shard_size)
-        except VerificationError as error:
-            fail(PROGRAM, f"not averaged, verification failed: {error}", VERIFICATION_FAILED)
-        print(summed, flush=True)
+        parts = average.open_parts(folders)
+        print(f"Averaging {len(parts)} model{'s' * (len(parts) > 1)} into {output}", flush=True)
+        for folder, weight in zip(folders, weights):
+            print(f"  {weight:.4f}  {folder}", flush=True)
+        if len(parts) == 1:
+            print("  The average of one model is that model.", flush=True)
+        print(average.average(parts, weights, given.weights, output, given.dtype, given.max_shard_size), flush=True)
         ending.left = f"{output} is complete"
-        better = evaluating.evaluate(opened, weights, output) if given.evaluate else None
+        better = average_losses.compare(parts, weights, output) if given.evaluate else None
         if better is not None and better.run:
             print(f"Next: python export_hf.py {better.path} --output {output} --overwrite true", flush=True)
         else:

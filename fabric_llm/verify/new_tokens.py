@@ -20,6 +20,7 @@ least a little more than the cut that it replaces has, or it would never be take
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import math
 from collections import Counter, defaultdict
@@ -28,6 +29,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+from fabric_llm.data.token_bytes import is_byte_level
 
 LONGEST_TOKEN = 64  # characters; of bytes in byte-level BPE
 LEAST_COUNT = 2  # a pair that comes once is no word
@@ -45,16 +48,24 @@ class NewToken(NamedTuple):
     share: float  # of the corpus' tokens before there were new ones: the places where it was joined
 
 
+class Lacked(str):
+    """A character that no token has. It is no part of a pair until it is a token itself."""
+
+
+Candidate = tuple[str, ...]  # what could be a token: a pair of tokens, or one lacked character
+
+
 @dataclass
 class Words:
-    """The words of a corpus as symbols: tokens of the vocabulary, and characters that it lacks."""
+    """The words of a corpus, and what each candidate would save in them."""
 
-    symbols: list[list[str]]
-    counts: list[int]
-    lacked: set[str]  # characters
-    holding: dict[str, list[int]]  # character that is lacked -> words
-    pairs: Counter = field(default_factory=Counter)
-    places: dict[tuple[str, str], set[int]] = field(default_factory=lambda: defaultdict(set))
+    symbols: list[list[str]]  # of each word: its tokens and lacked characters
+    counts: list[int]  # of each word in the corpus
+    falls_back: bool  # characters that no token has are bytes, and not <unk>
+    saved: Counter = field(default_factory=Counter)  # candidate -> tokens of the corpus
+    places: dict[Candidate, set[int]] = field(
+        default_factory=lambda: defaultdict(set)
+    )  # words, some of which had it before
 
 
 def require_extendable(backend: Tokenizer) -> None:
@@ -71,30 +82,24 @@ def learn(backend: Tokenizer, texts: Iterable[str], most: int) -> list[NewToken]
     """At most `most` new tokens, those that save most tokens first. The same texts give the same tokens."""
     words = _words(backend, texts)
     vocabulary = set(backend.get_vocab(with_added_tokens=True))
-    falls_back = bool(json.loads(backend.to_str())["model"].get("byte_fallback"))
-    letters = _lacked_letters(words, falls_back)
+    total = sum(count * len(symbols) for symbols, count in zip(words.symbols, words.counts))
     for index in range(len(words.symbols)):
         _count(words, index, 1)
-    heap = [(-count, pair) for pair, count in words.pairs.items()]
+    heap = [_rank(words, candidate) for candidate in words.saved]
     heapq.heapify(heap)
-    total = sum(count * len(symbols) for symbols, count in zip(words.symbols, words.counts))
     found: list[NewToken] = []
-    while len(found) < most:
-        pair = _best_pair(heap, words, vocabulary)
-        count = words.pairs[pair] if pair else 0
-        letter = letters[-1] if letters else (0, "")
-        if max(count, letter[0]) < LEAST_COUNT:
+    while heap and len(found) < most:
+        saved, *_, candidate = heapq.heappop(heap)
+        text = "".join(candidate)
+        is_pair = len(candidate) == 2
+        if -saved != words.saved[candidate] or is_pair and (text in vocabulary or len(text) > LONGEST_TOKEN):
+            continue  # it was counted again since, or can't be a token
+        if -saved < LEAST_COUNT:
             break
-        if letter[0] >= count:
-            letters.pop()
-            found.append(NewToken(letter[1], None, letter[0] / total))
-            touched = _add_letter(words, letter[1])
-        else:
-            found.append(NewToken("".join(pair), pair, count / total))
-            touched = _join(words, pair)
-        vocabulary.add(found[-1].text)
-        for other in touched:
-            heapq.heappush(heap, (-words.pairs[other], other))
+        found.append(NewToken(text, candidate if is_pair else None, -saved / total))
+        vocabulary.add(text)
+        for other in _put(words, candidate, text):
+            heapq.heappush(heap, _rank(words, other))
     return found
 
 
@@ -106,11 +111,8 @@ def _words(backend: Tokenizer, texts: Iterable[str]) -> Words:
     known = {token for token in backend.get_vocab(with_added_tokens=False) if len(token) == 1}
     ordered = sorted(counts)
     symbols = [list(_symbols(backend, word, known)) for word in ordered]
-    holding: dict[str, list[int]] = defaultdict(list)
-    for index, word in enumerate(ordered):
-        for letter in set(word) - known:
-            holding[letter].append(index)
-    return Words(symbols, [counts[word] for word in ordered], set(holding), holding)
+    falls_back = bool(json.loads(backend.to_str())["model"].get("byte_fallback"))
+    return Words(symbols, [counts[word] for word in ordered], falls_back)
 
 
 def split(backend: Tokenizer, text: str, of_bytes: bool) -> list[str]:
@@ -124,89 +126,59 @@ def split(backend: Tokenizer, text: str, of_bytes: bool) -> list[str]:
     return [word for part, _ in parts if part for word, _ in inner.pre_tokenize_str(part)]
 
 
-def is_byte_level(backend: Tokenizer) -> bool:
-    """Whether the letters of the vocabulary are bytes."""
-    state = json.loads(backend.to_str())
-    return '"ByteLevel"' in json.dumps([state["normalizer"], state["pre_tokenizer"]])
-
-
 def _symbols(backend: Tokenizer, word: str, known: set[str]) -> Iterator[str]:
-    run = ""
-    for letter in word:
-        if letter in known:
-            run += letter
-            continue
-        yield from (token.value for token in backend.model.tokenize(run)) if run else ()
-        yield letter
-        run = ""
-    yield from (token.value for token in backend.model.tokenize(run)) if run else ()
+    """The tokens and the lacked characters of a word."""
+    for is_known, letters in itertools.groupby(word, key=known.__contains__):
+        if is_known:
+            yield from (token.value for token in backend.model.tokenize("".join(letters)))
+        else:
+            yield from map(Lacked, letters)
 
 
-def _lacked_letters(words: Words, falls_back: bool) -> list[tuple[int, str]]:
-    """(tokens that a character would save, character), the best last. A character that becomes <unk> is lost: it counts once."""
-    counts: Counter[str] = Counter()
-    for symbols, count in zip(words.symbols, words.counts):
-        for symbol in symbols:
-            if symbol in words.lacked and not symbol.isspace():
-                counts[symbol] += count * (len(symbol.encode()) - 1 if falls_back else 1)
-    return sorted((count, letter) for letter, count in counts.items())
-
-
-def _count(words: Words, index: int, sign: int) -> None:
-    """Add, or take away, the pairs of a word."""
+def _candidates(words: Words, index: int) -> Iterator[tuple[Candidate, int]]:
+    """(candidate, tokens that it saves at one place) for each place of a word."""
     symbols = words.symbols[index]
+    for symbol in symbols:
+        if isinstance(symbol, Lacked) and not symbol.isspace():
+            yield (
+                (symbol,),
+                len(symbol.encode()) - 1 if words.falls_back else 1,
+            )  # what is <unk> is lost: it counts once
     for pair in zip(symbols, symbols[1:]):
-        if pair[0] not in words.lacked and pair[1] not in words.lacked:
-            words.pairs[pair] += sign * words.counts[index]
-            words.places[pair].add(index)
+        if not (isinstance(pair[0], Lacked) or isinstance(pair[1], Lacked)):
+            yield pair, 1
 
 
-def _best_pair(
-    heap: list[tuple[int, tuple[str, str]]], words: Words, vocabulary: set[str]
-) -> Optional[tuple[str, str]]:
-    """The most frequent pair that makes a new token. Entries of the heap that are out of date are dropped."""
-    while heap:
-        count, pair = heap[0]
-        text = "".join(pair)
-        if -count == words.pairs[pair] and text not in vocabulary and len(text) <= LONGEST_TOKEN:
-            return pair
-        heapq.heappop(heap)
-    return None
+def _count(words: Words, index: int, sign: int) -> set[Candidate]:
+    """Add, or take away, what the candidates in a word save. Returns them."""
+    found = list(_candidates(words, index))
+    for candidate, saved in found:
+        words.saved[candidate] += sign * saved * words.counts[index]
+        words.places[candidate].add(index)
+    return {candidate for candidate, _ in found}
 
 
-def _join(words: Words, pair: tuple[str, str]) -> set[tuple[str, str]]:
-    """Put the pair's token in its place everywhere. Returns the pairs whose counts have changed."""
-    touched: set[tuple[str, str]] = set()
-    for index in sorted(words.places.pop(pair)):
-        symbols, joined, at = words.symbols[index], [], 0
+def _put(words: Words, candidate: Candidate, token: str) -> set[Candidate]:
+    """Put a new token in its place everywhere. Returns the candidates that were counted again."""
+    counted: set[Candidate] = set()
+    for index in words.places.pop(candidate):
+        symbols, joined, at, hits = words.symbols[index], [], 0, 0
         while at < len(symbols):
-            hit = tuple(symbols[at : at + 2]) == pair
-            joined.append("".join(pair) if hit else symbols[at])
-            at += 2 if hit else 1
-        if len(joined) == len(symbols):  # of an earlier join
-            continue
-        touched |= _replace(words, index, joined)
-    return touched
+            hit = tuple(symbols[at : at + len(candidate)]) == candidate
+            joined.append(token if hit else symbols[at])
+            at += len(candidate) if hit else 1
+            hits += hit
+        if hits:
+            counted |= _count(words, index, -1)
+            words.symbols[index] = joined
+            counted |= _count(words, index, 1)
+    return {other for other in counted if words.saved[other] > 0}
 
 
-def _replace(words: Words, index: int, symbols: list[str]) -> set[tuple[str, str]]:
-    before = words.symbols[index]
-    _count(words, index, -1)
-    words.symbols[index] = symbols
-    _count(words, index, 1)
-    return {pair for some in (before, symbols) for pair in zip(some, some[1:]) if words.pairs[pair] > 0}
-
-
-def _add_letter(words: Words, letter: str) -> set[tuple[str, str]]:
-    """A character is a token from here on. Returns the pairs whose counts have changed."""
-    touched: set[tuple[str, str]] = set()
-    for index in words.holding[letter]:
-        _count(words, index, -1)
-    words.lacked.discard(letter)
-    for index in words.holding[letter]:
-        _count(words, index, 1)
-        touched |= {pair for pair in zip(words.symbols[index], words.symbols[index][1:]) if words.pairs[pair] > 0}
-    return touched
+def _rank(words: Words, candidate: Candidate) -> tuple[int, int, Any, Candidate]:
+    """The smallest is taken first: what saves most, then characters, the last of the alphabet first, then pairs."""
+    kind = len(candidate)
+    return -words.saved[candidate], kind, candidate if kind == 2 else -ord(candidate[0]), candidate
 
 
 # --------------------------------------------------------------------------- into the tokenizer
