@@ -92,7 +92,8 @@ def main(argv: Optional[list[str]] = None) -> int:
         f"Attention: Llama {SHAPES[size]}, vocabulary {VOCABULARY[size]}; {TOKENS[size]} tokens a step, "
         f"{DOCUMENT_TOKENS[size]} a document",
     ]
-    body, rows = "\n\n".join(table for _, table in compared), [row for rows, _ in compared for row in rows]
+    body = "\n\n".join(table for _, table in compared)
+    rows = [row for rows, _ in compared for row in rows]
     page.write("fast_paths.py", "The loss head and attention", notes, options, body, rows)
     return 0
 
