@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
-from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, STOPPED, UNEXPECTED, UNWRITABLE, Fault, as_fault
+from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, STOPPED, UNEXPECTED, UNWRITABLE, Fault, as_fault, as_mistake
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # never the error of an input
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -61,11 +61,9 @@ def _is_ignored(number: int) -> bool:
 
 
 def _told(error: BaseException) -> Fault:
-    if isinstance(error, ValueError) and not isinstance(error, Fault):
-        return Fault(" ".join(str(error).split()), BAD_INPUT)
     if isinstance(error, PermissionError):
         return Fault(f"{str(error.filename)!r} can't be read: {error.strerror}.", BAD_INPUT)
-    return as_fault(error)
+    return as_mistake(error)
 
 
 @contextmanager

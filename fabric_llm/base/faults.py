@@ -87,6 +87,11 @@ def as_fault(error: BaseException) -> Fault:
     return Fault(f"{type(error).__name__}: {words}", UNEXPECTED)
 
 
+def as_mistake(error: BaseException) -> Fault:
+    """`error` while flags, data or a model are read: there a ValueError is a mistake of the user."""
+    return Fault(str(error)) if isinstance(error, ValueError) and not isinstance(error, Fault) else as_fault(error)
+
+
 def tell_torchrun(sentence: str, is_consequence: bool = False) -> None:
     """Write why this rank ends to the file that torchrun reads for its summary. Without torchrun nothing is written.
 

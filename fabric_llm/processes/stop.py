@@ -24,7 +24,7 @@ def at_start() -> Fault:
 
 
 def interrupt(fault: Fault) -> NoReturn:
-    """`StopSignal.at_once` of a rank among others, which hear of it when this exception ends the run."""
+    """`StopSignal.at_once` of a rank among others, which hear of it when this exception ends it."""
     raise KeyboardInterrupt(str(fault))
 
 
