@@ -101,7 +101,7 @@ class Watch:
 
     def report(self, fault: Fault) -> tuple[int, Fault]:
         """Tell the others why this rank ends. Returns the fault that came first, and whose it is."""
-        if fault.code == PEER_LOST:
+        if fault.code == PEER_LOST and self.store.own_fault is None:  # a consequence, which the main thread has seen
             fault = self._first_after_a_while() or fault
         self.is_told = True
         return self.store.put_first(fault)
