@@ -142,4 +142,4 @@ if __name__ == "__main__":
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # everything is closed; destructors of process groups have been seen to hang, see run/ending.py
+    os._exit(code)  # everything is closed; destructors of process groups have been seen to hang, see run/run.py

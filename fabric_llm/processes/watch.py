@@ -29,7 +29,7 @@ MOST_SECONDS_BETWEEN_BEATS = 0.5
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_OF_SLEEP = 5.0  # between two looks: this process was suspended, and the others may have been as well
 SECONDS_TO_MEET = 1.0  # before this rank joins: one that is lost later can be named with its host and process
-MOST_SECONDS_OF_SILENCE = 10.0  # of a rank that is alive but short of processor time
+MOST_SECONDS_OF_SILENCE = 10.0  # of one that is short of processor time
 SECONDS_TO_TELL = 1.25  # who is silent, after a connection broke; and for the first fault to arrive
 MOST_RANKS_NAMED = 8
 
@@ -137,6 +137,7 @@ class Watch:
 
     def _wait_at_most(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
+        self.patience = min(MOST_SECONDS_OF_SILENCE, timeout_seconds / 3)  # seconds of silence of a rank that is alive
         self.store.interval = min(MOST_SECONDS_BETWEEN_BEATS, timeout_seconds / 10)
 
     def _start(self) -> None:
@@ -213,12 +214,11 @@ class Watch:
 
     def _hangs(self) -> Optional[Fault]:
         """Nothing has moved here. Whoever is silent, or isn't waiting for the others, is the one they wait for."""
-        if self.is_joining and (self.rank != 0 or not self.store.knows_all()):
-            self.marked = time.monotonic()  # somebody is missing, and `_missing` says for how long
+        if self.is_joining and (self.rank != 0 or not self.store.knows_all() or self._silent()):
+            self.marked = time.monotonic()  # it isn't all that are there, and `_missing` says who isn't
         if not self._is_still():
             return None
-        patience = min(MOST_SECONDS_OF_SILENCE, self.timeout_seconds / 3)
-        until = time.monotonic() + patience + self.store.interval
+        until = time.monotonic() + self.patience + self.store.interval
         self.store.hears_all = True
         while time.monotonic() < until:
             if (first := self._first()) is not None:
@@ -227,9 +227,8 @@ class Watch:
             if not self._is_still():  # a job that was suspended goes on
                 self.store.hears_all = self.rank == 0
                 return None
-        for rank in self._others():
-            if rank not in self.store.heard or self._silence(rank) > patience:
-                return self._silent_fault(rank)
+        if silent := self._silent():
+            return self._silent_fault(silent[0])
         if self.is_joining:
             return Fault(
                 f"all {self.world_size} ranks are there, but haven't connected to each other within "
@@ -245,6 +244,10 @@ class Watch:
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def _silent(self) -> list[int]:
+        heard = self.store.heard
+        return [rank for rank in self._others() if rank not in heard or self._silence(rank) > self.patience]
 
     def _silence(self, rank: int) -> float:
         return time.monotonic() - self.store.heard[rank].at
@@ -277,7 +280,8 @@ class Watch:
         is_stuck = self.is_joining or self._is_still()
         if (is_stuck or not self.ended.wait(SECONDS_TO_END)) and self._claim_end():
             if not self.is_joining:
-                print(f"Rank {self.rank} was here:\n{stack_of(self.main_thread)}", file=sys.stderr, flush=True)
+                stack = traceback.format_stack(sys._current_frames()[self.main_thread])
+                print(f"Rank {self.rank} was here:\n{''.join(stack[-8:])}", file=sys.stderr, flush=True)
             self.on_fault(first)
 
     def _claim_end(self) -> bool:
@@ -297,12 +301,6 @@ def hanging(beats: dict[int, dict[str, Any]], seconds: float) -> Fault:
     wait = "; the others wait for it" if is_waited_for else ""
     what = f"rank {behind} hangs: no progress for {seconds:.0f} s after step {beat['step']}"
     return Fault(f"{what}, {beat['doing']}{wait} (--hang_timeout).", PEER_LOST)
-
-
-def stack_of(thread: int) -> str:
-    """Where a thread of this process is."""
-    frame = sys._current_frames().get(thread)
-    return "".join(traceback.format_stack(frame)[-8:]) if frame is not None else "(no stack)"
 
 
 def _named(ranks: list[int]) -> str:
