@@ -161,8 +161,10 @@ def _refuse_mpi() -> None:
 
 def for_launcher(code: int) -> int:
     """A torchrun with restarts left takes any code but 0 for a failure, and would start again what was asked to stop."""
+    if code != STOPPED:
+        return code
     count, most = (_number(name, 0) for name in RESTARTS)
-    return DONE if code == STOPPED and count < most else code
+    return DONE if count < most else STOPPED
 
 
 def warning_of_torchrun() -> Optional[str]:
@@ -177,40 +179,35 @@ def warning_of_torchrun() -> Optional[str]:
 
 
 def start_ranks(devices: int, num_nodes: int) -> Children:
-    """Make this process rank 0 of its machine and start the others with the same command line."""
+    """Make this process the first of its machine and start the others with the same command line.
+
+    Raises Fault where they can't be started, or MASTER_PORT is taken on rank 0's machine, ValueError for a wrong number.
+    """
     os.environ.setdefault("NODE_RANK", "0")
     node, door = _number("NODE_RANK", 0, num_nodes - 1), None
     if num_nodes == 1:  # nobody else has to find them: whatever the environment says, a port that is free
         door = socket.create_server(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(door.getsockname()[1]))
     elif (port := _number("MASTER_PORT", 1, 2**16 - 1)) and node == 0:
-        _require_free(port)
+        try:
+            socket.create_server(("", port)).close()
+        except OSError as error:
+            raise port_in_use() if error.errno == errno.EADDRINUSE else Fault(f"MASTER_PORT {port}: {error.strerror}.")
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(devices))
     os.environ.update(RANK=str(node * devices), WORLD_SIZE=str(devices * num_nodes))
+    command = [sys.executable, os.path.abspath(sys.argv[0]), *sys.argv[1:]]
     processes = {}
     for local_rank in range(1, devices):
         rank = node * devices + local_rank
         own = {"LOCAL_RANK": str(local_rank), "RANK": str(rank), PARENT: str(os.getpid())}
         try:
-            processes[rank] = subprocess.Popen([sys.executable, *_own_command()], env={**os.environ, **own})
+            processes[rank] = subprocess.Popen(command, env={**os.environ, **own})
         except OSError as error:
             raise Fault(
                 f"--devices {devices}: process {local_rank + 1} of them can't be started ({error.strerror}); take fewer, or "
                 "raise the limits of `ulimit -a`."
             ) from error
     return Children(processes, door)
-
-
-def _own_command() -> list[str]:
-    return [os.path.abspath(sys.argv[0]), *sys.argv[1:]]
-
-
-def _require_free(port: int) -> None:
-    """Raises Fault where MASTER_PORT is taken on this machine, on which rank 0 will listen to it."""
-    try:
-        socket.create_server(("", port)).close()
-    except OSError as error:
-        raise port_in_use() if error.errno == errno.EADDRINUSE else Fault(f"MASTER_PORT {port}: {error.strerror}.")
 
 
 def port_in_use() -> Fault:
