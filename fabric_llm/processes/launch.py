@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from fabric_llm.base.command_line import is_rank_zero
+from fabric_llm.base.ending import die_with
 from fabric_llm.base.faults import CODES, DONE, PEER_LOST, STOPPED, Fault
-from fabric_llm.base.parent import die_with
 from fabric_llm.processes.stop import SIGNALS
 
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")  # so far, and at most

@@ -95,8 +95,9 @@ class Watch:
         self.step, self.doing, self.marked = step, doing, time.monotonic()
 
     def claim_end(self) -> None:
-        """This rank ends. Returns never where the watching thread is ending the process already."""
-        if not self._claim_end():
+        """This rank ends. Doesn't return where another thread is ending it already."""
+        self.ended.set()
+        if not self.claimed.acquire(blocking=False):
             threading.Event().wait()
 
     def report(self, fault: Fault) -> tuple[int, Fault]:
@@ -278,16 +279,13 @@ class Watch:
     def _end_from_thread(self, first: Fault) -> None:
         """Give the main thread time to end by itself, which it does unless it is stuck; then end the process."""
         is_stuck = self.is_joining or self._is_still()
-        if (is_stuck or not self.ended.wait(SECONDS_TO_END)) and self._claim_end():
-            if not self.is_joining:
-                stack = traceback.format_stack(sys._current_frames()[self.main_thread])
-                print(f"Rank {self.rank} was here:\n{''.join(stack[-8:])}", file=sys.stderr, flush=True)
-            self.on_fault(first)
-
-    def _claim_end(self) -> bool:
-        """True for the first thread that ends this rank."""
-        self.ended.set()
-        return self.claimed.acquire(blocking=False)
+        if not is_stuck and self.ended.wait(SECONDS_TO_END):
+            return
+        self.claim_end()
+        if not self.is_joining:
+            stack = traceback.format_stack(sys._current_frames()[self.main_thread])
+            print(f"Rank {self.rank} was here:\n{''.join(stack[-8:])}", file=sys.stderr, flush=True)
+        self.on_fault(first)
 
 
 def hanging(beats: dict[int, dict[str, Any]], seconds: float) -> Fault:
