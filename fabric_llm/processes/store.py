@@ -88,7 +88,8 @@ class Store:
         return time.monotonic() - self.begun_at if self.done < self.begun else 0.0
 
     def close(self) -> None:
-        """Nothing is told any more."""
+        """Nothing is told or asked any more."""
+        self.is_lost = True
         self.closed.set()
         self.woken.set()
 

@@ -133,6 +133,8 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         if problem is not None:
             raise problem
         _require_one_command(ranks.gather(flags.flat()))  # nobody leaves before all are there
+    except ValueError as error:
+        raise as_mistake(error) from None
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise port_in_use() from error
