@@ -27,7 +27,6 @@ from fabric_llm.processes.store import SECONDS_TO_FIRST_WORDS, Store
 
 MOST_SECONDS_BETWEEN_BEATS = 0.5
 SECONDS_BETWEEN_LOOKS = 0.2
-SECONDS_OF_SLEEP = 5.0  # between two looks: this process was suspended, and the others may have been as well
 SECONDS_TO_MEET = 1.0  # before this rank joins: one that is lost later can be named with its host and process
 MOST_SECONDS_OF_SILENCE = 10.0  # of one that is short of processor time
 SECONDS_TO_TELL = 1.25  # who is silent, after a connection broke; and for the first fault to arrive
@@ -54,12 +53,12 @@ class Watch:
         self.children, self.is_asked = children or Children({}), is_asked
         self.directory: Optional[Path] = None  # of the run, on rank 0
         self.step, self.doing, self.marked = 0, "joining", time.monotonic()
-        self.since = self.marked  # silence before the ranks have joined counts from here on
+        self.since = self.marked  # silence of a rank that hasn't been heard of counts from here on
         self.is_joining = False
         self.beats = 0
         self.main_thread = threading.get_ident()
         self.ended = threading.Event()
-        self.is_told = False  # why this rank ends, if anybody has to know
+        self.says_end = False  # its heartbeat says that this rank ends
         self.claimed = threading.Lock()
         self.lost: set[int] = set()  # ranks that were given up
         self.store = Store(rank, world_size, self._beat, self.children.processes)
@@ -104,13 +103,13 @@ class Watch:
         """Tell the others why this rank ends. Returns the fault that came first, and whose it is."""
         if fault.code == PEER_LOST and self.store.own_fault is None:  # a consequence, which the main thread has seen
             fault = self._first_after_a_while() or fault
-        self.is_told = True
+        self.says_end = True
         return self.store.put_first(fault)
 
     def close(self) -> None:
         """The run is over; nobody is watched any more."""
         self.ended.set()
-        self.is_told = True
+        self.says_end = True
         self.store.refresh()
         self.store.close()
         self.thread.join(timeout=5)
@@ -148,12 +147,7 @@ class Watch:
         self.thread.start()
 
     def _run(self) -> None:
-        looked = time.monotonic()
         while not self.ended.wait(SECONDS_BETWEEN_LOOKS):
-            now = time.monotonic()
-            if now - looked > SECONDS_OF_SLEEP:
-                self.since = now
-            looked = now
             fault = self._asked() or self._first() or self._lost_child()
             fault = fault or self._missing() or self._lost_store() or self._hangs()
             if fault is not None:
@@ -161,7 +155,7 @@ class Watch:
 
     def _beat(self) -> dict[str, Any]:
         self.beats += 1
-        own = {"beats": self.beats, "host": socket.gethostname(), "pid": os.getpid(), "ended": self.is_told}
+        own = {"beats": self.beats, "host": socket.gethostname(), "pid": os.getpid(), "ended": self.says_end}
         return {**own, **self._progress(), "directory": self.directory and str(self.directory)}
 
     def _progress(self) -> dict[str, Any]:
@@ -192,7 +186,7 @@ class Watch:
         if not self.is_joining:
             return None
         awaited, heard = self._others() if self.rank == 0 else [0], self.store.heard
-        last = {rank: max(heard[rank].at, self.since) if rank in heard else self.since for rank in awaited}
+        last = {rank: heard[rank].at if rank in heard else self.since for rank in awaited}
         silent = [rank for rank in awaited if time.monotonic() - last[rank] > self.timeout_seconds]
         if not silent:
             return None
@@ -216,7 +210,7 @@ class Watch:
     def _hangs(self) -> Optional[Fault]:
         """Nothing has moved here. Whoever is silent, or isn't waiting for the others, is the one they wait for."""
         if self.is_joining and (self.rank != 0 or not self.store.knows_all() or self._silent()):
-            self.marked = time.monotonic()  # it isn't all that are there, and `_missing` says who isn't
+            self.marked = time.monotonic()  # not all are there yet, and `_missing` says who isn't
         if not self._is_still():
             return None
         until = time.monotonic() + self.patience + self.store.interval
@@ -247,6 +241,7 @@ class Watch:
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def _silent(self) -> list[int]:
+        """The other ranks that aren't heard, or haven't been for longer than a rank that lives."""
         heard = self.store.heard
         return [rank for rank in self._others() if rank not in heard or self._silence(rank) > self.patience]
 
