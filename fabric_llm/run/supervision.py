@@ -108,6 +108,7 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         this.children.end(SECONDS_FOR_CHILDREN)
         if stopped:
             tell_torchrun("stopped on request")
+    this.watch.store.close()  # its thread would go on in a process that does
     if this.directory is not None:
         run_directory.unlock(this.directory)
     if code != DONE:
