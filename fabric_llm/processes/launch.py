@@ -140,7 +140,7 @@ def launched_world(asked: dict[str, Any]) -> Optional[tuple[int, int]]:
     return per_node, nodes
 
 
-def _number(name: str, first: int, last: int = 2**63, default: int = 0) -> int:
+def _number(name: str, first: int, last: int = 2**32, default: int = 0) -> int:
     """An environment variable, `default` where it isn't set. Raises ValueError unless it is from `first` to `last`."""
     given = os.environ.get(name, str(default))
     if given.isdecimal() and first <= int(given) <= last:
