@@ -150,9 +150,23 @@ def read(folder: Path) -> dict[str, Any]:
             raise damaged
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise (error if isinstance(error, Fault) else damaged) from error
-    for name in document["files"]:
-        check_name(name, path)
+    check_entries(document.get("files"), path, damaged)
     return document
+
+
+def check_entries(entries: Any, where: Path, damaged: Fault) -> None:
+    """Check the form of `entries`, read from the file `where`: whoever changes a manifest can seal it anew.
+
+    Raises `damaged`, or Fault (77) from `check_name`.
+    """
+    try:
+        whole = all(type(e["bytes"]) is int and isinstance(e["sha256"], str) for e in entries.values())
+    except (KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise damaged
+    for name in entries:
+        check_name(name, where)
 
 
 def check_name(name: str, where: Path) -> None:

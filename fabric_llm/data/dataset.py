@@ -130,8 +130,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise damaged from None
     if not sealed or document.get("packed") and any(type(document.get(name)) is not int for name in PACKED_NUMBERS):
         raise damaged
-    for name in document.get("written", {}):
-        files.check_name(name, path)
+    files.check_entries(document.get("written", {}), path, damaged)
     return document
 
 
