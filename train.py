@@ -12,7 +12,7 @@ from arguments import Arguments, parse_train
 from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.console import outlast_readers, plain_output
 from fabric_llm.plan import checks
-from fabric_llm.plan.starting import leave_at_once, start, told_in_one_sentence, without_collection
+from fabric_llm.plan.start import leave_at_once, start, told_in_one_sentence, without_collection
 from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.run import due
@@ -27,26 +27,17 @@ if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mi
 
 def main(argv: Optional[list[str]] = None) -> None:
     signals = StopSignal(leave_at_once)
-    launch.adopt_launcher()
-    arguments = parse_train(argv)
     try:
         with told_in_one_sentence():
+            launch.adopt_launcher()
+            arguments = parse_train(argv)
             checks.check_training(arguments)
             if arguments.demo and is_rank_zero():
                 print("No --config, --model_name or --train_data_dir: the demo, configs/demo.yaml.", flush=True)
-            launch.find_slurm_host()
-            started = start(arguments)
+            rank = start(arguments)
             with without_collection():
-                from fabric_llm.plan.joining import join, plan_together
-                from fabric_llm.run.ending import supervise
-            joined = join(arguments, started, signals)
-            supervise(
-                joined,
-                arguments.devices.hang_timeout,
-                lambda watch: train(
-                    joined.fabric, arguments, plan_together(joined, arguments, signals), signals, watch
-                ),
-            )
+                from fabric_llm.run.supervision import supervise
+            supervise(rank, arguments, signals, lambda: train(rank.fabric, arguments, rank.plan, signals, rank.watch))
     finally:
         signals.restore()
 
@@ -151,4 +142,4 @@ if __name__ == "__main__":
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # everything is closed; destructors of process groups have been seen to hang, see run/ending.py
+    os._exit(code)  # everything is closed; destructors of process groups have been seen to hang, see run/run.py

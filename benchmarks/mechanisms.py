@@ -167,21 +167,20 @@ def with_the_same_rank(original):
 
 
 @wrapping
-def own_fault(original, self, rank, fault):
-    original(self, rank, fault)
-    return rank, fault
+def own_fault(original, self, fault):
+    original(self, fault)
+    return self.rank, fault
 
 
 @wrapping
-def forgetful(original, self, said):
+def forgetful(original, self, *seconds):
     self.first = None
-    original(self, said)
+    return original(self, *seconds)
 
 
 @wrapping
-def patient(original, self, question):
-    self.patience_seconds = None
-    return original(self, question)
+def patient(original, self, *seconds):
+    return original(self, float("inf"))
 
 
 @wrapping
@@ -311,21 +310,21 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("damage", "a named one is never replaced", "plan.resume:choose", FALLBACK, "never_replaced",
      without_given),
     ("restart", "a branch goes on where it is", "plan.resume:_restarted", ROWS, "branch", gives(False)),
-    ("a rank fails", "the first fault is told", "processes.watch:Store.put_first", ROWS, "first_error", own_fault),
-    ("a rank fails", "its fault is remembered when the store has gone", "processes.watch:Store._remember",
+    ("a rank fails", "the first fault is told", "processes.store:Store.put_first", ROWS, "first_error", own_fault),
+    ("a rank fails", "its fault is remembered when the store has gone", "processes.store:Store.refresh",
      ROWS, "full_disk_at_the_log", forgetful),
     ("a rank fails", "its death is seen by who started it", "processes.launch:Children.dead",
      ROWS, "killed_rank_of_a_plain"),
-    ("a rank fails", "no rank outlives rank 0", "base.parent:PR_SET_PDEATHSIG", ROWS, "frozen_rank_of_a_plain",
+    ("a rank fails", "no rank outlives rank 0", "base.ending:PR_SET_PDEATHSIG", ROWS, "frozen_rank_of_a_plain",
      is_now(0)),
-    ("a rank fails", "a command ends as its first rank", "run.ending:_code_of_others", ROWS, "ends_as_the_first",
+    ("a rank fails", "a command ends as its first rank", "run.supervision:_code_of_others", ROWS, "ends_as_the_first",
      wrapping(lambda original, first, children: original(first, SimpleNamespace(processes={})))),
-    ("a rank fails", "one command for all ranks", "plan.joining:_require_one_command", ROWS, "two_commands"),
+    ("a rank fails", "one command for all ranks", "run.supervision:_require_one_command", ROWS, "two_commands"),
     ("a rank fails", "ranks get their own numbers", "processes.launch:subprocess", ROWS, "numbered_already",
      with_the_same_rank),
     ("a rank fails", "an end before training is told", "plan.run_directory:leave", ROWS, "ends_before_training"),
-    ("a rank fails", "no rank waits for a store that has gone", "processes.watch:Watch._end",
-     ROWS, "while_rank_0_is_frozen", is_now(lambda self: self.ended.set())),
+    ("a rank fails", "no rank waits for a store that has gone", "processes.store:Store.refresh",
+     ROWS, "while_rank_0_is_frozen", patient),
     ("a rank hangs", "heartbeats are listened to", "processes.watch:Watch._hangs", ROWS, "hangs_or_is_frozen and hang"),
     ("a rank hangs", "judged by the number of collectives", "processes.watch:hanging",
      ROWS, "hangs_or_is_frozen and hang", without_counts),
@@ -335,9 +334,9 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      ROWS, "hangs_or_is_frozen and stop", gives(0.0)),
     ("a rank hangs", "rank 0, with the store, is watched too", "processes.watch:Watch._lost_store",
      ROWS, "hears_of_rank_0s_death"),
-    ("a rank hangs", "nobody waits for a frozen store", "processes.watch:Store.ask", ROWS, "just_before and stop",
+    ("a rank hangs", "nobody waits for a frozen store", "processes.store:Store.refresh", ROWS, "just_before and stop",
      patient),
-    ("a rank hangs", "rank 0's own story stays", "run.ending:run_directory", ROWS, "told_by_rank_0",
+    ("a rank hangs", "rank 0's own story stays", "run.supervision:run_directory", ROWS, "told_by_rank_0",
      with_names(read_status=lambda folder: {})),
     ("node lost", "ranks are counted anew", "plan.checks:launched_world", ROWS, "lost_node"),
     ("ranks", "a flag that isn't the launcher's is refused", "processes.launch:launched_world",
@@ -367,7 +366,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("rollback", "later checkpoints are moved aside", "checkpoint.keep:move_aside", CHECKPOINT, "rollback", gives([])),
     ("rollback", "isn't made again by a restart", "plan.resume:_goes_on_from", ROWS, "rollback_that_is_restarted",
      gives(False)),
-    ("other machines", "take what rank 0 has chosen", "plan.joining:_chosen_by_rank_zero",
+    ("other machines", "take what rank 0 has chosen", "run.supervision:_chosen_by_rank_zero",
      ROWS, "machines_without_torchrun", newest_by_name_elsewhere),
     ("dataset", "its hashes", "data.dataset:_check_files", DAMAGE, "dataset",
      is_now(lambda folder, manifest, verify: "written" in manifest)),
@@ -391,7 +390,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      without_try),
     ("tracker", "it never holds the run up", "plan.trackers:Tracker.log", METRICS, "tracker_that_is_slow",
      is_now(lambda self, step, record: self._log(step, dict(record)))),
-    ("device memory", "recognised", "base.faults:_is_out_of_memory", ROWS, "out_of_memory", gives(False)),
+    ("device memory", "recognised", "base.faults:_MEMORY_WORDS", ROWS, "out_of_memory", is_now(())),
     ("security", "files that could run code", "base.files:CODE_SUFFIXES", SECURITY, "attack and pickle", is_now(())),
     ("security", "names that lead outside", "base.files:check_name",
      SECURITY, "attack and (above or absolute or backslashes)"),

@@ -78,7 +78,8 @@ def parsed(words: list[str]) -> Any:
 
 def planned(flags: Any) -> tuple[Any, list[str]]:
     """(the plan, warnings about it), as rank 0 of the run makes them. Raises ValueError."""
-    from fabric_llm.plan import joining, placement, plan, resume, same_run
+    from fabric_llm.plan import placement, plan, resume, same_run
+    from fabric_llm.run import supervision
 
     if flags.demo:
         prepare_demo(Path(flags.data.train_data_dir), flags.data.context_length)
@@ -86,7 +87,7 @@ def planned(flags: Any) -> tuple[Any, list[str]]:
     made = plan.make_plan(flags, placement.place(flags), directory, resume.choose(flags, directory))
     if made.resume_from is not None:
         same_run.require_same_run(made, flags)
-    return made, joining.warnings_of(flags, made)
+    return made, supervision.warnings_of(flags, made)
 
 
 # ------------------------------------------------------------------------------- the course of the run

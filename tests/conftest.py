@@ -30,8 +30,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import jsonargparse  # noqa: E402, F401  ranks are forked from this process: what it has imported they need not
 import torch.distributed.fsdp  # noqa: E402, F401
 
-from fabric_llm.plan import joining  # noqa: E402, F401
-from fabric_llm.run import ending, verdicts  # noqa: E402, F401
+from fabric_llm.run import supervision, verdicts  # noqa: E402, F401
 
 # A shell starts what runs in the background with SIGINT ignored, and so would be every process that the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

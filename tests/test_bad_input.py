@@ -30,7 +30,7 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         raise AssertionError("too late: a model or a process would have been made")
 
     monkeypatch.setattr("fabric_llm.model.loading.load_reference", never)
-    monkeypatch.setattr("fabric_llm.plan.starting.start_ranks", never)
+    monkeypatch.setattr("fabric_llm.plan.start.start_ranks", never)
     monkeypatch.setattr("builtins.input", never)
 
     def call(*flags, good=True, code=2):
@@ -162,9 +162,7 @@ def test_model_and_data_belong_together(refused):
 
 
 def test_the_demo_is_not_prepared_for_a_run_that_is_not_there(refused, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "fabric_llm.plan.starting.prepare_demo", lambda *given: pytest.fail("half a minute for nothing")
-    )
+    monkeypatch.setattr("fabric_llm.plan.start.prepare_demo", lambda *given: pytest.fail("half a minute for nothing"))
     words = ("--resume", "true", "--run_name", "other", "--output_dir", tmp_path / "runs")
     assert "no complete checkpoint" in refused(*words, good=False, code=66)
 

@@ -227,6 +227,16 @@ def test_control_groups_limit_cores_and_memory(tmp_path, case):
             "NODE_RANK in the environment must be a number from 0 to 1, not '2'.",
         ),
         (("--num_nodes", "2"), {"MASTER_PORT": "x"}, "MASTER_PORT in the environment must be a number from 1 to 65535"),
+        (
+            ("--devices", "1"),
+            {"SLURM_STEP_NUM_TASKS": "abc"},
+            "SLURM_STEP_NUM_TASKS in the environment must be a number",
+        ),
+        (
+            ("--devices", "1"),
+            {"TORCHELASTIC_RESTART_COUNT": "x"},
+            "TORCHELASTIC_RESTART_COUNT in the environment must be",
+        ),
     ],
 )
 def test_numbers_of_ranks_in_the_environment_are_checked_before_torch_is_imported(

@@ -152,7 +152,7 @@ class Rows:
         assert code == 0, said
         AutoModelForCausalLM.from_config(MODEL).save_pretrained(folder / "model")
         AutoTokenizer.from_pretrained(folder / "data" / "tokenizer").save_pretrained(folder / "model")
-        self.imported, code, said = run("-c 'from fabric_llm.run import ending, joining, verdicts'", folder)
+        self.imported, code, said = run("-c 'from fabric_llm.run import supervision, verdicts'", folder)
         assert code == 0, said
 
     def bound(self, row: Row) -> float:

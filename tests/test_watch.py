@@ -19,7 +19,8 @@ def test_a_job_that_was_suspended_for_longer_than_the_time_out_goes_on():
             return self.looked == 1
 
     ended = []
-    watch = Suspended(0, 1, 5.0, on_fault=ended.append)
+    watch = Suspended(0, 1, on_fault=ended.append)
+    watch.begin(5.0)
     try:
         deadline = time.monotonic() + 60
         while watch.looked < 4 and time.monotonic() < deadline:

@@ -11,7 +11,6 @@ names       `hub_name`, `nearest_of`, `shown`: the same for names of models and 
 fabric      `Fabric` and its strategies: the one import of Lightning
 hub         `answer`: what to do about an error of the Hugging Face hub
 machine     `cores`, `free_memory_bytes`: what this process may use
-parent      `die_with`: a started process doesn't outlive who started it
 failpoints  `failpoint`: named places where tests make a run fail
 command_line  `parse`, `Flags`: flags from dataclasses, one sentence for each mistake
 plain_yaml  `read`, `load`: YAML of others, without aliases, merges and depth

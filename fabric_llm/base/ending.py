@@ -1,8 +1,13 @@
-"""How prepare_data.py and export_hf.py end: with one sentence and an exit code of docs/faults.md, whatever happens."""
+"""How programs end: with one sentence and an exit code of docs/faults.md, and not later than the process they belong to.
+
+train.py, which has ranks, ends by run/supervision.py.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import os
 import shutil
 import signal
 import sys
@@ -13,10 +18,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
-from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, STOPPED, UNEXPECTED, UNWRITABLE, Fault, as_fault
+from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, STOPPED, UNEXPECTED, UNWRITABLE, Fault, as_fault, as_mistake
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # never the error of an input
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def die_with(parent: int) -> None:
+    """The kernel kills this process when `parent`, which has started it, ends, however that ends. Linux only."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel knew
+        os._exit(1)
 
 
 class Ending:
@@ -36,16 +51,23 @@ class Ending:
 def in_one_sentence(program: str) -> Iterator[Ending]:
     """Print whatever ends the body, a request to stop included, as one sentence, and raise SystemExit with its code."""
     ending = Ending("nothing was written")
-    former = {number: signal.signal(number, ending.stop) for number in SIGNALS if not _is_ignored(number)}
+    # nohup, or a shell without job control for a background process, has set some to be ignored.
+    heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    former = {number: signal.signal(number, ending.stop) for number in heeded}
     try:
         yield ending
     except SystemExit:
         raise
     except BaseException as error:
-        for number in former:
+        for number in heeded:
             signal.signal(number, signal.SIG_IGN)  # the program ends already
         # An interrupted import or callback may raise another exception than KeyboardInterrupt.
-        fault = Fault(f"stopped on request; {ending.left}.", STOPPED) if ending.asked else _told(error)
+        if ending.asked:
+            fault = Fault(f"stopped on request; {ending.left}.", STOPPED)
+        elif isinstance(error, PermissionError):
+            fault = Fault(f"{str(error.filename)!r} can't be read: {error.strerror}.", BAD_INPUT)
+        else:
+            fault = as_mistake(error)
         if fault.code == UNEXPECTED and not isinstance(error, Fault):
             traceback.print_exc()
         print(f"{program}: error: {fault}", file=sys.stderr, flush=True)
@@ -53,19 +75,6 @@ def in_one_sentence(program: str) -> Iterator[Ending]:
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-
-
-def _is_ignored(number: int) -> bool:
-    """Whether nohup, or a shell without job control for a background process, has set this signal to be ignored."""
-    return signal.getsignal(number) == signal.SIG_IGN
-
-
-def _told(error: BaseException) -> Fault:
-    if isinstance(error, ValueError) and not isinstance(error, Fault):
-        return Fault(" ".join(str(error).split()), BAD_INPUT)
-    if isinstance(error, PermissionError):
-        return Fault(f"{str(error.filename)!r} can't be read: {error.strerror}.", BAD_INPUT)
-    return as_fault(error)
 
 
 @contextmanager

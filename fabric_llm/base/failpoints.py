@@ -3,8 +3,8 @@
     FABRIC_LLM_FAILPOINT=publish.before_rename            every rank that reaches it is killed with SIGKILL
     FABRIC_LLM_FAILPOINT=forward:rank=1:count=5:do=hang   rank 1 hangs when it reaches it for the fifth time
 
-`do`: kill, stop (SIGSTOP: frozen, with open connections), hang (sleep forever), enospc (raise OSError, disk full), raise
-(RuntimeError), oom (allocate more memory than there is), term, int (SIGTERM or SIGINT to itself), exit (os._exit(1)).
+`do`: kill, stop, term, int (SIGKILL, SIGSTOP: frozen, with open connections, SIGTERM or SIGINT to itself), hang (sleep
+forever), enospc (raise OSError, disk full), raise (RuntimeError), oom (allocate more memory than there is).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ NAMES = (
     *("prepare.documents", "prepare.mark", "prepare.marked", "prepare.rows", "prepare.publish", "prepare.sampled"),
     *("prune.begin", "prune.renamed", "prune.done", "resume.moved_aside", "metrics.replace"),
 )
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "int": signal.SIGINT}
 _reached: dict[str, int] = {}
 
 
@@ -48,16 +49,8 @@ def _fail_if_due(name: str, wanted: str) -> None:
 
 
 def _do(action: str, name: str) -> None:
-    if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif action == "term":
-        os.kill(os.getpid(), signal.SIGTERM)
-    elif action == "int":
-        os.kill(os.getpid(), signal.SIGINT)
-    elif action == "exit":
-        os._exit(1)
+    if action in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[action])
     elif action == "hang":
         while True:
             time.sleep(1)

@@ -72,19 +72,27 @@ def as_fault(error: BaseException) -> Fault:
     if isinstance(error, Fault):
         return error
     words = one_line(error)
+    is_of_library = isinstance(error, RuntimeError)  # torch's errors are RuntimeErrors, most of them plain ones
     if isinstance(error, KeyboardInterrupt):
         return Fault(words or "interrupted.", STOPPED)
-    if isinstance(error, MemoryError) or _is_out_of_memory(error, words):
+    if isinstance(error, MemoryError) or is_of_library and any(said in words for said in _MEMORY_WORDS):
         return Fault(words, OUT_OF_MEMORY)
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return Fault(words, SAVE_FAILED)
     if "creating shared memory segment" in words:  # NCCL, in a container with docker's 64 MiB
         return Fault(f"{words[:300]}: start the container with more shared memory (docker run --shm-size 8g).")
-    if _is_lost_peer(error, words):
+    torch = sys.modules.get("torch")  # where it is not imported, this is none of its errors
+    of_group = torch is not None and isinstance(error, torch.distributed.DistError)
+    if of_group or is_of_library and any(said in words for said in _PEER_WORDS):
         return Fault(words, PEER_LOST)
     if any(word in words for word in _DISK_WORDS):
         return Fault(words, SAVE_FAILED)
     return Fault(f"{type(error).__name__}: {words}", UNEXPECTED)
+
+
+def as_mistake(error: BaseException) -> Fault:
+    """`error` while flags, data or a model are read: there a ValueError is a mistake of the user."""
+    return Fault(str(error)) if isinstance(error, ValueError) and not isinstance(error, Fault) else as_fault(error)
 
 
 def tell_torchrun(sentence: str, is_consequence: bool = False) -> None:
@@ -99,14 +107,3 @@ def tell_torchrun(sentence: str, is_consequence: bool = False) -> None:
     extra = {"py_callstack": sentence, "timestamp": str(int(time.time()) + is_consequence)}
     with suppress(OSError), open(path, "w") as file:
         json.dump({"message": {"message": sentence, "extraInfo": extra}}, file)
-
-
-def _is_out_of_memory(error: BaseException, words: str) -> bool:
-    return isinstance(error, RuntimeError) and any(word in words for word in _MEMORY_WORDS)
-
-
-def _is_lost_peer(error: BaseException, words: str) -> bool:
-    torch = sys.modules.get("torch")  # if torch isn't imported, this isn't one of its errors
-    return (torch is not None and isinstance(error, torch.distributed.DistError)) or (
-        isinstance(error, RuntimeError) and any(word in words for word in _PEER_WORDS)
-    )

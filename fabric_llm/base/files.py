@@ -145,9 +145,8 @@ def read(folder: Path) -> dict[str, Any]:
             raise damaged
         content = path.read_bytes()
         document = json.loads(content)
-        sealed = is_sealed(document)
         document.pop("sha256", None)
-        if not sealed or content != encode(document):
+        if content != encode(document):
             raise damaged
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise (error if isinstance(error, Fault) else damaged) from error
@@ -156,7 +155,10 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def check_entries(entries: Any, where: Path, damaged: Fault) -> None:
-    """Check the form of `entries`, read from the file `where`. Raises `damaged`, or Fault (77) from `check_name`."""
+    """Check the form of `entries`, read from the file `where`: whoever changes a manifest can seal it anew.
+
+    Raises `damaged`, or Fault (77) from `check_name`.
+    """
     try:
         whole = all(type(e["bytes"]) is int and isinstance(e["sha256"], str) for e in entries.values())
     except (KeyError, TypeError, AttributeError):

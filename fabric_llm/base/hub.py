@@ -16,7 +16,6 @@ from urllib.request import getproxies, proxy_bypass
 from huggingface_hub import constants, errors, get_token
 
 SECONDS = 2.0
-_gave_up = False
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -29,12 +28,16 @@ def answer(name: str, error: BaseException, kind: str = "model") -> Optional[str
     words = " ".join(" ".join(str(link).split()) for link in chain)
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name.partition(':')[0]}"
     if any(isinstance(link, errors.GatedRepoError) for link in chain) or "is a gated dataset on the Hub" in words:
-        return f"it is gated on the Hub: ask for access at {page}, then {_with_that_token()}"
+        use = "use a token of the account that has it: this machine's is another's, or mayn't read gated repositories"
+        return f"it is gated on the Hub: ask for access at {page}, then {LOG_IN if get_token() is None else use}"
     if any(isinstance(link, errors.DisabledRepoError) for link in chain):
         return f"the Hub has disabled it, see {page}"
     unknown = any(isinstance(link, errors.RepositoryNotFoundError) for link in chain)
     if unknown or "doesn't exist on the Hub or cannot be accessed" in words:
-        return f"there is no such folder here, and the Hub shows {_nobody()} no {kind} of that name: {_spelling()}"
+        nowhere = f"there is no such folder here, and the Hub shows {{}} no {kind} of that name: check the spelling"
+        if get_token() is None:
+            return f"{nowhere.format('without a token')}, or, if it is private, {LOG_IN}"
+        return nowhere.format("the account of this machine's token")
     status = next((code for link in chain if (code := _status(link)) is not None), None)
     if status == 401:
         return f"the Hub doesn't take the token of this machine (HF_TOKEN, or {constants.HF_TOKEN_PATH}): {LOG_IN} anew"
@@ -46,7 +49,7 @@ def answer(name: str, error: BaseException, kind: str = "model") -> Optional[str
         return f"the Hub fails ({status}): try again later"
     if any(isinstance(link, errors.EntryNotFoundError) and not isinstance(link, OSError) for link in chain):
         return f"{page} is there, but hasn't the files that a {kind} of transformers needs"
-    if _gave_up:
+    if not reach():
         return f"the Hub at {constants.ENDPOINT} can't be reached, and {_not_in_the_cache(name, kind)}"
     if constants.is_offline_mode() or any(isinstance(link, errors.OfflineModeIsEnabled) for link in chain):
         return f"HF_HUB_OFFLINE is set, so that the Hub isn't asked, and {_not_in_the_cache(name, kind)}"
@@ -56,15 +59,15 @@ def answer(name: str, error: BaseException, kind: str = "model") -> Optional[str
 
 
 @cache
-def reach() -> None:
-    """Find out once whether the Hub can be reached, within two seconds. If not, all libraries take their caches at once.
+def reach() -> bool:
+    """Whether the Hub can be reached, found out once, within two seconds. If not, all libraries take their caches at once.
 
-    They would try again and again, and say so, for half a minute and more. Behind a proxy nothing is found out.
+    They would try again and again, and say so, for half a minute and more. True where it isn't to be asked, or behind a proxy.
     """
     address = urlsplit(constants.ENDPOINT)
     host, port = address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
     if constants.is_offline_mode() or address.scheme in getproxies() and not proxy_bypass(host):
-        return
+        return True
     answered = Event()
 
     def ask() -> None:
@@ -75,8 +78,8 @@ def reach() -> None:
     thread.start()
     thread.join(SECONDS)
     if not answered.is_set():
-        global _gave_up
-        _gave_up = constants.HF_HUB_OFFLINE = True
+        constants.HF_HUB_OFFLINE = True
+    return answered.is_set()
 
 
 def require_reachable(name: str, kind: str = "model") -> None:
@@ -87,14 +90,8 @@ def require_reachable(name: str, kind: str = "model") -> None:
         return
     if kind == "dataset" and (prepared / name.partition(":")[0].replace("/", "___")).is_dir():
         return
-    reach()
-    if constants.is_offline_mode():
+    if not reach() or constants.is_offline_mode():
         raise ValueError(f"No {kind} {name!r}: {answer(name, errors.OfflineModeIsEnabled(), kind)}.")
-
-
-def gave_up() -> bool:
-    """Whether `reach` has found that the Hub can't be reached."""
-    return _gave_up
 
 
 def _chain(error: Optional[BaseException]) -> Iterator[BaseException]:
@@ -106,21 +103,6 @@ def _chain(error: Optional[BaseException]) -> Iterator[BaseException]:
 def _status(error: BaseException) -> Optional[int]:
     code = getattr(getattr(error, "response", None), "status_code", None)
     return code if isinstance(code, int) else None
-
-
-def _with_that_token() -> str:
-    if get_token() is None:
-        return LOG_IN
-    return "use a token of the account that has it: this machine's is another's, or mayn't read gated repositories"
-
-
-def _nobody() -> str:
-    return "without a token" if get_token() is None else "the account of this machine's token"
-
-
-def _spelling() -> str:
-    private = f", or, if it is private, {LOG_IN}" if get_token() is None else ""
-    return f"check the spelling{private}"
 
 
 def _not_in_the_cache(name: str, kind: str) -> str:

@@ -51,11 +51,11 @@ def _near(name: str) -> str:
     path = Path(name)
     if name.startswith("~") and path.expanduser().exists():  # --model_name=~/mine
         return f" The shell replaces ~ only at the start of a word: take {path.expanduser()}."
+    if near := nearest_of(path):
+        return near
     while not path.parent.exists():
         path = path.parent
-    return nearest_of(path) or (
-        f" There is {str(path.parent)!r}, without {path.name!r}." if len(path.parts) > 1 else ""
-    )
+    return f" There is {str(path.parent)!r}, without {path.name!r}." if len(path.parts) > 1 else ""
 
 
 def nearest_of(path: Path, files: bool = False) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Optional, TypeVar
 import torch
 from torch import Tensor
 
-from fabric_llm.base.faults import Fault, as_fault
+from fabric_llm.base.faults import Fault, as_mistake
 
 T = TypeVar("T")
 
@@ -79,8 +79,7 @@ def from_rank_zero(action: Callable[[], T]) -> T:
         try:
             value = action()
         except Exception as error:
-            is_plain = isinstance(error, ValueError) and not isinstance(error, Fault)
-            problem = Fault(str(error)) if is_plain else as_fault(error)
+            problem = as_mistake(error)
             if problem is not error:
                 problem.__cause__ = error  # for the traceback, on rank 0 alone
     value, fault = from_first((value, problem))

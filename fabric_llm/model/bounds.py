@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable, NoReturn
 
-from fabric_llm.base.parent import die_with
+from fabric_llm.base.ending import die_with
 
 MOST_BYTES = 4 * 2**20  # of a file; configurations have a few thousand, of quantised models some hundred thousand
 MOST_ENTRIES = 2**15  # of a list or an object, and of labels, experts and blocks: Switch-C has 2048 experts

@@ -2,8 +2,7 @@
 
 checks         `check_training`, `check_preparation`, `check_export`, `batch_sizes`: what is checked without torch
 placement      `place`: devices and strategy, known without torch
-starting       `start`: the run directory locked, the ranks of this machine started
-joining        `join`, `plan_together`: all ranks, with the same plan
+start          `start`: the run directory locked, the ranks of this machine started
 branch         `branch_flags`: --branch_decay, in terms of other flags
 resume         `directory`, `choose`: which run directory and checkpoint a run resumes from
 stages         `lay_out`: where each stage of a mixture begins, and where the run ends

@@ -36,7 +36,7 @@ from fabric_llm.training.schedule import WITH_DECAY_STEPS
 def check_training(flags: Flags) -> None:
     """A command of train.py, by itself and with the folders that it names.
 
-    Rank 0 checks the rest of a resumed run under a launcher later (joining.py): other machines may not see its directory yet.
+    Rank 0 checks the rest of a resumed run under a launcher later (run/supervision.py): other machines may not see its directory yet.
     The model of a run whose directory is there is checked later too, so that what is wrong with it is written there.
     """
     _check_flags(flags)

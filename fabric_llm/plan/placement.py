@@ -103,7 +103,7 @@ def _count_gpus(accelerator: str) -> int:
 
 
 def _has_no_gpu() -> bool:
-    """True where the kernel shows none; PyTorch is asked otherwise, and in any case later, see joining.py."""
+    """True where the kernel shows none; PyTorch is asked otherwise, and in any case later, see run/supervision.py."""
     return sys.platform == "linux" and not any(any(Path("/dev").glob(name)) for name in GPU_FILES)
 
 

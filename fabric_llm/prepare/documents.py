@@ -370,8 +370,7 @@ def load_hub_dataset(name: str) -> dict[str, Any]:
     import datasets
 
     repository, _, config = name.partition(":")
-    hub.reach()
-    if hub.gave_up():
+    if not hub.reach():
         datasets.config.HF_HUB_OFFLINE = True
     try:
         return dict(datasets.load_dataset(repository, config or None, streaming=True))

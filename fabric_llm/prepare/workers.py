@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from fabric_llm.base.ending import die_with
 from fabric_llm.base.faults import PEER_LOST, Fault
 from fabric_llm.base.machine import cores
-from fabric_llm.base.parent import die_with
 from fabric_llm.prepare.encoding import Job, encode_piece, load_backend
 from fabric_llm.prepare.pieces import Piece
 

@@ -7,6 +7,7 @@ why. It takes ranks that are already there, as under torchrun, by the same envir
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shlex
 import shutil
@@ -19,11 +20,13 @@ from pathlib import Path
 from typing import Any, Optional
 
 from fabric_llm.base.command_line import is_rank_zero
+from fabric_llm.base.ending import die_with
 from fabric_llm.base.faults import CODES, DONE, PEER_LOST, STOPPED, Fault
-from fabric_llm.base.parent import die_with
 from fabric_llm.processes.stop import SIGNALS
 
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")  # so far, and at most
 PARENT = "FABRIC_LLM_PARENT"  # environment variable of a started rank: the process that it must not outlive
+SECONDS_TO_END = 10.0  # for a rank's own way out, once another rank's fault is known
 _parent: Optional[int] = None
 
 
@@ -58,14 +61,21 @@ class Children:
 
 
 def adopt_launcher() -> None:
-    """At the start of a process: what its launcher says in the environment, as torchrun would say it."""
+    """At the start of a process: what its launcher says in the environment, as torchrun would say it.
+
+    Raises ValueError for a variable that must be a number and isn't.
+    """
     # Broken connections are told in one sentence, not in C++ stacks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # transformers fetches kernels, which are code, from the hub where the package kernels is installed.
     os.environ.setdefault("USE_HUB_KERNELS", "NO")
     die_with_parent()
+    for name in RESTARTS:  # which are read again when the run ends
+        _number(name, 0)
     adopt_slurm()
-    forget_other_ranks()
+    if not started_by_other():  # such as a pod's RANK: no launcher has made this process a rank
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+            os.environ.pop(name, None)
     if (warning := warning_of_torchrun()) and is_rank_zero():
         print(f"Warning: {warning}", flush=True)
 
@@ -75,25 +85,14 @@ def adopt_slurm() -> None:
 
     The variables of the job alone, as in a batch script that doesn't use srun, say nothing of processes.
     """
-    given = os.environ
-    if "LOCAL_RANK" in given or int(given.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+    if started_by_other() or (tasks := _number("SLURM_STEP_NUM_TASKS", 0)) < 2:
         return
-    tasks, nodes = int(given["SLURM_STEP_NUM_TASKS"]), int(given.get("SLURM_STEP_NUM_NODES", "1"))
-    node, local_rank, per_node = int(given.get("SLURM_NODEID", "0")), int(given["SLURM_LOCALID"]), -(-tasks // nodes)
-    given.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(per_node), WORLD_SIZE=str(tasks))
-    given.update(NODE_RANK=str(node), RANK=str(node * per_node + local_rank))
-    job, step = (int(given.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    given.setdefault("MASTER_PORT", str(15_000 + (31 * job + step) % 10_000))  # the same for all tasks of a step
-
-
-def find_slurm_host() -> None:
-    """In a task of srun: set where the ranks meet. (Lightning knows how SLURM writes hosts; importing it takes seconds.)"""
-    if "SLURM_STEP_NODELIST" not in os.environ or not started_by_other() or "MASTER_ADDR" in os.environ:
-        return
-    from fabric_llm.base.fabric import SLURMEnvironment
-
-    hosts = os.environ["SLURM_STEP_NODELIST"]
-    os.environ["MASTER_ADDR"] = SLURMEnvironment.resolve_root_node_address(hosts)
+    per_node = math.ceil(tasks / _number("SLURM_STEP_NUM_NODES", 1, default=1))
+    node, local_rank = _number("SLURM_NODEID", 0), _number("SLURM_LOCALID", 0)
+    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(per_node), WORLD_SIZE=str(tasks))
+    os.environ.update(NODE_RANK=str(node), RANK=str(node * per_node + local_rank))
+    port = 15_000 + (31 * _number("SLURM_JOB_ID", 0) + _number("SLURM_STEP_ID", 0)) % 10_000
+    os.environ.setdefault("MASTER_PORT", str(port))  # the same for all tasks of a step
 
 
 def require_port() -> None:
@@ -141,9 +140,9 @@ def launched_world(asked: dict[str, Any]) -> Optional[tuple[int, int]]:
     return per_node, nodes
 
 
-def _number(name: str, first: int, last: int = 2**31) -> int:
-    """Of an environment variable. Raises ValueError where it isn't a number from `first` to `last`."""
-    given = os.environ[name]
+def _number(name: str, first: int, last: int = 2**32, default: int = 0) -> int:
+    """An environment variable, `default` where it isn't set. Raises ValueError unless it is from `first` to `last`."""
+    given = os.environ.get(name, str(default))
     if given.isdecimal() and first <= int(given) <= last:
         return int(given)
     os.environ["LOCAL_RANK"] = "0"  # others than the first of a machine would be silent
@@ -160,23 +159,18 @@ def _refuse_mpi() -> None:
             )
 
 
-def forget_other_ranks() -> None:
-    """Remove what says that this process is a rank where no launcher has made it one, such as a pod's RANK."""
-    if not started_by_other():
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
-            os.environ.pop(name, None)
-
-
 def for_launcher(code: int) -> int:
     """A torchrun with restarts left takes any code but 0 for a failure, and would start again what was asked to stop."""
-    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return DONE if code == STOPPED and count < most else code
+    if code != STOPPED:
+        return code
+    count, most = (_number(name, 0) for name in RESTARTS)
+    return DONE if count < most else STOPPED
 
 
 def warning_of_torchrun() -> Optional[str]:
     """What to change where ranks that torchrun starts again would find the keys of the start before, and end with it."""
     shares = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not shares or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+    if not shares or _number("TORCHELASTIC_MAX_RESTARTS", 0) == 0:
         return None
     return (
         "torchrun can't start lost ranks again reliably: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it, on "
@@ -185,40 +179,35 @@ def warning_of_torchrun() -> Optional[str]:
 
 
 def start_ranks(devices: int, num_nodes: int) -> Children:
-    """Make this process rank 0 of its machine and start the others with the same command line."""
+    """Make this process the first of its machine and start the others with the same command line.
+
+    Raises Fault where they can't be started, or MASTER_PORT is taken on rank 0's machine, ValueError for a wrong number.
+    """
     os.environ.setdefault("NODE_RANK", "0")
     node, door = _number("NODE_RANK", 0, num_nodes - 1), None
     if num_nodes == 1:  # nobody else has to find them: whatever the environment says, a port that is free
         door = socket.create_server(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(door.getsockname()[1]))
     elif (port := _number("MASTER_PORT", 1, 2**16 - 1)) and node == 0:
-        _require_free(port)
+        try:
+            socket.create_server(("", port)).close()
+        except OSError as error:
+            raise port_in_use() if error.errno == errno.EADDRINUSE else Fault(f"MASTER_PORT {port}: {error.strerror}.")
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(devices))
     os.environ.update(RANK=str(node * devices), WORLD_SIZE=str(devices * num_nodes))
+    command = [sys.executable, os.path.abspath(sys.argv[0]), *sys.argv[1:]]
     processes = {}
     for local_rank in range(1, devices):
         rank = node * devices + local_rank
         own = {"LOCAL_RANK": str(local_rank), "RANK": str(rank), PARENT: str(os.getpid())}
         try:
-            processes[rank] = subprocess.Popen([sys.executable, *_own_command()], env={**os.environ, **own})
+            processes[rank] = subprocess.Popen(command, env={**os.environ, **own})
         except OSError as error:
             raise Fault(
                 f"--devices {devices}: process {local_rank + 1} of them can't be started ({error.strerror}); take fewer, or "
                 "raise the limits of `ulimit -a`."
             ) from error
     return Children(processes, door)
-
-
-def _own_command() -> list[str]:
-    return [os.path.abspath(sys.argv[0]), *sys.argv[1:]]
-
-
-def _require_free(port: int) -> None:
-    """Raises Fault where MASTER_PORT is taken on this machine, on which rank 0 will listen to it."""
-    try:
-        socket.create_server(("", port)).close()
-    except OSError as error:
-        raise port_in_use() if error.errno == errno.EADDRINUSE else Fault(f"MASTER_PORT {port}: {error.strerror}.")
 
 
 def port_in_use() -> Fault:
@@ -243,11 +232,15 @@ def has_parent() -> bool:
     return _parent is not None
 
 
-def kill_parent(seconds: float = 0.0) -> None:
-    """In a started rank: end the process that started it, which is frozen; this one ends with it. It has `seconds` to go."""
+def kill_parent() -> None:
+    """In a started rank: end the process that started it, which is frozen; this one ends with it.
+
+    A process that isn't rank 0 itself has time to hear why the run ends, and to end by itself.
+    """
     if _parent is None:
         return
-    time.sleep(seconds)
+    if os.environ["NODE_RANK"] != "0":
+        time.sleep(SECONDS_TO_END)
     if os.getppid() == _parent:
         os.kill(_parent, signal.SIGKILL)
 

@@ -24,7 +24,7 @@ def at_start() -> Fault:
 
 
 def interrupt(fault: Fault) -> NoReturn:
-    """`StopSignal.at_once` of a rank among others, which hear of it when this exception ends the run."""
+    """`StopSignal.at_once` of a rank among others, which hear of it when this exception ends it."""
     raise KeyboardInterrupt(str(fault))
 
 
@@ -39,7 +39,6 @@ class StopSignal:
         self.started = time.monotonic()  # seconds; `train.py` makes this object first of all
         self.received: Optional[int] = None
         self.second = False
-        self.stop_file = self.save_file = False  # what a file has asked for
         self.until = 0.0  # monotonic seconds: what comes before is the same request
         self.pipe = os.pipe()  # into which Python's C code writes each signal as it comes
         for end in self.pipe:
@@ -77,10 +76,6 @@ class StopSignal:
             heard = os.read(self.pipe[0], 4096)
         return self.received is not None or any(number in SIGNALS for number in heard)
 
-    def hours(self) -> float:
-        """Since this object, and with it the process, began."""
-        return (time.monotonic() - self.started) / 3600
-
     def everything_is_saved(self) -> None:
         """From here on the run ends anyway: only Ctrl-C still cuts it short."""
         for number in SIGNALS:
@@ -110,23 +105,24 @@ class Requests:
         """run_directory, max_hours: None on other ranks than 0, which looks for all. From here on signals are remembered."""
         signals.end_by(None)
         self.signals, self.run_directory, self.max_hours = signals, run_directory, max_hours
+        self.stop_file = self.save_file = False  # what a file has asked for
 
     def is_to_stop(self) -> bool:
         """A request to stop stays."""
         if self.run_directory is not None:
-            self.signals.stop_file |= _take(self.run_directory / STOP_FILE)
-            self.signals.save_file |= _take(self.run_directory / SAVE_FILE)
-        return self.signals.stop_file or self.signals.received is not None or self.is_over()
+            self.stop_file |= _take(self.run_directory / STOP_FILE)
+            self.save_file |= _take(self.run_directory / SAVE_FILE)
+        return self.stop_file or self.signals.received is not None or self.is_over()
 
     def ask(self) -> tuple[bool, bool]:
         """(to stop, to save). A request to save is taken by whoever asks."""
         stop = self.is_to_stop()
-        save, self.signals.save_file = self.signals.save_file, False
+        save, self.save_file = self.save_file, False
         return stop, save
 
     def is_over(self) -> bool:
         """True once this process has run for --max_hours."""
-        return self.max_hours is not None and self.signals.hours() >= self.max_hours
+        return self.max_hours is not None and time.monotonic() - self.signals.started >= 3600 * self.max_hours
 
     def finish(self) -> None:
         """The run is over and saved: later requests are not for the next one, and signals cut nothing short."""

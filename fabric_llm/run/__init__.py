@@ -11,5 +11,5 @@ profiling      `Profile`: --profile, a trace of some steps
 samples        `Samples`: what the model in training makes of --sample_prompts
 save           `save`, `publish`: when a checkpoint is written, and when it is published
 verdicts       `report`, `rewind`: what follows a step or an evaluation that the guard didn't take
-ending         `supervise`: one sentence, an exit code, STATUS.json
+supervision    `supervise`: the ranks join, plan, train and end: one sentence, an exit code, STATUS.json
 """

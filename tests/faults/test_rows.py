@@ -386,10 +386,10 @@ def test_rank_0_is_lost_just_before_another_connects_to_the_store_that_it_holds(
     """The harness's store would try to connect for five minutes, and for ever to a frozen one."""
 
     def late():
-        from fabric_llm.processes.watch import Store
+        from fabric_llm.processes.store import Store
 
         connect = Store._connect
-        Store._connect = lambda self: (time.sleep(int(os.environ["RANK"])), connect(self))
+        Store._connect = lambda self, door=None: (time.sleep(int(os.environ["RANK"])), connect(self, door))[1]
 
     job = Job(2, *flags(toys, tmp_path, "--hang_timeout", 6), failpoint=f"assembled:rank=0:do={action}", before=late)
     codes = end_after(job, frozen=0, other=1) if action == "stop" else job.wait()

@@ -13,24 +13,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Optional
+from typing import TYPE_CHECKING, NoReturn, Optional
 
 from fabric_llm.base.command_line import Flags, fail, is_rank_zero
-from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_fault, tell_torchrun
+from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_mistake, tell_torchrun
 from fabric_llm.plan import checks, resume, run_directory
 from fabric_llm.plan.placement import Placement, batch_sizes, place, require_fit
 from fabric_llm.prepare.demo import prepare_demo
 from fabric_llm.processes.launch import Children, for_launcher, require_port, start_ranks, started_by_other
 
+if TYPE_CHECKING:  # what needs torch is imported by then
+    from fabric_llm.base.fabric import Fabric
+    from fabric_llm.plan.plan import Plan
+    from fabric_llm.processes.watch import Watch
+
 
 @dataclass
-class Started:
-    """This rank before it has met the others."""
+class ThisRank:
+    """One rank of a run, in its own process; what comes later is None until then."""
 
     placement: Placement
-    children: Children
-    directory: Optional[Path]  # of the run, locked by this process; None on other ranks than 0
+    children: Children  # the ranks that this process has started
+    directory: Optional[Path]  # of the run, locked by rank 0; on other ranks once they have joined
     problem: Optional[Fault]  # with the directory, which others, started by somebody else, have to hear of
+    rank: int = 0
+    fabric: Optional[Fabric] = None
+    watch: Optional[Watch] = None
+    plan: Optional[Plan] = None
 
 
 @contextmanager
@@ -39,7 +48,7 @@ def told_in_one_sentence() -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        fault = as_fault(error) if isinstance(error, Fault) or not isinstance(error, ValueError) else Fault(str(error))
+        fault = as_mistake(error)
         run_directory.leave(fault)
         if fault.code == UNEXPECTED:
             tell_torchrun(traceback.format_exc())
@@ -72,7 +81,7 @@ def without_collection() -> Iterator[None]:
         gc.enable()
 
 
-def start(flags: Flags) -> Started:
+def start(flags: Flags) -> ThisRank:
     """Start the other ranks of this machine, unless others did. Raises Fault.
 
     What is wrong with the run directory ends the run before a rank is started.
@@ -96,7 +105,7 @@ def start(flags: Flags) -> Started:
     if problem is not None and (placement.world_size == 1 or starts):
         raise problem
     children = start_ranks(placement.devices, placement.num_nodes) if starts else Children({})
-    return Started(placement, children, directory, problem)
+    return ThisRank(placement, children, directory, problem)
 
 
 def _locked_directory(flags: Flags) -> tuple[Optional[Path], Optional[Fault]]:
@@ -107,4 +116,4 @@ def _locked_directory(flags: Flags) -> tuple[Optional[Path], Optional[Fault]]:
         run_directory.lock(directory)
         return directory, None
     except ValueError as error:
-        return None, error if isinstance(error, Fault) else Fault(str(error))
+        return None, as_mistake(error)
