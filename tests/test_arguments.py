@@ -20,9 +20,9 @@ from fabric_llm.plan.placement import place
 from fabric_llm.plan.plan import make_plan
 from fabric_llm.plan.trackers import TRACKERS
 from fabric_llm.training.adamw import AdamW
-from fabric_llm.training.gradients import clip_gradients
 from fabric_llm.training.optim import decayed_names, parameter_groups
 from fabric_llm.training.schedule import DECAYS, lr_at
+from fabric_llm.training.step import clip_gradients
 
 FLAGS = {  # the contract: design, section 4
     "Devices": "devices num_nodes accelerator tpu",

@@ -23,7 +23,7 @@ from fabric_llm.data import blend
 from fabric_llm.data.batches import Batches
 from fabric_llm.data.dataset import TokenDataset, together
 from fabric_llm.data.sources import open_source
-from fabric_llm.model import fast_paths, packed_attention
+from fabric_llm.model import capabilities, packed_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import (
     checked_skeleton,
@@ -158,8 +158,8 @@ def losses_of(fabric: Fabric, folder: Path, dtype: torch.dtype, how: Evaluated) 
     weights = reading.sharded_weights(folder, checked_skeleton(str(folder), config, dtype))
     model = load_reference(str(folder), config, dtype, seed=0, state_dict=weights)
     del weights
-    packs = any(end is not None for end in how.document_ends.values()) and fast_paths.takes_packed_attention(model)
-    with fast_paths.attention(model, packed_attention.NAME) if packs else nullcontext():
+    packs = any(end is not None for end in how.document_ends.values()) and capabilities.takes_packed_attention(model)
+    with capabilities.attention(model, packed_attention.NAME) if packs else nullcontext():
         wrapped = _on_device(fabric, model, how.precision)
         losses = {
             name: evaluated(fabric, wrapped, _batches(name, split, how).stream(0)).loss
@@ -176,7 +176,7 @@ def _batches(name: str, split: Any, how: Evaluated) -> Batches:
 
 def _on_device(fabric: Fabric, model: PreTrainedModel, precision: str) -> Any:
     """The model as runs have it, with the loss in chunks where it can."""
-    chunked = fast_paths.chunks_its_loss(model, precision)
+    chunked = capabilities.chunks_its_loss(model, precision)
     return fabric.setup_module(LanguageModel(model, chunked=chunked).to(fabric.device), move_to_device=False)
 
 

@@ -20,9 +20,24 @@ from datetime import timedelta
 from typing import Any, Callable, Optional
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
 
 from fabric_llm.base.fabric import (
     ClusterEnvironment,
@@ -37,8 +52,8 @@ from fabric_llm.base.fabric import (
     TorchElasticEnvironment,
     XLAFSDPStrategy,
 )
-from fabric_llm.model import strategy_rules
-from fabric_llm.model.strategy_rules import Sharding
+from fabric_llm.base.ranks import waits_for_others
+from fabric_llm.model.strategy_rules import Sharding, wrap_size
 
 MUCH_WASTED = 10**5  # parameters
 LAYER_LISTS = (nn.ModuleList, nn.ModuleDict)  # no forward of their own: never wrapped
@@ -125,7 +140,7 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
     """
     if policy == "none":
         return []
-    if (smallest := strategy_rules.wrap_size(policy)) is not None:
+    if (smallest := wrap_size(policy)) is not None:
         return _at_least(model, smallest)
     names = layer_class_names(model) if policy == "auto" else {name.strip() for name in policy.split(",")}
     present = {type(module).__name__ for module in model.modules()}
@@ -225,10 +240,6 @@ def wrap(
 def _wrap_fsdp(
     fabric: Fabric, model: nn.Module, materialize: Callable[[nn.Module], None], precision: str, how: Sharding
 ) -> nn.Module:
-    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp.wrap import CustomPolicy
-
     units = _units(model, how, apart=_unlike_the_outermost)
     if fabric.global_rank == 0 and (wasted := _frozen_beside_trained(units)) > MUCH_WASTED:
         print(
@@ -286,8 +297,6 @@ def _unlike_the_outermost(model: nn.Module, units: list[nn.Module]) -> set[nn.Mo
 
 def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Any:
     """Buffers keep their dtypes: RoPE's frequencies are float32, a scale of embeddings may be bfloat16."""
-    from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
-
     if precision == "32-true":
         return None
     dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
@@ -297,8 +306,6 @@ def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Any:
 def _wrap_fsdp2(
     fabric: Fabric, model: nn.Module, materialize: Callable[[nn.Module], None], precision: str, how: Sharding
 ) -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
     settings: dict[str, Any] = {
         "mesh": _mesh(fabric, how),
         # None: all but the outermost unit, which the backward pass needs first
@@ -340,15 +347,48 @@ def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:
 
 def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
     """The process group that the parameters of a wrapped model are split over, None where ranks hold them whole."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp import ShardingStrategy
-    from torch.distributed.tensor import DTensor
-
     root = next((m for m in model.modules() if isinstance(m, FSDP)), None)
     if root is not None:
         return None if root.sharding_strategy == ShardingStrategy.NO_SHARD else root.process_group
     parameter = next(model.parameters())
     return parameter.device_mesh.get_group("shard") if isinstance(parameter, DTensor) else None
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_places(parameters: list[nn.Parameter], group: Optional[ProcessGroup]) -> list[tuple[int, int]]:
+    """(index of this rank's first element in the whole parameter, flattened; elements of the whole) of each parameter.
+
+    All ranks call it. group: see `shard_group`. Both FSDPs split in the order of ranks, FSDP2 between rows, so what comes before
+    is what lower ranks hold, and no field of theirs is read.
+    """
+    held = [local_part(parameter).numel() for parameter in parameters]
+    if group is None:
+        return [(0, count) for count in held]
+    counts = torch.tensor(held, device=_communication_device(group))
+    all_counts = [torch.empty_like(counts) for _ in range(torch.distributed.get_world_size(group))]
+    with waits_for_others("shard_places"):
+        torch.distributed.all_gather(all_counts, counts, group=group)
+    ends = torch.stack(all_counts).cumsum(0)
+    return list(zip((ends[torch.distributed.get_rank(group)] - counts).tolist(), ends[-1].tolist()))
+
+
+def sum_over_shards(numbers: Tensor, group: Optional[ProcessGroup]) -> Tensor:
+    """The sum of what all ranks of a `shard_group` have measured on their parts, on the device of `numbers`."""
+    if group is None:
+        return numbers
+    total = numbers.to(_communication_device(group))  # offloaded gradients are on the CPU, NCCL is not
+    torch.distributed.all_reduce(total, group=group)
+    return total.to(numbers.device)
+
+
+def _communication_device(group: ProcessGroup) -> torch.device:
+    if torch.distributed.get_backend(group) != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def reshard(model: nn.Module) -> None:
@@ -357,10 +397,6 @@ def reshard(model: nn.Module) -> None:
     Whoever makes such a pass calls this: `model.parameters()` of fsdp2 are others while a unit is whole, and the next pass of
     fsdp would take the whole unit that is there, also where its weights have changed since.
     """
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp._runtime_utils import _reshard
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

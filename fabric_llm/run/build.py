@@ -36,10 +36,9 @@ from fabric_llm.run.run import Run, close_log, leave_ranks, say_what_comes_next
 from fabric_llm.run.samples import Samples
 from fabric_llm.run.start import open_log
 from fabric_llm.training import adamw, ema, optim
-from fabric_llm.training.drift import Drift, drift_of_run
 from fabric_llm.training.evaluation import Evaluation
-from fabric_llm.training.forgetting import Forgetting, parse_budgets
-from fabric_llm.training.guard import Guard
+from fabric_llm.training.guard import Forgetting, Guard, parse_budgets
+from fabric_llm.training.updates import Drift, drift_of_run
 
 
 def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: Watch) -> Run:

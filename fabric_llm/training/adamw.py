@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from fabric_llm.base.failpoints import failpoint
+from fabric_llm.model.strategy import local_part
 from fabric_llm.training.adamw_rounded import Origin, kernel_for, rounded_step
-from fabric_llm.training.gradients import _local
 
 UPDATES = ("stochastic", "nearest", "master")
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}  # a CPU's block stays in its cache, a GPU's hides the launches
@@ -63,7 +63,7 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"updates {updates!r} is none of {', '.join(UPDATES)}.")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.updates, self.seed, self.origins = updates, seed, dict(origins or {})
-        self.elements = sum(_local(param).numel() for group in self.param_groups for param in group["params"])
+        self.elements = sum(local_part(param).numel() for group in self.param_groups for param in group["params"])
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -212,4 +212,4 @@ def _scalar(step: float, device: torch.device) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The memory of this rank's part of a contiguous tensor, one-dimensional."""
-    return _local(tensor).view(-1)
+    return local_part(tensor).view(-1)

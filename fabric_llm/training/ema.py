@@ -14,9 +14,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from fabric_llm.model.strategy import local_part
 from fabric_llm.training import adamw_plain
 from fabric_llm.training.adamw_rounded import Origin
-from fabric_llm.training.gradients import _local
 
 NAME = "ema"  # of the state in checkpoints
 BLOCK_ELEMENTS = 2**22  # that are updated at a time: 16 MiB in float32
@@ -124,4 +124,4 @@ def _moved(ema: Tensor, param: Tensor, weight: float) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The memory of this rank's part of a contiguous tensor, one-dimensional."""
-    return _local(tensor).detach().view(-1)
+    return local_part(tensor).detach().view(-1)

@@ -17,8 +17,8 @@ from fabric_llm.data.batches import Batches, MicroBatch, target_count
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.sources import COPY
 from fabric_llm.model.strategy import reshard
-from fabric_llm.training.drift import Drift
 from fabric_llm.training.ema import Average
+from fabric_llm.training.updates import Drift
 
 
 @dataclass(frozen=True)
