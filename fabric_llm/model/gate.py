@@ -1,6 +1,6 @@
 """The gate before step 1: is the wrapped, sharded model the one that transformers loads, and does it train as that would?
 
-Rank 0 runs the reference (see materialize.py) on a few tokens on the CPU, then all ranks run the wrapped model on the same
+Rank 0 runs the reference (see loading.py) on a few tokens on the CPU, then all ranks run the wrapped model on the same
 tokens, twice. The first pass is eager, without gradients, and keeps what each leaf module makes, so that a difference can be
 named. The second is the one that trains: fast paths, such as a loss without logits, attention without a mask or compiled
 layers, must give the loss and the gradients of plain transformers, eager attention and all logits. Of each module's output the

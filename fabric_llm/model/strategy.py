@@ -224,7 +224,7 @@ def wrap(
 ) -> nn.Module:
     """The model on the meta device -> the model on the devices, filled, wrapped and set up by Fabric.
 
-    `materialize(module)` fills the tensors that a module itself holds (model.Materializer). It is called for the
+    `materialize(module)` fills the tensors that a module itself holds (loading.Materializer). It is called for the
     modules of a unit just before that unit is sharded.
     """
     if name == "fsdp":

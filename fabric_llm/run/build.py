@@ -26,7 +26,6 @@ from fabric_llm.model import (
     loading,
     strategy,
 )
-from fabric_llm.model.materialize import Materializer
 from fabric_llm.plan import measuring, run_directory
 from fabric_llm.plan.plan import Plan
 from fabric_llm.processes.stop import Requests, StopSignal
@@ -211,7 +210,7 @@ def build_model(run: Run, source: str, resume_from: Optional[Path]) -> None:
         if plan.kind == "cuda" and plan.loss == "chunked":  # a CPU gains from it only at large vocabularies
             layers.compile_loss(model)
     decayed = optim.decayed_names(model)
-    materializer = Materializer(model, loaded.model, fabric.device)
+    materializer = loading.Materializer(model, loaded.model, fabric.device)
     run.model = strategy.wrap(fabric, plan.strategy, model, materializer, plan.precision, plan.sharding)
     loaded, materializer = loaded._replace(model=None), None  # its memory, before gradients need some
     optimizer = optim.make_optimizer(run.model, decayed, training, plan.bf16_updates)

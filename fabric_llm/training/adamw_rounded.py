@@ -17,9 +17,10 @@ from typing import Any, Callable, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from fabric_llm.training import adamw_plain
+from fabric_llm.training import adamw_cpu, adamw_plain
 
 Update = Callable[..., None]
+UPDATED = ("param", "grad", "exp_avg", "exp_avg_sq")
 PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # what a CPU's thread, or a launch on a GPU, does at a time
 LEAST_ELEMENTS = 2**20  # below this, plain PyTorch takes less time in ten steps than compiling would
 
@@ -34,53 +35,48 @@ class Origin(NamedTuple):
 def rounded_step(
     tensors: list[dict[str, Tensor]], origins: list[Origin], group: dict[str, Any], step: int, seed: int, update: Update
 ) -> None:
-    """AdamW for parameters of one device, each one's flat param, grad, exp_avg and exp_avg_sq, by an `update`.
+    """AdamW for parameters of one device, each one's flat tensors named in UPDATED, by an `update`.
 
     group: lr, betas, eps and weight_decay. step: how many steps these parameters have taken, with this one.
     """
     numbers = adamw_plain.numbers_of(group, step)
-
-    def update_piece(piece: tuple[list[Tensor], str, int]) -> None:
-        (param, *others), name, index = piece
-        if group["lr"] == 0:  # not even a -0.0 may change
-            param = param.clone()
-        high, low = divmod(index, 2**32)
-        update(param, *others, low, adamw_plain.key_of(seed, step, name, high), numbers)
-
-    pieces = (piece for flat, origin in zip(tensors, origins) for piece in pieces_of(flat, origin))
-    threads = torch.get_num_threads() if tensors[0]["param"].device.type == "cpu" else 1
-    if threads == 1 or update is adamw_plain.update:  # which has torch's threads
-        for piece in pieces:
-            update_piece(piece)
-        return
-    waiting = deque(pieces)
+    on_cpu = tensors[0]["param"].device.type == "cpu"
+    limit = PIECE_ELEMENTS["cpu" if on_cpu else "cuda"]
+    waiting = deque(
+        (piece, origin.name, high, low)
+        for flat, origin in zip(tensors, origins)
+        for piece, high, low in pieces_of([flat[name] for name in UPDATED], origin, limit)
+    )
 
     def update_some() -> None:  # a task for each piece would cost as much as a small update
         while True:
             try:
-                piece = waiting.popleft()
+                (param, *others), name, high, low = waiting.popleft()
             except IndexError:
                 return
-            update_piece(piece)
+            if group["lr"] == 0:  # not even a -0.0 may change
+                param = param.clone()
+            update(param, *others, low, adamw_plain.key_of(seed, step, name, high), numbers)
 
+    threads = torch.get_num_threads() if on_cpu else 1
+    if threads == 1 or update is adamw_plain.update:  # which has torch's threads
+        return update_some()
     with ThreadPoolExecutor(threads) as pool:
         for task in [pool.submit(update_some) for _ in range(threads)]:
             task.result()
 
 
-def pieces_of(flat: dict[str, Tensor], origin: Origin) -> Iterator[tuple[list[Tensor], str, int]]:
-    """Pieces of at most PIECE_ELEMENTS: ([param, grad, exp_avg, exp_avg_sq], name, index of the first element).
+def pieces_of(tensors: list[Tensor], origin: Origin, limit: int) -> Iterator[tuple[list[Tensor], int, int]]:
+    """Pieces of at most `limit` elements of flat tensors: (one of each tensor, high and low half of the first one's index).
 
     None crosses a multiple of 2**32: kernels count indices in 32 bits, the rest goes into the key.
     """
-    tensors = [flat[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq")]
-    limit = PIECE_ELEMENTS["cpu" if tensors[0].device.type == "cpu" else "cuda"]
     start, count = 0, tensors[0].numel()
     while start < count:
-        index = origin.offset + start
-        end = min(start + limit, start + 2**32 - index % 2**32)
+        high, low = divmod(origin.offset + start, 2**32)
+        end = min(start + limit, start + 2**32 - low)
         whole = start == 0 and end >= count  # the usual case, and cutting takes longer than a small update
-        yield tensors if whole else [tensor[start:end] for tensor in tensors], origin.name, index
+        yield tensors if whole else [tensor[start:end] for tensor in tensors], high, low
         start = end
 
 
@@ -115,11 +111,9 @@ def _fastest(device: torch.device) -> Update:
 
 def _build(device: torch.device) -> Optional[Update]:
     if device.type == "cpu":
-        from fabric_llm.training import adamw_cpu
-
         return adamw_cpu.build()
     if device.type == "cuda":
-        from fabric_llm.training import adamw_triton
+        from fabric_llm.training import adamw_triton  # where there are GPUs there is Triton
 
         return adamw_triton.update
     return None

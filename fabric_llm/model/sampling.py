@@ -1,6 +1,6 @@
-"""Text sampled from a model, for runs that go on from it: a replay set where the data that it was trained on isn't there.
+"""Text sampled from a model: a look at what was learned, and a replay set where the data that it was trained on isn't there.
 
-Documents begin as the model's own did, with BOS or else with EOS, and are sampled at temperature 1 from the whole distribution:
+`generate` continues a prompt, with plain transformers. `self_replay` makes a dataset for runs that go on from a model: documents begin as the model's own did, with BOS or else with EOS, and are sampled at temperature 1 from the whole distribution:
 whatever the model's generation settings are, these are samples of what it has learned (arXiv 2605.26097 replays such text). A
 document ends at its EOS, or where a row is full.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.data.order import random_key
@@ -26,6 +26,25 @@ from fabric_llm.prepare.encoding import Generated, PieceFiles
 from fabric_llm.prepare.tokenizer import packing_tokenizer
 
 BATCH = {"cpu": 32, "cuda": 256}  # documents that are sampled side by side, at most
+
+
+def generate(folder: str, prompt: str, max_new_tokens: int, seed: int = 0) -> str:
+    """Sampled continuation of `prompt`, prompt included, from a directory that `from_pretrained` opens."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False).eval()
+    inputs = tokenizer(prompt, return_tensors="pt")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokens = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            temperature=0.7,
+            top_k=50,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    return tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
 def self_replay(model_name: str, tokens: int, context_length: int, seed: int) -> Generated:
