@@ -30,7 +30,7 @@ from transformers import (
 from transformers.utils import CONFIG_NAME, cached_file, is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar  # noqa: F401
 
-from fabric_llm.base import hub
+from fabric_llm.base import hub, ranks
 from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault, one_line
 from fabric_llm.base.files import MANIFEST, check_name
 from fabric_llm.model import bounds, packed_attention
@@ -313,19 +313,13 @@ class Materializer:
 
     def _value(self, module: nn.Module, name: str, dtype: Optional[torch.dtype]) -> Tensor:
         """The tensor `name` of `module`, sent from rank 0 to all, on the device."""
-        distributed = torch.distributed.is_initialized()
         value = None
         if self.reference is not None:
             value = getattr(self.reference[self.names[module]], name).detach().to(device=self.device, dtype=dtype)
-        if distributed and torch.distributed.get_world_size() > 1:
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            shape = getattr(module, name).shape
             if dtype is None:  # a buffer: the skeleton doesn't know the dtype that the reference gives it
-                found = [None if value is None else (value.dtype, tuple(value.shape))]
-                torch.distributed.broadcast_object_list(found, src=0, device=self.device)
-                dtype, shape = found[0]
-            else:
-                shape = tuple(getattr(module, name).shape)
-            if value is None:
-                value = torch.empty(shape, dtype=dtype, device=self.device)
-            value = value.contiguous()
+                dtype, shape = ranks.from_first(None if value is None else (value.dtype, value.shape))
+            value = torch.empty(shape, dtype=dtype, device=self.device) if value is None else value.contiguous()
             torch.distributed.broadcast(value, src=0)
         return value

@@ -100,24 +100,12 @@ def _one_by_one(
     dropout: float,
     window: Optional[int],
 ) -> Tensor:
-    """[rows, heads, context, head size]: SDPA of one document after the other; neighbouring rows of one document together."""
-    runs = _runs(_lengths_of_rows(ends, len(query), query.shape[2]))
-    sizes, outputs = [count for count, _ in runs], []
-    for of_run, (_, lengths) in zip(zip(*(tensor.split(sizes) for tensor in (query, key, value))), runs):
-        pieces = zip(*(tensor.split(lengths, dim=2) for tensor in of_run))
-        outputs.append(torch.cat([_of_document(*piece, scaling, dropout, window) for piece in pieces], dim=2))
-    return torch.cat(outputs)
-
-
-def _runs(lengths: list[list[int]]) -> list[tuple[int, list[int]]]:
-    """[[8], [8], [3, 5]] -> [(2, [8]), (1, [3, 5])]: rows that hold one document are computed side by side."""
-    runs: list[tuple[int, list[int]]] = []
-    for of_row in lengths:
-        if runs and len(of_row) == 1 and runs[-1][1] == of_row:
-            runs[-1] = runs[-1][0] + 1, of_row
-        else:
-            runs.append((1, of_row))
-    return runs
+    """[rows, heads, context, head size]: SDPA of one document after the other."""
+    rows = []
+    for row, lengths in enumerate(_lengths_of_rows(ends, len(query), query.shape[2])):
+        documents = zip(*(tensor[row : row + 1].split(lengths, dim=2) for tensor in (query, key, value)))
+        rows.append(torch.cat([_of_document(*document, scaling, dropout, window) for document in documents], dim=2))
+    return torch.cat(rows)
 
 
 def _of_document(

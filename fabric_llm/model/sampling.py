@@ -51,16 +51,13 @@ def self_replay(model_name: str, tokens: int, context_length: int, seed: int) ->
     """At least so many tokens of documents of up to `context_length`. Raises ValueError for a model without weights."""
     if not has_weights(model_name):
         raise ValueError(f"--self_replay {model_name}: it has no weights, and random ones know nothing to replay.")
-    longest = (
-        min(context_length, getattr(load_config(model_name).get_text_config(), "max_position_embeddings", 2**31)) - 1
-    )
+    positions = getattr(load_config(model_name).get_text_config(), "max_position_embeddings", 2**31)
+    longest = min(context_length, positions) - 1
     device = _device().type
-    settings = {
-        **{"model": model_name, "tokens": tokens, "longest_document": longest, "seed": seed},
-        **{"largest_batch": BATCH[device]},
-        **{"temperature": 1.0, "top_p": 1.0, "device": device, "weights": _fingerprint(Path(model_name))},
-        **{"torch": str(torch.__version__), "transformers": transformers.__version__},
-    }
+    settings = {"model": model_name, "tokens": tokens, "longest_document": longest, "seed": seed}
+    settings |= {"largest_batch": BATCH[device], "temperature": 1.0, "top_p": 1.0, "device": device}
+    settings |= {"weights": _fingerprint(Path(model_name))}
+    settings |= {"torch": str(torch.__version__), "transformers": transformers.__version__}
     sampler = cache(lambda: Sampler(model_name, longest))
 
     def fill(out: PieceFiles, report: Callable[[int], Any]) -> None:
@@ -90,8 +87,7 @@ class Sampler:
         disable_progress_bar()  # prepare_data.py has its own
         dtype = stored if self.device.type == "cuda" else torch.float32  # 16 bits are many times slower on most CPUs
         self.model = load_reference(model_name, config, dtype, seed=0).to(self.device).eval()
-        self.tokenizer = packing_tokenizer(model_name)
-        tokenizer = self.tokenizer
+        self.tokenizer = tokenizer = packing_tokenizer(model_name)
         self.begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         self.special = np.array(sorted({*tokenizer.all_special_ids} - {tokenizer.unk_token_id}))
         unused = list(range(len(tokenizer), config.get_text_config().vocab_size))

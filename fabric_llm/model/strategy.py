@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Callable, Optional
@@ -40,7 +40,6 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 
 from fabric_llm.base.fabric import (
-    ClusterEnvironment,
     DDPStrategy,
     Fabric,
     FSDPPrecision,
@@ -66,29 +65,21 @@ def make_fabric(
 
     timeout_seconds: of the process group's own patience; a little more than that of watch.py, which can say more.
     """
-    timeout = timedelta(seconds=2 * timeout_seconds + 60)
     if name == "xla":
         return Fabric(accelerator="tpu", devices=devices, num_nodes=num_nodes, strategy=XLAFSDPStrategy())
-    strategies: dict[str, Callable[[], Any]] = {
-        "fsdp": lambda: AnyDeviceFSDPStrategy(timeout=timeout),
-        "fsdp2": lambda: ModelParallelStrategy(
-            _already_parallel, data_parallel_size=devices * num_nodes, tensor_parallel_size=1, timeout=timeout
-        ),
-        "ddp": lambda: DDPStrategy(gradient_as_bucket_view=True, timeout=timeout, **_no_buffer_sync()),
-        "single": lambda: "auto",
-    }
-    return Fabric(
-        accelerator=kind,
-        devices=devices,
-        num_nodes=num_nodes,
-        strategy=strategies[name](),
-        plugins=[_precision(name, precision, kind), _environment()],
-    )
-
-
-def _environment() -> ClusterEnvironment:
-    """Where ranks come from: torchrun, or launch.py, which knows srun. Fabric would take any SLURM job for srun's."""
-    return TorchElasticEnvironment() if TorchElasticEnvironment.detect() else LightningEnvironment()
+    timeout = timedelta(seconds=2 * timeout_seconds + 60)
+    strategy: Any = "auto"
+    if name == "fsdp":
+        strategy = AnyDeviceFSDPStrategy(timeout=timeout)
+    elif name == "fsdp2":
+        sizes = {"data_parallel_size": devices * num_nodes, "tensor_parallel_size": 1}
+        strategy = ModelParallelStrategy(lambda model, mesh: model, **sizes, timeout=timeout)  # `wrap` shards it
+    elif name == "ddp":
+        strategy = DDPStrategy(gradient_as_bucket_view=True, timeout=timeout, **_no_buffer_sync())
+    # Where ranks come from: torchrun, or launch.py, which knows srun. Fabric would take any SLURM job for srun's.
+    environment = TorchElasticEnvironment() if TorchElasticEnvironment.detect() else LightningEnvironment()
+    plugins = [_precision(name, precision, kind), environment]
+    return Fabric(accelerator=kind, devices=devices, num_nodes=num_nodes, strategy=strategy, plugins=plugins)
 
 
 class AnyDeviceFSDPStrategy(FSDPStrategy):
@@ -105,16 +96,12 @@ def _no_buffer_sync() -> dict[str, bool]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
-def _already_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-    return model
-
-
 def _precision(name: str, precision: str, kind: str) -> Precision:
     if name == "fsdp":
         return _FSDPPrecision(precision, kind)
     if precision.endswith("-mixed"):
         return MixedPrecision(precision, device=kind)
-    return Precision()  # the weights are in their dtype already, see model.py
+    return Precision()  # the weights are in their dtype already, see loading.py
 
 
 class _FSDPPrecision(FSDPPrecision):
@@ -134,7 +121,7 @@ class _FSDPPrecision(FSDPPrecision):
 
 
 def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
-    """The modules that are gathered as one, children before parents, for an --auto_wrap_policy.
+    """The modules that are gathered as one, for an --auto_wrap_policy.
 
     Raises ValueError for a class name that the model doesn't have.
     """
@@ -149,7 +136,7 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
             f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; "
             f"it has {', '.join(sorted(layer_class_names(model)))}."
         )
-    return [module for module in _children_first(model) if type(module).__name__ in names]
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def layer_class_names(model: nn.Module) -> set[str]:
@@ -191,10 +178,6 @@ def of_one_dtype(model: nn.Module, units: list[nn.Module]) -> dict[nn.Module, to
 
     visit(model, main)
     return found
-
-
-def _children_first(module: nn.Module) -> list[nn.Module]:
-    return [m for child in module.children() for m in _children_first(child)] + [module]
 
 
 def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
@@ -295,7 +278,7 @@ def _unlike_the_outermost(model: nn.Module, units: list[nn.Module]) -> set[nn.Mo
     }
 
 
-def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Any:
+def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Optional[FSDPMixedPrecision]:
     """Buffers keep their dtypes: RoPE's frequencies are float32, a scale of embeddings may be bfloat16."""
     if precision == "32-true":
         return None
@@ -306,13 +289,12 @@ def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Any:
 def _wrap_fsdp2(
     fabric: Fabric, model: nn.Module, materialize: Callable[[nn.Module], None], precision: str, how: Sharding
 ) -> None:
+    on_gpu = fabric.device.type == "cuda"
     settings: dict[str, Any] = {
         "mesh": _mesh(fabric, how),
         # None: all but the outermost unit, which the backward pass needs first
         "reshard_after_forward": False if how.sharding_strategy == "SHARD_GRAD_OP" else None,
-        "offload_policy": CPUOffloadPolicy(pin_memory=fabric.device.type == "cuda")
-        if how.cpu_offload
-        else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if how.cpu_offload else OffloadPolicy(),
     }
     mixed = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, how.reduce_dtype), cast_forward_inputs=False
@@ -325,14 +307,17 @@ def _wrap_fsdp2(
         fully_shard(unit, mp_policy=own if precision == "32-true" or dtype != units[model] else mixed, **settings)
 
 
-def _frozen_beside_trained(units: Collection[nn.Module]) -> int:
-    """Frozen parameters that FSDP1 flattens into one tensor with others that train, which then has gradients as a whole."""
-    count = 0
+def _frozen_beside_trained(units: Iterable[nn.Module]) -> int:
+    """Frozen parameters that FSDP1 flattens into one tensor with others that train, which then has gradients as a whole.
+
+    units: children before parents.
+    """
+    count, seen = 0, set()
     for unit in units:
-        inside = set(unit.modules()) - {unit}
-        inner = {module for other in units if other in inside for module in other.modules()}
-        own = {id(p): p for m in unit.modules() if m not in inner for p in m.parameters(recurse=False)}.values()
-        count += sum(p.numel() for p in own if not p.requires_grad) if any(p.requires_grad for p in own) else 0
+        own = set(unit.parameters()) - seen
+        seen |= own
+        if any(parameter.requires_grad for parameter in own):
+            count += sum(parameter.numel() for parameter in own if not parameter.requires_grad)
     return count
 
 
