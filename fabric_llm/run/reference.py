@@ -54,12 +54,10 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Refere
         )
         freezing.freeze(model, plan.frozen)  # so that the probe makes no gradients of what doesn't train
         chosen = choose(model, plan, model_flags)
-        outputs = gradients = None
+        expected: tuple[Any, Any] = (None, None)
         if model_flags.verify_start:
-            outputs = computed(model, lambda: expected_outputs(model, source, plan))
-        if model_flags.verify_start and compares_gradients(plan):
-            gradients = computed(model, lambda: expected_gradients(model, plan, chosen.document_end))
-        loaded[0] = Reference(model, outputs, gradients)
+            expected = computed(model, lambda: expected_of(model, source, plan, chosen.document_end))
+        loaded[0] = Reference(model, *expected)
         return chosen
 
     chosen = ranks.from_rank_zero(load)
@@ -92,26 +90,27 @@ def compares_gradients(plan: Plan) -> bool:
     return plan.precision != "16-mixed" and plan.strategy != "xla"
 
 
-def expected_outputs(reference: PreTrainedModel, source: str, plan: Plan) -> gate.Outputs:
-    """What the reference makes of the probe. Raises ValueError where that is nothing to train on."""
+def expected_of(
+    reference: PreTrainedModel, source: str, plan: Plan, document_end: Optional[int]
+) -> tuple[gate.Outputs, Optional[gate.Gradients]]:
+    """What the reference makes of the probe, and its gradients in plain eager transformers.
+
+    Raises ValueError where the model is nothing to train.
+    """
     if capabilities.sees_ahead(reference):
         raise ValueError(
             f"{type(reference).__name__}, as {source!r} configures it, isn't causal: what it says of a token depends on the "
             "tokens after it, so there is nothing to predict."
         )
-    probe = plan.probe_input()[:, : gate.PROBE_TOKENS]
-    return gate.outputs_of(reference, probe, lambda ids: reference(ids).logits)
-
-
-def expected_gradients(reference: PreTrainedModel, plan: Plan, document_end: Optional[int]) -> gate.Gradients:
-    """The probe's loss and gradients in plain eager transformers."""
+    inputs = probe_of(plan, document_end)
+    outputs = gate.outputs_of(reference, inputs["input_ids"], lambda ids: reference(ids).logits)
+    if not compares_gradients(plan):
+        return outputs, None
     with capabilities.attention(reference, "eager"):
-        return gate.gradients_of_reference(
-            language_model.LanguageModel(reference), probe_of_gradients(plan, document_end)
-        )
+        return outputs, gate.gradients_of_reference(language_model.LanguageModel(reference), inputs)
 
 
-def probe_of_gradients(plan: Plan, document_end: Optional[int]) -> dict[str, Tensor]:
+def probe_of(plan: Plan, document_end: Optional[int]) -> dict[str, Tensor]:
     """The first tokens of the validation split, as two packed documents where those are kept apart."""
     ids = plan.probe_input()[:, : gate.PROBE_TOKENS]
     inputs = {"input_ids": ids, "labels": ids}
@@ -159,7 +158,7 @@ def computed(reference: PreTrainedModel, compute: Callable[[], Any]) -> Any:
 def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, reference: Reference) -> None:
     """Stop on all ranks if the wrapped model isn't the one that transformers loads, or trains otherwise. All ranks call it."""
     began = time.monotonic()
-    inputs = probe_of_gradients(plan, plan.document_end)
+    inputs = probe_of(plan, plan.document_end)
     expected = reference.outputs, reference.gradients
     with_gradients = compares_gradients(plan)
     ours = gate.verify(fabric, wrapped, expected, inputs, with_gradients, plan.precision, slow_paths(plan))
