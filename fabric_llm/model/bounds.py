@@ -96,7 +96,8 @@ def _largest(part: dict[str, Any], kind: str) -> int:
 def limited() -> Iterator[None]:
     """In the body, which builds what a configuration declares, little time and memory, for whatever nobody has thought of.
 
-    Raises TooMuch where it takes more, whatever the body has made of being interrupted.
+    Raises TooMuch where it takes more, whatever the body has made of being interrupted. Other threads have as little memory: for
+    what is read for the first time, before anything runs.
     """
     problems: list[str] = []
 

@@ -212,8 +212,7 @@ def has_weights(model_name: str) -> bool:
 
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model on the meta device: names, shapes, dtypes and ties, no memory."""
-    causal_lm_class(config)  # importing its code may take longer than building a model
-    with torch.device("meta"), bounds.limited():
+    with torch.device("meta"):
         return _keep_float32(AutoModelForCausalLM.from_config(config, dtype=dtype)).train()
 
 
@@ -238,8 +237,10 @@ def _keep_float32(model: PreTrainedModel) -> PreTrainedModel:
 
 def checked_skeleton(model_name: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """`build_skeleton` of a configuration read from `model_name`. Raises ValueError where it makes no possible model."""
+    causal_lm_class(config)  # importing its code may take longer than building a model
     try:
-        skeleton = build_skeleton(config, dtype)
+        with bounds.limited():
+            skeleton = build_skeleton(config, dtype)
     except Exception as error:  # whatever sizes that nobody thought of lead to
         said = one_line(error)[:300].rstrip(".")
         raise ValueError(f"The configuration of {model_name!r} makes no model here: {said}.") from error

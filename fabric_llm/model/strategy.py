@@ -182,17 +182,12 @@ def of_one_dtype(model: nn.Module, units: list[nn.Module]) -> dict[nn.Module, to
 
 def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
     """Modules with `minimum` parameters that no wrapped child holds; a tied parameter stays with all its holders."""
-    holders: dict[int, set[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(id(parameter), set()).add(module)
-    tied = [modules for modules in holders.values() if len(modules) > 1]
+    holders = _holders(model)
     chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
         count = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
-        inside = set(module.modules())
-        splits_a_tie = any(modules & inside and not modules <= inside for modules in tied)
+        splits_a_tie = any(held < holders[key] for key, held in _holders(module).items())
         if count < minimum or module is model or isinstance(module, LAYER_LISTS) or splits_a_tie:
             return count
         chosen.append(module)
@@ -200,6 +195,11 @@ def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
 
     visit(model)
     return chosen
+
+
+def _holders(module: nn.Module) -> Counter[int]:
+    """How many modules in `module` hold a parameter, by its id."""
+    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def wrap(
