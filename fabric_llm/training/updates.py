@@ -68,12 +68,12 @@ def update_size(before: Tensor, after: Tensor, group: Optional[ProcessGroup]) ->
     return UpdateSize(changed / total, math.sqrt(update / weights) if weights else 0.0)
 
 
-class Drift:
+class Drift(NamedTuple):
     """The distance of a wrapped model from the base of its run."""
 
-    def __init__(self, fabric: Fabric, sizes: dict[str, int], base: Tensor) -> None:
-        """sizes: elements of each parameter of the model. base: its `sample` before step 1."""
-        self.fabric, self.sizes, self.base = fabric, sizes, base
+    fabric: Fabric
+    sizes: dict[str, int]  # elements of each parameter of the model
+    base: Tensor  # its `sample` before step 1
 
     def of(self, model: nn.Module) -> float:
         """L2 norm of what has changed, as a part of that of the base's weights. All ranks call it."""
