@@ -19,7 +19,7 @@ from fabric_llm.base.faults import BAD_INPUT
 from fabric_llm.data.blend import text_of, with_replay
 from fabric_llm.plan.branch import branch_flags
 from fabric_llm.plan.trackers import TRACKERS
-from fabric_llm.training.forgetting import ACTIONS
+from fabric_llm.training.guard import ACTIONS
 from fabric_llm.training.schedule import DECAYS, SCHEDULES
 
 ROOT = Path(__file__).resolve().parent

@@ -25,7 +25,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         given = {name: value for name, value in vars(arguments).items() if value is not None}
         inputs, pattern = given.pop("input", []), given.pop("pattern", DEFAULT_PATTERNS)
         if (model := given.pop("self_replay", None)) is not None:
-            from fabric_llm.model.self_replay import self_replay
+            from fabric_llm.model.sampling import self_replay
 
             tokens = given.pop("tokens")
             given |= {

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from fabric_llm.checkpoint import reading, writing
 from fabric_llm.checkpoint.progress import Progress
-from fabric_llm.model import language_model, loading, materialize, strategy, strategy_rules
+from fabric_llm.model import language_model, loading, strategy, strategy_rules
 from fabric_llm.training import adamw, adamw_plain, adamw_rounded, optim
 from fabric_llm.training.adamw import UPDATES, AdamW
 from fabric_llm.training.adamw_plain import bfloat16_bits
@@ -354,7 +354,7 @@ def build(name, updates, source, lr=1e-3):
     reference = loading.load_reference(str(source), config, dtype, 0) if fabric.global_rank == 0 else None
     skeleton = language_model.LanguageModel(loading.build_skeleton(config, dtype))
     decayed = optim.decayed_names(skeleton)
-    materializer = materialize.Materializer(skeleton, reference, fabric.device)
+    materializer = loading.Materializer(skeleton, reference, fabric.device)
     wrapped = strategy.wrap(fabric, name, skeleton, materializer, "bf16-true", strategy_rules.Sharding())
     training = SimpleNamespace(lr=lr, beta1=0.9, beta2=0.95, weight_decay=0.1, seed=7)
     optimizer = fabric.setup_optimizers(optim.make_optimizer(wrapped, decayed, training, updates))

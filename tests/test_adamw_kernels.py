@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabric_llm.training import adamw_cpu, adamw_plain, adamw_rounded
+from fabric_llm.training import adamw_plain, adamw_rounded
 from fabric_llm.training.adamw import AdamW
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a
 
 @pytest.fixture(scope="module")
 def compiled():
-    return adamw_cpu.build()
+    return adamw_rounded.compiled()
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from fabric_llm.plan.placement import place
 from fabric_llm.plan.plan import make_plan
 from fabric_llm.plan.trackers import TRACKERS
 from fabric_llm.training.adamw import AdamW
-from fabric_llm.training.gradients import clip_gradients
 from fabric_llm.training.optim import decayed_names, parameter_groups
 from fabric_llm.training.schedule import DECAYS, lr_at
+from fabric_llm.training.step import clip_gradients
 
 FLAGS = {  # the contract: design, section 4
     "Devices": "devices num_nodes accelerator tpu",
@@ -300,24 +300,24 @@ SCHEDULE = {"max_step": 100, "lr": 1.0, "min_lr": 0.1, "warmup_steps": 10}
 
 @pytest.mark.parametrize("shape", ["cosine", "linear"])
 def test_lr_warms_up_then_falls_to_min_lr(shape):
-    rates = [lr_at(step, **SCHEDULE, shape=shape) for step in range(100)]
+    rates = [lr_at(step, **SCHEDULE, lr_schedule=shape) for step in range(100)]
     assert rates[:10] == pytest.approx([(k + 1) / 10 for k in range(10)]), "no step at 0"
     assert rates[10] == 1.0
     assert all(a > b for a, b in zip(rates[10:], rates[11:])), "each step less than the one before"
     assert 0.1 < rates[99] < 0.12
-    assert lr_at(55, **SCHEDULE, shape=shape) == pytest.approx(0.55), "half-way"
-    assert [lr_at(step, **SCHEDULE, shape=shape) for step in (100, 101, 10**6)] == pytest.approx([0.1] * 3)
+    assert lr_at(55, **SCHEDULE, lr_schedule=shape) == pytest.approx(0.55), "half-way"
+    assert [lr_at(step, **SCHEDULE, lr_schedule=shape) for step in (100, 101, 10**6)] == pytest.approx([0.1] * 3)
 
 
 def test_lr_is_the_formula():
     for step in (10, 20, 77):
         done = (step - 10) / 90
         assert lr_at(step, **SCHEDULE) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
-        assert lr_at(step, **SCHEDULE, shape="linear") == pytest.approx(0.1 + 0.9 * (1 - done))
+        assert lr_at(step, **SCHEDULE, lr_schedule="linear") == pytest.approx(0.1 + 0.9 * (1 - done))
 
 
 def test_lr_without_decay_or_warmup():
-    assert [lr_at(step, **SCHEDULE, decay=False) for step in (0, 9, 10, 99, 10**6)] == [0.1, 1.0, 1.0, 1.0, 1.0]
+    assert [lr_at(step, **SCHEDULE, lr_decay=False) for step in (0, 9, 10, 99, 10**6)] == [0.1, 1.0, 1.0, 1.0, 1.0]
     assert lr_at(0, **{**SCHEDULE, "warmup_steps": 0}) == 1.0
     assert lr_at(0, max_step=1, lr=1.0, min_lr=0.0, warmup_steps=0) == 1.0, "a run of one step isn't wasted"
 
@@ -329,26 +329,28 @@ def test_lr_with_a_warmup_as_long_as_the_run():
 
 @pytest.mark.parametrize("decay_shape", list(DECAYS))
 def test_wsd_stays_at_the_peak_and_decays_in_its_last_steps(decay_shape):
-    rates = [lr_at(step, **SCHEDULE, shape="wsd", decay_steps=20, decay_shape=decay_shape) for step in range(101)]
+    rates = [lr_at(step, **SCHEDULE, lr_schedule="wsd", decay_steps=20, decay_shape=decay_shape) for step in range(101)]
     assert rates[10:81] == [1.0] * 71
     assert all(a > b for a, b in zip(rates[80:], rates[81:])) and rates[100] == pytest.approx(0.1)
-    assert lr_at(90, **SCHEDULE, shape="wsd") == 1.0 > lr_at(91, **SCHEDULE, shape="wsd"), "a tenth of the run"
-    of_sqrt = lr_at(85, **SCHEDULE, shape="wsd", decay_steps=20)
+    assert lr_at(90, **SCHEDULE, lr_schedule="wsd") == 1.0 > lr_at(91, **SCHEDULE, lr_schedule="wsd"), (
+        "a tenth of the run"
+    )
+    of_sqrt = lr_at(85, **SCHEDULE, lr_schedule="wsd", decay_steps=20)
     assert of_sqrt == pytest.approx(0.1 + 0.9 * (1 - math.sqrt(5 / 20)))
 
 
 def test_infinite_comes_down_to_a_constant_rate_and_stays_there_until_it_decays():
-    rates = [lr_at(s, **SCHEDULE, shape="infinite", cooldown_steps=30, decay_steps=10) for s in range(101)]
+    rates = [lr_at(s, **SCHEDULE, lr_schedule="infinite", cooldown_steps=30, decay_steps=10) for s in range(101)]
     assert rates[10] == 1.0 and rates[25] == pytest.approx(0.775), "half-way to the mean of lr and min_lr"
     assert rates[40:91] == pytest.approx([0.55] * 51)
     assert all(a > b for a, b in zip(rates[90:], rates[91:])) and rates[100] == pytest.approx(0.1)
-    given = [lr_at(s, **SCHEDULE, shape="infinite", constant_lr=0.3) for s in (35, 60, 89, 90)]
+    given = [lr_at(s, **SCHEDULE, lr_schedule="infinite", constant_lr=0.3) for s in (35, 60, 89, 90)]
     assert given == pytest.approx([0.3] * 4), "a quarter of the run later"
 
 
 def test_constant_and_inverse_sqrt():
-    assert [lr_at(step, **SCHEDULE, shape="constant") for step in (9, 10, 99, 10**6)] == [1.0] * 4
-    rates = [lr_at(step, **SCHEDULE, shape="inverse_sqrt") for step in (10, 40, 370)]
+    assert [lr_at(step, **SCHEDULE, lr_schedule="constant") for step in (9, 10, 99, 10**6)] == [1.0] * 4
+    rates = [lr_at(step, **SCHEDULE, lr_schedule="inverse_sqrt") for step in (10, 40, 370)]
     assert rates == pytest.approx([1.0, 0.1 + 0.9 * math.sqrt(10 / 40), 0.1 + 0.9 * math.sqrt(10 / 370)])
 
 

@@ -9,7 +9,7 @@ from ranks import Job, metrics, run_ranks
 from test_law_7_loaded_equals_reference import loaded
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fabric_llm.model.causality import find_leak
+from fabric_llm.model.capabilities import find_leak
 from fabric_llm.model.loading import build_skeleton, load_reference, resolve_attention
 
 QUICK = ("gemma2", "gpt_oss", "mamba", "deepseek_v3")  # in each run of the tests

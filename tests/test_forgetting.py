@@ -17,7 +17,7 @@ from fabric_llm.checkpoint.progress import read_progress
 from fabric_llm.data.blend import at_least, parse
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.copy_probe import passages
-from fabric_llm.training.forgetting import Forgetting, parse_budgets
+from fabric_llm.training.guard import Forgetting, parse_budgets
 from fabric_llm.verify import __main__ as verify
 
 WORDS = {

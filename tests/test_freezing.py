@@ -112,6 +112,7 @@ def test_a_tied_weight_is_one_under_both_names(name):
 )
 def test_what_can_not_be_meant_is_one_sentence(freeze, train_only, words):
     with pytest.raises(ValueError) as error:
+        freezing.check(freeze, train_only)
         freezing.frozen_names(skeleton("llama"), freeze, train_only)
     assert words in str(error.value) and "\n" not in str(error.value)
 

@@ -284,7 +284,7 @@ def test_what_is_a_spike():
 @pytest.mark.parametrize(("rewinds", "gives_up"), [(0, False), (1, True)])
 def test_so_many_rewinds_are_made_and_no_more(rewinds, gives_up):
     guard = Guard(max_skipped_steps=1, spike_threshold=3.0, spike_action="rewind")
-    guard.restore({"losses": [2.0, 2.1] * 10, "skipped": 0, "rewinds": rewinds})
+    guard.restore({"losses": [2.0, 2.1] * 10, "skipped": 0, "rewinds": rewinds, "before": {}})
     assert not guard.accept(9.0, 1.0) and guard.verdict == "rewind" and guard.gives_up() is gives_up
     assert not guard.accept(math.nan, 1.0) and guard.gives_up() is (guard.skipped > 1), "which is no rewind"
 

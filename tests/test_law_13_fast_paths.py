@@ -17,7 +17,7 @@ from fabric_llm.checkpoint.keep import checkpoint_at as find
 from fabric_llm.checkpoint.reading import read_probe
 from fabric_llm.checkpoint.state_dicts import PREFIX
 from fabric_llm.data.batches import document_ends
-from fabric_llm.model import equality, fast_paths, gradient_equality, layers, loss_head, packed_attention
+from fabric_llm.model import capabilities, gate, layers, loss_head, packed_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.verify import __main__ as verify
 from fabric_llm.verify.export import export
@@ -89,7 +89,7 @@ def seven_tokens(monkeypatch):
 @pytest.mark.parametrize("name", HEADS)
 def test_a_chunked_loss_has_every_detail_of_the_head(name, seven_tokens):
     model = causal_lm(name)
-    assert fast_paths.chunks_its_loss(model, "32-true")
+    assert capabilities.chunks_its_loss(model, "32-true")
     full, chunked = (gradients(LanguageModel(model, chunked=chunks), batch()) for chunks in (False, True))
     torch.testing.assert_close(chunked[0], full[0], rtol=1e-5, atol=1e-4)
     for ours, plain in zip(chunked[1], full[1], strict=True):
@@ -152,9 +152,9 @@ def test_an_evaluation_makes_no_gradients(seven_tokens):
 )
 def test_packed_attention_is_the_masked_one(name, more):
     model = causal_lm(name, **more)
-    assert fast_paths.takes_packed_attention(model)
+    assert capabilities.takes_packed_attention(model)
     masked = gradients(LanguageModel(model), packed())
-    with fast_paths.attention(model, packed_attention.NAME):
+    with capabilities.attention(model, packed_attention.NAME):
         ours = gradients(LanguageModel(model), packed())
     torch.testing.assert_close(ours[0], masked[0], rtol=1e-5, atol=1e-4)
     for one, other in zip(ours[1], masked[1], strict=True):
@@ -163,7 +163,7 @@ def test_packed_attention_is_the_masked_one(name, more):
 
 @pytest.mark.parametrize("name", ["opt", "gemma2", "gpt_oss"])  # positions are ignored; soft-capping; sinks
 def test_a_model_that_packed_attention_would_change_keeps_its_own(name):
-    assert not fast_paths.takes_packed_attention(causal_lm(name))
+    assert not capabilities.takes_packed_attention(causal_lm(name))
 
 
 def test_packed_attention_makes_no_mask():
@@ -172,7 +172,7 @@ def test_packed_attention_makes_no_mask():
     positions = (torch.arange(context) % 32)[None]
     sizes = []
     for name in ("sdpa", packed_attention.NAME):
-        with fast_paths.attention(model, name), Largest() as largest:
+        with capabilities.attention(model, name), Largest() as largest:
             LanguageModel(model, chunked=True)(ids, labels=ids, position_ids=positions)
         sizes.append(largest.elements)
     assert sizes[0] >= context**2 > 2 * sizes[1]
@@ -183,7 +183,7 @@ def test_rows_of_one_document_are_computed_side_by_side():
     model, inputs = causal_lm("llama"), packed(rows=5)
     inputs["position_ids"][[0, 1, 4]] = torch.arange(CONTEXT)
     masked = gradients(LanguageModel(model), inputs)
-    with fast_paths.attention(model, packed_attention.NAME):
+    with capabilities.attention(model, packed_attention.NAME):
         ours = gradients(LanguageModel(model), inputs)
     for one, other in zip(ours[1], masked[1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
@@ -456,40 +456,38 @@ def train_and_count_graphs(argv):
 def test_layers_that_are_no_part_of_a_gradient_are_compared_as_well():
     """A gradient of NaN, of zero, and one that is missing are all found."""
     model = LanguageModel(causal_lm("llama"))
-    reference = gradient_equality.of_reference(model, batch())
-    assert gradient_equality.difference(reference, reference, "32-true") is None
+    reference = gate.gradients_of_reference(model, batch())
+    assert gate.gradient_difference(reference, reference, "32-true") is None
     assert all(parameter.grad is None for parameter in model.parameters())
     name = "causal_lm.model.layers.1.mlp.up_proj.weight"
     for factor in (0.0, float("nan"), -1.0, 1.2):
         samples = {n: s * factor if n == name else s for n, s in reference.samples.items()}
         squares = {n: s * factor**2 if n == name else s for n, s in reference.squares.items()}
-        found = gradient_equality.difference(
-            gradient_equality.Gradients(reference.loss, squares, samples), reference, "32-true"
-        )
+        found = gate.gradient_difference(gate.Gradients(reference.loss, squares, samples), reference, "32-true")
         assert "model.layers.1" in found, factor
 
 
 def test_what_the_gate_keeps_and_sends_is_as_small_as_it_looks():
     """A view holds all that is behind it, and is pickled with it: whole gradients on all ranks."""
     model = LanguageModel(causal_lm("llama", vocab_size=2000))
-    gradients = gradient_equality.of_reference(model, batch())
-    outputs = equality.outputs(model.causal_lm, batch(1)["input_ids"], model)
+    gradients = gate.gradients_of_reference(model, batch())
+    outputs = gate.outputs_of(model.causal_lm, batch(1)["input_ids"], model)
     kept = {**gradients.samples, "logits": outputs.logits, **outputs.modules}
     assert [name for name, t in kept.items() if t.untyped_storage().nbytes() > t.numel() * t.element_size()] == []
     head = gradients.samples["causal_lm.lm_head.weight"]  # of 64,000 elements
-    assert len(pickle.dumps(head)) < 4 * gradient_equality.SAMPLED_ELEMENTS + 1000
+    assert len(pickle.dumps(head)) < 4 * gate.SAMPLED_ELEMENTS + 1000
 
 
 def test_an_embedding_of_which_the_sample_has_no_token_passes():
     """Its gradient is zero but for the probe's few tokens: at a large vocabulary the sample may miss them all."""
     model = LanguageModel(causal_lm("llama", vocab_size=40_000))
-    step = -(-40_000 * COMMON["hidden_size"] // gradient_equality.SAMPLED_ELEMENTS)
+    step = -(-40_000 * COMMON["hidden_size"] // gate.SAMPLED_ELEMENTS)
     missed = [row for row in range(100) if -row * COMMON["hidden_size"] % step >= COMMON["hidden_size"]]
     ids = torch.tensor([missed[:CONTEXT]])
-    reference = gradient_equality.of_reference(model, {"input_ids": ids, "labels": ids})
+    reference = gate.gradients_of_reference(model, {"input_ids": ids, "labels": ids})
     name = "causal_lm.model.embed_tokens.weight"
     assert reference.squares[name] > 0 and not reference.samples[name].any()
-    assert gradient_equality.difference(reference, reference, "32-true") is None
+    assert gate.gradient_difference(reference, reference, "32-true") is None
     others = {**reference.samples, name: torch.ones_like(reference.samples[name])}
-    ours = gradient_equality.Gradients(reference.loss, reference.squares, others)
-    assert "embed_tokens" in gradient_equality.difference(ours, reference, "32-true")
+    ours = gate.Gradients(reference.loss, reference.squares, others)
+    assert "embed_tokens" in gate.gradient_difference(ours, reference, "32-true")

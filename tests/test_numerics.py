@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from fabric_llm.checkpoint.state_dicts import is_finite
 from fabric_llm.data.batches import Batches
 from fabric_llm.data.dataset import open_dataset
-from fabric_llm.training.gradients import GradientSums, clip_gradients
 from fabric_llm.training.schedule import lr_at
+from fabric_llm.training.step import GradientSums, clip_gradients
 from fabric_llm.training.updates import sample_weights, update_size
 
 

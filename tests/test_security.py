@@ -15,6 +15,7 @@ import os
 import pickle
 import resource
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -1437,15 +1438,28 @@ def test_a_configuration_that_nobody_thought_of(base, tmp_path, monkeypatch):
     assert code == 2 and f"The configuration of {str(scene.model)!r} {sentence}" in said, said
 
 
-@pytest.mark.parametrize(
-    ("build", "sentence"),
-    [(lambda: bytearray(2**33), "more than 2.0 GiB of memory"), (os.abort, "ends with SIGABRT")],
-    ids=["memory", "crash"],
-)
-def test_what_is_tried_out_harms_nobody(build, sentence):
-    with pytest.raises(bounds.TooMuch, match=sentence):
-        bounds.try_out(build)
-    bounds.try_out(lambda: 1 / 0)  # which whoever builds it sees
+def test_what_takes_too_much_is_interrupted(monkeypatch):
+    """Also where whoever builds it swallows exceptions; and the process is as before."""
+    monkeypatch.setattr(bounds, "MOST_CPU_SECONDS", 0.2)
+
+    def swallow():
+        while True:
+            try:
+                sum(range(1000))
+            except ValueError:
+                return
+
+    limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    for build, sentence in (
+        (lambda: bytearray(2**33), "more than 2.0 GiB of memory"),
+        (lambda: torch.empty(2**33), "more than 2.0 GiB of memory"),
+        (swallow, "more than 0.2 s of processor time"),
+    ):
+        with pytest.raises(bounds.TooMuch, match=sentence), bounds.limited():
+            build()
+        assert limits == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM))
+    with pytest.raises(ZeroDivisionError), bounds.limited():  # which whoever builds it sees
+        1 / 0
 
 
 def copy_of(base, folder):

@@ -17,8 +17,8 @@ from ranks import train_ranks
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, LlamaConfig
 
 from fabric_llm.base.failpoints import VARIABLE
-from fabric_llm.model import self_replay as module
-from fabric_llm.model.self_replay import Sampler, self_replay
+from fabric_llm.model import sampling as module
+from fabric_llm.model.sampling import Sampler, self_replay
 from fabric_llm.prepare.encoding import Convention, Job, piece_files
 from fabric_llm.prepare.prepare import prepare
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe

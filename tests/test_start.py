@@ -10,7 +10,7 @@ def train_with_damage(argv, tensor, damage):
     import io
 
     import train
-    from fabric_llm.model.materialize import Materializer
+    from fabric_llm.model.loading import Materializer
 
     original = Materializer._value
 

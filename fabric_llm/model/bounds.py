@@ -1,24 +1,18 @@
 """What a configuration may declare: transformers expands some of its numbers into lists, tables and modules as it reads it.
 
-`check` looks at the JSON itself, before anything is built from it. `try_out` builds it in a child process with little time
-and memory first, for whatever nobody has thought of.
+`check_document` looks at the JSON itself, before anything is built from it. What is built then is `limited`.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import math
-import os
 import re
 import resource
 import signal
-import time
-import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, NoReturn
-
-from fabric_llm.base.ending import die_with
+from typing import Any
 
 MOST_BYTES = 4 * 2**20  # of a file; configurations have a few thousand, of quantised models some hundred thousand
 MOST_ENTRIES = 2**15  # of a list or an object, and of labels, experts and blocks: Switch-C has 2048 experts
@@ -27,9 +21,7 @@ MOST_EXPERTS = 2**18  # of all layers together: each can be some modules; Kimi-K
 COUNT = re.compile(r"(?:^|_)(layer|expert|label|block)s?$")  # how keys end that say how many there are
 LARGEST_NUMBER = 3.5e38  # computing with more, such as the factor of a rotary embedding, overflows
 MOST_CPU_SECONDS = 10  # to build the modules without memory, several times what the largest models take
-MOST_SECONDS = 120  # on a machine that is busy; whoever hasn't used its processor time by then isn't refused
 MOST_MEMORY_BYTES = 2 * 2**30
-TOO_MUCH_MEMORY = 3  # exit code of the child process
 
 
 class TooMuch(ValueError):
@@ -100,64 +92,37 @@ def _largest(part: dict[str, Any], kind: str) -> int:
     return max((value for word, value in words if word is not None and word[1] == kind), default=0)
 
 
-def try_out(build: Callable[[], Any]) -> None:
-    """Call `build` in a child process first. Raises TooMuch where that takes too much time or memory, or crashes.
+@contextmanager
+def limited() -> Iterator[None]:
+    """In the body, which builds what a configuration declares, little time and memory, for whatever nobody has thought of.
 
-    What it returns or raises otherwise is nobody's business: whoever called this calls it again. A child is forked, not
-    started: importing transformers takes longer than most builds. Threads of this process don't exist in it.
+    Raises TooMuch where it takes more, whatever the body has made of being interrupted. Other threads have as little memory: for
+    what is read for the first time, before anything runs.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12, of threads
-        pid = os.fork()
-    if pid == 0:
-        _in_child(build)
-    deadline = time.monotonic() + MOST_SECONDS
-    wait = 0.001
-    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return
-        time.sleep(wait)
-        wait = min(2 * wait, 0.05)
-    code = os.waitstatus_to_exitcode(ended[1])
-    if code in (-signal.SIGXCPU, -signal.SIGKILL):
-        raise TooMuch(f"building it takes more than {MOST_CPU_SECONDS} s of processor time")
-    if code == TOO_MUCH_MEMORY:
-        raise TooMuch(f"building it takes more than {MOST_MEMORY_BYTES / 2**30:.1f} GiB of memory")
-    if code < 0:
-        raise TooMuch(f"building it ends with {signal.Signals(-code).name}")
+    problems: list[str] = []
 
+    def interrupt(signal_number: int, frame: object) -> None:
+        problems[:] = [f"building it takes more than {MOST_CPU_SECONDS} s of processor time"]
+        raise TooMuch(problems[0])
 
-def _in_child(build: Callable[[], Any]) -> NoReturn:
-    code = 0
-    try:
-        _limit()
-        build()
-    except MemoryError:
-        code = TOO_MUCH_MEMORY
-    except BaseException as error:
-        code = TOO_MUCH_MEMORY if "allocate" in str(error) else 0  # torch's is a RuntimeError
-    finally:
-        os._exit(code)
-
-
-def _limit() -> None:
-    """Of this child process: silence, little time and memory, no core file, no life without its parent."""
-    import torch  # here, since a configuration's JSON is looked at before torch is imported
-
-    faulthandler.disable()
-    die_with(os.getppid())
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nowhere, descriptor)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    for kind, most in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, MOST_CPU_SECONDS),
-        (resource.RLIMIT_AS, in_use + MOST_MEMORY_BYTES),
-    ):
-        hard = resource.getrlimit(kind)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
-    torch.set_num_threads(1)  # there is no thread pool in a forked process
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = [in_use + MOST_MEMORY_BYTES, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    resource.setrlimit(resource.RLIMIT_AS, (min(most), hard))
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_CPU_SECONDS, 1)  # again and again, where an exception is swallowed
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "allocate" not in str(error):  # torch's is a RuntimeError
+            raise
+        problems.append(f"building it takes more than {MOST_MEMORY_BYTES / 2**30:.1f} GiB of memory")
+    except Exception:
+        if not problems:
+            raise
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGVTALRM, before)
+    if problems:
+        raise TooMuch(problems[0])

@@ -36,7 +36,6 @@ def frozen_names(causal_lm: PreTrainedModel, freeze: Optional[str], train_only: 
     A pattern (of fnmatch) is compared with all names of a parameter: a tied weight is one parameter with two names, which is
     chosen by either. Raises ValueError for a pattern without a match, and where nothing is left to train.
     """
-    check(freeze, train_only)
     frozen, parameters = _frozen(causal_lm, freeze, train_only), causal_lm.named_parameters()
     if not any(parameter.requires_grad for name, parameter in parameters if name not in frozen):
         asked = f"--freeze {freeze}" if freeze is not None else f"--train_only {train_only}"

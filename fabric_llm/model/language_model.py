@@ -1,4 +1,7 @@
-"""A causal language model that returns its loss. Another loss to train with goes into `token_loss`."""
+"""A causal language model that returns its loss. Another loss to train with goes into `token_loss`.
+
+Model classes that transformers doesn't have are registered at the end. docs/make_it_yours.md says what a class needs.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from typing import Any, Optional
 
 import torch
 from torch import nn
+from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -85,8 +86,6 @@ def _importing_the_compiler() -> Iterator[None]:
 def no_compiler(kind: str) -> Optional[str]:
     """Why layers can't be compiled for devices of `kind` "cpu" or "cuda" on this machine; None where they can."""
     if kind == "cuda":
-        from torch.utils._triton import has_triton
-
         return None if has_triton() else "Triton isn't installed, or this GPU is too old for it"
     return None if any(map(shutil.which, ("c++", "g++", "clang++"))) else "this machine has no C++ compiler (g++)"
 

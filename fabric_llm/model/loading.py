@@ -11,14 +11,15 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import (
-    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
@@ -29,16 +30,16 @@ from transformers import (
 from transformers.utils import CONFIG_NAME, cached_file, is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar  # noqa: F401
 
-from fabric_llm.base import hub
+from fabric_llm.base import hub, ranks
 from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault, one_line
 from fabric_llm.base.files import MANIFEST, check_name
-from fabric_llm.model import bounds, classes, packed_attention  # noqa: F401  classes of your own are registered there
+from fabric_llm.model import bounds, packed_attention
 from fabric_llm.model.folders import WEIGHT_FILES, check_model_folder, weights_name
+from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.prepare.tokenizer import load_tokenizer
 
 MOST_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever
 DTYPES = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.float32, "16-mixed": torch.float32, "32-true": torch.float32}
-_tried_out: set[tuple[str, str]] = set()  # configurations that were built in a child process
 
 
 def load_config(model_name: str, attention: Optional[str] = None) -> PretrainedConfig:
@@ -51,15 +52,17 @@ def load_config(model_name: str, attention: Optional[str] = None) -> PretrainedC
     if not folder.is_dir():
         hub.reach()
     try:
-        _check_bounds(model_name, attention)
-        config = AutoConfig.from_pretrained(model_name, trust_remote_code=False, attn_implementation=attention)
+        _check_bounds(model_name)
+        with bounds.limited():
+            config = AutoConfig.from_pretrained(model_name, trust_remote_code=False, attn_implementation=attention)
         # A config.json can name kernels on the hub, which are code, and these names win over the argument above.
         config._attn_implementation, config._experts_implementation = attention, None
     except Fault:
         raise
     except Exception as error:  # transformers and huggingface_hub raise their own
         if "custom code" in str(error):
-            raise Fault(_needs_code(model_name), REFUSED) from error
+            sentence = "needs Python code of its own (auto_map), which is never run; use a model transformers has."
+            raise Fault(f"{model_name!r} {sentence}", REFUSED) from error
         raise ValueError(_not_a_model(model_name, error)) from error
     for name, value in vars(config).items():
         if callable(getattr(type(config), name, None)) and not callable(value):
@@ -77,27 +80,12 @@ def load_config(model_name: str, attention: Optional[str] = None) -> PretrainedC
     return config
 
 
-def _check_bounds(model_name: str, attention: Optional[str] = None) -> None:
+def _check_bounds(model_name: str) -> None:
     """Raises TooMuch where a configuration declares more than anybody could want to read, before it is read."""
-    document = _bounded(model_name, CONFIG_NAME)
-    if document is None:  # AutoConfig says so
-        return
+    document = _bounded(model_name, CONFIG_NAME) or {}  # AutoConfig says that there is none
     for name in document.get("configuration_files", ()):  # others, for other versions of transformers
         check_name(str(name), Path(model_name, CONFIG_NAME))
         _bounded(model_name, str(name))
-    identity = model_name, json.dumps(document, sort_keys=True)
-    if identity in _tried_out:
-        return
-    with suppress(Exception):  # what is imported here needn't be in the child
-        AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[document["model_type"]]]
-
-    def build() -> None:
-        config = AutoConfig.from_pretrained(model_name, trust_remote_code=False, attn_implementation=attention)
-        config._attn_implementation, config._experts_implementation = attention, None  # as in load_config
-        build_skeleton(config, torch.float32)
-
-    bounds.try_out(build)
-    _tried_out.add(identity)
 
 
 def _bounded(model_name: str, file: str) -> Optional[dict[str, Any]]:
@@ -122,10 +110,6 @@ def _unreadable(what: str, model_name: str, error: Exception) -> Fault:
     return Fault(f"{what} of {model_name!r} can't be read: {said or one_line(error)[:400].rstrip('.')}.", code)
 
 
-def _needs_code(model_name: str) -> str:
-    return f"{model_name!r} needs Python code of its own (auto_map), which is never run; use a model transformers has."
-
-
 def _not_a_model(model_name: str, error: Exception) -> str:
     said = one_line(error)
     if Path(model_name).exists() or isinstance(error, bounds.TooMuch):
@@ -148,7 +132,8 @@ def tokenizer_beside(model_name: str) -> Optional[PreTrainedTokenizerBase]:
             _check_bounds(model_name)
         with suppress(OSError):  # where there is none
             bounds.check_tokenizer(json.loads(Path(cached_file(model_name, "tokenizer_config.json")).read_bytes()))
-        tokenizer = load_tokenizer(model_name)
+        with bounds.limited():
+            tokenizer = load_tokenizer(model_name)
     except Fault:
         raise
     except Exception as error:  # of a dozen packages
@@ -159,8 +144,8 @@ def tokenizer_beside(model_name: str) -> Optional[PreTrainedTokenizerBase]:
     return tokenizer
 
 
-def load_generation_config(model_name: str) -> Optional[GenerationConfig]:
-    """How the model at `model_name` is sampled, None where it doesn't say or what it says can't be saved again.
+def set_generation_config(skeleton: PreTrainedModel, model_name: str) -> None:
+    """Give `skeleton` the generation config of the model at `model_name`, if it has one, and one that can be saved again.
 
     Raises Fault for a file that can't be read.
     """
@@ -172,21 +157,13 @@ def load_generation_config(model_name: str) -> Optional[GenerationConfig]:
             raise _unreadable("generation_config.json", model_name, error) from error
         if not isinstance(error, OSError):
             raise
-        return None
+        return
     for do_sample in (config.do_sample, True):  # Llama 2: a temperature without do_sample, read but not written
         config.do_sample = do_sample
-        try:
+        with suppress(ValueError):
             config.validate(strict=True)
-            return config
-        except ValueError:
-            pass
-    return None
-
-
-def set_generation_config(template: PreTrainedModel, model_name: str) -> None:
-    """Give `template` the generation config of the model at `model_name`, if that has one. A model class may have none."""
-    if (config := load_generation_config(model_name)) is not None:
-        template.generation_config = config
+            skeleton.generation_config = config
+            return
 
 
 def causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -260,8 +237,10 @@ def _keep_float32(model: PreTrainedModel) -> PreTrainedModel:
 
 def checked_skeleton(model_name: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """`build_skeleton` of a configuration read from `model_name`. Raises ValueError where it makes no possible model."""
+    causal_lm_class(config)  # importing its code may take longer than building a model
     try:
-        skeleton = build_skeleton(config, dtype)
+        with bounds.limited():
+            skeleton = build_skeleton(config, dtype)
     except Exception as error:  # whatever sizes that nobody thought of lead to
         said = one_line(error)[:300].rstrip(".")
         raise ValueError(f"The configuration of {model_name!r} makes no model here: {said}.") from error
@@ -301,3 +280,47 @@ def load_reference(
             f"{', '.join(missing[:10])}."
         )
     return model
+
+
+class Materializer:
+    """Gives modules on the meta device memory and the reference's values, the same on all ranks.
+
+    Every rank calls it for the same modules in the same order. `reference` is needed on rank 0 only.
+    """
+
+    def __init__(self, model: LanguageModel, reference: Optional[PreTrainedModel], device: torch.device) -> None:
+        self.names = {module: name for name, module in model.named_modules()}
+        self.device = device
+        self.reference = None if reference is None else dict(LanguageModel(reference).named_modules())
+        counts = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        self.tied_ids = {key for key, count in counts.items() if count > 1}
+        self.tied: dict[int, nn.Parameter] = {}
+
+    def __call__(self, module: nn.Module) -> None:
+        """Fill the parameters and buffers that `module` itself holds, not those of its children."""
+        for name, meta in module._parameters.items():
+            if meta is None or not meta.is_meta:
+                continue
+            parameter = self.tied.get(id(meta))
+            if parameter is None:
+                value = self._value(module, name, meta.dtype)
+                parameter = nn.Parameter(value, requires_grad=meta.requires_grad)
+                if id(meta) in self.tied_ids:
+                    self.tied[id(meta)] = parameter
+            module._parameters[name] = parameter
+        for name, meta in module._buffers.items():
+            if meta is not None and meta.is_meta:  # in the reference's dtype: RoPE's frequencies stay float32
+                module._buffers[name] = self._value(module, name, dtype=None)
+
+    def _value(self, module: nn.Module, name: str, dtype: Optional[torch.dtype]) -> Tensor:
+        """The tensor `name` of `module`, sent from rank 0 to all, on the device."""
+        value = None
+        if self.reference is not None:
+            value = getattr(self.reference[self.names[module]], name).detach().to(device=self.device, dtype=dtype)
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            shape = getattr(module, name).shape
+            if dtype is None:  # a buffer: the skeleton doesn't know the dtype that the reference gives it
+                dtype, shape = ranks.from_first(None if value is None else (value.dtype, value.shape))
+            value = torch.empty(shape, dtype=dtype, device=self.device) if value is None else value.contiguous()
+            torch.distributed.broadcast(value, src=0)
+        return value

@@ -12,11 +12,13 @@ from typing import Any, Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import AttentionMaskInterface
 
 NAME = "packed"
+KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 NOT_HERE = ("softcap", "s_aux", "position_bias")  # of some models' attention: what isn't computed here
 
 
@@ -30,7 +32,7 @@ def arguments(ends: Tensor, longest: int) -> dict[str, Any]:
 
 
 def fits(model_class: type[PreTrainedModel]) -> bool:
-    """Whether transformers says that the class takes these arguments. causality.find_leak measures whether it uses them."""
+    """Whether transformers says that the class takes these arguments. capabilities.find_leak measures whether it uses them."""
     return model_class._supports_flash_attn and model_class._supports_sdpa
 
 
@@ -78,23 +80,14 @@ def _flash(
     window: Optional[int],
 ) -> Tensor:
     """torch's flash attention of documents of any length. query: [tokens, heads, head size], contiguous."""
-    from torch.nn.attention.varlen import varlen_attn
-
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
     if key.shape[1] != query.shape[1]:
-        if _knows_groups():
+        if KNOWS_GROUPS:
             options["enable_gqa"] = True
-        else:  # torch 2.11
+        else:
             groups = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     return varlen_attn(query, key, value, ends, ends, longest, longest, **options)
-
-
-@torch.compiler.assume_constant_result  # compiled layers can't trace it
-def _knows_groups() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @torch.compiler.disable  # the number and lengths of documents differ from batch to batch

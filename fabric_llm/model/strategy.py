@@ -14,18 +14,32 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Callable, Optional
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
 
 from fabric_llm.base.fabric import (
-    ClusterEnvironment,
     DDPStrategy,
     Fabric,
     FSDPPrecision,
@@ -37,8 +51,8 @@ from fabric_llm.base.fabric import (
     TorchElasticEnvironment,
     XLAFSDPStrategy,
 )
-from fabric_llm.model import strategy_rules
-from fabric_llm.model.strategy_rules import Sharding
+from fabric_llm.base.ranks import waits_for_others
+from fabric_llm.model.strategy_rules import Sharding, wrap_size
 
 MUCH_WASTED = 10**5  # parameters
 LAYER_LISTS = (nn.ModuleList, nn.ModuleDict)  # no forward of their own: never wrapped
@@ -51,29 +65,21 @@ def make_fabric(
 
     timeout_seconds: of the process group's own patience; a little more than that of watch.py, which can say more.
     """
-    timeout = timedelta(seconds=2 * timeout_seconds + 60)
     if name == "xla":
         return Fabric(accelerator="tpu", devices=devices, num_nodes=num_nodes, strategy=XLAFSDPStrategy())
-    strategies: dict[str, Callable[[], Any]] = {
-        "fsdp": lambda: AnyDeviceFSDPStrategy(timeout=timeout),
-        "fsdp2": lambda: ModelParallelStrategy(
-            _already_parallel, data_parallel_size=devices * num_nodes, tensor_parallel_size=1, timeout=timeout
-        ),
-        "ddp": lambda: DDPStrategy(gradient_as_bucket_view=True, timeout=timeout, **_no_buffer_sync()),
-        "single": lambda: "auto",
-    }
-    return Fabric(
-        accelerator=kind,
-        devices=devices,
-        num_nodes=num_nodes,
-        strategy=strategies[name](),
-        plugins=[_precision(name, precision, kind), _environment()],
-    )
-
-
-def _environment() -> ClusterEnvironment:
-    """Where ranks come from: torchrun, or launch.py, which knows srun. Fabric would take any SLURM job for srun's."""
-    return TorchElasticEnvironment() if TorchElasticEnvironment.detect() else LightningEnvironment()
+    timeout = timedelta(seconds=2 * timeout_seconds + 60)
+    strategy: Any = "auto"
+    if name == "fsdp":
+        strategy = AnyDeviceFSDPStrategy(timeout=timeout)
+    elif name == "fsdp2":
+        sizes = {"data_parallel_size": devices * num_nodes, "tensor_parallel_size": 1}
+        strategy = ModelParallelStrategy(lambda model, mesh: model, **sizes, timeout=timeout)  # `wrap` shards it
+    elif name == "ddp":
+        strategy = DDPStrategy(gradient_as_bucket_view=True, timeout=timeout, **_no_buffer_sync())
+    # Where ranks come from: torchrun, or launch.py, which knows srun. Fabric would take any SLURM job for srun's.
+    environment = TorchElasticEnvironment() if TorchElasticEnvironment.detect() else LightningEnvironment()
+    plugins = [_precision(name, precision, kind), environment]
+    return Fabric(accelerator=kind, devices=devices, num_nodes=num_nodes, strategy=strategy, plugins=plugins)
 
 
 class AnyDeviceFSDPStrategy(FSDPStrategy):
@@ -90,16 +96,12 @@ def _no_buffer_sync() -> dict[str, bool]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
-def _already_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-    return model
-
-
 def _precision(name: str, precision: str, kind: str) -> Precision:
     if name == "fsdp":
         return _FSDPPrecision(precision, kind)
     if precision.endswith("-mixed"):
         return MixedPrecision(precision, device=kind)
-    return Precision()  # the weights are in their dtype already, see model.py
+    return Precision()  # the weights are in their dtype already, see loading.py
 
 
 class _FSDPPrecision(FSDPPrecision):
@@ -119,13 +121,13 @@ class _FSDPPrecision(FSDPPrecision):
 
 
 def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
-    """The modules that are gathered as one, children before parents, for an --auto_wrap_policy.
+    """The modules that are gathered as one, for an --auto_wrap_policy.
 
     Raises ValueError for a class name that the model doesn't have.
     """
     if policy == "none":
         return []
-    if (smallest := strategy_rules.wrap_size(policy)) is not None:
+    if (smallest := wrap_size(policy)) is not None:
         return _at_least(model, smallest)
     names = layer_class_names(model) if policy == "auto" else {name.strip() for name in policy.split(",")}
     present = {type(module).__name__ for module in model.modules()}
@@ -134,7 +136,7 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
             f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; "
             f"it has {', '.join(sorted(layer_class_names(model)))}."
         )
-    return [module for module in _children_first(model) if type(module).__name__ in names]
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def layer_class_names(model: nn.Module) -> set[str]:
@@ -178,23 +180,14 @@ def of_one_dtype(model: nn.Module, units: list[nn.Module]) -> dict[nn.Module, to
     return found
 
 
-def _children_first(module: nn.Module) -> list[nn.Module]:
-    return [m for child in module.children() for m in _children_first(child)] + [module]
-
-
 def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
     """Modules with `minimum` parameters that no wrapped child holds; a tied parameter stays with all its holders."""
-    holders: dict[int, set[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(id(parameter), set()).add(module)
-    tied = [modules for modules in holders.values() if len(modules) > 1]
+    holders = _holders(model)
     chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
         count = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
-        inside = set(module.modules())
-        splits_a_tie = any(modules & inside and not modules <= inside for modules in tied)
+        splits_a_tie = any(held < holders[key] for key, held in _holders(module).items())
         if count < minimum or module is model or isinstance(module, LAYER_LISTS) or splits_a_tie:
             return count
         chosen.append(module)
@@ -204,12 +197,17 @@ def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
     return chosen
 
 
+def _holders(module: nn.Module) -> Counter[int]:
+    """How many modules in `module` hold a parameter, by its id."""
+    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+
+
 def wrap(
     fabric: Fabric, name: str, model: nn.Module, materialize: Callable[[nn.Module], None], precision: str, how: Sharding
 ) -> nn.Module:
     """The model on the meta device -> the model on the devices, filled, wrapped and set up by Fabric.
 
-    `materialize(module)` fills the tensors that a module itself holds (model.Materializer). It is called for the
+    `materialize(module)` fills the tensors that a module itself holds (loading.Materializer). It is called for the
     modules of a unit just before that unit is sharded.
     """
     if name == "fsdp":
@@ -225,10 +223,6 @@ def wrap(
 def _wrap_fsdp(
     fabric: Fabric, model: nn.Module, materialize: Callable[[nn.Module], None], precision: str, how: Sharding
 ) -> nn.Module:
-    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp.wrap import CustomPolicy
-
     units = _units(model, how, apart=_unlike_the_outermost)
     if fabric.global_rank == 0 and (wasted := _frozen_beside_trained(units)) > MUCH_WASTED:
         print(
@@ -284,10 +278,8 @@ def _unlike_the_outermost(model: nn.Module, units: list[nn.Module]) -> set[nn.Mo
     }
 
 
-def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Any:
+def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Optional[FSDPMixedPrecision]:
     """Buffers keep their dtypes: RoPE's frequencies are float32, a scale of embeddings may be bfloat16."""
-    from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
-
     if precision == "32-true":
         return None
     dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
@@ -297,15 +289,12 @@ def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Any:
 def _wrap_fsdp2(
     fabric: Fabric, model: nn.Module, materialize: Callable[[nn.Module], None], precision: str, how: Sharding
 ) -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
+    on_gpu = fabric.device.type == "cuda"
     settings: dict[str, Any] = {
         "mesh": _mesh(fabric, how),
         # None: all but the outermost unit, which the backward pass needs first
         "reshard_after_forward": False if how.sharding_strategy == "SHARD_GRAD_OP" else None,
-        "offload_policy": CPUOffloadPolicy(pin_memory=fabric.device.type == "cuda")
-        if how.cpu_offload
-        else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if how.cpu_offload else OffloadPolicy(),
     }
     mixed = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, how.reduce_dtype), cast_forward_inputs=False
@@ -318,14 +307,17 @@ def _wrap_fsdp2(
         fully_shard(unit, mp_policy=own if precision == "32-true" or dtype != units[model] else mixed, **settings)
 
 
-def _frozen_beside_trained(units: Collection[nn.Module]) -> int:
-    """Frozen parameters that FSDP1 flattens into one tensor with others that train, which then has gradients as a whole."""
-    count = 0
+def _frozen_beside_trained(units: Iterable[nn.Module]) -> int:
+    """Frozen parameters that FSDP1 flattens into one tensor with others that train, which then has gradients as a whole.
+
+    units: children before parents.
+    """
+    count, seen = 0, set()
     for unit in units:
-        inside = set(unit.modules()) - {unit}
-        inner = {module for other in units if other in inside for module in other.modules()}
-        own = {id(p): p for m in unit.modules() if m not in inner for p in m.parameters(recurse=False)}.values()
-        count += sum(p.numel() for p in own if not p.requires_grad) if any(p.requires_grad for p in own) else 0
+        own = set(unit.parameters()) - seen
+        seen |= own
+        if any(parameter.requires_grad for parameter in own):
+            count += sum(parameter.numel() for parameter in own if not parameter.requires_grad)
     return count
 
 
@@ -340,15 +332,48 @@ def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:
 
 def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
     """The process group that the parameters of a wrapped model are split over, None where ranks hold them whole."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp import ShardingStrategy
-    from torch.distributed.tensor import DTensor
-
     root = next((m for m in model.modules() if isinstance(m, FSDP)), None)
     if root is not None:
         return None if root.sharding_strategy == ShardingStrategy.NO_SHARD else root.process_group
     parameter = next(model.parameters())
     return parameter.device_mesh.get_group("shard") if isinstance(parameter, DTensor) else None
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_places(parameters: list[nn.Parameter], group: Optional[ProcessGroup]) -> list[tuple[int, int]]:
+    """(index of this rank's first element in the whole parameter, flattened; elements of the whole) of each parameter.
+
+    All ranks call it. group: see `shard_group`. Both FSDPs split in the order of ranks, FSDP2 between rows, so what comes before
+    is what lower ranks hold, and no field of theirs is read.
+    """
+    held = [local_part(parameter).numel() for parameter in parameters]
+    if group is None:
+        return [(0, count) for count in held]
+    counts = torch.tensor(held, device=_communication_device(group))
+    all_counts = [torch.empty_like(counts) for _ in range(torch.distributed.get_world_size(group))]
+    with waits_for_others("shard_places"):
+        torch.distributed.all_gather(all_counts, counts, group=group)
+    ends = torch.stack(all_counts).cumsum(0)
+    return list(zip((ends[torch.distributed.get_rank(group)] - counts).tolist(), ends[-1].tolist()))
+
+
+def sum_over_shards(numbers: Tensor, group: Optional[ProcessGroup]) -> Tensor:
+    """The sum of what all ranks of a `shard_group` have measured on their parts, on the device of `numbers`."""
+    if group is None:
+        return numbers
+    total = numbers.to(_communication_device(group))  # offloaded gradients are on the CPU, NCCL is not
+    torch.distributed.all_reduce(total, group=group)
+    return total.to(numbers.device)
+
+
+def _communication_device(group: ProcessGroup) -> torch.device:
+    if torch.distributed.get_backend(group) != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def reshard(model: nn.Module) -> None:
@@ -357,10 +382,6 @@ def reshard(model: nn.Module) -> None:
     Whoever makes such a pass calls this: `model.parameters()` of fsdp2 are others while a unit is whole, and the next pass of
     fsdp would take the whole unit that is there, also where its weights have changed since.
     """
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp._runtime_utils import _reshard
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from fabric_llm.base.command_line import Flags, is_first_of_machine
 from fabric_llm.base.spelling import nearest
 from fabric_llm.data.sources import COPY, open_source, parse_eval_data
-from fabric_llm.training.forgetting import parse_budgets
+from fabric_llm.training.guard import parse_budgets
 
 if TYPE_CHECKING:
     from fabric_llm.data.dataset import TokenDataset

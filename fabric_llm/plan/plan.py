@@ -29,7 +29,6 @@ from fabric_llm.model import freezing, layers, router
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.loading import (
     DTYPES,
-    build_skeleton,
     causal_lm_class,
     checked_skeleton,
     load_config,
@@ -265,7 +264,7 @@ def find_compiles(asked: Union[bool, str], skeleton: Any, kind: str) -> bool:
 def check_same_model(flags: Flags, skeleton: Any, resume_from: Path) -> None:
     """Raises ValueError where --model_name is another model than that of the checkpoint, with what differs."""
     model_name = flags.model.model_name
-    started_from = build_skeleton(load_config(model_name), skeleton.dtype)
+    started_from = checked_skeleton(model_name, load_config(model_name), skeleton.dtype)
     here, there = dict(state_dicts.shapes(started_from)), dict(state_dicts.shapes(skeleton))
     differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
     if differing:

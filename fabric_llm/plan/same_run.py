@@ -14,7 +14,7 @@ from fabric_llm.model import freezing
 from fabric_llm.plan import measuring
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.resume import MOST_DIFFERENCES, given_checkpoint, overrides
-from fabric_llm.training.forgetting import parse_budgets
+from fabric_llm.training.guard import parse_budgets
 from fabric_llm.training.schedule import SCHEDULES, arguments_of, lr_at
 
 DATA_FACTS = ("context_length", "train_rows", "train_fingerprint")

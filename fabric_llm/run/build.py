@@ -26,7 +26,6 @@ from fabric_llm.model import (
     loading,
     strategy,
 )
-from fabric_llm.model.materialize import Materializer
 from fabric_llm.plan import measuring, run_directory
 from fabric_llm.plan.plan import Plan
 from fabric_llm.processes.stop import Requests, StopSignal
@@ -36,10 +35,9 @@ from fabric_llm.run.run import Run, close_log, leave_ranks, say_what_comes_next
 from fabric_llm.run.samples import Samples
 from fabric_llm.run.start import open_log
 from fabric_llm.training import adamw, ema, optim
-from fabric_llm.training.drift import Drift, drift_of_run
 from fabric_llm.training.evaluation import Evaluation
-from fabric_llm.training.forgetting import Forgetting, parse_budgets
-from fabric_llm.training.guard import Guard
+from fabric_llm.training.guard import Forgetting, Guard, parse_budgets
+from fabric_llm.training.updates import Drift, drift_of_run
 
 
 def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: Watch) -> Run:
@@ -212,7 +210,7 @@ def build_model(run: Run, source: str, resume_from: Optional[Path]) -> None:
         if plan.kind == "cuda" and plan.loss == "chunked":  # a CPU gains from it only at large vocabularies
             layers.compile_loss(model)
     decayed = optim.decayed_names(model)
-    materializer = Materializer(model, loaded.model, fabric.device)
+    materializer = loading.Materializer(model, loaded.model, fabric.device)
     run.model = strategy.wrap(fabric, plan.strategy, model, materializer, plan.precision, plan.sharding)
     loaded, materializer = loaded._replace(model=None), None  # its memory, before gradients need some
     optimizer = optim.make_optimizer(run.model, decayed, training, plan.bf16_updates)

@@ -20,8 +20,7 @@ from fabric_llm.plan.trackers import Record, flat
 from fabric_llm.run.metrics import MetricsFile, Speed, duration, peak_memory_gib
 from fabric_llm.run.profiling import Profile
 from fabric_llm.training.evaluation import Evaluated, Found
-from fabric_llm.training.forgetting import Forgetting
-from fabric_llm.training.guard import Guard
+from fabric_llm.training.guard import Forgetting, Guard
 from fabric_llm.training.updates import UpdateSize
 
 FEW_UPDATES, FEW_UPDATES_LOGS = 0.1, 3  # part of the weights that changes in a step; logged steps in a row

@@ -16,16 +16,7 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import UNEXPECTED, as_fault
 from fabric_llm.checkpoint import reading
-from fabric_llm.model import (
-    causality,
-    equality,
-    fast_paths,
-    freezing,
-    gradient_equality,
-    language_model,
-    loading,
-    packed_attention,
-)
+from fabric_llm.model import capabilities, freezing, gate, language_model, loading, packed_attention
 from fabric_llm.plan.plan import Plan
 
 
@@ -33,8 +24,8 @@ class Reference(NamedTuple):
     """The model as transformers loads it, on the CPU of rank 0, and what it makes of the probe. None on the other ranks."""
 
     model: Optional[PreTrainedModel] = None
-    outputs: Optional[equality.Outputs] = None
-    gradients: Optional[gradient_equality.Gradients] = None
+    outputs: Optional[gate.Outputs] = None
+    gradients: Optional[gate.Gradients] = None
 
 
 class Chosen(NamedTuple):
@@ -63,12 +54,10 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Refere
         )
         freezing.freeze(model, plan.frozen)  # so that the probe makes no gradients of what doesn't train
         chosen = choose(model, plan, model_flags)
-        outputs = gradients = None
+        expected: tuple[Any, Any] = (None, None)
         if model_flags.verify_start:
-            outputs = computed(model, lambda: expected_outputs(model, source, plan))
-        if model_flags.verify_start and compares_gradients(plan):
-            gradients = computed(model, lambda: expected_gradients(model, plan, chosen.document_end))
-        loaded[0] = Reference(model, outputs, gradients)
+            expected = computed(model, lambda: expected_of(model, source, plan, chosen.document_end))
+        loaded[0] = Reference(model, *expected)
         return chosen
 
     chosen = ranks.from_rank_zero(load)
@@ -79,17 +68,17 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Refere
 def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen:
     """What the flags leave open, and this model can. Raises ValueError where it can't do what they ask for."""
     attention, loss = plan.config._attn_implementation, plan.loss
-    chunks = loss != "full" and fast_paths.chunks_its_loss(reference, plan.precision)
+    chunks = loss != "full" and capabilities.chunks_its_loss(reference, plan.precision)
     if loss == "chunked" and not chunks:
         raise ValueError(f"--loss chunked: {type(reference).__name__} in {plan.precision} can't; take --loss auto.")
     if model_flags.attention == "auto" and attention == "sdpa" and plan.document_end is not None:
         half_on_gpu = plan.kind == "cpu" or plan.precision != "32-true"  # torch's kernel for GPUs takes 16 bits
-        if half_on_gpu and fast_paths.takes_packed_attention(reference):
+        if half_on_gpu and capabilities.takes_packed_attention(reference):
             attention = packed_attention.NAME
-    elif attention == packed_attention.NAME and not fast_paths.takes_packed_attention(reference):
+    elif attention == packed_attention.NAME and not capabilities.takes_packed_attention(reference):
         raise ValueError(f"--attention packed: {type(reference).__name__} can't; take --attention auto.")
     tried = "sdpa" if attention == "flash_attention_2" else attention
-    with fast_paths.attention(reference, tried):
+    with capabilities.attention(reference, tried):
         document_end = plan.document_end if keeps_documents_apart(reference, plan) else None
     if document_end is None and model_flags.attention == "auto":
         attention = plan.config._attn_implementation
@@ -98,33 +87,32 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
 
 def compares_gradients(plan: Plan) -> bool:
     """False where the probe's gradients would say nothing."""
-    return plan.precision in gradient_equality.LIMITS and plan.strategy != "xla"
+    return plan.precision != "16-mixed" and plan.strategy != "xla"
 
 
-def expected_outputs(reference: PreTrainedModel, source: str, plan: Plan) -> equality.Outputs:
-    """What the reference makes of the probe. Raises ValueError where that is nothing to train on."""
-    if causality.sees_ahead(reference):
+def expected_of(
+    reference: PreTrainedModel, source: str, plan: Plan, document_end: Optional[int]
+) -> tuple[gate.Outputs, Optional[gate.Gradients]]:
+    """What the reference makes of the probe, and its gradients in plain eager transformers.
+
+    Raises ValueError where the model is nothing to train.
+    """
+    if capabilities.sees_ahead(reference):
         raise ValueError(
             f"{type(reference).__name__}, as {source!r} configures it, isn't causal: what it says of a token depends on the "
             "tokens after it, so there is nothing to predict."
         )
-    probe = plan.probe_input()[:, : equality.PROBE_TOKENS]
-    return equality.outputs(reference, probe, lambda ids: reference(ids).logits)
+    inputs = probe_of(plan, document_end)
+    outputs = gate.outputs_of(reference, inputs["input_ids"], lambda ids: reference(ids).logits)
+    if not compares_gradients(plan):
+        return outputs, None
+    with capabilities.attention(reference, "eager"):
+        return outputs, gate.gradients_of_reference(language_model.LanguageModel(reference), inputs)
 
 
-def expected_gradients(
-    reference: PreTrainedModel, plan: Plan, document_end: Optional[int]
-) -> gradient_equality.Gradients:
-    """The probe's loss and gradients in plain eager transformers."""
-    with fast_paths.attention(reference, "eager"):
-        return gradient_equality.of_reference(
-            language_model.LanguageModel(reference), probe_of_gradients(plan, document_end)
-        )
-
-
-def probe_of_gradients(plan: Plan, document_end: Optional[int]) -> dict[str, Tensor]:
+def probe_of(plan: Plan, document_end: Optional[int]) -> dict[str, Tensor]:
     """The first tokens of the validation split, as two packed documents where those are kept apart."""
-    ids = plan.probe_input()[:, : equality.PROBE_TOKENS]
+    ids = plan.probe_input()[:, : gate.PROBE_TOKENS]
     inputs = {"input_ids": ids, "labels": ids}
     if document_end is not None:
         places, second = torch.arange(ids.shape[1]), ids.shape[1] // 3
@@ -136,7 +124,7 @@ def keeps_documents_apart(reference: PreTrainedModel, plan: Plan) -> bool:
     """False, and a warning, if packed documents see each other. Raises ValueError where they mustn't."""
     if plan.document_end is None:
         return True
-    leak = computed(reference, lambda: causality.find_leak(reference))
+    leak = computed(reference, lambda: capabilities.find_leak(reference))
     if not leak.found:
         return True
     attention = plan.config._attn_implementation
@@ -170,18 +158,15 @@ def computed(reference: PreTrainedModel, compute: Callable[[], Any]) -> Any:
 def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, reference: Reference) -> None:
     """Stop on all ranks if the wrapped model isn't the one that transformers loads, or trains otherwise. All ranks call it."""
     began = time.monotonic()
-    probe = plan.probe_input()[:, : equality.PROBE_TOKENS]
-    ours = equality.verify_start(fabric, wrapped, reference.outputs, probe, plan.precision)
-    words = ""
-    if compares_gradients(plan):
-        inputs = probe_of_gradients(plan, plan.document_end)
-        advice = slow_paths(plan)
-        gradient_equality.verify(fabric, wrapped, reference.gradients, inputs, plan.precision, advice)
-        words = ", and the gradients are equal to rounding"
+    inputs = probe_of(plan, plan.document_end)
+    expected = reference.outputs, reference.gradients
+    with_gradients = compares_gradients(plan)
+    ours = gate.verify(fabric, wrapped, expected, inputs, with_gradients, plan.precision, slow_paths(plan))
     if reference.outputs is not None:
+        words = ", and the gradients are equal to rounding" if with_gradients else ""
         print(
-            f"Start verified: loss {ours.loss:.4f} on {probe.numel()} tokens, {reference.outputs.loss:.4f} in plain "
-            f"transformers{words} ({time.monotonic() - began:.1f} s).",
+            f"Start verified: loss {ours.loss:.4f} on {inputs['input_ids'].numel()} tokens, {reference.outputs.loss:.4f} in "
+            f"plain transformers{words} ({time.monotonic() - began:.1f} s).",
             flush=True,
         )
 

@@ -18,7 +18,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.checkpoint.progress import Progress, step_directory
 from fabric_llm.checkpoint.writing import Background, Pending
 from fabric_llm.data.batches import Prefetch
-from fabric_llm.model.generate import generate
+from fabric_llm.model.sampling import generate
 from fabric_llm.plan.plan import Plan
 from fabric_llm.processes.stop import Requests
 from fabric_llm.processes.watch import Watch

@@ -2,15 +2,12 @@
 
 step        `count_targets`, `accumulate`, `backward`, `clip`, `share`: the parts of a step, in their order
 schedule    `SCHEDULES`, `lr_at`: the learning rate as a function of the step
-gradients   `clip_gradients`, `GradientSums`: norms and sums over shards and micro-batches
 optim       `make_optimizer`, `parameter_groups`: the optimizer, and which parameters decay
 adamw       `AdamW`: small updates survive in bfloat16, by one of the kernels below
 adamw_rounded   `rounded_step`: stochastic rounding that depends neither on devices nor on sharding
-adamw_plain, adamw_cpu, adamw_triton    the same update in plain PyTorch, C++ and Triton
+adamw_plain, adamw_triton    the same update in plain PyTorch and in Triton; adamw.cpp is that of a CPU
 ema         `Average`, `update`: a moving average of the weights, sharded and saved as the optimizer's state is
-updates     `sample_weights`, `size`: how many weights a step has changed
-guard       `Guard`: which steps are taken, skipped or undone
-forgetting  `Forgetting`: what the loss of a validation set may rise by
-drift       `Drift`: how far the weights are from where the run began
+updates     `size`, `Drift`: how far the weights go in a step, and from where the run began
+guard       `Guard`, `Forgetting`: which steps are taken, skipped or undone, and what may be forgotten
 evaluation  `Evaluation`: the loss of each validation set, also in bits per byte
 """

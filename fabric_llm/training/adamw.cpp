@@ -1,5 +1,5 @@
 // adamw_plain.update for bfloat16 in one pass over memory: the same operations in the same order, so the same bits.
-// Compile without contraction (a * b + c in one rounding) and without any of -ffast-math; adamw_cpu.py does.
+// Compile without contraction (a * b + c in one rounding) and without any of -ffast-math; adamw_rounded.py does.
 
 #include <cmath>
 #include <cstdint>

@@ -16,15 +16,15 @@ the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.training.adamw_rounded import Origin, kernel_for, rounded_step
-from fabric_llm.training.gradients import _local
+from fabric_llm.model.strategy import local_part
+from fabric_llm.training.adamw_rounded import UPDATED, Origin, kernel_for, rounded_step
 
 UPDATES = ("stochastic", "nearest", "master")
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}  # a CPU's block stays in its cache, a GPU's hides the launches
@@ -63,7 +63,7 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"updates {updates!r} is none of {', '.join(UPDATES)}.")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.updates, self.seed, self.origins = updates, seed, dict(origins or {})
-        self.elements = sum(_local(param).numel() for group in self.param_groups for param in group["params"])
+        self.elements = sum(local_part(param).numel() for group in self.param_groups for param in group["params"])
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -84,9 +84,9 @@ class AdamW(torch.optim.Optimizer):
             failpoint("optimizer_step")
             for (device, dtype, step), (tensors, origins) in self._alike(group, number).items():
                 if dtype != torch.bfloat16 or self.updates == "nearest":
-                    plain_step(tensors, group, _scalar(step, device))
+                    plain_step(tensors, group, step)
                 elif self.updates == "master":
-                    master_step(tensors, group, _scalar(step, device))
+                    master_step(tensors, group, step)
                 else:
                     rounded_step(tensors, origins, group, int(step), self.seed, kernel_for(device, self.elements))
         return loss
@@ -106,7 +106,7 @@ class AdamW(torch.optim.Optimizer):
         for index, param in trained:
             tensors = {"param": param, "grad": param.grad.contiguous(), **self.state[param]}
             step = tensors.pop("step").item()
-            flat = {name: _flat(tensor) for name, tensor in tensors.items()}
+            flat = {name: local_part(tensor).view(-1) for name, tensor in tensors.items()}
             if flat["param"].numel():  # a rank may hold nothing of a sharded parameter
                 key = flat["param"].device, param.dtype, step
                 tensors_alike, origins = alike.setdefault(key, ([], []))
@@ -153,63 +153,32 @@ def checkpoint_bytes(parameters: Iterable[Tensor], updates: str, ema: Optional[s
     return total
 
 
-def plain_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: Tensor) -> None:
+def plain_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: float) -> None:
     """torch.optim.AdamW(fused=True) for parameters and moments of one dtype."""
-    columns = {name: [t[name] for t in tensors] for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
-    columns["grad"] = [grad.to(param.dtype) for grad, param in zip(columns["grad"], columns["param"])]
-    _adamw(*columns.values(), group, step)
+    params, grads, exp_avgs, exp_avg_sqs = ([t[name] for t in tensors] for name in UPDATED)
+    _fused(params, [grad.to(param.dtype) for grad, param in zip(grads, params)], exp_avgs, exp_avg_sqs, group, step)
 
 
-def master_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: Tensor) -> None:
+def master_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: float) -> None:
     """float32 master and moments; the parameter becomes the master, rounded to nearest."""
-    elements = min(_limit(tensors), sum(t["param"].numel() for t in tensors))
-    scratch = torch.empty(elements, dtype=torch.float32, device=tensors[0]["param"].device)
-    for block in blocks(tensors):
-        sizes = [piece.numel() for piece in block["param"]]
-        grads = list(scratch[: sum(sizes)].split(sizes))
-        torch._foreach_copy_(grads, block["grad"])
-        _adamw(block["master"], grads, block["exp_avg"], block["exp_avg_sq"], group, step)
-        if group["lr"] != 0:
-            torch._foreach_copy_(block["param"], block["master"])
+    block = BLOCK_ELEMENTS["cpu" if tensors[0]["param"].device.type == "cpu" else "cuda"]
+    for t in tensors:
+        for param, grad, exp_avg, exp_avg_sq, master in zip(*(t[name].split(block) for name in (*UPDATED, "master"))):
+            _fused([master], [grad.float()], [exp_avg], [exp_avg_sq], group, step)
+            if group["lr"] != 0:
+                param.copy_(master)
 
 
-def blocks(tensors: list[dict[str, Tensor]]) -> Iterator[dict[str, list[Tensor]]]:
-    """Cut flat tensors into blocks of at most BLOCK_ELEMENTS: name -> pieces, cut alike for every name."""
-    limit = _limit(tensors)
-    pieces = (piece for t in tensors for piece in zip(*(tensor.split(limit) for tensor in t.values())))
-    block: list[tuple[Tensor, ...]] = []
-    size = 0
-    for piece in pieces:
-        if size + piece[0].numel() > limit:
-            yield dict(zip(tensors[0], map(list, zip(*block))))
-            block, size = [], 0
-        block.append(piece)
-        size += piece[0].numel()
-    yield dict(zip(tensors[0], map(list, zip(*block))))
-
-
-def _limit(tensors: list[dict[str, Tensor]]) -> int:
-    return BLOCK_ELEMENTS["cpu" if tensors[0]["param"].device.type == "cpu" else "cuda"]
-
-
-def _adamw(
+def _fused(
     params: list[Tensor],
     grads: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     group: dict[str, Any],
-    step: Tensor,
+    step: float,
 ) -> None:
     beta1, beta2 = group["betas"]
     options = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
     options |= {"eps": group["eps"], "amsgrad": False, "maximize": False, "grad_scale": None, "found_inf": None}
-    torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], [step] * len(params), **options)
-
-
-def _scalar(step: float, device: torch.device) -> Tensor:
-    return torch.full((), step, dtype=torch.float32, device=device)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The memory of this rank's part of a contiguous tensor, one-dimensional."""
-    return _local(tensor).view(-1)
+    steps = [torch.full((), step, dtype=torch.float32, device=params[0].device)] * len(params)
+    torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], steps, **options)

@@ -2,7 +2,7 @@
 
 Zamirai et al. (2020), Revisiting BFloat16 Training, arXiv:2010.06192. All arithmetic is float32 or int32, one operation
 at a time, and each operation is rounded exactly as IEEE 754 says. So the same inputs give the same bits on any device,
-and in any kernel that does the same operations in the same order: adamw_cpu.py and adamw_triton.py.
+and in any kernel that does the same operations in the same order: adamw.cpp and adamw_triton.py.
 """
 
 from __future__ import annotations

@@ -1,26 +1,38 @@
 """A step for bfloat16 parameters with stochastic rounding: in which pieces, and by which kernel.
 
-That is the fastest kernel of this machine that gives the bits of plain PyTorch (adamw_plain.py): adamw_cpu.py or
+That is the fastest kernel of this machine that gives the bits of plain PyTorch (adamw_plain.py): adamw.cpp or
 adamw_triton.py.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import shlex
 import subprocess
+import tempfile
 import warnings
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from fabric_llm.training import adamw_plain
+from fabric_llm.training.adamw_plain import Key, Numbers
 
 Update = Callable[..., None]
+UPDATED = ("param", "grad", "exp_avg", "exp_avg_sq")
 PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # what a CPU's thread, or a launch on a GPU, does at a time
+SOURCE = Path(__file__).with_name("adamw.cpp")
+# Contraction would round a * b + c once instead of twice. Without errno, and traps that nobody catches, roots vectorise.
+COMPILER_FLAGS = ("-std=c++17", "-O3", "-funroll-loops", "-march=native")
+COMPILER_FLAGS += ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+COMPILER_SECONDS = 120
 LEAST_ELEMENTS = 2**20  # below this, plain PyTorch takes less time in ten steps than compiling would
 
 
@@ -34,53 +46,48 @@ class Origin(NamedTuple):
 def rounded_step(
     tensors: list[dict[str, Tensor]], origins: list[Origin], group: dict[str, Any], step: int, seed: int, update: Update
 ) -> None:
-    """AdamW for parameters of one device, each one's flat param, grad, exp_avg and exp_avg_sq, by an `update`.
+    """AdamW for parameters of one device, each one's flat tensors named in UPDATED, by an `update`.
 
     group: lr, betas, eps and weight_decay. step: how many steps these parameters have taken, with this one.
     """
     numbers = adamw_plain.numbers_of(group, step)
-
-    def update_piece(piece: tuple[list[Tensor], str, int]) -> None:
-        (param, *others), name, index = piece
-        if group["lr"] == 0:  # not even a -0.0 may change
-            param = param.clone()
-        high, low = divmod(index, 2**32)
-        update(param, *others, low, adamw_plain.key_of(seed, step, name, high), numbers)
-
-    pieces = (piece for flat, origin in zip(tensors, origins) for piece in pieces_of(flat, origin))
-    threads = torch.get_num_threads() if tensors[0]["param"].device.type == "cpu" else 1
-    if threads == 1 or update is adamw_plain.update:  # which has torch's threads
-        for piece in pieces:
-            update_piece(piece)
-        return
-    waiting = deque(pieces)
+    on_cpu = tensors[0]["param"].device.type == "cpu"
+    limit = PIECE_ELEMENTS["cpu" if on_cpu else "cuda"]
+    waiting = deque(
+        (piece, origin.name, high, low)
+        for flat, origin in zip(tensors, origins)
+        for piece, high, low in pieces_of([flat[name] for name in UPDATED], origin, limit)
+    )
 
     def update_some() -> None:  # a task for each piece would cost as much as a small update
         while True:
             try:
-                piece = waiting.popleft()
+                (param, *others), name, high, low = waiting.popleft()
             except IndexError:
                 return
-            update_piece(piece)
+            if group["lr"] == 0:  # not even a -0.0 may change
+                param = param.clone()
+            update(param, *others, low, adamw_plain.key_of(seed, step, name, high), numbers)
 
+    threads = torch.get_num_threads() if on_cpu else 1
+    if threads == 1 or update is adamw_plain.update:  # which has torch's threads
+        return update_some()
     with ThreadPoolExecutor(threads) as pool:
         for task in [pool.submit(update_some) for _ in range(threads)]:
             task.result()
 
 
-def pieces_of(flat: dict[str, Tensor], origin: Origin) -> Iterator[tuple[list[Tensor], str, int]]:
-    """Pieces of at most PIECE_ELEMENTS: ([param, grad, exp_avg, exp_avg_sq], name, index of the first element).
+def pieces_of(tensors: list[Tensor], origin: Origin, limit: int) -> Iterator[tuple[list[Tensor], int, int]]:
+    """Pieces of at most `limit` elements of flat tensors: (one of each tensor, high and low half of the first one's index).
 
     None crosses a multiple of 2**32: kernels count indices in 32 bits, the rest goes into the key.
     """
-    tensors = [flat[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq")]
-    limit = PIECE_ELEMENTS["cpu" if tensors[0].device.type == "cpu" else "cuda"]
     start, count = 0, tensors[0].numel()
     while start < count:
-        index = origin.offset + start
-        end = min(start + limit, start + 2**32 - index % 2**32)
+        high, low = divmod(origin.offset + start, 2**32)
+        end = min(start + limit, start + 2**32 - low)
         whole = start == 0 and end >= count  # the usual case, and cutting takes longer than a small update
-        yield tensors if whole else [tensor[start:end] for tensor in tensors], origin.name, index
+        yield tensors if whole else [tensor[start:end] for tensor in tensors], high, low
         start = end
 
 
@@ -115,14 +122,48 @@ def _fastest(device: torch.device) -> Update:
 
 def _build(device: torch.device) -> Optional[Update]:
     if device.type == "cpu":
-        from fabric_llm.training import adamw_cpu
-
-        return adamw_cpu.build()
+        return compiled()
     if device.type == "cuda":
-        from fabric_llm.training import adamw_triton
+        from fabric_llm.training import adamw_triton  # where there are GPUs there is Triton
 
         return adamw_triton.update
     return None
+
+
+def compiled() -> Update:
+    """`update` of adamw_plain.py in one pass over memory: adamw.cpp, for tensors on a CPU.
+
+    Compiling takes half a second and leaves no files. ctypes passes addresses, so no header of Python or torch is needed.
+
+    Raises OSError where there is no compiler (CXX names another one than c++) or its library doesn't load, and
+    subprocess.SubprocessError where it fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "adamw.so"
+        command = [
+            *shlex.split(os.environ.get("CXX", "c++")),
+            *COMPILER_FLAGS,
+            "-shared",
+            "-fPIC",
+            str(SOURCE),
+            "-o",
+            library,
+        ]
+        subprocess.run(command, check=True, capture_output=True, timeout=COMPILER_SECONDS)
+        function = ctypes.CDLL(str(library)).update  # it stays in memory without its file
+    function.restype = None
+    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] + [ctypes.c_uint32] * 4 + [ctypes.c_float] * 7
+
+    def update(
+        param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, first: int, key: Key, numbers: Numbers
+    ) -> None:
+        tensors = param, grad, exp_avg, exp_avg_sq
+        if grad.dtype != torch.bfloat16:  # rare, and not worth a second function
+            return adamw_plain.update(*tensors, first, key, numbers)
+        assert all(t.dtype == torch.bfloat16 and t.is_contiguous() and t.device.type == "cpu" for t in tensors)
+        function(*(t.data_ptr() for t in tensors), param.numel(), first, *key, *numbers)
+
+    return update
 
 
 def equals_plain(update: Update, device: torch.device, count: int = 2**14 + 13) -> bool:

@@ -14,9 +14,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from fabric_llm.model.strategy import local_part
 from fabric_llm.training import adamw_plain
-from fabric_llm.training.adamw_rounded import Origin
-from fabric_llm.training.gradients import _local
+from fabric_llm.training.adamw_rounded import Origin, pieces_of
 
 NAME = "ema"  # of the state in checkpoints
 BLOCK_ELEMENTS = 2**22  # that are updated at a time: 16 MiB in float32
@@ -54,19 +54,14 @@ class Average(torch.optim.Optimizer):
                 ema.copy_(param)
                 continue
             origin = self.origins.get(self.param_groups[0]["params"][number]) or Origin(str(number))
-            start = 0
-            while start < param.numel():
-                index = origin.offset + start
-                end = min(start + BLOCK_ELEMENTS, start + 2**32 - index % 2**32, param.numel())
-                moved = _moved(ema[start:end], param[start:end], weight)
+            for (old, new), high, low in pieces_of([ema, param], origin, BLOCK_ELEMENTS):
+                moved = _moved(old, new, weight)
                 if ema.dtype == torch.bfloat16:
-                    high, low = divmod(index, 2**32)
                     key = adamw_plain.key_of(self.seed, step, f"{NAME} of {origin.name}", high)
-                    noise, *_ = adamw_plain.noise(low, end - start, key, moved.device)
-                    ema[start:end].view(torch.int16).copy_(adamw_plain.bfloat16_bits(moved, noise))
+                    noise, *_ = adamw_plain.noise(low, moved.numel(), key, moved.device)
+                    old.view(torch.int16).copy_(adamw_plain.bfloat16_bits(moved, noise))
                 else:
-                    ema[start:end] = moved
-                start = end
+                    old.copy_(moved)
 
     @contextmanager
     @torch.no_grad()
@@ -124,4 +119,4 @@ def _moved(ema: Tensor, param: Tensor, weight: float) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The memory of this rank's part of a contiguous tensor, one-dimensional."""
-    return _local(tensor).detach().view(-1)
+    return local_part(tensor).detach().view(-1)

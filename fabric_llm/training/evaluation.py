@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -17,8 +17,8 @@ from fabric_llm.data.batches import Batches, MicroBatch, target_count
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.sources import COPY
 from fabric_llm.model.strategy import reshard
-from fabric_llm.training.drift import Drift
 from fabric_llm.training.ema import Average
+from fabric_llm.training.updates import Drift
 
 
 @dataclass(frozen=True)
@@ -48,27 +48,22 @@ class Found(NamedTuple):
         return {name: one.loss for name, one in self.sets.items()}
 
 
+@dataclass
 class Evaluation:
-    """Evaluates a model on the first batches of validation sets.
+    """Evaluates a model on the first batches of validation sets."""
 
-    batches: of one rank, read from position 0, of each set by name. is_asked_to_stop(): of this rank; one rank's request ends it on all ranks.
-    working(): called before each batch, to say that this rank goes on. token_bytes: of each id, int64 [vocabulary], see
-    data/token_bytes.py.
-    """
+    fabric: Fabric
+    batches: Mapping[str, Batches]  # of this rank, read from position 0, of each set by name
+    is_asked_to_stop: Callable[[], bool]  # this rank; the request of one ends the evaluation on all
+    working: Callable[[], None]  # called before each batch, to say that this rank goes on
+    token_bytes: Optional[Tensor] = None  # of each id, int64 [vocabulary], see data/token_bytes.py
+    drift: Optional[Drift] = None
+    was_stopped: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        batches: Mapping[str, Batches],
-        is_asked_to_stop: Callable[[], bool],
-        working: Callable[[], None],
-        token_bytes: Optional[Tensor] = None,
-        drift: Optional[Drift] = None,
-    ) -> None:
-        self.fabric, self.batches, self.token_bytes, self.drift = fabric, batches, token_bytes, drift
-        self.is_asked_to_stop, self.working = is_asked_to_stop, working
-        self.was_stopped = False
-        self.is_on = any(one.micro_batches > 0 for one in batches.values())
+    @property
+    def is_on(self) -> bool:
+        """False where there is nothing to evaluate."""
+        return any(batches.micro_batches > 0 for batches in self.batches.values())
 
     def of(self, model: nn.Module, average: Optional[Average] = None) -> Optional[Found]:
         """What the model makes of each set, and its moving average; None where a request to stop came before the end.

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from fabric_llm.base.command_line import Flags
-from fabric_llm.base.ranks import waits_for_others
 from fabric_llm.model import strategy
 from fabric_llm.training.adamw import AdamW
 from fabric_llm.training.adamw_rounded import Origin
-from fabric_llm.training.gradients import _communication_device, _local
 
 
 def make_optimizer(wrapped: nn.Module, decayed: set[str], training: Flags, updates: str) -> torch.optim.Optimizer:
@@ -25,27 +22,12 @@ def make_optimizer(wrapped: nn.Module, decayed: set[str], training: Flags, updat
     """
     named = {strategy.original_name(name): parameter for name, parameter in wrapped.module.named_parameters()}
     groups = parameter_groups(named.items(), decayed, training.weight_decay)
-    offsets = shard_offsets(list(named.values()), strategy.shard_group(wrapped))
-    origins = {parameter: Origin(name, offset) for (name, parameter), offset in zip(named.items(), offsets)}
+    places = strategy.shard_places(list(named.values()), strategy.shard_group(wrapped))
+    origins = {parameter: Origin(name, offset) for (name, parameter), (offset, _) in zip(named.items(), places)}
     betas = (training.beta1, training.beta2)
     optimizer = AdamW(groups, lr=training.lr, betas=betas, updates=updates, seed=training.seed, origins=origins)
     optimizer.initialise()
     return optimizer
-
-
-def shard_offsets(parameters: list[nn.Parameter], group: Optional[ProcessGroup]) -> list[int]:
-    """For each parameter, the index of this rank's first element in the whole, flattened parameter. All ranks call it.
-
-    group: the process group that the parameters are split over, None where each rank holds them whole. Both FSDPs split
-    in the order of ranks, FSDP2 between rows, so what comes before is what lower ranks hold, and no field of theirs is read.
-    """
-    if group is None:
-        return [0] * len(parameters)
-    counts = torch.tensor([_local(parameter).numel() for parameter in parameters], device=_communication_device(group))
-    all_counts = [torch.empty_like(counts) for _ in range(torch.distributed.get_world_size(group))]
-    with waits_for_others("shard_offsets"):
-        torch.distributed.all_gather(all_counts, counts, group=group)
-    return (torch.stack(all_counts).cumsum(0)[torch.distributed.get_rank(group)] - counts).tolist()
 
 
 def decayed_names(model: nn.Module) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,11 +57,6 @@ SCHEDULES: dict[str, Callable[[AfterWarmup], float]] = {
     "inverse_sqrt": lambda at: math.sqrt(max(1, at.warmup_steps) / (max(1, at.warmup_steps) + at.step)),
 }
 WITH_DECAY_STEPS = ("wsd", "infinite")
-# Argument of `lr_at` -> flag of train.py
-FLAGS = {
-    **{name: name for name in ("lr", "min_lr", "warmup_steps", "decay_steps", "decay_shape", "cooldown_steps")},
-    **{"constant_lr": "constant_lr", "decay": "lr_decay", "shape": "lr_schedule"},
-}
 
 
 def lr_at(
@@ -70,8 +66,8 @@ def lr_at(
     lr: float,
     min_lr: float,
     warmup_steps: int,
-    decay: bool = True,
-    shape: str = "cosine",
+    lr_decay: bool = True,
+    lr_schedule: str = "cosine",
     decay_steps: Optional[int] = None,
     decay_shape: str = "sqrt",
     cooldown_steps: Optional[int] = None,
@@ -79,7 +75,7 @@ def lr_at(
 ) -> float:
     """Learning rate of the step that follows `step` finished ones.
 
-    It rises linearly from lr/warmup_steps to lr over the warm-up and then follows SCHEDULES[shape] down to min_lr, which it
+    It rises linearly from lr/warmup_steps to lr over the warm-up and then follows SCHEDULES[lr_schedule] down to min_lr, which it
     would reach one step after the last, so that no step is wasted at 0. It stays there.
 
     decay_steps: last steps, in which wsd and infinite decay in the shape of DECAYS (default: a tenth of the run).
@@ -88,7 +84,7 @@ def lr_at(
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
-    if not decay:
+    if not lr_decay:
         return lr
     steps, constant_lr = max_step - warmup_steps, (lr + min_lr) / 2 if constant_lr is None else constant_lr
     at = AfterWarmup(
@@ -100,10 +96,10 @@ def lr_at(
         cooldown_steps=max_step // 4 if cooldown_steps is None else cooldown_steps,
         constant=(constant_lr - min_lr) / (lr - min_lr) if lr > min_lr else 1.0,
     )
-    left = SCHEDULES[shape](at)
+    left = SCHEDULES[lr_schedule](at)
     return lr if left == 1 else min_lr + (lr - min_lr) * left
 
 
 def arguments_of(flags: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `lr_at` among the flags of a run, by name; those that an older run didn't have keep their defaults."""
-    return {argument: flags[flag] for argument, flag in FLAGS.items() if flag in flags}
+    """The arguments of `lr_at` among the flags of a run, whose names they have; without `max_step`, which a run may extend."""
+    return {name: flags[name] for name in inspect.signature(lr_at).parameters if name not in ("step", "max_step")}

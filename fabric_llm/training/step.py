@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.ranks import sum_over_ranks, waits_for_others
 from fabric_llm.data.batches import MicroBatch, target_count
 from fabric_llm.data.order import random_key
-from fabric_llm.model.strategy import shard_group
-from fabric_llm.training.gradients import GradientSums, clip_gradients
+from fabric_llm.model.gate import square
+from fabric_llm.model.strategy import local_part, shard_group, sum_over_shards
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -53,6 +55,32 @@ def accumulate(
         failpoint("between_micro_batches")
 
 
+class GradientSums:
+    """Sums of low-precision gradients over the micro-batches of a step, in float32: 4 bytes for each parameter held.
+
+    A bfloat16 sum rounds at each addition: over 64 micro-batches that is more error than rounding once
+    (docs/numerics.md has the numbers). float32 gradients are left to autograd.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = [p for p in parameters if p.dtype != torch.float32]
+        self.sums: list[Optional[Tensor]] = [None] * len(self.parameters)
+
+    @torch.no_grad()
+    def add(self, last: bool) -> None:
+        """Take the gradients of one micro-batch; after the last, leave the rounded sums in their place."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                continue
+            gradient, total = local_part(parameter.grad), self.sums[index]
+            if last:
+                if total is not None:
+                    gradient.copy_(total.add_(gradient))
+                continue
+            self.sums[index] = gradient.float() if total is None else total.add_(gradient)
+            parameter.grad = None
+
+
 def backward(fabric: Fabric, loss: Tensor) -> None:
     """Add the gradients of `loss`, float32 scalar. Strategies average gradients over ranks, while ours is a sum over them."""
     failpoint("forward")
@@ -65,6 +93,25 @@ def clip(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, max
     unwrapped = getattr(optimizer, "optimizer", optimizer)
     fabric.strategy.precision.unscale_gradients(unwrapped)  # Fabric's scaler of 16-mixed
     return clip_gradients(model.parameters(), max_norm, shard_group(model))
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: Optional[ProcessGroup]) -> float:
+    """Scale all gradients so that their common L2 norm is at most `max_norm` (0: only measure).
+
+    `group` is the process group that the parameters are split over, None where each rank holds them whole.
+    Squares are summed in float64: the norm of n shards then equals that of the whole, and bf16 gradients don't
+    round it. Returns the norm before clipping, which the host waits for: most steps then need no scaling.
+    """
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+    gradients = [g for g in gradients if g.numel()]
+    squares = [square(g) for g in gradients] or [torch.zeros((), dtype=torch.float64)]
+    norm = sum_over_shards(torch.stack(squares).sum(), group).sqrt().item()
+    if max_norm > 0 and gradients and not norm + 1e-6 <= max_norm:  # NaN as well
+        # In float32, so that another order of the sums above, 1e-16 apart, can't change a gradient's last bit.
+        coefficient = torch.tensor(max_norm / (norm + 1e-6), dtype=torch.float32).item()
+        torch._foreach_mul_(gradients, coefficient)
+    return norm
 
 
 def share(fabric: Fabric, total: Tensor, asked: Sequence[int]) -> tuple[list[float], list[int]]:

@@ -20,7 +20,7 @@ from fabric_llm.checkpoint import reading
 from fabric_llm.data import blend
 from fabric_llm.data.dataset import together
 from fabric_llm.data.sources import open_source
-from fabric_llm.model import fast_paths, packed_attention
+from fabric_llm.model import capabilities, packed_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import checked_skeleton, load_config, load_reference, resolve_attention
 from fabric_llm.model.strategy import make_fabric
@@ -139,10 +139,10 @@ def losses_of(fabric: Fabric, folder: Path, dtype: torch.dtype, how: Evaluation)
     weights = reading.sharded_weights(folder, checked_skeleton(str(folder), config, dtype))
     model = load_reference(str(folder), config, dtype, seed=0, state_dict=weights)
     del weights
-    packs = any(end is not None for end in how.document_ends.values()) and fast_paths.takes_packed_attention(model)
-    with fast_paths.attention(model, packed_attention.NAME) if packs else nullcontext():
+    packs = any(end is not None for end in how.document_ends.values()) and capabilities.takes_packed_attention(model)
+    with capabilities.attention(model, packed_attention.NAME) if packs else nullcontext():
         # As runs have it, with the loss in chunks where it can.
-        wrapped = LanguageModel(model, chunked=fast_paths.chunks_its_loss(model, how.precision)).to(fabric.device)
+        wrapped = LanguageModel(model, chunked=capabilities.chunks_its_loss(model, how.precision)).to(fabric.device)
         wrapped = fabric.setup_module(wrapped, move_to_device=False)
         losses = {}
         for name, split in how.sets.items():

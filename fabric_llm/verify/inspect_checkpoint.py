@@ -21,7 +21,7 @@ from fabric_llm.checkpoint.tensors import Tensors, stored_parts
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.order import ROW_ORDER, RowsRead, claimed_by, claimed_rows
 from fabric_llm.model import freezing
-from fabric_llm.model.loading import DTYPES, build_skeleton, load_config
+from fabric_llm.model.loading import DTYPES, checked_skeleton, load_config
 from fabric_llm.verify.report import Report, listed, say
 
 MOST_ROWS = 2**28  # that are compared: a minute
@@ -83,7 +83,7 @@ def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
 
     progress: the content of progress.json.
     """
-    skeleton = build_skeleton(load_config(str(path)), DTYPES[progress["fixed"]["precision"]])
+    skeleton = checked_skeleton(str(path), load_config(str(path)), DTYPES[progress["fixed"]["precision"]])
     weights = saved_shapes(skeleton)
     if (path / "weights").is_dir():
         compare(path / "weights", {PREFIX + name: shape for name, shape in weights.items()}, report)

@@ -1,6 +1,6 @@
-"""Text sampled from a model, for runs that go on from it: a replay set where the data that it was trained on isn't there.
+"""Text sampled from a model: a look at what was learned, and a replay set where the data that it was trained on isn't there.
 
-Documents begin as the model's own did, with BOS or else with EOS, and are sampled at temperature 1 from the whole distribution:
+`generate` continues a prompt, with plain transformers. `self_replay` makes a dataset for runs that go on from a model: documents begin as the model's own did, with BOS or else with EOS, and are sampled at temperature 1 from the whole distribution:
 whatever the model's generation settings are, these are samples of what it has learned (arXiv 2605.26097 replays such text). A
 document ends at its EOS, or where a row is full.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.data.order import random_key
@@ -28,20 +28,36 @@ from fabric_llm.prepare.tokenizer import packing_tokenizer
 BATCH = {"cpu": 32, "cuda": 256}  # documents that are sampled side by side, at most
 
 
+def generate(folder: str, prompt: str, max_new_tokens: int, seed: int = 0) -> str:
+    """Sampled continuation of `prompt`, prompt included, from a directory that `from_pretrained` opens."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False).eval()
+    inputs = tokenizer(prompt, return_tensors="pt")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokens = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            temperature=0.7,
+            top_k=50,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    return tokenizer.decode(tokens[0], skip_special_tokens=True)
+
+
 def self_replay(model_name: str, tokens: int, context_length: int, seed: int) -> Generated:
     """At least so many tokens of documents of up to `context_length`. Raises ValueError for a model without weights."""
     if not has_weights(model_name):
         raise ValueError(f"--self_replay {model_name}: it has no weights, and random ones know nothing to replay.")
-    longest = (
-        min(context_length, getattr(load_config(model_name).get_text_config(), "max_position_embeddings", 2**31)) - 1
-    )
+    positions = getattr(load_config(model_name).get_text_config(), "max_position_embeddings", 2**31)
+    longest = min(context_length, positions) - 1
     device = _device().type
-    settings = {
-        **{"model": model_name, "tokens": tokens, "longest_document": longest, "seed": seed},
-        **{"largest_batch": BATCH[device]},
-        **{"temperature": 1.0, "top_p": 1.0, "device": device, "weights": _fingerprint(Path(model_name))},
-        **{"torch": str(torch.__version__), "transformers": transformers.__version__},
-    }
+    settings = {"model": model_name, "tokens": tokens, "longest_document": longest, "seed": seed}
+    settings |= {"largest_batch": BATCH[device], "temperature": 1.0, "top_p": 1.0, "device": device}
+    settings |= {"weights": _fingerprint(Path(model_name))}
+    settings |= {"torch": str(torch.__version__), "transformers": transformers.__version__}
     sampler = cache(lambda: Sampler(model_name, longest))
 
     def fill(out: PieceFiles, report: Callable[[int], Any]) -> None:
@@ -71,8 +87,7 @@ class Sampler:
         disable_progress_bar()  # prepare_data.py has its own
         dtype = stored if self.device.type == "cuda" else torch.float32  # 16 bits are many times slower on most CPUs
         self.model = load_reference(model_name, config, dtype, seed=0).to(self.device).eval()
-        self.tokenizer = packing_tokenizer(model_name)
-        tokenizer = self.tokenizer
+        self.tokenizer = tokenizer = packing_tokenizer(model_name)
         self.begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         self.special = np.array(sorted({*tokenizer.all_special_ids} - {tokenizer.unk_token_id}))
         unused = list(range(len(tokenizer), config.get_text_config().vocab_size))
