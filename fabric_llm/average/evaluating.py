@@ -32,9 +32,8 @@ from fabric_llm.model.loading import (
     resolve_attention,
 )
 from fabric_llm.model.strategy import make_fabric
-from fabric_llm.plan import mixing
-from fabric_llm.plan.measuring import ONE_SET, document_ends, open_eval_data
-from fabric_llm.plan.plan import find_document_end
+from fabric_llm.plan.data import document_ends, find_document_end, open_eval_data, open_sources
+from fabric_llm.plan.evaluation_sets import ONE_SET
 from fabric_llm.run.build import evaluation_batches
 from fabric_llm.training.evaluation import evaluate as evaluated
 
@@ -131,7 +130,7 @@ def as_in_run(parts: Sequence[Part]) -> Evaluated:
     precision = flat["precision"]
     if precision == "16-mixed" and not torch.cuda.is_available():
         precision = "32-true"  # float16 is for GPUs
-    ends = document_ends(sets, eval_data, find_document_end(masks, dataset, newest.config))
+    ends = document_ends(sets, eval_data, find_document_end(masks, dataset))
     return Evaluated(newest.run, precision, sets, flags, ends)
 
 
@@ -143,7 +142,7 @@ def validation_sets(flags: Any) -> tuple[TokenDataset, dict[str, Any], dict[str,
     flags.data.verify_data, flags.data.context_length = "size", None
     eval_data = open_eval_data(flags)
     if flags.data.data_mix:
-        sources = mixing.open_sources(flags, blend.parse(flags.data.data_mix))
+        sources = open_sources(flags, blend.parse(flags.data.data_mix))
         dataset = together(list(sources.values()))
     else:
         dataset = open_source(Path(flags.data.train_data_dir), flags.data.verify_data)

@@ -19,10 +19,10 @@ from fabric_llm.base.faults import PEER_LOST, STOPPED, UNEXPECTED, Fault, as_fau
 from fabric_llm.base.machine import cores
 from fabric_llm.model.loading import has_weights
 from fabric_llm.model.strategy import make_fabric
-from fabric_llm.plan import mixing, resume, run_directory
+from fabric_llm.plan import resume, run_directory
+from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.placement import Placement, place
-from fabric_llm.plan.plan import Plan, make_plan
-from fabric_llm.plan.same_run import require_same_run
+from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.starting import Started
 from fabric_llm.plan.warnings import Facts, positions, warnings
 from fabric_llm.processes.launch import Children, for_launcher, has_parent, kill_parent, port_in_use
@@ -70,8 +70,6 @@ def plan_together(joined: Joined, flags: Flags, signals: StopSignal) -> Plan:
     problem = None
     try:
         plan = make_plan(flags, joined.placement, joined.directory, resume_from)
-        if resume_from is not None:
-            require_same_run(plan, flags)
     except ValueError as error:
         problem = error if isinstance(error, Fault) else Fault(str(error))
     ranks.first_fault(problem)
@@ -91,13 +89,14 @@ def _chosen_by_rank_zero(flags: Flags, directory: Path) -> Optional[Path]:
 def warnings_of(flags: Flags, plan: Plan) -> list[str]:
     """Warnings, a sentence each: valid flags that are probably a mistake."""
     facts = Facts(
-        **{name: getattr(plan, name) for name in ("strategy", "kind", "devices", "num_nodes", "max_step")},
+        **{name: getattr(plan.placement, name) for name in ("strategy", "kind", "devices", "num_nodes")},
+        max_step=plan.schedule.max_step,
         cores=cores(),
-        context_length=plan.dataset.context_length,
-        positions=positions(plan.config.get_text_config()),
+        context_length=plan.data.dataset.context_length,
+        positions=positions(plan.model.config.get_text_config()),
         start_step=plan.start.step,
-        sequences=plan.global_batch_size if has_weights(plan.source) else None,
-        epochs=mixing.epochs(plan),
+        sequences=plan.schedule.global_batch_size if has_weights(plan.model.source) else None,
+        epochs=plan.epochs(),
     )
     return warnings(flags, facts)
 

@@ -136,8 +136,8 @@ def _with_advice(fault: Fault, joined: Joined, watch: Watch) -> Fault:
         total = f" of {torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB"
     return Fault(
         f"out of memory ({where}): peak {peak_memory_gib(device):.1f} GiB{total}; a micro-batch is "
-        f"{plan.micro_batch_size} x {plan.dataset.context_length} tokens, the model {plan.strategy} over "
-        f"{plan.world_size} devices. Smaller: --micro_batch_size (with the same --global_batch_size), "
+        f"{plan.schedule.micro_batch_size} x {plan.data.dataset.context_length} tokens, the model {plan.placement.strategy} over "
+        f"{plan.placement.world_size} devices. Smaller: --micro_batch_size (with the same --global_batch_size), "
         f"--activation_checkpointing true, more --devices, --cpu_offload true. {str(fault)[:200].rstrip('.')}.",
         OUT_OF_MEMORY,
     )

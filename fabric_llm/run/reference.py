@@ -53,15 +53,15 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Refere
     loaded = [Reference()]  # stays on rank 0
 
     def load() -> Chosen:
-        flash = plan.config._attn_implementation == "flash_attention_2"  # has no CPU kernel
+        flash = plan.model.config._attn_implementation == "flash_attention_2"  # has no CPU kernel
         model = loading.load_reference(
             source,
-            loading.load_config(source) if flash else plan.config,
-            loading.DTYPES[plan.precision],
+            loading.load_config(source) if flash else plan.model.config,
+            loading.DTYPES[plan.model.precision],
             seed,
-            reading.sharded_weights(Path(source), loading.build_skeleton(plan.config, torch.float32)),
+            reading.sharded_weights(Path(source), loading.build_skeleton(plan.model.config, torch.float32)),
         )
-        freezing.freeze(model, plan.frozen)  # so that the probe makes no gradients of what doesn't train
+        freezing.freeze(model, plan.model.frozen)  # so that the probe makes no gradients of what doesn't train
         chosen = choose(model, plan, model_flags)
         outputs = gradients = None
         if model_flags.verify_start:
@@ -78,27 +78,31 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Refere
 
 def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen:
     """What the flags leave open, and this model can. Raises ValueError where it can't do what they ask for."""
-    attention, loss = plan.config._attn_implementation, plan.loss
-    chunks = loss != "full" and fast_paths.chunks_its_loss(reference, plan.precision)
+    attention, loss = plan.model.config._attn_implementation, plan.model.loss
+    chunks = loss != "full" and fast_paths.chunks_its_loss(reference, plan.model.precision)
     if loss == "chunked" and not chunks:
-        raise ValueError(f"--loss chunked: {type(reference).__name__} in {plan.precision} can't; take --loss auto.")
-    if model_flags.attention == "auto" and attention == "sdpa" and plan.document_end is not None:
-        half_on_gpu = plan.kind == "cpu" or plan.precision != "32-true"  # torch's kernel for GPUs takes 16 bits
+        raise ValueError(
+            f"--loss chunked: {type(reference).__name__} in {plan.model.precision} can't; take --loss auto."
+        )
+    if model_flags.attention == "auto" and attention == "sdpa" and plan.data.document_end is not None:
+        half_on_gpu = (
+            plan.placement.kind == "cpu" or plan.model.precision != "32-true"
+        )  # torch's kernel for GPUs takes 16 bits
         if half_on_gpu and fast_paths.takes_packed_attention(reference):
             attention = packed_attention.NAME
     elif attention == packed_attention.NAME and not fast_paths.takes_packed_attention(reference):
         raise ValueError(f"--attention packed: {type(reference).__name__} can't; take --attention auto.")
     tried = "sdpa" if attention == "flash_attention_2" else attention
     with fast_paths.attention(reference, tried):
-        document_end = plan.document_end if keeps_documents_apart(reference, plan) else None
+        document_end = plan.data.document_end if keeps_documents_apart(reference, plan) else None
     if document_end is None and model_flags.attention == "auto":
-        attention = plan.config._attn_implementation
+        attention = plan.model.config._attn_implementation
     return Chosen(document_end, attention, "chunked" if chunks else "full")
 
 
 def compares_gradients(plan: Plan) -> bool:
     """False where the probe's gradients would say nothing."""
-    return plan.precision in gradient_equality.LIMITS and plan.strategy != "xla"
+    return plan.model.precision in gradient_equality.LIMITS and plan.placement.strategy != "xla"
 
 
 def expected_outputs(reference: PreTrainedModel, source: str, plan: Plan) -> equality.Outputs:
@@ -134,13 +138,13 @@ def probe_of_gradients(plan: Plan, document_end: Optional[int]) -> dict[str, Ten
 
 def keeps_documents_apart(reference: PreTrainedModel, plan: Plan) -> bool:
     """False, and a warning, if packed documents see each other. Raises ValueError where they mustn't."""
-    if plan.document_end is None:
+    if plan.data.document_end is None:
         return True
     leak = computed(reference, lambda: causality.find_leak(reference))
     if not leak.found:
         return True
-    attention = plan.config._attn_implementation
-    if plan.document_masking is True:
+    attention = plan.model.config._attn_implementation
+    if plan.data.document_masking is True:
         raise ValueError(
             f"{type(reference).__name__} doesn't keep packed documents apart with --attention {attention}: take another, or "
             "--document_masking false."
@@ -171,12 +175,12 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, reference: Refe
     """Stop on all ranks if the wrapped model isn't the one that transformers loads, or trains otherwise. All ranks call it."""
     began = time.monotonic()
     probe = plan.probe_input()[:, : equality.PROBE_TOKENS]
-    ours = equality.verify_start(fabric, wrapped, reference.outputs, probe, plan.precision)
+    ours = equality.verify_start(fabric, wrapped, reference.outputs, probe, plan.model.precision)
     words = ""
     if compares_gradients(plan):
-        inputs = probe_of_gradients(plan, plan.document_end)
+        inputs = probe_of_gradients(plan, plan.data.document_end)
         advice = slow_paths(plan)
-        gradient_equality.verify(fabric, wrapped, reference.gradients, inputs, plan.precision, advice)
+        gradient_equality.verify(fabric, wrapped, reference.gradients, inputs, plan.model.precision, advice)
         words = ", and the gradients are equal to rounding"
     if reference.outputs is not None:
         print(
@@ -188,8 +192,8 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, reference: Refe
 
 def slow_paths(plan: Plan) -> str:
     """The flags that turn off the fast paths of a run, as the end of a sentence."""
-    flags = {"--loss full": plan.loss == "chunked", "--compile false": plan.compiles}
-    flags["--attention sdpa"] = plan.config._attn_implementation == packed_attention.NAME
-    flags["--activation_checkpointing none"] = plan.activation_checkpointing != "none"
+    flags = {"--loss full": plan.model.loss == "chunked", "--compile false": plan.model.compiles}
+    flags["--attention sdpa"] = plan.model.config._attn_implementation == packed_attention.NAME
+    flags["--activation_checkpointing none"] = plan.model.activation_checkpointing != "none"
     taken = [flag for flag, is_on in flags.items() if is_on]
     return f"; to find out which part it is, turn it off: {', '.join(taken)}" if taken else ""
