@@ -63,17 +63,19 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
         before, run.progress = run.progress, run.plan.after(run.progress)
         number, now = run.progress.step, due.at(before, run.progress, run.plan, flags)
         log.profile.begin(number)
-        lr = step.set_lr(run.optimizer, lr_at(before.step, max_step=run.plan.max_step, **due.schedule(flags.training)))
+        lr = step.set_lr(
+            run.optimizer, lr_at(before.step, max_step=run.plan.schedule.max_step, **due.schedule(flags.training))
+        )
         step.seed_step(flags.training.seed, before.step, fabric.global_rank)
 
         # The gradient of the mean loss over all target tokens of the global batch, counted before the first forward.
         micro_batches = [fabric.to_device(batch) for batch in run.batches.at(before.position)]
         targets, total = step.count_targets(fabric, micro_batches), 0.0
         for batch in step.accumulate(
-            fabric, run.model, micro_batches, run.plan.syncs_every_micro_batch, run.plan.sums_in_float32
+            fabric, run.model, micro_batches, run.plan.syncs_every_micro_batch, run.plan.model.sums_in_float32
         ):
             losses = run.model(**batch) / targets  # of this micro-batch: the loss, and a router's where it is trained
-            step.backward(fabric, trained_loss(losses, run.plan.router_aux_loss_coef))
+            step.backward(fabric, trained_loss(losses, run.plan.model.router_aux_loss_coef))
             total = total + losses.detach()
         del losses  # it knows the parameters, which a rewind gives up
         with log.waits:  # here the host waits for the device, and for the other ranks

@@ -154,10 +154,10 @@ def training(turns: Any, flags: list[str]) -> None:
     run = one_step.set_up(flags, drawn_on_device=True)
     plan, tokens_at = run.plan, token_places(run.batches.batches.at(0))
     turns.said = {
-        "tokens": plan.micro_batch_size * plan.dataset.context_length,
+        "tokens": plan.schedule.micro_batch_size * plan.data.dataset.context_length,
         "operations_per_token": flops.of_model(run.model.causal_lm).of(tokens_at) / int(tokens_at.sum()),
-        "loss": plan.loss,
-        "attention": plan.config._attn_implementation,
+        "loss": plan.model.loss,
+        "attention": plan.model.config._attn_implementation,
     }
     one_step.train(turns, run)
 

@@ -20,8 +20,9 @@ from fabric_llm.model import loading  # noqa: E402
 from fabric_llm.model.language_model import trained_loss  # noqa: E402
 from fabric_llm.model.strategy import make_fabric  # noqa: E402
 from fabric_llm.plan import resume  # noqa: E402
+from fabric_llm.plan.make_plan import make_plan  # noqa: E402
 from fabric_llm.plan.placement import place  # noqa: E402
-from fabric_llm.plan.plan import Plan, make_plan  # noqa: E402
+from fabric_llm.plan.plan import Plan  # noqa: E402
 from fabric_llm.run import build, reference  # noqa: E402
 from fabric_llm.run.run import Run  # noqa: E402
 from fabric_llm.training import step  # noqa: E402
@@ -39,12 +40,16 @@ def set_up(argv: list[Any], drawn_on_device: bool = False) -> Run:
     directory = resume.directory(arguments)
     plan = make_plan(arguments, place(arguments), directory, resume.choose(arguments, directory))
     fabric = make_fabric(
-        plan.strategy, devices=plan.devices, num_nodes=plan.num_nodes, kind=plan.kind, precision=plan.precision
+        plan.placement.strategy,
+        devices=plan.placement.devices,
+        num_nodes=plan.placement.num_nodes,
+        kind=plan.placement.kind,
+        precision=plan.model.precision,
     )
     fabric.launch()
     with _drawn_on(fabric.device) if drawn_on_device else nullcontext():
         run = Run(fabric, arguments, plan, None, plan.start)
-        build.build_model(run, plan.source, plan.resume_from)
+        build.build_model(run, plan.model.source, plan.resume_from)
     run.batches = build.make_batches(run)
     return run
 
@@ -57,13 +62,13 @@ def _drawn_on(device: torch.device) -> Iterator[None]:
     """
 
     def draw(plan: Plan, source: str, seed: int, model_flags: Any) -> tuple[reference.Reference, reference.Chosen]:
-        dtype = loading.DTYPES[plan.precision]
-        small = type(plan.config)(**{**plan.config.to_dict(), **SMALL_LLAMA})
-        small._attn_implementation = plan.config._attn_implementation
+        dtype = loading.DTYPES[plan.model.precision]
+        small = type(plan.model.config)(**{**plan.model.config.to_dict(), **SMALL_LLAMA})
+        small._attn_implementation = plan.model.config._attn_implementation
         chosen = reference.choose(AutoModelForCausalLM.from_config(small, dtype=dtype), plan, model_flags)
         torch.manual_seed(seed)
         with device:
-            return reference.Reference(AutoModelForCausalLM.from_config(plan.config, dtype=dtype)), chosen
+            return reference.Reference(AutoModelForCausalLM.from_config(plan.model.config, dtype=dtype)), chosen
 
     load, reference.load = reference.load, draw
     try:
@@ -83,9 +88,11 @@ def take_step(run: Run) -> float:
     step.seed_step(flags.training.seed, before.step, fabric.global_rank)
     micro_batches = [fabric.to_device(batch) for batch in run.batches.at(before.position)]
     targets, total = step.count_targets(fabric, micro_batches), 0.0
-    for batch in step.accumulate(fabric, run.model, micro_batches, plan.syncs_every_micro_batch, plan.sums_in_float32):
+    for batch in step.accumulate(
+        fabric, run.model, micro_batches, plan.syncs_every_micro_batch, plan.model.sums_in_float32
+    ):
         losses = run.model(**batch) / targets
-        step.backward(fabric, trained_loss(losses, plan.router_aux_loss_coef))
+        step.backward(fabric, trained_loss(losses, plan.model.router_aux_loss_coef))
         total = total + losses.detach()
     step.clip(fabric, run.model, run.optimizer, flags.training.grad_clip)
     (loss, *_), _ = step.share(fabric, total, [])

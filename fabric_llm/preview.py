@@ -78,16 +78,15 @@ def parsed(words: list[str]) -> Any:
 
 def planned(flags: Any) -> tuple[Any, list[str]]:
     """(the plan, warnings about it), as rank 0 of the run makes them. Raises ValueError."""
-    from fabric_llm.plan import placement, plan, resume, same_run
-    from fabric_llm.run import supervision
+    from fabric_llm.plan import placement, resume
+    from fabric_llm.plan.make_plan import make_plan
+    from fabric_llm.run.supervision import warnings_of
 
     if flags.demo:
         prepare_demo(Path(flags.data.train_data_dir), flags.data.context_length)
     directory = resume.directory(flags)
-    made = plan.make_plan(flags, placement.place(flags), directory, resume.choose(flags, directory))
-    if made.resume_from is not None:
-        same_run.require_same_run(made, flags)
-    return made, supervision.warnings_of(flags, made)
+    plan = make_plan(flags, placement.place(flags), directory, resume.choose(flags, directory))
+    return plan, warnings_of(flags, plan)
 
 
 # ------------------------------------------------------------------------------- the course of the run
@@ -96,21 +95,21 @@ def planned(flags: Any) -> tuple[Any, list[str]]:
 def course(plan: Any, flags: Any) -> tuple[list[dict[str, Any]], list[tuple[int, str, str]], Progress]:
     """(the lines that the run will log, (step, kind, words) of what happens, where it ends), by the run's own functions."""
     lines, happens = [], []
-    every = max(1, (plan.max_step - plan.start.step) // MOST_POINTS)
+    every = max(1, (plan.schedule.max_step - plan.start.step) // MOST_POINTS)
     progress, shares = plan.start, None
     if due.evaluation_first(plan.start, plan.resumed):
         happens.append((progress.step, "evaluated", ""))
     while not plan.is_over(progress):
         before, progress = progress, plan.after(progress)
         line = {"step": progress.step, "tokens": progress.tokens}
-        line["lr"] = lr_at(before.step, max_step=plan.max_step, **due.schedule(flags.training))
-        if plan.mixture is not None:
-            last_shares, shares = shares, plan.mixture.shares_at(before.position)
+        line["lr"] = lr_at(before.step, max_step=plan.schedule.max_step, **due.schedule(flags.training))
+        if plan.data.mixture is not None:
+            last_shares, shares = shares, plan.data.mixture.shares_at(before.position)
             if last_shares not in (None, shares):
                 words = ", ".join(f"{name} {100 * share:.3g} %" for name, share in shares.items())
                 happens.append((before.step, "stage", words))
             if last_shares != shares or progress.step % every == 0 or plan.is_over(progress):
-                read = plan.mixture.read_before(progress.position)
+                read = plan.data.mixture.read_before(progress.position)
                 line["sources"] = {name: {**one, "share": shares.get(name, 0.0)} for name, one in read.items()}
         lines.append(line)
         follows = due.at(before, progress, plan, flags)
@@ -137,9 +136,9 @@ def draw(flags: Any, plan: Any, warnings: list[str], output: Path) -> None:
     steps_of = {kind: [step for step, each, _ in happens if each == kind] for kind in kinds}
     shares = figures.Figure("sources_share", "Share of each source", "of the sequences", style="steps")
     known = {figure.name: figure for figure in figures.FIGURES}
-    begins = f"resumed from {plan.resume_from}" if plan.resume_from else plan.source
-    on = ", ".join(plan.sources) or flags.data.train_data_dir
-    devices = f"{plan.strategy} on {plan.world_size} {plan.kind} device{'s' * (plan.world_size > 1)}"
+    begins = f"resumed from {plan.resume_from}" if plan.resume_from else plan.model.source
+    on = ", ".join(plan.data.sources) or flags.data.train_data_dir
+    devices = f"{plan.placement.strategy} on {plan.placement.world_size} {plan.placement.kind} device{'s' * (plan.placement.world_size > 1)}"
     kept = "all are kept" if flags.save.keep_last is None else f"the last {flags.save.keep_last} are kept, and the best"
     contexts = " or ".join(f"{context:,}" for context in plan.contexts)
     from_to = f"from {plan.start.step:,} to {last.step:,}" if plan.start.step else "from the start"
@@ -147,7 +146,7 @@ def draw(flags: Any, plan: Any, warnings: list[str], output: Path) -> None:
     content = page.document(
         "Preview of a run",
         run.name,
-        f"{begins} on {on}; {plan.precision}; {devices}",
+        f"{begins} on {on}; {plan.model.precision}; {devices}",
         {"setup": "Data", "curves": "Curves", "events": "What is due", "flags": "Flags"},
         "Nothing was trained.",
         charts=figures.charts([known["lr"], shares, known["sources_epochs"]], [run]),
@@ -165,7 +164,7 @@ def draw(flags: Any, plan: Any, warnings: list[str], output: Path) -> None:
             (
                 "Tokens",
                 page.number(last.tokens - plan.start.tokens),
-                f"{plan.global_batch_size:,} sequences of {contexts} a step",
+                f"{plan.schedule.global_batch_size:,} sequences of {contexts} a step",
             ),
             ("Peak learning rate", f"{lr.max():.3g}", f"{lr[-1]:.3g} at the last step"),
             ("Checkpoints", f"{len(steps_of['saved']):,}", kept),
@@ -191,11 +190,11 @@ def due_rows(happens: list[tuple[int, str, str]], steps_of: dict[str, list[int]]
 
 def data_table(plan: Any, last: Progress, number: Any) -> tuple[list[str], list[list[str]]]:
     """(head, rows): what is read of each dataset by the end. number: writes one down."""
-    if plan.mixture is None:
-        read = {"training": {"tokens": last.tokens, "epochs": last.position / len(plan.dataset.train)}}
-        datasets = {"training": plan.dataset}
+    if plan.data.mixture is None:
+        read = {"training": {"tokens": last.tokens, "epochs": last.position / len(plan.data.dataset.train)}}
+        datasets = {"training": plan.data.dataset}
     else:
-        read, datasets = plan.mixture.read_before(last.position), plan.sources
+        read, datasets = plan.data.mixture.read_before(last.position), plan.data.sources
     whole = sum(one["tokens"] for one in read.values())
     found = []
     for name, one in read.items():

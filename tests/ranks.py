@@ -210,13 +210,12 @@ def train_ranks(world_size: int, *flags: Any, timeout_seconds: float = 120) -> N
 def planned(argv: Any) -> tuple[Any, Any]:
     """(arguments, plan) of `train.py ARGV`, on this rank alone."""
     from arguments import parse_train
-    from fabric_llm.plan import placement, plan, resume, same_run
+    from fabric_llm.plan import placement, resume
+    from fabric_llm.plan.make_plan import make_plan
 
     arguments = parse_train([str(word) for word in argv])
     directory = resume.directory(arguments)
-    made = plan.make_plan(arguments, placement.place(arguments), directory, resume.choose(arguments, directory))
-    if made.resume_from is not None:
-        same_run.require_same_run(made, arguments)
+    made = make_plan(arguments, placement.place(arguments), directory, resume.choose(arguments, directory))
     return arguments, made
 
 
@@ -228,11 +227,15 @@ def built(argv: Any) -> tuple[Any, Any, Any, Any]:
 
     arguments, plan = planned(argv)
     fabric = make_fabric(
-        plan.strategy, devices=plan.devices, num_nodes=plan.num_nodes, kind=plan.kind, precision=plan.precision
+        plan.placement.strategy,
+        devices=plan.placement.devices,
+        num_nodes=plan.placement.num_nodes,
+        kind=plan.placement.kind,
+        precision=plan.model.precision,
     )
     fabric.launch()
     run = Run(fabric, arguments, plan, None, plan.start)
-    build_model(run, plan.source, plan.resume_from)
+    build_model(run, plan.model.source, plan.resume_from)
     return fabric, run.plan, run.model, run.optimizer
 
 

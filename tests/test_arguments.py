@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from arguments import DEMO_CONFIG, NOT_HERE, ROOT, parse_export, parse_prepare, parse_train
 from fabric_llm.base.command_line import write_yaml
+from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.placement import place
-from fabric_llm.plan.plan import make_plan
 from fabric_llm.plan.trackers import TRACKERS
 from fabric_llm.training.adamw import AdamW
 from fabric_llm.training.optim import decayed_names, parameter_groups
@@ -256,7 +256,10 @@ def test_the_demo_on_many_devices_says_the_micro_batch_that_it_takes(toys, tmp_p
     write_yaml({**demo.kept(), **plan.resolved()}, tmp_path / "arguments.yaml")
     repeated = parse_train(["--config", str(tmp_path / "arguments.yaml")])
     again = make_plan(repeated, place(repeated), tmp_path / "again", None)
-    assert again.micro_batch_size == plan.micro_batch_size < 4 and again.global_batch_size == plan.global_batch_size
+    assert (
+        again.schedule.micro_batch_size == plan.schedule.micro_batch_size < 4
+        and again.schedule.global_batch_size == plan.schedule.global_batch_size
+    )
 
 
 def test_a_resumed_run_goes_on_with_its_own_arguments(finished):

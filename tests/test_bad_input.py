@@ -17,8 +17,8 @@ import train
 from arguments import parse_train
 from fabric_llm.base.faults import as_fault
 from fabric_llm.data.dataset import open_dataset
+from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.placement import place
-from fabric_llm.plan.plan import make_plan
 from fabric_llm.plan.resume import directory
 
 
@@ -257,11 +257,18 @@ def test_data_of_another_tokenizer(refused, toys, tmp_path):
     assert sentence.count(", not ") == 10
 
 
+def test_what_rank_0_alone_checks_ends_all_ranks(toys, tmp_path):
+    with pytest.raises(AssertionError) as error:
+        train_ranks(2, *toy_run(toys, tmp_path), "--number_epochs", 1, "--profile", "900:901", timeout_seconds=60)
+    assert "--profile 900:901: the run ends at step" in str(error.value)
+    assert not (tmp_path / "llama-data").exists(), "nothing was done"
+
+
 def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
     """Which may lie on a disk of its own."""
     asked = []
     monkeypatch.setattr(
-        "fabric_llm.plan.plan.open_source", lambda folder, how: asked.append(how) or open_dataset(folder, how)
+        "fabric_llm.plan.data.open_source", lambda folder, how: asked.append(how) or open_dataset(folder, how)
     )
     arguments = parse_train([str(word) for word in (*toy_run(toys, tmp_path), "--devices", 2, "--num_nodes", 2)])
     for rank, local_rank in ((0, 0), (1, 1), (2, 0), (3, 1)):

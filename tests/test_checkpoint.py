@@ -526,13 +526,15 @@ def joined(parts):
 # ------------------------------------------------------------------------------- the run directory
 
 
-def choose(parent, run_name=None, resume=False, given=None):
-    return run_directory.choose(str(parent), run_name, "model-data", resume, given)
+def choose(parent, run_name=None, resumes=False, given=None):
+    flags = {"model_name": "model", "train_data_dir": "data", "output_dir": parent, "resume": str(resumes).lower()}
+    flags |= {"run_name": run_name, "checkpoint": given}
+    return resume.directory(parse_train([f"--{k}={v}" for k, v in flags.items() if v is not None]))
 
 
 def test_default_name():
-    assert run_directory.default_name("meta-llama/Meta-Llama-3-8B", "data/mine") == "Meta-Llama-3-8B-mine"
-    assert run_directory.default_name("checkpoints/first/step-00000100", "data/mine/") == "first-mine"
+    assert resume.default_name("meta-llama/Meta-Llama-3-8B", "data/mine") == "Meta-Llama-3-8B-mine"
+    assert resume.default_name("checkpoints/first/step-00000100", "data/mine/") == "first-mine"
 
 
 def test_a_run_that_replays_is_called_after_its_new_data():
@@ -549,8 +551,8 @@ def test_new_runs_are_numbered_and_resume_takes_the_newest(run):
     for name in ("model-data", "model-data-2", "model-data-10"):
         shutil.copytree(run, parent / name)
     assert choose(parent) == parent / "model-data-3"
-    assert choose(parent, resume=True) == parent / "model-data-10"
-    assert choose(parent, "model-data", resume=True) == parent / "model-data"
+    assert choose(parent, resumes=True) == parent / "model-data-10"
+    assert choose(parent, "model-data", resumes=True) == parent / "model-data"
     assert choose(parent, "mine") == parent / "mine"
     assert choose(parent, None, True, run / "step-00000001") == run
 
@@ -565,9 +567,9 @@ def test_runs_are_neither_mixed_nor_made_up(run):
     with pytest.raises(ValueError, match="holds checkpoints up to step-00000003"):
         choose(run.parent, "run")
     with pytest.raises(ValueError, match="no complete checkpoint"):
-        choose(run.parent, "other", resume=True)
+        choose(run.parent, "other", resumes=True)
     with pytest.raises(ValueError, match="no complete checkpoint.*model-data"):
-        choose(run.parent, resume=True)
+        choose(run.parent, resumes=True)
     (run.parent / "started").mkdir()  # and killed before its first checkpoint
     assert choose(run.parent, "started") == run.parent / "started"
     assert names(run.parent) == ["run", "started"], "nothing is created"

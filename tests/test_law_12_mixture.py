@@ -26,7 +26,7 @@ from fabric_llm.data.dataset import open_dataset
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.order import RowsRead, claimed_by
 from fabric_llm.data.pattern import Segment, pattern, position_of, read_before
-from fabric_llm.plan.stages import Here, lay_out
+from fabric_llm.plan.mixture import Here, lay_out
 from fabric_llm.verify import __main__ as verify
 
 # The same examples in each run: a property that is found to be wrong stays wrong.
@@ -371,7 +371,7 @@ def test_arguments_yaml_repeats_the_run_whatever_became_of_the_mixture_s_file(to
     said = yaml.safe_load(kept.read_text())
     assert parse(said["data_mix"]).names == ("new", "old", "long") and said["context_length"] is None
     _, plan = planned(["--config", kept, "--run_name", "again", "--output_dir", tmp_path, "--devices", 2])
-    assert plan.mixture.as_json() == document_of(output / "whole", STEPS)["mixture"]["segments"]
+    assert plan.data.mixture.as_json() == document_of(output / "whole", STEPS)["mixture"]["segments"]
 
 
 @pytest.fixture(scope="module")
@@ -418,14 +418,17 @@ def test_weights_change_on_purpose_and_only_from_there_on(toys, sources, short, 
         tmp_path / "branch" / "step-00000008",
     ]
     _, plan = planned([*again, "--devices", 1])
-    assert plan.mixture.as_json() == after["mixture"]["segments"]
+    assert plan.data.mixture.as_json() == after["mixture"]["segments"]
 
 
 def test_a_run_that_is_extended_keeps_its_pattern(toys, short, tmp_path):
     mix, output = short
     words = flags(toys, output, mix, "--run_name", "run", "--resume", "true", "--eval_iters", 0)
     _, plan = planned([*words, "--max_step", 20, "--resume_override", "max_step", "--devices", 1])
-    assert plan.mixture.as_json() == document_of(output / "run", STEPS)["mixture"]["segments"] and plan.max_step == 20
+    assert (
+        plan.data.mixture.as_json() == document_of(output / "run", STEPS)["mixture"]["segments"]
+        and plan.schedule.max_step == 20
+    )
 
 
 def test_what_a_resumed_run_may_not_change(toys, sources, short):
@@ -451,7 +454,7 @@ def test_a_mixture_ends_before_a_source_is_read_too_often(toys, sources, tmp_pat
     assert (tmp_path / "run" / "step-00000011").is_dir(), "82 sequences: ten steps of eight, and two more"
     again = ("--run_name", "run", "--resume", "true", "--devices", 1)
     _, plan = planned([*run, *again, "--checkpoint", tmp_path / "run" / "step-00000008"])
-    assert (plan.end, plan.max_step, plan.start.position) == (82, 11, 64)
+    assert (plan.schedule.end, plan.schedule.max_step, plan.start.position) == (82, 11, 64)
     with pytest.raises(ValueError, match="is where this run ends"):
         planned([*run, *again])
 

@@ -374,7 +374,7 @@ def laws_7_and_9(argv):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     _, plan, model, _ = built(argv)
-    reference = AutoModelForCausalLM.from_pretrained(plan.source, dtype=torch.float32).state_dict()
+    reference = AutoModelForCausalLM.from_pretrained(plan.model.source, dtype=torch.float32).state_dict()
     state = get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True))
     equal = all(torch.equal(value, reference[name.removeprefix(PREFIX)]) for name, value in state.items())
     first, second, third = documents([9, 7, 8], seed=1)
@@ -382,7 +382,7 @@ def laws_7_and_9(argv):
     with torch.no_grad():
         packed = model(**packed_batch([first + second + third])).item()
         alone = sum(model(**packed_batch([document])).item() for document in (first, second, third))
-    return plan.config._attn_implementation, equal, len(state), packed, alone
+    return plan.model.config._attn_implementation, equal, len(state), packed, alone
 
 
 @pytest.mark.longer

@@ -22,7 +22,7 @@ def loaded(argv, world_size):
         return {name.split("causal_lm.", 1)[1].replace("_fsdp_wrapped_module.", ""): b.clone() for name, b in named}
 
     before = buffers()
-    [batch] = Batches(plan.dataset.train, 0, 2, 1).at(0)
+    [batch] = Batches(plan.data.dataset.train, 0, 2, 1).at(0)
     model(**batch)
     return state, before, buffers()
 

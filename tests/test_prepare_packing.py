@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fabric_llm.data.batches import Batches
 from fabric_llm.data.dataset import open_dataset, together
-from fabric_llm.plan.mixing import _require_alike
+from fabric_llm.plan.data import require_alike
 from fabric_llm.prepare import rows as packing
 from fabric_llm.prepare.prepare import prepare, summary
 from fabric_llm.prepare.rows import best_fit, pack
@@ -198,7 +198,7 @@ def test_both_packings_go_together_in_a_mixture(corpus, tmp_path):
         corpus, tmp_path / "plain", train_tokenizer=None, tokenizer=tmp_path / "padded" / "tokenizer", packing="concat"
     )
     padded, plain = (open_dataset(tmp_path / name) for name in ("padded", "plain"))
-    _require_alike(padded, plain, masks_documents=True)
+    require_alike(padded, plain, masks_documents=True)
     for sources in ((padded, plain), (plain, padded)):
         rows, numbers = together(sources).train, np.arange(sum(len(source.train) for source in sources))
         eos = padded.manifest["eos_token_id"]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import train
 from fabric_llm.data import prompts
-from fabric_llm.plan import events
+from fabric_llm.plan import run_directory
 from fabric_llm.run.samples import continuation
 from fabric_llm.verify.inspect_run import verify_run
 
@@ -90,7 +90,7 @@ def test_a_resumed_run_samples_what_it_makes_anew_and_events_keep_all(toys, data
     train_ranks(2, *flags(toys, data, tmp_path, *sampled(data), "--run_name", "run", "--resume", "true"))
     after = lines(run / "samples.jsonl")
     assert [one["step"] for one in after] == [0, 0, 2, 2, 4, 4] and after[:4] == before[:4]
-    found = events.read(run)
+    found = run_directory.read_events(run)
     said = [(one["event"], one["step"]) for one in found]
     once = [("saved", 4), ("ended", 4)]
     assert said == [("started", 0), ("saved", 2), *once, ("resumed", 2), *once]
@@ -140,5 +140,5 @@ def test_prompts_of_json_lines_may_hold_line_breaks(tmp_path):
 
 
 def test_a_disk_that_takes_no_event_ends_nothing(tmp_path):
-    events.record(tmp_path / "gone", "saved", 3)
-    assert events.read(tmp_path / "gone") == []
+    run_directory.record_event(tmp_path / "gone", "saved", 3)
+    assert run_directory.read_events(tmp_path / "gone") == []

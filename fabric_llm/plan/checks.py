@@ -22,8 +22,8 @@ from fabric_llm.data import blend, prompts
 from fabric_llm.data.sources import check_dataset_folder, check_splits, parse_eval_data, said_of_rows
 from fabric_llm.model import freezing, strategy_rules
 from fabric_llm.model.folders import check_model_folder
-from fabric_llm.plan import measuring, resume, run_directory, trackers
-from fabric_llm.plan.stages import lay_out
+from fabric_llm.plan import evaluation_sets, resume, run_directory, trackers
+from fabric_llm.plan.mixture import lay_out
 from fabric_llm.prepare import tokenizer_bounds
 from fabric_llm.prepare.formats import DEFAULT_PATTERNS
 from fabric_llm.prepare.inputs import find_sources, preparation, prepared_output, separator, shard
@@ -67,13 +67,13 @@ def _check_flags(flags: Flags) -> None:
         raise ValueError(
             "--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture of several."
         )
-    names = blend.parse(data.data_mix).names if data.data_mix else [measuring.ONE_SET]
+    names = blend.parse(data.data_mix).names if data.data_mix else [evaluation_sets.ONE_SET]
     activation_checkpointing(flags.fsdp.activation_checkpointing)
     profiled_steps(flags.logging.profile, flags.training.max_step)
     check_rates(flags)
     if flags.training.max_step is not None:
         check_phases(vars(flags.training), flags.training.max_step)
-    measuring.require_names(flags, names, bool(data.data_mix))
+    evaluation_sets.require_names(flags, names, bool(data.data_mix))
     trackers.named(flags.logging.logger)
     freezing.check(flags.training.freeze, flags.training.train_only)
     _check_strategy(flags)

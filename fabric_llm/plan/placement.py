@@ -39,7 +39,8 @@ class Placement:
 def place(flags: Flags) -> Placement:
     """What the flags and the launcher say of devices, without a look at model or data. Raises ValueError."""
     fsdp, tpu, precision = flags.fsdp, flags.devices.tpu, flags.model.precision
-    devices, num_nodes, kind = resolve_devices(*checks.asked_world(flags), flags.devices.accelerator)
+    asked, num_nodes = checks.asked_world(flags)
+    devices, kind = resolve_devices(asked, flags.devices.accelerator)
     sharding = Sharding(
         fsdp.auto_wrap_policy,
         fsdp.sharding_strategy,
@@ -52,18 +53,15 @@ def place(flags: Flags) -> Placement:
     return Placement(strategy, sharding, devices, num_nodes, kind)
 
 
-def resolve_devices(devices: Union[int, str], num_nodes: int, accelerator: str) -> tuple[int, int, str]:
-    """(devices per node, nodes, "cpu" or "cuda"). Raises ValueError where the machine hasn't that many."""
+def resolve_devices(devices: Union[int, str], accelerator: str) -> tuple[int, str]:
+    """(devices of this machine, "cpu" or "cuda"). Raises ValueError where it hasn't that many."""
     gpus = _count_gpus(accelerator)
-    kind = "cuda" if gpus else "cpu"
-    count = (gpus if kind == "cuda" else 1) if devices == "auto" else int(devices)
-    if count < 1 or num_nodes < 1:
-        raise ValueError(f"--devices {devices} and --num_nodes {num_nodes} must be at least 1.")
-    if kind == "cuda" and count > gpus:
+    count = max(gpus, 1) if devices == "auto" else int(devices)
+    if gpus and count > gpus:
         of_srun = {"SLURM_LOCALID", "LOCAL_WORLD_SIZE"} <= os.environ.keys()  # the first alone: a batch script
         advice = "; a task of srun must see all GPUs of its machine (--gpu-bind=none)" * of_srun
         raise ValueError(f"--devices {count}: this machine has {gpus} GPU{'s' * (gpus != 1)}{advice}.")
-    return count, num_nodes, kind
+    return count, "cuda" if gpus else "cpu"
 
 
 def require_fit(flags: Flags, placement: Placement) -> None:

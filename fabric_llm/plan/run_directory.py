@@ -1,4 +1,4 @@
-"""checkpoints/RUN: its name, whether it can be written, who is using it, and STATUS.json."""
+"""checkpoints/RUN: whether it can be written, who is using it, STATUS.json and events.jsonl."""
 
 from __future__ import annotations
 
@@ -6,72 +6,25 @@ import errno
 import fcntl
 import json
 import os
-import re
 import socket
 import tempfile
 import time
+from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 from fabric_llm.base import step_names
-from fabric_llm.base.faults import DONE, NO_CHECKPOINT, NON_FINITE, REFUSED, UNWRITABLE, Fault
+from fabric_llm.base.faults import DONE, NON_FINITE, REFUSED, UNWRITABLE, Fault
 from fabric_llm.base.files import write_atomically
 from fabric_llm.checkpoint import keep
-from fabric_llm.plan import events
 
 ENDED = (DONE, NON_FINITE)  # what a command that began nothing doesn't replace
-LOCK, STATUS = ".lock", "STATUS.json"
+LOCK, STATUS, EVENTS = ".lock", "STATUS.json", "events.jsonl"
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network file systems
 SECONDS_OF_NFS = 70.0  # it keeps what it knows of a directory for a minute
-MOST_CHARACTERS = 200  # of a run's name; file systems take 255 bytes
 _locks: dict[Path, int] = {}  # descriptors, held until this process ends, however that is
 _made: set[Path] = set()  # locked directories that weren't there before
-
-
-def default_name(model_name: str, data_folder: str) -> str:
-    """MODEL-DATA from the last parts of both names; a run that starts from a checkpoint of RUN: RUN-DATA, or RUN."""
-    model, data = Path(model_name), Path(data_folder).name
-    name = model.parent.name if model.name.startswith("step-") else model.name
-    return re.sub(rf"-{re.escape(data)}(-\d+)?$", "", name) + f"-{data}"
-
-
-def choose(
-    output_dir: str, run_name: Optional[str], default: str, resume: Union[bool, str], given: Optional[Path]
-) -> Path:
-    """The run directory; nothing is created.
-
-    run_name: as given by the user; without one a new run takes the first free of DEFAULT, DEFAULT-2, ... and a resumed
-    run the newest of those that is there. resume: True, False, or "auto" for either. given: the checkpoint to resume
-    from: its run goes on, or with a run_name of another one a branch begins there.
-    Raises Fault for a name that leaves output_dir (2) or is a link (77), a new run in a directory that holds
-    checkpoints (2), and a resume without a run (66).
-    """
-    parent = Path(output_dir)
-    if run_name is not None and not _is_plain(run_name):
-        raise ValueError(
-            f"--run_name {run_name[:MOST_CHARACTERS]!r} must be a plain name of at most {MOST_CHARACTERS} characters, "
-            "without '/' or '..'."
-        )
-    if given is not None and run_name is None:
-        return no_link(given.parent)
-    if run_name is None:
-        names = [default] + [f"{default}-{k}" for k in range(2, 10_000)]
-        there = {path.name for path in parent.iterdir()} if parent.is_dir() else set()
-        taken = [name for name in names if name in there]
-        run_name = (taken[-1] if taken else default) if resume else next(n for n in names if n not in taken)
-    folder = no_link(parent / run_name)
-    if resume is True and given is None and not step_names.step_directories(folder):
-        raise Fault(f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}.", NO_CHECKPOINT)
-    if not resume and step_names.latest(folder) is not None:
-        raise ValueError(
-            f"{str(folder)!r} holds checkpoints up to {step_names.latest(folder).name}: "
-            "go on with --resume true, or take another --run_name."
-        )
-    return folder
-
-
-def _is_plain(name: str) -> bool:
-    return 0 < len(name) <= MOST_CHARACTERS and name.isprintable() and name == Path(name).name and name != ".."
 
 
 def no_link(path: Path) -> Path:
@@ -146,7 +99,7 @@ def write_status(folder: Path, code: Optional[int], reason: str, step: Optional[
         }
         write_atomically(folder / STATUS, json.dumps(status, indent=2) + "\n", durable=True)
         if code is not None:
-            events.record(folder, "ended", step, code=code, reason=reason)
+            record_event(folder, "ended", step, code=code, reason=reason)
     except OSError as error:  # a disk that is full or gone must not hide why the run ended
         print(f"Warning: {STATUS} couldn't be written: {error}.", flush=True)
 
@@ -192,3 +145,42 @@ def wait_for_status(folder: Path, written: dict[str, Any], seconds: float) -> bo
             return False
         time.sleep(0.2)
     return True
+
+
+# ------------------------------------------------------------------------------- events.jsonl
+
+
+def record_event(folder: Path, event: str, step: Optional[int], **facts: Any) -> None:
+    """Add a line to events.jsonl: when the run started, resumed, saved and ended, and on which devices. Called on rank 0.
+
+    Lines are only added, also those of work that a resumed run makes anew, while metrics.jsonl is one curve. Times come from
+    the clock of rank 0's machine and are there to be read: nothing is decided by them.
+
+    event: started, resumed, saved or ended. step: finished steps, None where that isn't known.
+    """
+    line = json.dumps({"time": now(), "event": event, "step": step, **facts}) + "\n"
+    # A disk that is full or gone doesn't end a run because of its history; what ends it is said elsewhere.
+    with suppress(OSError), (folder / EVENTS).open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else "\n" + line  # a kill has cut off the line before
+        file.write(line.encode())
+
+
+def now() -> str:
+    """The time, UTC, as ISO 8601."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """The events of a run directory, in order; lines that a kill has cut off are left out. [] where there are none."""
+    found = []
+    if not (folder / EVENTS).is_file():  # a pipe blocks whoever opens it
+        return found
+    with suppress(OSError), (folder / EVENTS).open(errors="replace") as lines:
+        for line in lines:
+            with suppress(ValueError, RecursionError):
+                event = json.loads(line)
+                if isinstance(event, dict) and isinstance(event.get("event"), str):
+                    found.append(event)
+    return found

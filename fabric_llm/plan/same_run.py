@@ -1,96 +1,85 @@
-"""What a run must have in common with the checkpoint that it resumes, and what it changes on purpose."""
+"""What a run must have in common with the checkpoint that it goes on from, and what it changes on purpose."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Optional, Union
 
 from fabric_llm.base import step_names
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
-from fabric_llm.data.blend import described
-from fabric_llm.data.dataset import TokenDataset
-from fabric_llm.data.order import ROW_ORDER
+from fabric_llm.data import blend
 from fabric_llm.model import freezing
-from fabric_llm.plan import measuring
 from fabric_llm.plan.plan import Plan
-from fabric_llm.plan.resume import MOST_DIFFERENCES, given_checkpoint, overrides
-from fabric_llm.training.guard import parse_budgets
-from fabric_llm.training.schedule import SCHEDULES, arguments_of, lr_at
+from fabric_llm.plan.resume import MOST_DIFFERENCES, given_checkpoint, lr_of_run, overrides
 
-DATA_FACTS = ("context_length", "train_rows", "train_fingerprint")
-ROWS_READ = ("from_position", "count", "hash_sum")  # in progress.json; not in that of older versions
+
+@contextmanager
+def written_by_a_run(checkpoint: Optional[Path]) -> Iterator[None]:
+    """Around what reads its progress.json: Fault (66) where somebody else wrote that, with hashes that are right."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        if checkpoint is None:
+            raise
+        raise Fault(
+            f"{str(checkpoint)!r} is damaged: trainer/progress.json isn't a run's ({type(error).__name__}: {error}).",
+            NO_CHECKPOINT,
+        ) from error
+
+
+def document_masking(flags: Flags, resumed: dict[str, Any]) -> Union[bool, str]:
+    """--document_masking, where `auto` means for a run that goes on what it had: all its steps are alike.
+
+    resumed: progress.json of the checkpoint, {} for a run that starts.
+    """
+    given = flags.data.document_masking
+    if given == "auto" and resumed and "document_masking" not in overrides(flags):
+        return resumed["schedule"]["document_masking"]
+    return given
 
 
 def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
     """What a checkpoint says of its run, for those that resume from it."""
-    flat, declared = flags.flat(), flags.declared()
-    packed = bool(plan.dataset.manifest.get("packed"))
-    masking = plan.document_end is not None if packed else bool(plan.document_masking)
+    flat, declared, given = flags.flat(), flags.declared(), given_checkpoint(flags)
+    packed = bool(plan.data.dataset.manifest.get("packed"))
+    masking = plan.data.document_end is not None if packed else bool(plan.data.document_masking)
     schedule = {name: flat[name] for name, one in declared.items() if one.belongs_to_run}
-    schedule |= {"global_batch_size": plan.global_batch_size, "document_masking": masking}
+    schedule |= {"global_batch_size": plan.schedule.global_batch_size, "document_masking": masking}
     if schedule["ema_decay"] is None:
         schedule = {name: value for name, value in schedule.items() if name not in ("ema_device", "ema_every")}
     schedule |= {name: ",".join(freezing.words(flat[name])) or None for name in freezing.FLAGS}
-    fixed = {name: flat[name] for name, one in declared.items() if one.fixed}
-    if flags.model.precision != "bf16-true":
-        fixed["bf16_updates"] = None
-    if plan.blend is None:
+    if plan.data.blend is None:
         schedule.pop("data_mix")
     else:
-        schedule["data_mix"] = described(plan.blend)
+        schedule["data_mix"] = blend.described(plan.data.blend)
+    fixed = {name: flat[name] for name, one in declared.items() if one.fixed}
+    if plan.model.precision != "bf16-true":
+        fixed["bf16_updates"] = None
     return {
-        "fixed": {
-            **data_facts(plan),
-            "row_order": ROW_ORDER,
-            **fixed,
-        },
+        "fixed": {**plan.data_facts(), **fixed},
         "schedule": schedule,
-        **mixture_facts(plan),
-        "measured_on": _measured_on(plan, flags),
-        "end_step": plan.max_step,
+        **plan.mixture_facts(),
+        "measured_on": plan.resumed["measured_on"] if plan.start.step > 0 else plan.measured_on(),
+        "end_step": plan.schedule.max_step,
         "logged": {"every": flags.logging.log_step_interval, "after": plan.start.step},
-        "model_name": flags.model.model_name,
-        "rolled_back_to": given.name if (given := given_checkpoint(flags)) is not None else None,
+        "model_name": plan.model.name,
+        "rolled_back_to": None if given is None else given.name,
     }
 
 
-def _measured_on(plan: Plan, flags: Flags) -> dict[str, Any]:
-    """What the losses before step 1 are of."""
-    if plan.start.step > 0:
-        return plan.resumed.get("measured_on", {})
-    return measuring.measured_on(flags, plan.validation_splits())
+def require_same_run(plan: Plan, flags: Flags) -> list[str]:
+    """The run as it would go on, against what its checkpoint says. Returns what it changes on purpose, a line each.
 
-
-def data_facts(plan: Plan) -> dict[str, Any]:
-    """What the data is; of a mixture that of each source by name."""
-    if not plan.sources:
-        return _of_dataset(plan.dataset)
-    each = {name: _of_dataset(source) for name, source in plan.sources.items()}
-    return {fact: {name: of_one[fact] for name, of_one in each.items()} for fact in DATA_FACTS}
-
-
-def _of_dataset(dataset: TokenDataset) -> dict[str, Any]:
-    return dict(zip(DATA_FACTS, (dataset.context_length, len(dataset.train), dataset.fingerprint)))
-
-
-def mixture_facts(plan: Plan) -> dict[str, Any]:
-    """Of a mixture: the order of its sources, its segments, and the position that it may not pass."""
-    if plan.mixture is None:
-        return {}
-    raised = {name: str(share) for name, share in plan.raised.items()}
-    segments = plan.mixture.as_json()
-    return {"mixture": {"sources": plan.mixture.names, "segments": segments, "end": plan.end, "raised": raised}}
-
-
-def require_same_run(plan: Plan, flags: Flags) -> None:
-    """The run as it would go on, against what its checkpoint says. Raises ValueError with the first differences."""
-    allowed, document = overrides(flags), plan.resumed
-    if not _is_whole(document):
-        raise Fault(f"{str(plan.resume_from)!r} is damaged: trainer/progress.json isn't a run's.", NO_CHECKPOINT)
-    now, document = facts(plan, flags), _with_all_flags(document, flags)
-    fixed, schedule = (_differences(_flat(document[kind]), _flat(now[kind])) for kind in ("fixed", "schedule"))
-    if ("mixture" in document) != ("mixture" in now):
-        words = [f"--{'data_mix' if 'mixture' in one else 'train_data_dir'}" for one in (document, now)]
+    Raises ValueError with the first differences that aren't allowed, and Fault (0) where nothing is left to do.
+    """
+    allowed, then, now = overrides(flags), _with_all_flags(plan.resumed, flags), facts(plan, flags)
+    sum([*then["guard"]["losses"], then["guard"]["skipped"], then["guard"]["rewinds"]])  # the guard counts on from them
+    fixed, schedule = (_differences(_flat(then[kind]), _flat(now[kind])) for kind in ("fixed", "schedule"))
+    if ("mixture" in then) != ("mixture" in now):
+        words = [f"--{'data_mix' if 'mixture' in one else 'train_data_dir'}" for one in (then, now)]
         fixed = {"data": words, **fixed}
     if now["schedule"]["max_step"] is not None and "max_step" not in schedule:
         schedule.pop("number_epochs", None)  # isn't used
@@ -105,21 +94,29 @@ def require_same_run(plan: Plan, flags: Flags) -> None:
             f"--resume_override {','.join(silent)}."
         )
     if plan.start.step > 0:  # else it is about to be measured
-        _require_base(plan, flags, document)
-    if plan.start.step >= plan.max_step:
-        sentence = f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of {plan.max_step})"
+        _require_base(plan)
+    if plan.start.step >= plan.schedule.max_step:
+        sentence = (
+            f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of {plan.schedule.max_step})"
+        )
         if flags.checkpoint.resume == "auto" and not schedule:
             raise Fault(f"{sentence}: nothing is left to do.", DONE)
         raise ValueError(
             f"{sentence}: to train on, give a larger --max_step or --number_epochs, and --resume_override with its name."
         )
+    return _changes(plan, schedule, now)
 
 
-def _require_base(plan: Plan, flags: Flags, document: dict[str, Any]) -> None:
+def _with_all_flags(document: Mapping[str, Any], flags: Flags) -> dict[str, Any]:
+    """progress.json, with the defaults of flags that have been added since it was written: the run had nothing else."""
+    defaults = {name: one.default for name, one in flags.declared().items() if one.belongs_to_run and not one.needs}
+    return {**document, "schedule": {**defaults, **document["schedule"]}}
+
+
+def _require_base(plan: Plan) -> None:
     """Raises ValueError where a set with a budget has no loss before step 1, or one of other rows."""
-    before, then = document["guard"].get("before", {}), document.get("measured_on", {})
-    now = measuring.measured_on(flags, plan.validation_splits())
-    for name in parse_budgets(flags.evaluation.forgetting_budget):
+    before, then, now = plan.resumed["guard"]["before"], plan.resumed["measured_on"], plan.measured_on()
+    for name in plan.data.budgets:
         if name in before and then.get(name, now[name]) == now[name]:
             continue
         why, instead = "wasn't evaluated", "Leave it out, by --resume_override forgetting_budget"
@@ -130,30 +127,6 @@ def _require_base(plan: Plan, flags: Flags, document: dict[str, Any]) -> None:
             f"--forgetting_budget: {name!r} {why} before step 1 of this run, so what it forgets of it isn't known. {instead}; "
             f"or begin a run whose budgets count from this checkpoint: --model_name {plan.resume_from}, without --resume."
         )
-
-
-def _with_all_flags(document: dict[str, Any], flags: Flags) -> dict[str, Any]:
-    """progress.json, with the defaults of flags that have been added since it was written: the run had nothing else."""
-    defaults = {name: one.default for name, one in flags.declared().items() if one.belongs_to_run and not one.needs}
-    return {**document, "schedule": {**defaults, **document["schedule"]}}
-
-
-def _is_whole(document: dict[str, Any]) -> bool:
-    """True if what `facts` and the guard wrote is there, with numbers where they are needed."""
-    try:
-        guard, schedule = document["guard"], dict(document["schedule"])
-        known = schedule.pop("lr_schedule") in SCHEDULES and isinstance(document["fixed"], dict)
-        known = known and isinstance(document.get("measured_on", {}), dict)
-        known = known and all(isinstance(schedule.get(flag), (str, type(None))) for flag in freezing.FLAGS)
-        steps = [schedule.pop(name) or 0 for name in ("max_step", "number_epochs")]
-        numbers = [schedule[name] for name in ("lr", "min_lr", "warmup_steps", "lr_decay")]
-        numbers += [document["end_step"], guard["skipped"], guard["rewinds"], *guard["losses"], *steps]
-        numbers += [*guard.get("before", {}).values(), *document["scaler"].values()]
-        numbers += [document["logged"]["every"], document["logged"]["after"]]
-        numbers += [document["rows_read"][name] for name in ROWS_READ] if "rows_read" in document else []
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return False
-    return known and all(isinstance(number, (int, float)) for number in numbers)
 
 
 def _flat(facts: dict[str, Any]) -> dict[str, Any]:
@@ -174,40 +147,33 @@ def _listed(differences: dict[str, tuple[Any, Any]]) -> str:
     return "; ".join(first) + (f"; and {more} more" if more > 0 else "")
 
 
-def announcement(plan: Plan, flags: Flags) -> list[str]:
-    """What a resumed run does differently from simply going on, with the schedule from here; nothing if nothing."""
-    assert plan.resume_from is not None
-    lines, document = [], plan.resumed
+def _changes(plan: Plan, schedule: dict[str, tuple[Any, Any]], now: dict[str, Any]) -> list[str]:
+    """What the run does differently from simply going on, with the learning rate from here; nothing if nothing."""
+    lines, then = [], plan.resumed
     if not plan.has_checkpoint:
         lines.append(f"A branch of {plan.resume_from} in {plan.run_directory}.")
     elif (newest := step_names.latest(plan.run_directory)) is not None and newest != plan.resume_from:
         lines.append(f"Back from {newest.name} to {plan.resume_from.name}: later checkpoints are moved aside.")
-    now = facts(plan, flags)
-    schedule = _differences(_with_all_flags(document, flags)["schedule"], now["schedule"])
-    for name, (then, value) in schedule.items():
-        lines.append(f"{name}: {value} from here on, {then} before.")
-    if plan.max_step != document["end_step"]:
-        word = "Extended" if plan.max_step > document["end_step"] else "Shortened"
-        lines.append(f"{word}: {plan.max_step} steps instead of {document['end_step']}.")
+    for name, (before, value) in schedule.items():
+        lines.append(f"{name}: {value} from here on, {before} before.")
+    if plan.schedule.max_step != then["end_step"]:
+        word = "Extended" if plan.schedule.max_step > then["end_step"] else "Shortened"
+        lines.append(f"{word}: {plan.schedule.max_step} steps instead of {then['end_step']}.")
     if lines:
-        lines += _curves(plan, {**document["schedule"], "max_step": document["end_step"]}, now["schedule"])
-    if (model := document.get("model_name")) not in (None, flags.model.model_name):
-        lines.append(f"The run began with --model_name {model}; it goes on with its own weights and configuration.")
+        lines += _curves(plan, {**then["schedule"], "max_step": then["end_step"]}, now["schedule"])
+    if then["model_name"] != now["model_name"]:
+        began = f"The run began with --model_name {then['model_name']}"
+        lines.append(f"{began}; it goes on with its own weights and configuration.")
     return lines
 
 
 def _curves(plan: Plan, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The learning rate from here on and as it was to be, as a table of a few steps."""
-    first, last = plan.start.step, plan.max_step - 1
+    first, last = plan.start.step, plan.schedule.max_step - 1
     steps = sorted({first + round(part * (last - first) / 4) for part in range(5)})
-    curves = {"lr": {**now, "max_step": plan.max_step}, "lr before": then}
+    curves = {"lr": {**now, "max_step": plan.schedule.max_step}, "lr before": then}
     rows = [f"{'step':>10}" + "".join(f"{step + 1:>11}" for step in steps)]
-    for name, values in curves.items():
-        rates = [schedule_lr(step, values) if step < values["max_step"] else None for step in steps]
+    for name, schedule in curves.items():
+        rates = [lr_of_run(step, schedule) if step < schedule["max_step"] else None for step in steps]
         rows.append(f"{name:>10}" + "".join(f"{'-' if rate is None else f'{rate:.3e}':>11}" for rate in rates))
     return rows
-
-
-def schedule_lr(step: int, schedule: dict[str, Any]) -> float:
-    """Learning rate of the step after `step` finished ones, from flags of a run; max_step: its last step."""
-    return lr_at(step, max_step=schedule["max_step"], **arguments_of(schedule))

@@ -22,7 +22,6 @@ from fabric_llm.base import plain_yaml, step_names
 from fabric_llm.base.faults import DONE, STOPPED, Fault
 from fabric_llm.base.names import nearest_of
 from fabric_llm.checkpoint.progress import read_progress
-from fabric_llm.plan import events as history
 from fabric_llm.plan import run_directory
 from fabric_llm.verify.inspect_log import records
 
@@ -151,7 +150,7 @@ def read_run(folder: Path) -> Run:
         raise Fault(f"{error}.") from error
     except (OSError, ValueError):
         pass
-    run.events = [as_written(event) for event in history.read(folder)]
+    run.events = [as_written(event) for event in run_directory.read_events(folder)]
     run.checkpoints = [step_names.step_of(path) for path in step_names.checkpoints(folder)]
     if newest := step_names.latest(folder):
         with suppress(Fault):  # the certificate says what is damaged

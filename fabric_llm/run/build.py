@@ -26,7 +26,8 @@ from fabric_llm.model import (
     loading,
     strategy,
 )
-from fabric_llm.plan import measuring, run_directory
+from fabric_llm.plan import run_directory
+from fabric_llm.plan.data import document_ends
 from fabric_llm.plan.plan import Plan
 from fabric_llm.processes.stop import Requests, StopSignal
 from fabric_llm.processes.watch import Watch
@@ -50,7 +51,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
     require_room(plan, flags.training)
     failpoint("set_up")
-    build_model(run, plan.source, plan.resume_from)
+    build_model(run, plan.model.source, plan.resume_from)
     run.guard = make_guard(flags)
     if plan.resumed:
         restore(run, plan.resumed)
@@ -84,15 +85,15 @@ def make_batches(run: Run) -> Prefetch:
     """The micro-batches of this rank."""
     fabric, plan = run.fabric, run.plan
     batches = Batches(
-        plan.dataset.train,
+        plan.data.dataset.train,
         run.flags.training.seed,
-        plan.micro_batch_size,
-        plan.micro_batches,
+        plan.schedule.micro_batch_size,
+        plan.schedule.micro_batches,
         rank=fabric.global_rank,
         world_size=fabric.world_size,
-        end=plan.end,
-        mixture=plan.mixture,
-        document_end=plan.document_end,
+        end=plan.schedule.end,
+        mixture=plan.data.mixture,
+        document_end=plan.data.document_end,
     )
     copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
     return Prefetch(batches, run.flags.data.num_workers, copies)
@@ -102,9 +103,9 @@ def make_evaluation(run: Run) -> Evaluation:
     """What evaluates the model on the validation sets, and on the probe of in-context learning."""
     fabric, flags, plan, watch = run.fabric, run.flags, run.plan, run.watch
     splits = plan.validation_splits()
-    special = [] if plan.tokenizer is None else plan.tokenizer.all_special_ids
-    sets = splits | measuring.copy_set(flags, splits, [plan.document_end, *special])
-    ends = measuring.document_ends(sets, plan.eval_data, plan.document_end)
+    special = [] if plan.model.tokenizer is None else plan.model.tokenizer.all_special_ids
+    sets = splits | plan.copy_set([plan.data.document_end, *special], flags.training.seed)
+    ends = document_ends(sets, plan.data.eval_data, plan.data.document_end)
     place = {"rank": fabric.global_rank, "world_size": fabric.world_size}
     return Evaluation(
         fabric,
@@ -124,10 +125,10 @@ def make_drift(run: Run) -> Optional[Drift]:
 
 def token_bytes(plan: Plan) -> Optional[Tensor]:
     """Bytes of text of each token id, int64 [vocabulary]; None without a fast tokenizer."""
-    if plan.tokenizer is None or not plan.tokenizer.is_fast:
+    if plan.model.tokenizer is None or not plan.model.tokenizer.is_fast:
         return None
-    size = max([plan.config.get_text_config().vocab_size, *plan.tokenizer.get_vocab().values()]) + 1
-    return torch.from_numpy(bytes_of_tokens(plan.tokenizer, size))
+    size = max([plan.model.config.get_text_config().vocab_size, *plan.model.tokenizer.get_vocab().values()]) + 1
+    return torch.from_numpy(bytes_of_tokens(plan.model.tokenizer, size))
 
 
 def evaluation_batches(
@@ -144,7 +145,7 @@ def evaluation_batches(
         rank=rank,
         world_size=world_size,
         shuffle=False,
-        end=measuring.evaluated_rows(validation, flags),
+        end=min(count * size, len(validation)),
         document_end=document_end,
     )
 
@@ -174,7 +175,7 @@ def require_room(plan: Plan, training: Flags) -> None:
     def look() -> None:
         run_directory.sweep(plan.run_directory)
         average = None if training.ema_decay is None else training.ema_device
-        needed = adamw.checkpoint_bytes(_skeleton(plan).parameters(), plan.bf16_updates, average)
+        needed = adamw.checkpoint_bytes(_skeleton(plan).parameters(), plan.model.bf16_updates, average)
         writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
 
     ranks.from_rank_zero(look)
@@ -182,8 +183,8 @@ def require_room(plan: Plan, training: Flags) -> None:
 
 def _skeleton(plan: Plan) -> PreTrainedModel:
     """The model of a plan on the meta device, frozen as the plan says."""
-    skeleton = loading.build_skeleton(plan.config, loading.DTYPES[plan.precision])
-    freezing.freeze(skeleton, plan.frozen)
+    skeleton = loading.build_skeleton(plan.model.config, loading.DTYPES[plan.model.precision])
+    freezing.freeze(skeleton, plan.model.frozen)
     return skeleton
 
 
@@ -197,27 +198,35 @@ def build_model(run: Run, source: str, resume_from: Optional[Path]) -> None:
     run.skeleton = _skeleton(plan)
     loading.set_generation_config(run.skeleton, source)
     loaded, chosen = reference.load(plan, source, training.seed, run.flags.model)
-    run.plan = plan = replace(plan, loss=chosen.loss, document_end=chosen.document_end)
-    plan.config._attn_implementation = chosen.attention
+    run.plan = plan = replace(
+        plan,
+        model=replace(plan.model, loss=chosen.loss),
+        data=replace(plan.data, document_end=chosen.document_end),
+    )
+    plan.model.config._attn_implementation = chosen.attention
     model = language_model.LanguageModel(
         _skeleton(plan),
-        with_router_loss=plan.router_aux_loss_coef > 0,
-        chunked=plan.loss == "chunked",
+        with_router_loss=plan.model.router_aux_loss_coef > 0,
+        chunked=plan.model.loss == "chunked",
     )
-    layers.checkpoint_activations(model.causal_lm, plan.activation_checkpointing)
-    if plan.compiles:
+    layers.checkpoint_activations(model.causal_lm, plan.model.activation_checkpointing)
+    if plan.model.compiles:
         layers.compile_layers(model)
-        if plan.kind == "cuda" and plan.loss == "chunked":  # a CPU gains from it only at large vocabularies
+        if (
+            plan.placement.kind == "cuda" and plan.model.loss == "chunked"
+        ):  # a CPU gains from it only at large vocabularies
             layers.compile_loss(model)
     decayed = optim.decayed_names(model)
     materializer = loading.Materializer(model, loaded.model, fabric.device)
-    run.model = strategy.wrap(fabric, plan.strategy, model, materializer, plan.precision, plan.sharding)
+    run.model = strategy.wrap(
+        fabric, plan.placement.strategy, model, materializer, plan.model.precision, plan.placement.sharding
+    )
     loaded, materializer = loaded._replace(model=None), None  # its memory, before gradients need some
-    optimizer = optim.make_optimizer(run.model, decayed, training, plan.bf16_updates)
+    optimizer = optim.make_optimizer(run.model, decayed, training, plan.model.bf16_updates)
     ema.begin(optimizer, training.ema_decay, training.ema_device, training.ema_every, training.seed)
     run.optimizer = fabric.setup_optimizers(optimizer)
     if resume_from is not None:
-        thawed = freezing.thawed(run.skeleton, plan.resumed.get("schedule", {}), plan.frozen)
+        thawed = freezing.thawed(run.skeleton, plan.resumed.get("schedule", {}), plan.model.frozen)
         reading.load_optimizer(resume_from, run.model.module, run.optimizer, thawed)
     if run.flags.model.verify_start:
         reference.verify_start(fabric, plan, run.model, loaded)

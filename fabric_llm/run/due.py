@@ -42,11 +42,11 @@ def at(before: Progress, progress: Progress, plan: Plan, flags: Flags) -> Due:
 
 def half_epochs(plan: Plan, position: int) -> int:
     """How many halves of an epoch are read before `position`; of a mixture, of the source that the run reads most rows of."""
-    if plan.mixture is None:
-        return 2 * position // len(plan.dataset.train)
-    last, now = (read_before(plan.mixture.segments, at) for at in (plan.end_of_run(), position))
+    if plan.data.mixture is None:
+        return 2 * position // len(plan.data.dataset.train)
+    last, now = (read_before(plan.data.mixture.segments, at) for at in (plan.end_of_run(), position))
     source = last.index(max(last))
-    return 2 * now[source] // plan.mixture.rows[source]
+    return 2 * now[source] // plan.data.mixture.rows[source]
 
 
 def evaluation_first(start: Progress, resumed: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.data.batches import Prefetch
 from fabric_llm.model.flops import Flops
-from fabric_llm.plan import events, trackers
+from fabric_llm.plan import run_directory, trackers
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.trackers import Record, flat
 from fabric_llm.run.metrics import MetricsFile, Speed, duration, peak_memory_gib
@@ -41,9 +41,9 @@ class Log:
     ) -> None:
         """flops: of the model. profiled: the first and the last step that a profile is made of."""
         self.plan, self.device, self.metrics, self.tracked = plan, device, metrics, tracked
-        self.speed = Speed(flops, device, plan.world_size, batches, plan.start.tokens)
+        self.speed = Speed(flops, device, plan.placement.world_size, batches, plan.start.tokens)
         self.waits, self.untimed = self.speed.waits, self.speed.other  # what is done in `untimed` isn't training
-        self.console = Console(plan.max_step, plan.start.step) if metrics is not None else None
+        self.console = Console(plan.schedule.max_step, plan.start.step) if metrics is not None else None
         self.profile = Profile(profiled, plan.run_directory / "profile", device, self.line)
         self.first_loss = self.last_loss = self.eval_loss = math.nan
         self.eval_losses: Mapping[str, float] = {}  # of the last evaluation
@@ -77,7 +77,7 @@ class Log:
             self._warn_of_few_updates(update.fraction)
         read, more = self._read_of_sources(progress)
         self._write(progress.step, {**record, **read, **more_numbers(record)})
-        left = self.speed.seconds_left(self.plan.max_step - progress.step)
+        left = self.speed.seconds_left(self.plan.schedule.max_step - progress.step)
         self.line(
             f"{self._of(progress)}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  {words}"
             f"{speed['tokens_per_second']:,.0f} tokens/s{self._of_each_device(speed)}  {memory:.2f} GiB  {duration(left)} left{more}"
@@ -88,7 +88,7 @@ class Log:
         self.eval_losses, forgotten = found.losses, forgetting.forgotten(found.losses)
         self.eval_loss = self._together(progress, found.losses)
         record, words = {"eval_loss": self.eval_loss, "eval": {}}, f"validation loss {self.eval_loss:.4f}"
-        if self.plan.mixture is not None:  # a mean of other shares is another number
+        if self.plan.data.mixture is not None:  # a mean of other shares is another number
             record["shares"] = self.plan.shares_at(progress.position)
         said = []
         for name, one in found.sets.items():
@@ -129,8 +129,8 @@ class Log:
 
     def saved(self, step: int, checkpoint: Path) -> None:
         """A checkpoint is published. Called on rank 0."""
-        events.record(self.plan.run_directory, "saved", step)
-        self.line(f"step {step}/{self.plan.max_step}  saved {checkpoint}")
+        run_directory.record_event(self.plan.run_directory, "saved", step)
+        self.line(f"step {step}/{self.plan.schedule.max_step}  saved {checkpoint}")
 
     def upload(self, checkpoint: Path) -> None:
         """--log_model."""
@@ -152,11 +152,11 @@ class Log:
 
     def _tell_stage(self, progress: Progress) -> None:
         """Say where another stage of a mixture begins."""
-        if self.plan.mixture is None or self.plan.is_over(progress):
+        if self.plan.data.mixture is None or self.plan.is_over(progress):
             return
-        shares = self.plan.mixture.shares_at(progress.position)
+        shares = self.plan.data.mixture.shares_at(progress.position)
         if shares != self.plan.shares_at(progress.position):
-            events.record(self.plan.run_directory, "stage", progress.step, shares=shares)
+            run_directory.record_event(self.plan.run_directory, "stage", progress.step, shares=shares)
             words = ", ".join(f"{name} {share:.4g}" for name, share in shares.items())
             self.line(f"{self._of(progress)}  from here on {words}")
 
@@ -173,7 +173,7 @@ class Log:
             trackers.close_all(self.tracked, seconds)
 
     def _of(self, progress: Progress) -> str:
-        return f"step {progress.step}/{self.plan.max_step}"
+        return f"step {progress.step}/{self.plan.schedule.max_step}"
 
     def _together(self, progress: Progress, losses: Mapping[str, float]) -> float:
         shares = self.plan.shares_at(progress.position)
@@ -181,16 +181,16 @@ class Log:
 
     def _read_of_sources(self, progress: Progress) -> tuple[Record, str]:
         """Of a mixture: what was read of each source, for metrics.jsonl and for a line."""
-        if self.plan.mixture is None:
+        if self.plan.data.mixture is None:
             return {}, ""
-        read = self.plan.mixture.read_before(progress.position)
+        read = self.plan.data.mixture.read_before(progress.position)
         words = (f"{name} {one['epochs']:.2f} epochs ({one['tokens']:,} tokens)" for name, one in read.items())
         return {"sources": read}, f"  {', '.join(words)}"
 
     def _of_each_device(self, speed: Record) -> str:
         """What a line adds to the tokens per second of all devices."""
         words = []
-        if self.plan.world_size > 1:
+        if self.plan.placement.world_size > 1:
             words.append(f"{speed['tokens_per_second_per_device']:,.0f} a device")
         if speed.get("mfu", 0.0) >= 0.001:  # a toy's says nothing
             words.append(f"MFU {speed['mfu']:.1%}")
@@ -199,7 +199,7 @@ class Log:
     def _write(self, step: int, record: dict[str, Any]) -> None:
         """To metrics.jsonl and, except for verdicts, which are words, to the trackers."""
         if self.metrics is not None and "verdict" in record:
-            self.metrics.write(step, {**record, "time": events.now()})
+            self.metrics.write(step, {**record, "time": run_directory.now()})
         elif self.metrics is not None:
             self.metrics.write(step, record)
             for tracker in self.tracked:
@@ -211,7 +211,7 @@ class Log:
         if self.few_updates == FEW_UPDATES_LOGS:
             advice = (
                 "the rest was too small for bfloat16 and is lost: take --bf16_updates stochastic"
-                if self.plan.bf16_updates == "nearest"
+                if self.plan.model.bf16_updates == "nearest"
                 else "on average nothing is lost, but if the loss stalls, try a larger --lr"
             )
             self.line(f"Warning: only {fraction:.1%} of the weights change in a step; {advice} (docs/numerics.md).")

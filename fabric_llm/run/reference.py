@@ -44,15 +44,15 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Refere
     loaded = [Reference()]  # stays on rank 0
 
     def load() -> Chosen:
-        flash = plan.config._attn_implementation == "flash_attention_2"  # has no CPU kernel
+        flash = plan.model.config._attn_implementation == "flash_attention_2"  # has no CPU kernel
         model = loading.load_reference(
             source,
-            loading.load_config(source) if flash else plan.config,
-            loading.DTYPES[plan.precision],
+            loading.load_config(source) if flash else plan.model.config,
+            loading.DTYPES[plan.model.precision],
             seed,
-            reading.sharded_weights(Path(source), loading.build_skeleton(plan.config, torch.float32)),
+            reading.sharded_weights(Path(source), loading.build_skeleton(plan.model.config, torch.float32)),
         )
-        freezing.freeze(model, plan.frozen)  # so that the probe makes no gradients of what doesn't train
+        freezing.freeze(model, plan.model.frozen)  # so that the probe makes no gradients of what doesn't train
         chosen = choose(model, plan, model_flags)
         expected: tuple[Any, Any] = (None, None)
         if model_flags.verify_start:
@@ -67,27 +67,31 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Refere
 
 def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen:
     """What the flags leave open, and this model can. Raises ValueError where it can't do what they ask for."""
-    attention, loss = plan.config._attn_implementation, plan.loss
-    chunks = loss != "full" and capabilities.chunks_its_loss(reference, plan.precision)
+    attention, loss = plan.model.config._attn_implementation, plan.model.loss
+    chunks = loss != "full" and capabilities.chunks_its_loss(reference, plan.model.precision)
     if loss == "chunked" and not chunks:
-        raise ValueError(f"--loss chunked: {type(reference).__name__} in {plan.precision} can't; take --loss auto.")
-    if model_flags.attention == "auto" and attention == "sdpa" and plan.document_end is not None:
-        half_on_gpu = plan.kind == "cpu" or plan.precision != "32-true"  # torch's kernel for GPUs takes 16 bits
+        raise ValueError(
+            f"--loss chunked: {type(reference).__name__} in {plan.model.precision} can't; take --loss auto."
+        )
+    if model_flags.attention == "auto" and attention == "sdpa" and plan.data.document_end is not None:
+        half_on_gpu = (
+            plan.placement.kind == "cpu" or plan.model.precision != "32-true"
+        )  # torch's kernel for GPUs takes 16 bits
         if half_on_gpu and capabilities.takes_packed_attention(reference):
             attention = packed_attention.NAME
     elif attention == packed_attention.NAME and not capabilities.takes_packed_attention(reference):
         raise ValueError(f"--attention packed: {type(reference).__name__} can't; take --attention auto.")
     tried = "sdpa" if attention == "flash_attention_2" else attention
     with capabilities.attention(reference, tried):
-        document_end = plan.document_end if keeps_documents_apart(reference, plan) else None
+        document_end = plan.data.document_end if keeps_documents_apart(reference, plan) else None
     if document_end is None and model_flags.attention == "auto":
-        attention = plan.config._attn_implementation
+        attention = plan.model.config._attn_implementation
     return Chosen(document_end, attention, "chunked" if chunks else "full")
 
 
 def compares_gradients(plan: Plan) -> bool:
     """False where the probe's gradients would say nothing."""
-    return plan.precision != "16-mixed" and plan.strategy != "xla"
+    return plan.model.precision != "16-mixed" and plan.placement.strategy != "xla"
 
 
 def expected_of(
@@ -122,13 +126,13 @@ def probe_of(plan: Plan, document_end: Optional[int]) -> dict[str, Tensor]:
 
 def keeps_documents_apart(reference: PreTrainedModel, plan: Plan) -> bool:
     """False, and a warning, if packed documents see each other. Raises ValueError where they mustn't."""
-    if plan.document_end is None:
+    if plan.data.document_end is None:
         return True
     leak = computed(reference, lambda: capabilities.find_leak(reference))
     if not leak.found:
         return True
-    attention = plan.config._attn_implementation
-    if plan.document_masking is True:
+    attention = plan.model.config._attn_implementation
+    if plan.data.document_masking is True:
         raise ValueError(
             f"{type(reference).__name__} doesn't keep packed documents apart with --attention {attention}: take another, or "
             "--document_masking false."
@@ -158,10 +162,10 @@ def computed(reference: PreTrainedModel, compute: Callable[[], Any]) -> Any:
 def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, reference: Reference) -> None:
     """Stop on all ranks if the wrapped model isn't the one that transformers loads, or trains otherwise. All ranks call it."""
     began = time.monotonic()
-    inputs = probe_of(plan, plan.document_end)
+    inputs = probe_of(plan, plan.data.document_end)
     expected = reference.outputs, reference.gradients
     with_gradients = compares_gradients(plan)
-    ours = gate.verify(fabric, wrapped, expected, inputs, with_gradients, plan.precision, slow_paths(plan))
+    ours = gate.verify(fabric, wrapped, expected, inputs, with_gradients, plan.model.precision, slow_paths(plan))
     if reference.outputs is not None:
         words = ", and the gradients are equal to rounding" if with_gradients else ""
         print(
@@ -173,8 +177,8 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, reference: Refe
 
 def slow_paths(plan: Plan) -> str:
     """The flags that turn off the fast paths of a run, as the end of a sentence."""
-    flags = {"--loss full": plan.loss == "chunked", "--compile false": plan.compiles}
-    flags["--attention sdpa"] = plan.config._attn_implementation == packed_attention.NAME
-    flags["--activation_checkpointing none"] = plan.activation_checkpointing != "none"
+    flags = {"--loss full": plan.model.loss == "chunked", "--compile false": plan.model.compiles}
+    flags["--attention sdpa"] = plan.model.config._attn_implementation == packed_attention.NAME
+    flags["--activation_checkpointing none"] = plan.model.activation_checkpointing != "none"
     taken = [flag for flag, is_on in flags.items() if is_on]
     return f"; to find out which part it is, turn it off: {', '.join(taken)}" if taken else ""

@@ -114,9 +114,9 @@ def say_what_comes_next(run: Run) -> None:
 def _print_sample(run: Run, checkpoint: str) -> None:
     """--sample_tokens: how the trained model continues the beginning of the validation split."""
     plan, count = run.plan, run.flags.logging.sample_tokens
-    if not count or run.flags.fsdp.state_dict_type != "full" or plan.tokenizer is None:
+    if not count or run.flags.fsdp.state_dict_type != "full" or plan.model.tokenizer is None:
         return
-    prompt = plan.tokenizer.decode(plan.probe_input()[0, :16])
+    prompt = plan.model.tokenizer.decode(plan.probe_input()[0, :16])
     try:
         print(f"Sample:\n{generate(checkpoint, prompt, count)}\n")
     except Exception as error:  # the run is done, and saved

@@ -42,7 +42,7 @@ class Samples:
         if logging.sample_prompts is None:
             return
         self.device, self.log, self.mark = fabric.device, log, mark
-        self.tokenizer, self.count = plan.tokenizer, logging.sample_tokens or DEFAULT_TOKENS
+        self.tokenizer, self.count = plan.model.tokenizer, logging.sample_tokens or DEFAULT_TOKENS
         self.texts = ranks.from_rank_zero(lambda: prompts.read(logging.sample_prompts))
         self.prompts = encoded(self.texts, self.tokenizer, self.count, min(MOST_TOKENS, *plan.contexts))
         is_writer = fabric.global_rank == 0

@@ -34,7 +34,7 @@ def save(run: Run, *, evaluated: bool, due: Due, stops: bool) -> None:
             run.model.module,
             run.optimizer,
             skeleton=run.skeleton,
-            tokenizer=run.plan.tokenizer,
+            tokenizer=run.plan.model.tokenizer,
             progress=run.progress,
             facts={
                 **same_run.facts(run.plan, run.flags),
@@ -105,17 +105,19 @@ def followed_loss(run: Run) -> Optional[float]:
 
 def origin(plan: Plan) -> dict[str, Any]:
     """Hashes of what the run is made from, for manifests."""
-    data = Path(plan.dataset.folder)
+    data = Path(plan.data.dataset.folder)
     made_from = {
         "arguments": plan.run_directory / "arguments.yaml",
         "data": data / "manifest.json",
         "tokenizer": data / "tokenizer" / "tokenizer.json",
     }
     hashes = {f"{name}_sha256": _sha256(path) for name, path in made_from.items()}
-    if plan.mixture is None:
-        return {**hashes, "data_fingerprint": plan.dataset.fingerprint}
-    hashes["data_sha256"] = {name: _sha256(source.folder / "manifest.json") for name, source in plan.sources.items()}
-    return {**hashes, "data_fingerprint": {name: source.fingerprint for name, source in plan.sources.items()}}
+    if plan.data.mixture is None:
+        return {**hashes, "data_fingerprint": plan.data.dataset.fingerprint}
+    hashes["data_sha256"] = {
+        name: _sha256(source.folder / "manifest.json") for name, source in plan.data.sources.items()
+    }
+    return {**hashes, "data_fingerprint": {name: source.fingerprint for name, source in plan.data.sources.items()}}
 
 
 def _sha256(path: Path) -> Optional[str]:

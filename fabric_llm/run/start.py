@@ -14,7 +14,7 @@ from fabric_llm.model import router
 from fabric_llm.model.flops import of_model
 from fabric_llm.model.freezing import tied_both_ways
 from fabric_llm.model.loading import has_weights
-from fabric_llm.plan import events, mixing, run_directory, same_run, trackers
+from fabric_llm.plan import run_directory, trackers
 from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.plan import Plan
 from fabric_llm.run.log import Log
@@ -32,9 +32,8 @@ def open_log(run: Run) -> Log:
         return Log(plan, run.fabric.device, flops, run.batches)
     folder = plan.run_directory
     folder.mkdir(parents=True, exist_ok=True)
-    if plan.resume_from is not None:
-        for line in same_run.announcement(plan, flags):
-            print(line)
+    for line in plan.changes:
+        print(line)
     for name in keep.move_aside(folder, plan.start.step):
         print(f"Kept as {name}: this run writes that step anew.")
     branches = plan.resume_from is not None and not plan.has_checkpoint
@@ -52,7 +51,7 @@ def open_log(run: Run) -> Log:
     )
     run_directory.write_status(folder, None, "running", plan.start.step, True)
     begins = "started" if plan.resume_from is None else "resumed"
-    events.record(folder, begins, plan.start.step, **beginning(plan, skeleton))
+    run_directory.record_event(folder, begins, plan.start.step, **beginning(plan, skeleton))
     logging = flags.logging
     of_wandb = logging.entity, logging.project
     tracked = [trackers.open_tracker(name, folder, flags.flat(), *of_wandb) for name in trackers.named(logging.logger)]
@@ -65,13 +64,13 @@ def beginning(plan: Plan, skeleton: PreTrainedModel) -> dict[str, Any]:
     return {
         "model": type(skeleton).__name__,
         "parameters": sum(p.numel() for p in skeleton.parameters()),
-        "from": str(plan.resume_from or plan.source),
-        "random": plan.resume_from is None and not has_weights(plan.source),
-        "strategy": plan.strategy,
-        "devices": plan.world_size,
-        "kind": plan.kind,
-        "nodes": plan.num_nodes,
-        "max_step": plan.max_step,
+        "from": str(plan.resume_from or plan.model.source),
+        "random": plan.resume_from is None and not has_weights(plan.model.source),
+        "strategy": plan.placement.strategy,
+        "devices": plan.placement.world_size,
+        "kind": plan.placement.kind,
+        "nodes": plan.placement.num_nodes,
+        "max_step": plan.schedule.max_step,
         "torch": torch.__version__,
     }
 
@@ -79,32 +78,37 @@ def beginning(plan: Plan, skeleton: PreTrainedModel) -> dict[str, Any]:
 def introduce(run: Run) -> None:
     """Print what the run does, and what a user may not have meant."""
     flags, plan, skeleton = run.flags, run.plan, run.skeleton
-    start = f"weights of {plan.source}" if has_weights(plan.source) else f"random weights, {plan.source}"
+    start = (
+        f"weights of {plan.model.source}" if has_weights(plan.model.source) else f"random weights, {plan.model.source}"
+    )
     start = f"resumed from {plan.resume_from}" if plan.resume_from else start
     parameters, trained = (sum(p.numel() for p in skeleton.parameters() if p.requires_grad >= only) for only in (0, 1))
     of_which = f", {trained:,} of which are trained" if trained < parameters else ""
-    attention, loss = plan.config._attn_implementation, plan.loss
+    attention, loss = plan.model.config._attn_implementation, plan.model.loss
     paths = [f"{attention} attention"] * (attention != "sdpa") + [f"{loss} loss"] * (loss != "full")
-    paths += ["compiled layers"] * plan.compiles
-    paths += [f"activations recomputed ({plan.activation_checkpointing})"] * (plan.activation_checkpointing != "none")
+    paths += ["compiled layers"] * plan.model.compiles
+    paths += [f"activations recomputed ({plan.model.activation_checkpointing})"] * (
+        plan.model.activation_checkpointing != "none"
+    )
     print(
-        f"{type(skeleton).__name__}, {parameters / 1e6:,.1f} M parameters{of_which}, {', '.join([plan.precision, *paths, start])}; "
-        f"{plan.strategy} on {plan.world_size} {plan.kind} device{'s' * (plan.world_size > 1)}; "
-        f"{plan.global_batch_size} sequences of {' or '.join(map(str, plan.contexts))} tokens a step, "
-        f"{plan.max_step} steps; {plan.run_directory}",
+        f"{type(skeleton).__name__}, {parameters / 1e6:,.1f} M parameters{of_which}, {', '.join([plan.model.precision, *paths, start])}; "
+        f"{plan.placement.strategy} on {plan.placement.world_size} {plan.placement.kind} device{'s' * (plan.placement.world_size > 1)}; "
+        f"{plan.schedule.global_batch_size} sequences of {' or '.join(map(str, plan.contexts))} tokens a step, "
+        f"{plan.schedule.max_step} steps; {plan.run_directory}",
         flush=True,
     )
-    for line in (*tied_both_ways(skeleton, flags.training.freeze, flags.training.train_only), *mixing.described(plan)):
+    read = [] if plan.data.mixture is None else [plan.mixture_in_words()]
+    for line in (*tied_both_ways(skeleton, flags.training.freeze, flags.training.train_only), *read):
         print(line, flush=True)
-    if plan.resume_from is None and len(plan.sources) < 2 and has_weights(plan.source):
+    if plan.resume_from is None and len(plan.data.sources) < 2 and has_weights(plan.model.source):
         print(
             "Without replay a trained model forgets what the new text doesn't hold: --replay FOLDER reads some of what it knows "
             "along, and --eval_data measures it (docs/forgetting.md).",
             flush=True,
         )
-    if flags.save.save_step_interval is None and plan.max_step - plan.start.step >= MANY_STEPS:
+    if flags.save.save_step_interval is None and plan.schedule.max_step - plan.start.step >= MANY_STEPS:
         print("Warning: no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it.")
     if said := router.warning(skeleton):
         print(said, flush=True)
-    if plan.router_aux_loss_coef:
-        print(f"Trained as well: the routers' auxiliary loss x {plan.router_aux_loss_coef}, logged as aux_loss.")
+    if plan.model.router_aux_loss_coef:
+        print(f"Trained as well: the routers' auxiliary loss x {plan.model.router_aux_loss_coef}, logged as aux_loss.")

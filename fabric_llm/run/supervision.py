@@ -33,10 +33,10 @@ from fabric_llm.base.faults import (
 from fabric_llm.base.machine import cores
 from fabric_llm.model.loading import has_weights
 from fabric_llm.model.strategy import make_fabric
-from fabric_llm.plan import mixing, resume, run_directory
+from fabric_llm.plan import resume, run_directory
+from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.placement import place
-from fabric_llm.plan.plan import Plan, make_plan
-from fabric_llm.plan.same_run import require_same_run
+from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.start import ThisRank
 from fabric_llm.plan.warnings import Facts, positions, warnings
 from fabric_llm.processes.launch import (
@@ -170,8 +170,6 @@ def _plan_together(this: ThisRank, flags: Flags) -> Plan:
     problem = None
     try:
         plan = make_plan(flags, this.placement, this.directory, resume_from)
-        if resume_from is not None:
-            require_same_run(plan, flags)
     except ValueError as error:
         problem = as_mistake(error)
     ranks.first_fault(problem)
@@ -190,13 +188,14 @@ def _chosen_by_rank_zero(flags: Flags, directory: Path) -> Optional[Path]:
 def warnings_of(flags: Flags, plan: Plan) -> list[str]:
     """Warnings, a sentence each: valid flags that are probably a mistake."""
     facts = Facts(
-        **{name: getattr(plan, name) for name in ("strategy", "kind", "devices", "num_nodes", "max_step")},
+        **{name: getattr(plan.placement, name) for name in ("strategy", "kind", "devices", "num_nodes")},
+        max_step=plan.schedule.max_step,
         cores=cores(),
-        context_length=plan.dataset.context_length,
-        positions=positions(plan.config.get_text_config()),
+        context_length=plan.data.dataset.context_length,
+        positions=positions(plan.model.config.get_text_config()),
         start_step=plan.start.step,
-        sequences=plan.global_batch_size if has_weights(plan.source) else None,
-        epochs=mixing.epochs(plan),
+        sequences=plan.schedule.global_batch_size if has_weights(plan.model.source) else None,
+        epochs=plan.epochs(),
     )
     return warnings(flags, facts)
 
@@ -276,8 +275,8 @@ def _with_advice(fault: Fault, this: ThisRank) -> Fault:
         total = f" of {torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB"
     return Fault(
         f"out of memory ({where}): peak {peak_memory_gib(device):.1f} GiB{total}; a micro-batch is "
-        f"{plan.micro_batch_size} x {plan.dataset.context_length} tokens, the model {plan.strategy} over "
-        f"{plan.world_size} devices. Smaller: --micro_batch_size (with the same --global_batch_size), "
+        f"{plan.schedule.micro_batch_size} x {plan.data.dataset.context_length} tokens, the model {plan.placement.strategy} over "
+        f"{plan.placement.world_size} devices. Smaller: --micro_batch_size (with the same --global_batch_size), "
         f"--activation_checkpointing true, more --devices, --cpu_offload true. {str(fault)[:200].rstrip('.')}.",
         OUT_OF_MEMORY,
     )

@@ -14,8 +14,7 @@ from fabric_llm.base import ranks, step_names
 from fabric_llm.base.faults import NON_FINITE, Fault
 from fabric_llm.checkpoint import keep, reading
 from fabric_llm.checkpoint.progress import Progress
-from fabric_llm.plan import mixing
-from fabric_llm.plan.plan import Plan, last_step
+from fabric_llm.plan.plan import Plan
 from fabric_llm.run import save
 from fabric_llm.run.build import build_model, restore
 from fabric_llm.run.run import Run
@@ -78,12 +77,11 @@ def rewind(run: Run) -> None:
     words = f"went back to {last or 'the beginning'}, past position {position}"
     if forgot:
         run.plan = replay_more(run, there)
-        run.batches.go_on_with(run.plan.mixture, run.plan.end)
-        record["shares"] = shares = run.plan.mixture.shares_at(position)
+        run.batches.go_on_with(run.plan.data.mixture, run.plan.schedule.end)
+        record["shares"] = shares = run.plan.data.mixture.shares_at(position)
         words += f"; from here on {', '.join(f'{name} {share:.4g}' for name, share in shares.items())}"
-    elif run.plan.end is not None:  # there are fewer steps to the end of the data than there were
-        steps = last_step(there, run.plan.end, run.plan.global_batch_size)
-        run.plan = replace(run.plan, max_step=min(run.plan.max_step, steps))
+    else:
+        run.plan = run.plan.going_on_from(there)
     run.progress = there
     build_model(run, str(last or run.flags.model.model_name), last)
     state = {**document["guard"], "rewinds": guard.rewinds + 1, "before": guard.forgetting.before}
@@ -111,7 +109,7 @@ def replay_more(run: Run, there: Progress) -> Plan:
     """The plan with more of the sources that were forgotten, from `there` on. Raises Fault (76) where no more is to be had."""
     guard = run.guard
     try:
-        return mixing.with_more_replay(run.plan, run.flags, guard.forgetting.over, there)
+        return run.plan.with_more_replay(guard.forgetting.over, there)
     except ValueError as error:
         raise Fault(
             f"{guard.reason} (--forgetting_budget) at step {run.progress.step}, and {str(error).rstrip('.')}. "

@@ -24,9 +24,8 @@ from fabric_llm.model import capabilities, packed_attention
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import checked_skeleton, load_config, load_reference, resolve_attention
 from fabric_llm.model.strategy import make_fabric
-from fabric_llm.plan import mixing
-from fabric_llm.plan.measuring import ONE_SET, document_ends, open_eval_data
-from fabric_llm.plan.plan import find_document_end
+from fabric_llm.plan.data import document_ends, find_document_end, open_eval_data, open_sources
+from fabric_llm.plan.evaluation_sets import ONE_SET
 from fabric_llm.run.build import evaluation_batches
 from fabric_llm.training.evaluation import evaluate
 from fabric_llm.verify.average import NOTE, Part
@@ -118,7 +117,7 @@ def as_in_run(parts: Sequence[Part]) -> Evaluation:
     flags = SimpleNamespace(data=every, training=every, evaluation=every)
     eval_data = open_eval_data(flags)
     if flat["data_mix"]:
-        sources = mixing.open_sources(flags, blend.parse(flat["data_mix"]))
+        sources = open_sources(flags, blend.parse(flat["data_mix"]))
         dataset = together(list(sources.values()))
     else:
         dataset = open_source(Path(flat["train_data_dir"]), "size")
@@ -128,7 +127,7 @@ def as_in_run(parts: Sequence[Part]) -> Evaluation:
     if precision == "16-mixed" and not torch.cuda.is_available():
         precision = "32-true"  # float16 is for GPUs
     masks = bool(newest.progress["schedule"]["document_masking"])
-    ends = document_ends(sets, eval_data, find_document_end(masks, dataset, newest.config))
+    ends = document_ends(sets, eval_data, find_document_end(masks, dataset))
     return Evaluation(newest.run, precision, sets, flags, ends)
 
 

@@ -26,6 +26,11 @@ class Here(NamedTuple):
     segments: tuple[Segment, ...] = ()
 
 
+def last_step(step: int, position: int, end: int, batch: int) -> int:
+    """The step that comes to the position `end`, the last one with what is left of a batch, from where a run is."""
+    return step - (position - end) // batch
+
+
 def lay_out(
     blend: Blend, rows: Sequence[int], batch: int, max_step: Optional[int], number_epochs: int, here: Here = Here()
 ) -> Layout:
