@@ -19,7 +19,7 @@ from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.files import write_atomically
 from fabric_llm.checkpoint import reading
-from fabric_llm.data import blend
+from fabric_llm.data import mixture_text
 from fabric_llm.data.batches import Batches
 from fabric_llm.data.dataset import TokenDataset, together
 from fabric_llm.data.sources import open_source
@@ -143,7 +143,7 @@ def validation_sets(flags: Any) -> tuple[TokenDataset, dict[str, Any], dict[str,
     flags.data.verify_data, flags.data.context_length = "size", None
     eval_data = open_eval_data(flags)
     if flags.data.data_mix:
-        sources = mixing.open_sources(flags, blend.parse(flags.data.data_mix))
+        sources = mixing.open_sources(flags, mixture_text.parse(flags.data.data_mix))
         dataset = together(list(sources.values()))
     else:
         dataset = open_source(Path(flags.data.train_data_dir), flags.data.verify_data)

@@ -1,4 +1,4 @@
-"""--data_mix in a run: its sources opened and compared, and its segments, of which those behind a checkpoint stay."""
+"""--data_mix in a run: its sources opened and compared, and its stages, of which those behind a checkpoint stay."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Optional
 from fabric_llm.base.command_line import Flags, is_first_of_machine
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.checkpoint.progress import Progress
-from fabric_llm.data import blend as blends
-from fabric_llm.data.blend import Blend
+from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import is_padded
 from fabric_llm.data.dataset import TokenDataset, together
 from fabric_llm.data.mixture import Mixture, mixture_of
-from fabric_llm.data.pattern import MOST_SLOTS
+from fabric_llm.data.mixture_text import DataMix
 from fabric_llm.data.sources import open_source
+from fabric_llm.data.stages import MOST_SLOTS
 from fabric_llm.model.loading import tokenizer_beside
 from fabric_llm.plan import checks, resume
 from fabric_llm.plan.stages import Here, Layout, lay_out
@@ -30,19 +30,19 @@ Document = dict[str, Any]  # progress.json of the checkpoint that is resumed, {}
 def plan_mixture(flags: Flags, batch: int, start: Progress, resumed: Document) -> dict[str, Any]:
     """The fields of a Plan that --data_mix decides. batch: sequences of a step. Raises ValueError."""
     had = _had(resumed)
-    blend, raised = _in_order(blends.parse(flags.data.data_mix), had), _raised(resumed)
-    sources = open_sources(flags, blend)
+    mix, raised = _in_order(mixture_text.parse(flags.data.data_mix), had), _raised(resumed)
+    sources = open_sources(flags, mix)
     rows, contexts = (
         tuple(len(source.train) for source in sources.values()),
         tuple(source.context_length for source in sources.values()),
     )
-    blends.require_one_length(blend, contexts)
-    layout = _layout(flags, blend, raised, rows, batch, start, resumed, had)
-    mixture = Mixture(blend.names, rows, contexts, layout.segments, flags.training.seed)
+    mixture_text.require_one_length(mix, contexts)
+    layout = _layout(flags, mix, raised, rows, batch, start, resumed, had)
+    mixture = Mixture(mix.names, rows, contexts, layout.stages, flags.training.seed)
     return {
         "dataset": together(list(sources.values())),
         "sources": sources,
-        "blend": blend,
+        "mix": mix,
         "raised": raised,
         "mixture": mixture,
         "end": layout.end,
@@ -50,11 +50,11 @@ def plan_mixture(flags: Flags, batch: int, start: Progress, resumed: Document) -
     }
 
 
-def open_sources(flags: Flags, blend: Blend) -> dict[str, TokenDataset]:
+def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
     """{name: its dataset}, which go together. One rank of each machine compares hashes. Raises ValueError."""
     data = flags.data
     verify = data.verify_data if is_first_of_machine() else "size"
-    sources = {source.name: open_source(Path(source.path), verify) for source in blend.sources}
+    sources = {source.name: open_source(Path(source.path), verify) for source in mix.sources}
     first, *others = sources.values()
     for source in sources.values():
         checks.row_length(str(source.folder), source.context_length, data.context_length)
@@ -120,19 +120,19 @@ def _had(resumed: Document) -> Optional[Mixture]:
         raise Fault(f"The checkpoint is damaged: trainer/progress.json: {error}.", NO_CHECKPOINT) from error
 
 
-def _in_order(blend: Blend, had: Optional[Mixture]) -> Blend:
+def _in_order(mix: DataMix, had: Optional[Mixture]) -> DataMix:
     """With the sources that the run has had before in front: rows keep their numbers."""
     names = () if had is None else had.names
-    if missing := [name for name in names if name not in blend.names]:
+    if missing := [name for name in names if name not in mix.names]:
         raise ValueError(
             f"--data_mix leaves out source {missing[0]!r}, which belongs to the run that is resumed: give it weight 0."
         )
-    return blend.in_order(names)
+    return mix.in_order(names)
 
 
 def _layout(
     flags: Flags,
-    blend: Blend,
+    mix: DataMix,
     raised: Shares,
     rows: tuple[int, ...],
     batch: int,
@@ -140,23 +140,21 @@ def _layout(
     resumed: Document,
     had: Optional[Mixture],
 ) -> Layout:
-    """The segments of the run: as they were planned, or anew from where it is, if something was changed on purpose."""
+    """The stages of the run: as they were planned, or anew from where it is, if something was changed on purpose."""
     max_step, number_epochs = flags.training.max_step, flags.training.number_epochs
     if had is None:
-        return lay_out(blend, rows, batch, max_step, number_epochs)
+        return lay_out(mix, rows, batch, max_step, number_epochs)
     then = resumed["schedule"]
-    now = (blends.described(blend), batch, max_step, max_step or number_epochs)
+    now = (mixture_text.described(mix), batch, max_step, max_step or number_epochs)
     if now == tuple(
         (then.get("data_mix"), then.get("global_batch_size"), then.get("max_step"))
         + (then.get("max_step") or then.get("number_epochs"),)
     ):
         end = resumed["mixture"].get("end")
         last = max_step or start.step - (start.position - end) // batch
-        return Layout(
-            had.segments, end, last if end is None else min(last, start.step - (start.position - end) // batch)
-        )
-    here = Here(start.step, start.position, had.segments)
-    return lay_out(blends.at_least(blend, raised), rows, batch, max_step, number_epochs, here)
+        return Layout(had.stages, end, last if end is None else min(last, start.step - (start.position - end) // batch))
+    here = Here(start.step, start.position, had.stages)
+    return lay_out(mixture_text.at_least(mix, raised), rows, batch, max_step, number_epochs, here)
 
 
 def _raised(resumed: Document) -> Shares:
@@ -180,11 +178,11 @@ def with_more_replay(plan: Any, flags: Flags, names: Sequence[str], there: Progr
         raise ValueError(f"the share of {words} already, and more than {float(MOST_REPLAY):g} isn't tried")
     scale = min(Fraction(1), MOST_REPLAY / sum(shares.values()))
     raised = {**plan.raised, **{name: share * scale for name, share in shares.items()}}
-    blend, training = blends.at_least(plan.blend, raised), flags.training
-    here = Here(there.step, there.position, plan.mixture.segments)
+    mix, training = mixture_text.at_least(plan.mix, raised), flags.training
+    here = Here(there.step, there.position, plan.mixture.stages)
     rows = plan.mixture.rows
-    layout = lay_out(blend, rows, plan.global_batch_size, training.max_step, training.number_epochs, here)
-    mixture = replace(plan.mixture, segments=layout.segments)
+    layout = lay_out(mix, rows, plan.global_batch_size, training.max_step, training.number_epochs, here)
+    mixture = replace(plan.mixture, stages=layout.stages)
     return replace(plan, raised=raised, mixture=mixture, end=layout.end, max_step=layout.max_step)
 
 
@@ -199,13 +197,13 @@ def described(plan: Any) -> list[str]:
     """Lines that say what the run of `plan` reads: the shares as they are used, and how often each source."""
     if plan.mixture is None:
         return []
-    lines, segments = [], plan.mixture.segments
-    for segment, after in zip(segments, [*(one.begins for one in segments[1:]), None]):
+    lines, stages = [], plan.mixture.stages
+    for stage, after in zip(stages, [*(one.begins for one in stages[1:]), None]):
         if after is not None and after <= plan.start.position:
             continue
-        shares = plan.mixture.shares_at(segment.begins)
+        shares = plan.mixture.shares_at(stage.begins)
         words = ", ".join(f"{name} {100 * share:.6g} %" for name, share in shares.items())
-        sequences = max(segment.begins - plan.start.position, 0)
+        sequences = max(stage.begins - plan.start.position, 0)
         since = plan.start.step + sequences // plan.global_batch_size
         lines.append(f"{words} after step {since}" if since > plan.start.step else words)
     read = ", ".join(f"{name} {count:.2f} times" for name, count in epochs(plan).items())

@@ -21,9 +21,9 @@ from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.checkpoint import reading, state_dicts
 from fabric_llm.checkpoint.progress import Progress
-from fabric_llm.data.blend import Blend
 from fabric_llm.data.dataset import TokenDataset
 from fabric_llm.data.mixture import Mixture
+from fabric_llm.data.mixture_text import DataMix
 from fabric_llm.data.sources import open_source
 from fabric_llm.model import freezing, layers, router
 from fabric_llm.model import strategy as strategies
@@ -73,7 +73,7 @@ class Plan(Placement):
     frozen: frozenset[str]  # names of the parameters that don't train, without those that never do
     resumed: dict[str, Any] = field(default_factory=dict)  # progress.json of `resume_from`
     sources: dict[str, TokenDataset] = field(default_factory=dict)  # of a mixture
-    blend: Optional[Blend] = None  # --data_mix
+    mix: Optional[DataMix] = None  # --data_mix
     raised: Mapping[str, Fraction] = field(default_factory=dict)  # shares of its sources, by rewinds
     mixture: Optional[Mixture] = None  # that over this run
     eval_data: dict[str, TokenDataset] = field(default_factory=dict)  # --eval_data

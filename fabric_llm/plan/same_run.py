@@ -7,8 +7,8 @@ from typing import Any
 from fabric_llm.base import step_names
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
-from fabric_llm.data.blend import described
 from fabric_llm.data.dataset import TokenDataset
+from fabric_llm.data.mixture_text import described
 from fabric_llm.data.order import ROW_ORDER
 from fabric_llm.model import freezing
 from fabric_llm.plan import measuring
@@ -34,10 +34,10 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
     fixed = {name: flat[name] for name, one in declared.items() if one.fixed}
     if flags.model.precision != "bf16-true":
         fixed["bf16_updates"] = None
-    if plan.blend is None:
+    if plan.mix is None:
         schedule.pop("data_mix")
     else:
-        schedule["data_mix"] = described(plan.blend)
+        schedule["data_mix"] = described(plan.mix)
     return {
         "fixed": {
             **data_facts(plan),
@@ -74,12 +74,12 @@ def _of_dataset(dataset: TokenDataset) -> dict[str, Any]:
 
 
 def mixture_facts(plan: Plan) -> dict[str, Any]:
-    """Of a mixture: the order of its sources, its segments, and the position that it may not pass."""
+    """Of a mixture: the order of its sources, its stages, and the position that it may not pass."""
     if plan.mixture is None:
         return {}
     raised = {name: str(share) for name, share in plan.raised.items()}
-    segments = plan.mixture.as_json()
-    return {"mixture": {"sources": plan.mixture.names, "segments": segments, "end": plan.end, "raised": raised}}
+    stages = plan.mixture.as_json()
+    return {"mixture": {"sources": plan.mixture.names, "segments": stages, "end": plan.end, "raised": raised}}
 
 
 def require_same_run(plan: Plan, flags: Flags) -> None:
