@@ -16,7 +16,7 @@ from typing import Any, Literal, Optional, Union
 
 from fabric_llm.base.command_line import Flag, declared, fail, flag, groups, parse
 from fabric_llm.base.faults import BAD_INPUT
-from fabric_llm.data.blend import text_of, with_replay
+from fabric_llm.data.mixture_text import text_of, with_replay
 from fabric_llm.plan.resume import branch_flags
 from fabric_llm.plan.trackers import TRACKERS
 from fabric_llm.training.guard import ACTIONS

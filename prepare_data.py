@@ -20,7 +20,9 @@ def main(argv: Optional[list[str]] = None) -> None:
         ending.left = f"nothing was written to {arguments.output}"
         checks.check_preparation(arguments)
         from fabric_llm.prepare.formats import DEFAULT_PATTERNS
+        from fabric_llm.prepare.inputs import work_folder_of
         from fabric_llm.prepare.prepare import prepare, summary
+        from fabric_llm.prepare.work_folder import has_work
 
         given = {name: value for name, value in vars(arguments).items() if value is not None}
         inputs, pattern = given.pop("input", []), given.pop("pattern", DEFAULT_PATTERNS)
@@ -35,21 +37,13 @@ def main(argv: Optional[list[str]] = None) -> None:
         try:
             manifest = prepare(inputs=inputs, pattern=pattern, **given)
         except BaseException:
-            if goes_on(arguments.output):
+            if has_work(work_folder_of(Path(arguments.output).resolve())):
                 ending.left += "; the same command goes on from there"
             raise
         print(summary(manifest), flush=True)
         if "shard" not in manifest:
             ending.left = f"{arguments.output} is complete"
             print(f"Next: python train.py --model_name NAME_OR_DIR --train_data_dir {arguments.output}", flush=True)
-
-
-def goes_on(output: str) -> bool:
-    """Whether the work folder beside `output` holds what a later start needs not do again."""
-    from fabric_llm.prepare.inputs import work_folder_of
-    from fabric_llm.prepare.work_folder import has_work
-
-    return has_work(work_folder_of(Path(output).resolve()))
 
 
 if __name__ == "__main__":

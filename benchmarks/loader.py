@@ -34,7 +34,7 @@ from benchmarks.turns import alternate  # noqa: E402
 from fabric_llm.data.batches import Batches, Prefetch  # noqa: E402
 from fabric_llm.data.dataset import open_dataset, together  # noqa: E402
 from fabric_llm.data.mixture import Mixture  # noqa: E402
-from fabric_llm.data.pattern import Segment  # noqa: E402
+from fabric_llm.data.stages import Stage  # noqa: E402
 
 NOTES = """
 Workers are threads that read ahead while the step computes. Here nothing computes, so they only show that they don't hold the
@@ -96,8 +96,8 @@ def contenders(folder: Path, context: int, steps: int) -> list[page.Row]:
     opened = [open_dataset(folder / name, "size") for name in names]
     plain = [datasets.load_from_disk(str(folder / name / "train")).with_format("numpy") for name in names]
     ours, whole = together(opened).train, datasets.concatenate_datasets(plain)
-    counts, segments = tuple(len(one.train) for one in opened), (Segment(0, WEIGHTS),)
-    mixture = Mixture(names, counts, (context,) * SOURCES, segments, SEED)
+    counts, stages = tuple(len(one.train) for one in opened), (Stage(0, WEIGHTS),)
+    mixture = Mixture(names, counts, (context,) * SOURCES, stages, SEED)
     found: list[page.Row] = []
 
     def add(name: str, sources: int, workers: int, read: Callable[..., Iterator[Any]], rows: Any) -> None:

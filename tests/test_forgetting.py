@@ -14,9 +14,9 @@ from ranks import Job, metrics, run_ranks, train_ranks
 from transformers import AutoModelForCausalLM
 
 from fabric_llm.checkpoint.progress import read_progress
-from fabric_llm.data.blend import at_least, parse
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.copy_probe import passages
+from fabric_llm.data.mixture_text import at_least, parse
 from fabric_llm.training.guard import Forgetting, parse_budgets
 from fabric_llm.verify import __main__ as verify
 

@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from test_verify import reseal
 
 from fabric_llm.data.batches import Batches, Prefetch
-from fabric_llm.data.blend import Blend, Source, Stage, parse
 from fabric_llm.data.columns import Rows
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.data.mixture import Mixture, mixture_of
+from fabric_llm.data.mixture_text import DataMix, Source, parse
 from fabric_llm.data.order import RowsRead, claimed_by
-from fabric_llm.data.pattern import Segment, pattern, position_of, read_before
+from fabric_llm.data.stages import Stage, period_of, position_of, read_before
 from fabric_llm.plan.mixture import Here, lay_out
 from fabric_llm.verify import __main__ as verify
 
@@ -36,15 +36,15 @@ weights = st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any).map(t
 
 @st.composite
 def mixtures(draw):
-    """A mixture of up to four sources of a few rows, in up to four segments."""
+    """A mixture of up to four sources of a few rows, in up to four stages."""
     count = draw(st.integers(1, 4))
     of_segment = st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
     lengths = draw(st.lists(st.integers(1, 60), max_size=3))
     begins = np.cumsum([0, *lengths]).tolist()
-    segments = tuple(Segment(begin, draw(of_segment)) for begin in begins)
+    laid_out = tuple(Stage(begin, draw(of_segment)) for begin in begins)
     rows = tuple(draw(st.lists(st.integers(3, 30), min_size=count, max_size=count)))
     names = tuple("abcd"[:count])
-    return Mixture(names, rows, (CONTEXT,) * count, segments, draw(st.integers(0, 99)))
+    return Mixture(names, rows, (CONTEXT,) * count, laid_out, draw(st.integers(0, 99)))
 
 
 # ------------------------------------------------------------------------------- from numbers alone
@@ -54,7 +54,7 @@ def mixtures(draw):
 @given(weights)
 def test_after_any_prefix_each_source_is_less_than_one_row_from_its_share(given_weights):
     period = sum(given_weights)
-    taken = np.cumsum(np.eye(len(given_weights), dtype=int)[list(pattern(given_weights))], axis=0)
+    taken = np.cumsum(np.eye(len(given_weights), dtype=int)[list(period_of(given_weights))], axis=0)
     ideal = np.outer(np.arange(1, period + 1), given_weights)
     assert (np.abs(taken * period - ideal) < period).all()
     assert tuple(taken[-1]) == given_weights
@@ -71,13 +71,13 @@ def test_the_closed_form_is_what_one_counts_position_by_position(mixture):
     sources, numbers = mixture.places_at(np.arange(300))
     counts, index = [0] * len(mixture.names), 0
     for position in range(300):
-        assert read_before(mixture.segments, position) == tuple(counts)
-        while index + 1 < len(mixture.segments) and mixture.segments[index + 1].begins <= position:
+        assert read_before(mixture.stages, position) == tuple(counts)
+        while index + 1 < len(mixture.stages) and mixture.stages[index + 1].begins <= position:
             index += 1
-        segment = mixture.segments[index]
-        source = pattern(segment.weights)[(position - segment.begins) % sum(segment.weights)]
+        stage = mixture.stages[index]
+        source = period_of(stage.weights)[(position - stage.begins) % sum(stage.weights)]
         assert (sources[position], numbers[position]) == (source, counts[source])
-        assert position_of(mixture.segments, source, counts[source]) == position
+        assert position_of(mixture.stages, source, counts[source]) == position
         counts[source] += 1
 
 
@@ -104,15 +104,15 @@ def test_weights_changed_on_purpose_change_only_what_comes_after(data):
     for _ in range(3):
         of_stage = st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
         stages = (Stage(Fraction(0), data.draw(of_stage)), Stage(Fraction(1, 2), data.draw(of_stage)))
-        mix = Blend(tuple(Source(name, name) for name in "abcd"[:count]), stages)
-        segments = lay_out(mix, rows, batch, step + 10, 1, here).segments
-        mixture = Mixture(mix.names, tuple(rows), (CONTEXT,) * count, segments, 1)
+        mix = DataMix(tuple(Source(name, name) for name in "abcd"[:count]), stages)
+        laid_out = lay_out(mix, rows, batch, step + 10, 1, here).stages
+        mixture = Mixture(mix.names, tuple(rows), (CONTEXT,) * count, laid_out, 1)
         if before is not None:
             behind = np.arange(here.position)
             assert (mixture.rows_at(behind) == before.rows_at(behind)).all()
         taken = data.draw(st.integers(1, 9))
         step, before = step + taken, mixture
-        here = Here(step, here.position + taken * batch, segments)
+        here = Here(step, here.position + taken * batch, laid_out)
         test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments.hypothesis.inner_test(mixture, here.position)
 
 
@@ -124,17 +124,17 @@ def test_no_source_is_read_more_often_than_it_may_be(data):
     caps = data.draw(st.lists(st.none() | st.integers(1, 4).map(Fraction), min_size=count, max_size=count))
     of_stage = st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
     stages = tuple(Stage(Fraction(part, 4), data.draw(of_stage)) for part in range(data.draw(st.integers(1, 3))))
-    mix = Blend(tuple(Source(name, name, cap) for name, cap in zip("abcd", caps)), stages)
+    mix = DataMix(tuple(Source(name, name, cap) for name, cap in zip("abcd", caps)), stages)
     batch, epochs = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
     most = [int(n * (cap or epochs)) for n, cap in zip(rows, caps)]
     try:
-        segments, end, max_step = lay_out(mix, rows, batch, None, epochs)
+        laid_out, end, max_step = lay_out(mix, rows, batch, None, epochs)
     except ValueError as error:
         assert "A step takes" in str(error) or "has no step" in str(error)
         assume(False)
-    assert all(had <= may for had, may in zip(read_before(segments, end), most))
+    assert all(had <= may for had, may in zip(read_before(laid_out, end), most))
     assert -(-end // batch) == max_step
-    with_more = lay_out(Blend(tuple(Source(n, n) for n in mix.names), stages), rows, batch, max_step + 1, 1).segments
+    with_more = lay_out(DataMix(tuple(Source(n, n) for n in mix.names), stages), rows, batch, max_step + 1, 1).stages
     over = read_before(with_more, (max_step + 1) * batch)
     assert any(had > may for had, may in zip(over, most)), "one more step would have been too many"
 
@@ -149,8 +149,8 @@ def test_a_share_is_the_decimal_that_is_written():
 
 def test_the_order_is_fixed_for_ever():
     """No release of any library may change the data of a run that is under way."""
-    mixture = Mixture(("new", "old"), (5, 7), (8, 8), (Segment(0, (3, 1)), Segment(8, (1, 1))), 1234)
-    assert [pattern(w) for w in ((3, 1), (15, 4, 1))] == PATTERNS
+    mixture = Mixture(("new", "old"), (5, 7), (8, 8), (Stage(0, (3, 1)), Stage(8, (1, 1))), 1234)
+    assert [period_of(w) for w in ((3, 1), (15, 4, 1))] == PATTERNS
     assert mixture.rows_at(np.arange(16)).tolist() == ROWS_OF_MIXTURE
 
 
@@ -159,7 +159,7 @@ ROWS_OF_MIXTURE = [3, 2, 1, 5, 4, 0, 3, 8, 0, 10, 1, 6, 4, 9, 2, 11]
 
 
 def test_what_progress_json_holds_is_the_mixture():
-    mixture = Mixture(("new", "old"), (5, 7), (8, 8), (Segment(0, (3, 1)), Segment(8, (1, 1))), 1234)
+    mixture = Mixture(("new", "old"), (5, 7), (8, 8), (Stage(0, (3, 1)), Stage(8, (1, 1))), 1234)
     fixed = {"train_rows": {"new": 5, "old": 7}, "context_length": {"new": 8, "old": 8}, "seed": 1234}
     document = {"fixed": fixed, "mixture": {"sources": mixture.names, "segments": mixture.as_json()}}
     assert mixture_of(json.loads(json.dumps(document))) == mixture
@@ -216,8 +216,8 @@ def test_lists_without_a_fixed_length_are_views_and_masks_of_bits_are_copied(toy
 @pytest.mark.parametrize("workers", [0, 3])
 @pytest.mark.parametrize(("ranks", "micro_batch_size"), [(1, 4), (2, 2), (4, 1)])
 def test_any_ranks_and_workers_read_the_same_rows(ranks, micro_batch_size, workers):
-    segments = (Segment(0, (3, 1)), Segment(40, (1, 1)))
-    mixture = Mixture(("a", "b"), (20, 30), (3, 3), segments, 5)
+    laid_out = (Stage(0, (3, 1)), Stage(40, (1, 1)))
+    mixture = Mixture(("a", "b"), (20, 30), (3, 3), laid_out, 5)
     rows = datasets.Dataset.from_dict({"input_ids": [[i, i, i] for i in range(50)]})
     readers = [
         Prefetch(Batches(rows, 5, micro_batch_size, 2, r, ranks, mixture=mixture), workers) for r in range(ranks)

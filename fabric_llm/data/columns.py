@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 
@@ -36,9 +36,10 @@ class Rows:
     document, so that EOS after EOS is padding.
     """
 
-    def __init__(self, chunks: Sequence[Arrays], padding: Sequence[int]) -> None:
-        """padding: for each chunk the EOS that its rows are filled with, or NO_PADDING."""
-        self.chunks, self.padding = list(chunks), np.array(padding)
+    def __init__(self, chunks: Sequence[Arrays], padding: Optional[Sequence[int]] = None) -> None:
+        """padding: for each chunk the EOS that its rows are filled with, or NO_PADDING, as it is for all if None is given."""
+        self.chunks = list(chunks)
+        self.padding = np.array([NO_PADDING] * len(chunks) if padding is None else padding)
         self.starts = np.cumsum([0, *(len(chunk["input_ids"]) for chunk in chunks)])
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
-"""(mixture, seed, position) -> rows: a function without hidden state. pattern.py says which source stands at which position.
+"""(mixture, seed, position) -> rows: a function without hidden state. stages.py says which source stands at which position.
 
-The n-th row that is read of a source, over all segments of a run, is at place n of that source's own order, one epoch after
+The n-th row that is read of a source, over all stages of a run, is at place n of that source's own order, one epoch after
 the other. So nothing of a source is read twice before all of it was read once, whatever its weights were meanwhile.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from fabric_llm.data import pattern
+from fabric_llm.data import stages
 from fabric_llm.data.order import random_key, rows_at
-from fabric_llm.data.pattern import Segment
+from fabric_llm.data.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Mixture:
     names: tuple[str, ...]
     rows: tuple[int, ...]  # of each source's training split
     contexts: tuple[int, ...]  # tokens of a row of each
-    segments: tuple[Segment, ...]
+    stages: tuple[Stage, ...]
     seed: int
 
     @cached_property
@@ -36,17 +36,17 @@ class Mixture:
 
     @cached_property
     def _before(self) -> np.ndarray:
-        """Rows of each source before each segment, int64 [segments, sources]."""
-        return np.array([pattern.read_before(self.segments, segment.begins) for segment in self.segments])
+        """Rows of each source before each stage, int64 [stages, sources]."""
+        return np.array([stages.read_before(self.stages, stage.begins) for stage in self.stages])
 
     def places_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, how many rows of it were read before) at each position, int64, same shape."""
         sources, numbers = np.empty_like(positions), np.empty_like(positions)
-        segment_at = np.searchsorted([segment.begins for segment in self.segments], positions, side="right") - 1
-        for index in np.unique(segment_at):
-            there, segment = segment_at == index, self.segments[index]
-            source_of, occurrence, weights = _tables(segment.weights)
-            periods, slots = np.divmod(positions[there] - segment.begins, len(source_of))
+        stage_of = np.searchsorted([stage.begins for stage in self.stages], positions, side="right") - 1
+        for index in np.unique(stage_of):
+            there, stage = stage_of == index, self.stages[index]
+            source_of, occurrence, weights = _tables(stage.weights)
+            periods, slots = np.divmod(positions[there] - stage.begins, len(source_of))
             sources[there] = source = source_of[slots]
             numbers[there] = self._before[index][source] + periods * weights[source] + occurrence[slots]
         return sources, numbers
@@ -63,27 +63,25 @@ class Mixture:
 
     def context_at(self, position: int) -> int:
         """Tokens of the row at `position`, and of all rows of its stage."""
-        weights = pattern.segment_at(self.segments, position).weights
+        weights = stages.stage_at(self.stages, position).weights
         return next(context for context, weight in zip(self.contexts, weights) if weight)
 
     def shares_at(self, position: int) -> dict[str, float]:
         """The share of each source that is read at `position`."""
-        weights = pattern.segment_at(self.segments, position).weights
+        weights = stages.stage_at(self.stages, position).weights
         return {name: weight / sum(weights) for name, weight in zip(self.names, weights) if weight}
 
     def read_before(self, position: int) -> dict[str, dict[str, Any]]:
         """{name: {"tokens", "epochs"}} that were read of each source before `position`, also where a run went back since."""
-        counts = pattern.read_before(self.segments, position)
+        counts = stages.read_before(self.stages, position)
         return {
             name: {"tokens": count * context, "epochs": count / rows}
             for name, count, context, rows in zip(self.names, counts, self.contexts, self.rows)
         }
 
     def as_json(self) -> list[dict[str, Any]]:
-        """The segments, for progress.json."""
-        return [
-            {"begins": segment.begins, "weights": dict(zip(self.names, segment.weights))} for segment in self.segments
-        ]
+        """The stages, for progress.json."""
+        return [{"begins": stage.begins, "weights": dict(zip(self.names, stage.weights))} for stage in self.stages]
 
 
 def mixture_of(document: Mapping[str, Any]) -> Mixture:
@@ -92,12 +90,12 @@ def mixture_of(document: Mapping[str, Any]) -> Mixture:
         fixed, said = document["fixed"], document["mixture"]
         names = tuple(said["sources"])
         rows, contexts = (tuple(fixed[key][name] for name in names) for key in ("train_rows", "context_length"))
-        segments = tuple(
-            Segment(one["begins"], tuple(one["weights"].get(name, 0) for name in names)) for one in said["segments"]
+        stages = tuple(
+            Stage(one["begins"], tuple(one["weights"].get(name, 0) for name in names)) for one in said["segments"]
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("its mixture can't be read") from error
-    return Mixture(names, rows, contexts, segments, fixed["seed"])
+    return Mixture(names, rows, contexts, stages, fixed["seed"])
 
 
 @lru_cache(maxsize=256)
@@ -110,8 +108,8 @@ def seed_of(seed: int, name: str) -> int:
 @lru_cache(maxsize=64)
 def _tables(weights: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(source of each slot, how many slots of that source come before it, weights), int64."""
-    sources = np.array(pattern.pattern(weights))
+    sources = np.array(stages.period_of(weights))
     occurrence = np.empty_like(sources)
-    for slots in pattern.places(weights):
+    for slots in stages.places(weights):
         occurrence[list(slots)] = np.arange(len(slots))
     return sources, occurrence, np.array(weights)

@@ -18,7 +18,7 @@ from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import hub_name
 from fabric_llm.checkpoint import keep
-from fabric_llm.data import blend, prompts
+from fabric_llm.data import mixture_text, prompts
 from fabric_llm.data.sources import check_dataset_folder, check_splits, parse_eval_data, said_of_rows
 from fabric_llm.model import freezing, strategy_rules
 from fabric_llm.model.folders import check_model_folder
@@ -67,7 +67,7 @@ def _check_flags(flags: Flags) -> None:
         raise ValueError(
             "--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture of several."
         )
-    names = blend.parse(data.data_mix).names if data.data_mix else [evaluation_sets.ONE_SET]
+    names = mixture_text.parse(data.data_mix).names if data.data_mix else [evaluation_sets.ONE_SET]
     activation_checkpointing(flags.fsdp.activation_checkpointing)
     profiled_steps(flags.logging.profile, flags.training.max_step)
     check_rates(flags)
@@ -193,7 +193,7 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
 def _training_folders(flags: Flags) -> list[str]:
     """The folders that --train_data_dir or --data_mix names."""
     if flags.data.data_mix:
-        return [source.path for source in blend.parse(flags.data.data_mix).sources]
+        return [source.path for source in mixture_text.parse(flags.data.data_mix).sources]
     return [flags.data.train_data_dir]
 
 
@@ -209,7 +209,9 @@ def _check_datasets(flags: Flags) -> None:
             row_length(folder, rows[1], flags.data.context_length)
     devices, num_nodes = _known_devices(flags)
     if flags.data.data_mix:
-        blend.require_one_length(blend.parse(flags.data.data_mix), [None if rows is None else rows[1] for rows in said])
+        mixture_text.require_one_length(
+            mixture_text.parse(flags.data.data_mix), [None if rows is None else rows[1] for rows in said]
+        )
     elif said and said[0] is not None and devices is not None:
         micro_batch_size, _, global_batch_size = batch_sizes(flags, devices, num_nodes)
         batches_fit(folders[0], said[0][0], micro_batch_size, global_batch_size)
@@ -219,7 +221,7 @@ def check_mixture_length(flags: Flags, global_batch_size: int) -> None:
     """--data_mix over a run that starts, as far as manifests say how many rows there are."""
     if not flags.data.data_mix or flags.checkpoint.resume:
         return
-    mix, training = blend.parse(flags.data.data_mix), flags.training
+    mix, training = mixture_text.parse(flags.data.data_mix), flags.training
     said = [said_of_rows(Path(source.path)) for source in mix.sources]
     if None not in said:
         lay_out(mix, [rows for rows, _ in said], global_batch_size, training.max_step, training.number_epochs)

@@ -9,11 +9,11 @@ from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flags, is_first_of_machine, is_rank_zero
 from fabric_llm.checkpoint.progress import Progress
-from fabric_llm.data import blend as blends
-from fabric_llm.data.blend import Blend
+from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import is_padded
 from fabric_llm.data.dataset import TokenDataset, together
 from fabric_llm.data.mixture import Mixture, mixture_of
+from fabric_llm.data.mixture_text import DataMix
 from fabric_llm.data.sources import open_source, parse_eval_data
 from fabric_llm.model.loading import tokenizer_beside
 from fabric_llm.plan import checks
@@ -74,53 +74,53 @@ def _plan_mixture(
 ) -> tuple[dict[str, Any], Optional[int], int]:
     """(what a DataPlan has of --data_mix, the position that the run may not pass, its last step). batch: sequences of a step."""
     had = mixture_of(resumed) if "mixture" in resumed else None
-    blend, training = _in_order(blends.parse(flags.data.data_mix), had), flags.training
-    sources = open_sources(flags, blend)
+    mix, training = _in_order(mixture_text.parse(flags.data.data_mix), had), flags.training
+    sources = open_sources(flags, mix)
     rows = tuple(len(source.train) for source in sources.values())
     contexts = tuple(source.context_length for source in sources.values())
-    blends.require_one_length(blend, contexts)
+    mixture_text.require_one_length(mix, contexts)
     raised = {name: Fraction(share) for name, share in resumed.get("mixture", {}).get("raised", {}).items()}
     if had is None:
-        layout = lay_out(blend, rows, batch, training.max_step, training.number_epochs)
-    elif _is_as_before(flags, blend, batch, resumed["schedule"]):
+        layout = lay_out(mix, rows, batch, training.max_step, training.number_epochs)
+    elif _is_as_before(flags, mix, batch, resumed["schedule"]):
         end = resumed["mixture"]["end"]
         steps = [training.max_step, None if end is None else last_step(start.step, start.position, end, batch)]
-        layout = Layout(had.segments, end, min(step for step in steps if step is not None))
+        layout = Layout(had.stages, end, min(step for step in steps if step is not None))
     else:  # it was changed on purpose: what lies behind stays
-        here = Here(start.step, start.position, had.segments)
-        raised_blend = blends.at_least(blend, raised)
-        layout = lay_out(raised_blend, rows, batch, training.max_step, training.number_epochs, here)
+        here = Here(start.step, start.position, had.stages)
+        raised_mix = mixture_text.at_least(mix, raised)
+        layout = lay_out(raised_mix, rows, batch, training.max_step, training.number_epochs, here)
     read = {
         "dataset": together(list(sources.values())),
         "sources": sources,
-        "blend": blend,
+        "mix": mix,
         "raised": raised,
-        "mixture": Mixture(blend.names, rows, contexts, layout.segments, training.seed),
+        "mixture": Mixture(mix.names, rows, contexts, layout.stages, training.seed),
     }
     return read, layout.end, layout.max_step
 
 
-def _in_order(blend: Blend, had: Optional[Mixture]) -> Blend:
+def _in_order(mix: DataMix, had: Optional[Mixture]) -> DataMix:
     """With the sources that the run has had before in front: rows keep their numbers."""
     names = () if had is None else had.names
-    if missing := [name for name in names if name not in blend.names]:
+    if missing := [name for name in names if name not in mix.names]:
         raise ValueError(
             f"--data_mix leaves out source {missing[0]!r}, which belongs to the run that is resumed: give it weight 0."
         )
-    return blend.in_order(names)
+    return mix.in_order(names)
 
 
-def _is_as_before(flags: Flags, blend: Blend, batch: int, then: dict[str, Any]) -> bool:
+def _is_as_before(flags: Flags, mix: DataMix, batch: int, then: dict[str, Any]) -> bool:
     """Whether the mixture and the length of the run are those that its checkpoint was written with."""
-    if (blends.described(blend), batch) != (then.get("data_mix"), then["global_batch_size"]):
+    if (mixture_text.described(mix), batch) != (then.get("data_mix"), then["global_batch_size"]):
         return False
     max_step, number_epochs = flags.training.max_step, flags.training.number_epochs
     return max_step == then["max_step"] and (max_step is not None or number_epochs == then["number_epochs"])
 
 
-def open_sources(flags: Flags, blend: Blend) -> dict[str, TokenDataset]:
+def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
     """{name: its dataset}. Rank 0 checks that they go together. Raises ValueError."""
-    sources = {source.name: open_here(source.path, flags) for source in blend.sources}
+    sources = {source.name: open_here(source.path, flags) for source in mix.sources}
     for source in sources.values():
         checks.row_length(str(source.folder), source.context_length, flags.data.context_length)
     first, *others = sources.values()

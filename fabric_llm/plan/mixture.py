@@ -6,24 +6,24 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
-from fabric_llm.data.blend import Blend
-from fabric_llm.data.pattern import Segment, position_of, read_before
+from fabric_llm.data.mixture_text import DataMix
+from fabric_llm.data.stages import Stage, position_of, read_before
 
 
 class Layout(NamedTuple):
     """A mixture over a run."""
 
-    segments: tuple[Segment, ...]
+    stages: tuple[Stage, ...]
     end: Optional[int]  # position that the run may not pass, None if there is none
     max_step: int
 
 
 class Here(NamedTuple):
-    """Where a run is, and the segments that it has had."""
+    """Where a run is, and the stages that it has had."""
 
     step: int = 0
     position: int = 0
-    segments: tuple[Segment, ...] = ()
+    stages: tuple[Stage, ...] = ()
 
 
 def last_step(step: int, position: int, end: int, batch: int) -> int:
@@ -32,27 +32,27 @@ def last_step(step: int, position: int, end: int, batch: int) -> int:
 
 
 def lay_out(
-    blend: Blend, rows: Sequence[int], batch: int, max_step: Optional[int], number_epochs: int, here: Here = Here()
+    mix: DataMix, rows: Sequence[int], batch: int, max_step: Optional[int], number_epochs: int, here: Here = Here()
 ) -> Layout:
-    """The segments of a run of `max_step` steps, or, without it, until a source would be read more than `number_epochs` times.
+    """The stages of a run of `max_step` steps, or, without it, until a source would be read more than `number_epochs` times.
 
     rows: of each source's training split. A source with max_epochs may be read that often instead. Raises ValueError where
     a source would be read more often, or a stage has no step.
     """
     limits = [
         math.floor(source.max_epochs * count) if source.max_epochs else None if max_step else number_epochs * count
-        for source, count in zip(blend.sources, rows)
+        for source, count in zip(mix.sources, rows)
     ]
     if max_step is None:
-        layout = _until_read(blend, limits, batch, here)
+        layout = _until_read(mix, limits, batch, here)
     else:
-        segments = _segments(blend, max_step, batch, here)
-        end = _first_passed(segments, limits)
-        layout = Layout(segments, None if end is None else end[0], max_step)
+        stages = _stages(mix, max_step, batch, here)
+        end = _first_passed(stages, limits)
+        layout = Layout(stages, None if end is None else end[0], max_step)
         if end is not None and end[0] < here.position + (max_step - here.step) * batch:
-            _refuse_passed(blend, rows, batch, max_step, here, segments, *end)
-    begins = [round(stage.begins * layout.max_step) for stage in blend.stages] + [layout.max_step]
-    for stage, first, after in zip(blend.stages, begins, begins[1:]):
+            _refuse_passed(mix, rows, batch, max_step, here, stages, *end)
+    begins = [round(stage.begins * layout.max_step) for stage in mix.stages] + [layout.max_step]
+    for stage, first, after in zip(mix.stages, begins, begins[1:]):
         if first >= after and after > here.step:
             raise ValueError(
                 f"--data_mix: the stage from {float(stage.begins):g} on has no step: it begins after step {first} of "
@@ -61,31 +61,31 @@ def lay_out(
     return layout
 
 
-def _segments(blend: Blend, max_step: int, batch: int, here: Here) -> tuple[Segment, ...]:
+def _stages(mix: DataMix, max_step: int, batch: int, here: Here) -> tuple[Stage, ...]:
     """Those that lie behind, and the stages from here on; a stage whose weights are already in use just goes on."""
-    added = (0,) * (len(blend.sources) - len(here.segments[0].weights)) if here.segments else ()
-    found = [Segment(old.begins, old.weights + added) for old in here.segments if old.begins < here.position]
-    begins = [round(stage.begins * max_step) for stage in blend.stages]
-    for stage, first, after in zip(blend.stages, begins, [*begins[1:], math.inf]):
+    added = (0,) * (len(mix.sources) - len(here.stages[0].weights)) if here.stages else ()
+    found = [Stage(old.begins, old.weights + added) for old in here.stages if old.begins < here.position]
+    begins = [round(stage.begins * max_step) for stage in mix.stages]
+    for stage, first, after in zip(mix.stages, begins, [*begins[1:], math.inf]):
         if first < after and after > here.step and not (found and found[-1].weights == stage.weights):
-            found.append(Segment(here.position + max(first - here.step, 0) * batch, stage.weights))
+            found.append(Stage(here.position + max(first - here.step, 0) * batch, stage.weights))
     return tuple(found)
 
 
-def _first_passed(segments: Sequence[Segment], limits: Sequence[Optional[int]]) -> Optional[tuple[int, int]]:
+def _first_passed(stages: Sequence[Stage], limits: Sequence[Optional[int]]) -> Optional[tuple[int, int]]:
     """(the first position at which a source would be read more often than it may, that source)."""
-    found = [(position_of(segments, i, limit), i) for i, limit in enumerate(limits) if limit is not None]
+    found = [(position_of(stages, i, limit), i) for i, limit in enumerate(limits) if limit is not None]
     return min(((position, i) for position, i in found if position is not None), default=None)
 
 
-def _until_read(blend: Blend, limits: Sequence[int], batch: int, here: Here) -> Layout:
+def _until_read(mix: DataMix, limits: Sequence[int], batch: int, here: Here) -> Layout:
     """As many steps as fit, the last one with what is left of a batch."""
 
-    def layout(steps: int) -> tuple[tuple[Segment, ...], int]:
-        segments = _segments(blend, here.step + steps, batch, here)
-        end = _first_passed(segments, limits)
+    def layout(steps: int) -> tuple[tuple[Stage, ...], int]:
+        stages = _stages(mix, here.step + steps, batch, here)
+        end = _first_passed(stages, limits)
         assert end is not None, "some source is read at the end, so it comes to its limit"
-        return segments, min(end[0], here.position + steps * batch)
+        return stages, min(end[0], here.position + steps * batch)
 
     fits, too_many = 0, (sum(limits) - here.position) // batch + 2
     while too_many - fits > 1:
@@ -95,23 +95,23 @@ def _until_read(blend: Blend, limits: Sequence[int], batch: int, here: Here) -> 
         else:
             too_many = steps
     for steps in (fits + 1, fits):
-        segments, end = layout(steps)
+        stages, end = layout(steps)
         if end > here.position + (steps - 1) * batch:
             break
     if end <= here.position or here.step == 0 and fits == 0:
-        _, source = _first_passed(segments, limits)
+        _, source = _first_passed(stages, limits)
         raise ValueError(
-            f"A step takes {batch} sequences, of which source {blend.names[source]!r} would give more than the "
+            f"A step takes {batch} sequences, of which source {mix.names[source]!r} would give more than the "
             f"{limits[source]} that --number_epochs and max_epochs let it: take smaller batches, a smaller weight, or more data."
         )
-    return Layout(segments, end, here.step + steps)
+    return Layout(stages, end, here.step + steps)
 
 
 def _refuse_passed(
-    blend: Blend, rows: Sequence[int], batch: int, max_step: int, here: Here, segments: Any, end: int, source: int
+    mix: DataMix, rows: Sequence[int], batch: int, max_step: int, here: Here, stages: Any, end: int, source: int
 ) -> None:
-    would = read_before(segments, here.position + (max_step - here.step) * batch)[source]
-    name, most = blend.names[source], blend.sources[source].max_epochs
+    would = read_before(stages, here.position + (max_step - here.step) * batch)[source]
+    name, most = mix.names[source], mix.sources[source].max_epochs
     raise ValueError(
         f"Source {name!r} would be read {would / rows[source]:.2f} times in {max_step} steps ({would:,} of {rows[source]:,} "
         f"rows), more than its max_epochs, {float(most):g}: take at most --max_step {here.step + (end - here.position) // batch}, "

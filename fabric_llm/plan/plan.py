@@ -14,12 +14,12 @@ from torch import Tensor
 
 from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.data import copy_probe
-from fabric_llm.data.blend import Blend, at_least
 from fabric_llm.data.dataset import TokenDataset, fingerprint
 from fabric_llm.data.mixture import Mixture
+from fabric_llm.data.mixture_text import DataMix, at_least
 from fabric_llm.data.order import ROW_ORDER
-from fabric_llm.data.pattern import MOST_SLOTS
 from fabric_llm.data.sources import COPY
+from fabric_llm.data.stages import MOST_SLOTS
 from fabric_llm.model import strategy as strategies
 from fabric_llm.plan.evaluation_sets import ONE_SET
 from fabric_llm.plan.mixture import Here, last_step, lay_out
@@ -58,7 +58,7 @@ class DataPlan:
     document_end: Optional[int]  # token id that ends each packed document, None where documents aren't kept apart
     document_masking: Union[bool, str]  # as given, or as the run had it; "auto": off if the model turns out not to
     sources: Mapping[str, TokenDataset] = field(default_factory=dict)  # of a mixture
-    blend: Optional[Blend] = None  # --data_mix
+    mix: Optional[DataMix] = None  # --data_mix
     raised: Mapping[str, Fraction] = field(default_factory=dict)  # shares of its sources, by rewinds
     mixture: Optional[Mixture] = None  # that over this run
 
@@ -169,7 +169,7 @@ class Plan:
         return {**facts, "row_order": ROW_ORDER}
 
     def mixture_facts(self) -> dict[str, Any]:
-        """Of a mixture: the order of its sources, its segments, and the position that it may not pass."""
+        """Of a mixture: the order of its sources, its stages, and the position that it may not pass."""
         if self.data.mixture is None:
             return {}
         mixture, raised = self.data.mixture, {name: str(share) for name, share in self.data.raised.items()}
@@ -197,13 +197,13 @@ class Plan:
 
     def mixture_in_words(self) -> str:
         """What the run reads: the shares as they are used, and how often each source."""
-        stages, segments = [], self.data.mixture.segments
-        for segment, after in zip(segments, [*(one.begins for one in segments[1:]), math.inf]):
+        stages, stages = [], self.data.mixture.stages
+        for stage, after in zip(stages, [*(one.begins for one in stages[1:]), math.inf]):
             if after <= self.start.position:
                 continue
-            shares = self.data.mixture.shares_at(segment.begins)
+            shares = self.data.mixture.shares_at(stage.begins)
             words = ", ".join(f"{name} {100 * share:.6g} %" for name, share in shares.items())
-            steps = max(segment.begins - self.start.position, 0) // self.schedule.global_batch_size
+            steps = max(stage.begins - self.start.position, 0) // self.schedule.global_batch_size
             stages.append(f"{words} after step {self.start.step + steps}" if steps else words)
         read = ", ".join(f"{name} {count:.2f} times" for name, count in self.epochs().items())
         return f"Mixture: {'; '.join(stages)}. At the end each source was read: {read}."
@@ -228,14 +228,14 @@ class Plan:
         scale = min(Fraction(1), MOST_REPLAY / sum(shares.values()))
         raised = {**self.data.raised, **{name: share * scale for name, share in shares.items()}}
         layout = lay_out(
-            at_least(self.data.blend, raised),
+            at_least(self.data.mix, raised),
             self.data.mixture.rows,
             self.schedule.global_batch_size,
             self.schedule.asked_steps,
             self.schedule.number_epochs,
-            Here(there.step, there.position, self.data.mixture.segments),
+            Here(there.step, there.position, self.data.mixture.stages),
         )
-        mixture = replace(self.data.mixture, segments=layout.segments)
+        mixture = replace(self.data.mixture, stages=layout.stages)
         return replace(
             self,
             data=replace(self.data, raised=raised, mixture=mixture),

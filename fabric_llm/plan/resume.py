@@ -15,7 +15,7 @@ from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.progress import read_progress
-from fabric_llm.data import blend
+from fabric_llm.data import mixture_text
 from fabric_llm.plan import run_directory
 from fabric_llm.training.schedule import arguments_of, lr_at
 
@@ -86,8 +86,12 @@ def _data_name(folder: Optional[str], data_mix: Optional[str]) -> str:
     """What a run is called after: its dataset, also where it replays another one, or the sources of its mixture."""
     if not data_mix:
         return folder
-    mix = blend.parse(data_mix)
-    return mix.sources[0].path if mix.names == (blend.NEW, blend.REPLAY) else "-".join(mix.names)[:MOST_CHARACTERS]
+    mix = mixture_text.parse(data_mix)
+    return (
+        mix.sources[0].path
+        if mix.names == (mixture_text.NEW, mixture_text.REPLAY)
+        else "-".join(mix.names)[:MOST_CHARACTERS]
+    )
 
 
 def choose(flags: Flags, directory: Path) -> Optional[Path]:

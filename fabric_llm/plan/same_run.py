@@ -10,7 +10,7 @@ from typing import Any, Optional, Union
 from fabric_llm.base import step_names
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
-from fabric_llm.data import blend
+from fabric_llm.data import mixture_text
 from fabric_llm.model import freezing
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.resume import MOST_DIFFERENCES, given_checkpoint, lr_of_run, overrides
@@ -51,10 +51,10 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
     if schedule["ema_decay"] is None:
         schedule = {name: value for name, value in schedule.items() if name not in ("ema_device", "ema_every")}
     schedule |= {name: ",".join(freezing.words(flat[name])) or None for name in freezing.FLAGS}
-    if plan.data.blend is None:
+    if plan.data.mix is None:
         schedule.pop("data_mix")
     else:
-        schedule["data_mix"] = blend.described(plan.data.blend)
+        schedule["data_mix"] = mixture_text.described(plan.data.mix)
     fixed = {name: flat[name] for name, one in declared.items() if one.fixed}
     if plan.model.precision != "bf16-true":
         fixed["bf16_updates"] = None

@@ -24,7 +24,7 @@ from plotly.offline import get_plotlyjs
 
 from fabric_llm.base.faults import DONE, Fault
 from fabric_llm.base.files import write_atomically
-from fabric_llm.data import blend
+from fabric_llm.data import mixture_text
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.report import certificate, figures
 from fabric_llm.report.reading import AVERAGE, MEAN, Run, Series, as_written, read_run
@@ -315,7 +315,7 @@ def sources(run: Run) -> Optional[Table]:
     """What was read of each source of a mixture."""
     paths, most, shares, count = {}, {}, {}, {}
     with suppress(ValueError, TypeError, AttributeError):
-        said = blend.parse(run.flags["data_mix"]) if run.flags.get("data_mix") else blend.Blend((), ())
+        said = mixture_text.parse(run.flags["data_mix"]) if run.flags.get("data_mix") else mixture_text.DataMix((), ())
         paths = {source.name: source.path for source in said.sources}
         most = {
             source.name: f" of at most {float(source.max_epochs):g}" for source in said.sources if source.max_epochs

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
 from fabric_llm.base.command_line import Flags
-from fabric_llm.data.pattern import read_before
+from fabric_llm.data.stages import read_before
 from fabric_llm.training.schedule import arguments_of
 
 if TYPE_CHECKING:  # they need torch
@@ -44,7 +44,7 @@ def half_epochs(plan: Plan, position: int) -> int:
     """How many halves of an epoch are read before `position`; of a mixture, of the source that the run reads most rows of."""
     if plan.data.mixture is None:
         return 2 * position // len(plan.data.dataset.train)
-    last, now = (read_before(plan.data.mixture.segments, at) for at in (plan.end_of_run(), position))
+    last, now = (read_before(plan.data.mixture.stages, at) for at in (plan.end_of_run(), position))
     source = last.index(max(last))
     return 2 * now[source] // plan.data.mixture.rows[source]
 

@@ -17,7 +17,7 @@ from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.files import write_atomically
 from fabric_llm.checkpoint import reading
-from fabric_llm.data import blend
+from fabric_llm.data import mixture_text
 from fabric_llm.data.dataset import together
 from fabric_llm.data.sources import open_source
 from fabric_llm.model import capabilities, packed_attention
@@ -117,7 +117,7 @@ def as_in_run(parts: Sequence[Part]) -> Evaluation:
     flags = SimpleNamespace(data=every, training=every, evaluation=every)
     eval_data = open_eval_data(flags)
     if flat["data_mix"]:
-        sources = open_sources(flags, blend.parse(flat["data_mix"]))
+        sources = open_sources(flags, mixture_text.parse(flat["data_mix"]))
         dataset = together(list(sources.values()))
     else:
         dataset = open_source(Path(flat["train_data_dir"]), "size")

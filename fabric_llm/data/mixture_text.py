@@ -15,8 +15,8 @@ import yaml
 
 from fabric_llm.base import plain_yaml
 from fabric_llm.base.spelling import nearest
-from fabric_llm.data.pattern import MOST_SLOTS
 from fabric_llm.data.sources import NAME
+from fabric_llm.data.stages import MOST_SLOTS, Stage
 
 MOST_CHARACTERS = 60  # of a value in a message
 MOST_BYTES = plain_yaml.MOST_BYTES // 2
@@ -37,30 +37,22 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Weights that hold from a share of the run on."""
-
-    begins: Fraction  # share of the run
-    weights: tuple[int, ...]  # of each source: slots of the pattern, without a common divisor
-
-
-@dataclass(frozen=True)
-class Blend:
+class DataMix:
     """What --data_mix says."""
 
     sources: tuple[Source, ...]
-    stages: tuple[Stage, ...]  # the first begins at 0
+    stages: tuple[Stage, ...]  # by share of the run; the first begins at 0, and weights have no common divisor
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(source.name for source in self.sources)
 
-    def in_order(self, names: Sequence[str]) -> Blend:
+    def in_order(self, names: Sequence[str]) -> DataMix:
         """The same with the sources `names` first."""
         index = {name: self.names.index(name) for name in names}
         order = [*index.values(), *(i for i, name in enumerate(self.names) if name not in index)]
-        stages = tuple(replace(stage, weights=tuple(stage.weights[i] for i in order)) for stage in self.stages)
-        return Blend(tuple(self.sources[i] for i in order), stages)
+        stages = tuple(stage._replace(weights=tuple(stage.weights[i] for i in order)) for stage in self.stages)
+        return DataMix(tuple(self.sources[i] for i in order), stages)
 
 
 def text_of(given: str) -> str:
@@ -98,10 +90,10 @@ def _one_line(values: Any) -> str:
     return yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10**9).strip()
 
 
-def at_least(blend: Blend, shares: Mapping[str, Fraction]) -> Blend:
+def at_least(mix: DataMix, shares: Mapping[str, Fraction]) -> DataMix:
     """The same with at least such a share of some sources in each stage, which the others give up in proportion."""
-    stages = tuple(replace(stage, weights=_raised(stage.weights, blend.names, shares)) for stage in blend.stages)
-    return replace(blend, stages=stages)
+    stages = tuple(stage._replace(weights=_raised(stage.weights, mix.names, shares)) for stage in mix.stages)
+    return replace(mix, stages=stages)
 
 
 def _raised(weights: tuple[int, ...], names: Sequence[str], shares: Mapping[str, Fraction]) -> tuple[int, ...]:
@@ -115,7 +107,7 @@ def _raised(weights: tuple[int, ...], names: Sequence[str], shares: Mapping[str,
     return _slots(shared, names, "the mixture with more replay")
 
 
-def parse(given: str) -> Blend:
+def parse(given: str) -> DataMix:
     """The mixture that --data_mix describes. Raises ValueError in one sentence; no folder is looked at."""
     text = text_of(given.strip())
     values = _loaded(text) if text.startswith("{") else _of_short_form(text)
@@ -145,7 +137,7 @@ def parse(given: str) -> Blend:
     for (begins, _, _), (other, _, _) in zip(found, found[1:]):
         if begins == other:
             raise ValueError(f"--data_mix: two stages begin at {float(begins):g} of the run.")
-    return Blend(tuple(sources), tuple(Stage(begins, _slots(given, names, where)) for begins, given, where in found))
+    return DataMix(tuple(sources), tuple(Stage(begins, _slots(given, names, where)) for begins, given, where in found))
 
 
 def _loaded(text: str) -> Any:
@@ -271,23 +263,21 @@ def _slots(given: Mapping[str, Fraction], names: Sequence[str], where: str) -> t
     return tuple(count // divisor for count in counts)
 
 
-def described(blend: Blend) -> str:
+def described(mix: DataMix) -> str:
     """The mixture in words, without folders: what two runs of the same mixture have in common."""
     stages = []
-    for stage in blend.stages:
-        shares = sorted(
-            (name, weight / sum(stage.weights)) for name, weight in zip(blend.names, stage.weights) if weight
-        )
+    for stage in mix.stages:
+        shares = sorted((name, weight / sum(stage.weights)) for name, weight in zip(mix.names, stage.weights) if weight)
         words = ", ".join(f"{name} {share:.10g}" for name, share in shares)
         stages.append(f"from {float(stage.begins):.10g} on {words}" if stage.begins else words)
-    capped = sorted(f"{source.name} {float(source.max_epochs):g}" for source in blend.sources if source.max_epochs)
+    capped = sorted(f"{source.name} {float(source.max_epochs):g}" for source in mix.sources if source.max_epochs)
     return "; ".join([*stages, *([f"max_epochs {', '.join(capped)}"] if capped else [])])
 
 
-def require_one_length(blend: Blend, contexts: Sequence[Optional[int]]) -> None:
+def require_one_length(mix: DataMix, contexts: Sequence[Optional[int]]) -> None:
     """contexts: tokens in a row of each source, None where it isn't known. Raises ValueError where a stage has several."""
-    for stage in blend.stages:
-        found = {c: name for name, c, weight in zip(blend.names, contexts, stage.weights) if weight and c is not None}
+    for stage in mix.stages:
+        found = {c: name for name, c, weight in zip(mix.names, contexts, stage.weights) if weight and c is not None}
         if len(found) > 1:
             words = " and ".join(f"{context} in source {name!r}" for context, name in found.items())
             where = f" from {float(stage.begins):g} of the run on" if stage.begins else ""
