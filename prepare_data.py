@@ -19,13 +19,11 @@ def main(argv: Optional[list[str]] = None) -> None:
 
         ending.left = f"nothing was written to {arguments.output}"
         checks.check_preparation(arguments)
-        from fabric_llm.prepare.formats import DEFAULT_PATTERNS
+        from fabric_llm.prepare import formats, prepare, work_folder
         from fabric_llm.prepare.inputs import work_folder_of
-        from fabric_llm.prepare.prepare import prepare, summary
-        from fabric_llm.prepare.work_folder import has_work
 
         given = {name: value for name, value in vars(arguments).items() if value is not None}
-        inputs, pattern = given.pop("input", []), given.pop("pattern", DEFAULT_PATTERNS)
+        inputs, pattern = given.pop("input", []), given.pop("pattern", formats.DEFAULT_PATTERNS)
         if (model := given.pop("self_replay", None)) is not None:
             from fabric_llm.model.sampling import self_replay
 
@@ -35,12 +33,12 @@ def main(argv: Optional[list[str]] = None) -> None:
                 "tokenizer": model,
             }
         try:
-            manifest = prepare(inputs=inputs, pattern=pattern, **given)
+            manifest = prepare.prepare(inputs=inputs, pattern=pattern, **given)
         except BaseException:
-            if has_work(work_folder_of(Path(arguments.output).resolve())):
+            if work_folder.has_work(work_folder_of(Path(arguments.output).resolve())):
                 ending.left += "; the same command goes on from there"
             raise
-        print(summary(manifest), flush=True)
+        print(prepare.summary(manifest), flush=True)
         if "shard" not in manifest:
             ending.left = f"{arguments.output} is complete"
             print(f"Next: python train.py --model_name NAME_OR_DIR --train_data_dir {arguments.output}", flush=True)

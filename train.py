@@ -45,11 +45,10 @@ def main(argv: Optional[list[str]] = None) -> None:
 def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, watch: Watch) -> bool:
     """The run, from its first step or where it resumes to the last. True if asked to stop before. All ranks call it."""
     from fabric_llm.model.language_model import trained_loss
-    from fabric_llm.run import save, verdicts
-    from fabric_llm.run.build import build
+    from fabric_llm.run import build, save, verdicts
     from fabric_llm.training import ema, step, updates
 
-    run = build(fabric, flags, plan, signals, watch)
+    run = build.build(fabric, flags, plan, signals, watch)
     guard, log = run.guard, run.log
     stops = False
     if due.evaluation_first(run.progress, plan.resumed):

@@ -15,6 +15,7 @@ from fabric_llm.base.console import plain_output
 from fabric_llm.base.ending import in_one_sentence
 from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.progress import Progress
+from fabric_llm.plan import checks
 from fabric_llm.prepare.demo import prepare_demo
 from fabric_llm.report.__main__ import page_module, require_output
 from fabric_llm.run import due
@@ -69,8 +70,6 @@ def parsed(words: list[str]) -> Any:
         raise Fault(f"There is no arguments.py in {str(root)!r}: the command runs from a checkout, as train.py does.")
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    from fabric_llm.plan import checks
-
     flags = importlib.import_module("arguments").parse_train(words)
     checks.check_training(flags)
     return flags
@@ -78,14 +77,13 @@ def parsed(words: list[str]) -> Any:
 
 def planned(flags: Any) -> tuple[Any, list[str]]:
     """(the plan, warnings about it), as rank 0 of the run makes them. Raises ValueError."""
-    from fabric_llm.plan import placement, resume
-    from fabric_llm.plan.make_plan import make_plan
+    from fabric_llm.plan import make_plan, placement, resume
     from fabric_llm.run.supervision import warnings_of
 
     if flags.demo:
         prepare_demo(Path(flags.data.train_data_dir), flags.data.context_length)
     directory = resume.directory(flags)
-    plan = make_plan(flags, placement.place(flags), directory, resume.choose(flags, directory))
+    plan = make_plan.make_plan(flags, placement.place(flags), directory, resume.choose(flags, directory))
     return plan, warnings_of(flags, plan)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from fabric_llm.plan.run_directory import no_link
 
@@ -31,8 +32,6 @@ class Profile:
         """Start if `step`, which comes now, is to be recorded."""
         if self.steps is None or self.recorder is not None or not self.steps[0] <= step <= self.steps[1]:
             return
-        from torch.profiler import ProfilerActivity, profile
-
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
