@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Optional
 
-from arguments import parse_export
 from fabric_llm.base.command_line import fail
 from fabric_llm.base.console import plain_output
 from fabric_llm.base.ending import in_one_sentence
@@ -17,6 +16,8 @@ from fabric_llm.plan import checks
 
 def main(argv: Optional[list[str]] = None) -> None:
     with in_one_sentence("export_hf.py") as ending:
+        from arguments import parse_export
+
         arguments = parse_export(argv)
         output = Path(arguments.output)
         ending.left = f"nothing was written to {output}"

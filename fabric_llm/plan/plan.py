@@ -197,16 +197,16 @@ class Plan:
 
     def mixture_in_words(self) -> str:
         """What the run reads: the shares as they are used, and how often each source."""
-        stages, stages = [], self.data.mixture.stages
+        said, stages = [], self.data.mixture.stages
         for stage, after in zip(stages, [*(one.begins for one in stages[1:]), math.inf]):
             if after <= self.start.position:
                 continue
             shares = self.data.mixture.shares_at(stage.begins)
             words = ", ".join(f"{name} {100 * share:.6g} %" for name, share in shares.items())
             steps = max(stage.begins - self.start.position, 0) // self.schedule.global_batch_size
-            stages.append(f"{words} after step {self.start.step + steps}" if steps else words)
+            said.append(f"{words} after step {self.start.step + steps}" if steps else words)
         read = ", ".join(f"{name} {count:.2f} times" for name, count in self.epochs().items())
-        return f"Mixture: {'; '.join(stages)}. At the end each source was read: {read}."
+        return f"Mixture: {'; '.join(said)}. At the end each source was read: {read}."
 
     def going_on_from(self, there: Progress) -> Plan:
         """The plan of a run that a rewind takes to `there`: it has skipped data, so that fewer steps may be left of it."""
