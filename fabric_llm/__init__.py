@@ -1,12 +1,14 @@
-"""Continue the pretraining of a Hugging Face causal language model: ten rooms, each with one idea.
+"""Continue the pretraining of a Hugging Face causal language model: eleven rooms, each with one idea.
 
 base        files, faults, ranks and the command line, which all rooms use
-data        text -> documents -> tokens -> rows -> micro-batches, a function of (seed, position, rank)
+prepare     text -> documents -> tokens -> rows
+data        rows -> mixture -> (seed, position, rank) -> micro-batches
 processes   start the ranks, hear their heartbeats, stop them
 model       load a model from transformers, shard it, compare it with the reference, generate
 training    the numbers of a step: schedule, gradients, optimizer, guard, evaluation
 checkpoint  take, write, publish, load and keep checkpoints
-run         one run from its plan to its end
+plan        flags, data and model -> what will happen: a Plan; mistakes are found here
+run         the run itself: log, save, evaluate, rewind, end
 verify      prove a run, and what is done with finished weights: `python -m fabric_llm.verify`
 report      runs to look at: `python -m fabric_llm.report`
 
