@@ -18,7 +18,7 @@ from fabric_llm.base.command_line import Flag, declared, fail, flag, groups, par
 from fabric_llm.base.faults import BAD_INPUT
 from fabric_llm.data.mixture_text import text_of, with_replay
 from fabric_llm.plan.resume import branch_flags
-from fabric_llm.plan.trackers import TRACKERS
+from fabric_llm.run import trackers
 from fabric_llm.training.guard import ACTIONS
 from fabric_llm.training.schedule import DECAYS, SCHEDULES
 
@@ -414,7 +414,7 @@ class LoggingArguments:
 
     logger: str = flag(
         "none",
-        f"where metrics go besides metrics.jsonl: {', '.join(TRACKERS)}; several with commas between, such as wandb,csv",
+        f"where metrics go besides metrics.jsonl: {', '.join(trackers.TRACKERS)}; several with commas between, such as wandb,csv",
         may_change=True,
         also="report_to log_with tracker use_wandb wandb wandb_mode",
     )
@@ -572,6 +572,7 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     description = "Train a Hugging Face causal language model. Without arguments: a demo on the standard library."
     flat = parse("train.py", description, groups(Arguments).values(), argv, NOT_HERE, of_run=resumed is not None)
     try:
+        trackers.named(flat["logger"])
         flat |= _mixture(flat)
         flat |= branch_flags(flat) if flat["branch_decay"] is not None else {}
     except ValueError as error:

@@ -21,9 +21,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fabric_llm.base.console import Console
 from fabric_llm.model.flops import Flops
-from fabric_llm.plan import trackers
-from fabric_llm.plan.trackers import MANY_LINES, Tracker, flat, open_tracker
+from fabric_llm.run import trackers
 from fabric_llm.run.metrics import MetricsFile, Speed, duration, peak_memory_gib
+from fabric_llm.run.trackers import MANY_LINES, Tracker, flat, open_tracker
 
 TRAINING = {
     "step": int,

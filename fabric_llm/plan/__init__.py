@@ -12,5 +12,4 @@ resume           `directory`, `choose`: which run directory and checkpoint a run
 same_run         `require_same_run`: what a run has in common with its checkpoint, and what it changes on purpose
 make_plan        `make_plan`: flags -> what they mean on this machine, with this dataset and model
 warnings         `warnings`: valid flags that are probably a mistake
-trackers         `TRACKERS`: csv, TensorBoard, Weights & Biases
 """

@@ -22,7 +22,7 @@ from fabric_llm.data import mixture_text, prompts
 from fabric_llm.data.sources import check_dataset_folder, check_splits, parse_eval_data, said_of_rows
 from fabric_llm.model import freezing, strategy_rules
 from fabric_llm.model.folders import check_model_folder
-from fabric_llm.plan import evaluation_sets, resume, run_directory, trackers
+from fabric_llm.plan import evaluation_sets, resume, run_directory
 from fabric_llm.plan.mixture import lay_out
 from fabric_llm.prepare import tokenizer_bounds
 from fabric_llm.prepare.formats import DEFAULT_PATTERNS
@@ -74,7 +74,6 @@ def _check_flags(flags: Flags) -> None:
     if flags.training.max_step is not None:
         check_phases(vars(flags.training), flags.training.max_step)
     evaluation_sets.require_names(flags, names, bool(data.data_mix))
-    trackers.named(flags.logging.logger)
     freezing.check(flags.training.freeze, flags.training.train_only)
     _check_strategy(flags)
     resume.overrides(flags)

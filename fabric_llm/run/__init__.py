@@ -12,4 +12,5 @@ samples        `Samples`: what the model in training makes of --sample_prompts
 save           `save`, `publish`: when a checkpoint is written, and when it is published
 verdicts       `report`, `rewind`: what follows a step or an evaluation that the guard didn't take
 supervision    `supervise`: the ranks join, plan, train and end: one sentence, an exit code, STATUS.json
+trackers       `TRACKERS`: csv, TensorBoard, Weights & Biases
 """

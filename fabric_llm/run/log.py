@@ -14,11 +14,12 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.data.batches import Prefetch
 from fabric_llm.model.flops import Flops
-from fabric_llm.plan import run_directory, trackers
+from fabric_llm.plan import run_directory
 from fabric_llm.plan.plan import Plan
-from fabric_llm.plan.trackers import Record, flat
+from fabric_llm.run import trackers
 from fabric_llm.run.metrics import MetricsFile, Speed, duration, peak_memory_gib
 from fabric_llm.run.profiling import Profile
+from fabric_llm.run.trackers import Record, flat
 from fabric_llm.training.evaluation import Evaluated, Found
 from fabric_llm.training.guard import Forgetting, Guard
 from fabric_llm.training.updates import UpdateSize

@@ -16,7 +16,7 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.files import fsync, write_atomically
 from fabric_llm.data.batches import Prefetch, added
 from fabric_llm.model.flops import Flops, peak_tflops
-from fabric_llm.plan.trackers import Record
+from fabric_llm.run.trackers import Record
 
 
 class MetricsFile:

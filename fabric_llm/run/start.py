@@ -14,9 +14,10 @@ from fabric_llm.model import router
 from fabric_llm.model.flops import of_model
 from fabric_llm.model.freezing import tied_both_ways
 from fabric_llm.model.loading import has_weights
-from fabric_llm.plan import run_directory, trackers
+from fabric_llm.plan import run_directory
 from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.plan import Plan
+from fabric_llm.run import trackers
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile
 from fabric_llm.run.run import Run
