@@ -56,9 +56,8 @@ class Run:
     flags: dict[str, Any] = field(default_factory=dict)  # arguments.yaml
     status: dict[str, Any] = field(default_factory=dict)  # STATUS.json
     progress: dict[str, Any] = field(default_factory=dict)  # progress.json of the newest checkpoint
-    numbers: dict[str, dict[str, Series]] = field(
-        default_factory=dict
-    )  # name -> set or source, "" of neither -> Series
+    # name -> set or source, "" of neither -> Series
+    numbers: dict[str, dict[str, Series]] = field(default_factory=dict)
     shares: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # in the mean: (step, new shares)
     verdicts: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl

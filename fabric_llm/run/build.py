@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
@@ -198,12 +199,13 @@ def build_model(run: Run, source: str, resume_from: Optional[Path]) -> None:
     run.skeleton = _skeleton(plan)
     loading.set_generation_config(run.skeleton, source)
     loaded, chosen = reference.load(plan, source, training.seed, run.flags.model)
+    config = deepcopy(plan.model.config)
+    config._attn_implementation = chosen.attention
     run.plan = plan = replace(
         plan,
-        model=replace(plan.model, loss=chosen.loss),
+        model=replace(plan.model, config=config, loss=chosen.loss),
         data=replace(plan.data, document_end=chosen.document_end),
     )
-    plan.model.config._attn_implementation = chosen.attention
     model = language_model.LanguageModel(
         _skeleton(plan),
         with_router_loss=plan.model.router_aux_loss_coef > 0,
@@ -212,9 +214,8 @@ def build_model(run: Run, source: str, resume_from: Optional[Path]) -> None:
     layers.checkpoint_activations(model.causal_lm, plan.model.activation_checkpointing)
     if plan.model.compiles:
         layers.compile_layers(model)
-        if (
-            plan.placement.kind == "cuda" and plan.model.loss == "chunked"
-        ):  # a CPU gains from it only at large vocabularies
+        # A CPU gains from it only at large vocabularies.
+        if plan.placement.kind == "cuda" and plan.model.loss == "chunked":
             layers.compile_loss(model)
     decayed = optim.decayed_names(model)
     materializer = loading.Materializer(model, loaded.model, fabric.device)

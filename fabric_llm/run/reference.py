@@ -74,10 +74,9 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
             f"--loss chunked: {type(reference).__name__} in {plan.model.precision} can't; take --loss auto."
         )
     if model_flags.attention == "auto" and attention == "sdpa" and plan.data.document_end is not None:
-        half_on_gpu = (
-            plan.placement.kind == "cpu" or plan.model.precision != "32-true"
-        )  # torch's kernel for GPUs takes 16 bits
-        if half_on_gpu and capabilities.takes_packed_attention(reference):
+        # torch's kernel for GPUs takes 16 bits.
+        kernel = plan.placement.kind == "cpu" or plan.model.precision != "32-true"
+        if kernel and capabilities.takes_packed_attention(reference):
             attention = packed_attention.NAME
     elif attention == packed_attention.NAME and not capabilities.takes_packed_attention(reference):
         raise ValueError(f"--attention packed: {type(reference).__name__} can't; take --attention auto.")

@@ -63,9 +63,8 @@ class Words:
     counts: list[int]  # of each word in the corpus
     falls_back: bool  # characters that no token has are bytes, and not <unk>
     saved: Counter = field(default_factory=Counter)  # candidate -> tokens of the corpus
-    places: dict[Candidate, set[int]] = field(
-        default_factory=lambda: defaultdict(set)
-    )  # words, some of which had it before
+    # Candidate -> words, some of which had it before.
+    places: dict[Candidate, set[int]] = field(default_factory=lambda: defaultdict(set))
 
 
 def require_extendable(backend: Tokenizer) -> None:
@@ -140,10 +139,8 @@ def _candidates(words: Words, index: int) -> Iterator[tuple[Candidate, int]]:
     symbols = words.symbols[index]
     for symbol in symbols:
         if isinstance(symbol, Lacked) and not symbol.isspace():
-            yield (
-                (symbol,),
-                len(symbol.encode()) - 1 if words.falls_back else 1,
-            )  # what is <unk> is lost: it counts once
+            # What is <unk> is lost: it counts once.
+            yield (symbol,), len(symbol.encode()) - 1 if words.falls_back else 1
     for pair in zip(symbols, symbols[1:]):
         if not (isinstance(pair[0], Lacked) or isinstance(pair[1], Lacked)):
             yield pair, 1
