@@ -77,14 +77,13 @@ def parsed(words: list[str]) -> Any:
 
 def planned(flags: Any) -> tuple[Any, list[str]]:
     """(the plan, warnings about it), as rank 0 of the run makes them. Raises ValueError."""
-    from fabric_llm.plan import make_plan, placement, resume
-    from fabric_llm.run.supervision import warnings_of
+    from fabric_llm.plan import make_plan, placement, resume, warnings
 
     if flags.demo:
         prepare_demo(Path(flags.data.train_data_dir), flags.data.context_length)
     directory = resume.directory(flags)
     plan = make_plan.make_plan(flags, placement.place(flags), directory, resume.choose(flags, directory))
-    return plan, warnings_of(flags, plan)
+    return plan, warnings.warnings_of(flags, plan)
 
 
 # ------------------------------------------------------------------------------- the course of the run

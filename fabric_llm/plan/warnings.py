@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flag, Flags
+from fabric_llm.base.machine import cores
+from fabric_llm.model.loading import has_weights
 from fabric_llm.plan.checks import profiled_steps
+from fabric_llm.plan.plan import Plan
 
 # AdamW moves a weight by about the learning rate a step, and weights of language models begin, and mostly stay, around
 # 0.02 (initializer_range in transformers): above that one step replaces what they hold.
@@ -39,8 +42,23 @@ class Facts:
     epochs: Mapping[str, float] = field(default_factory=dict)  # how often each source of a mixture will be read
 
 
-def warnings(flags: Flags, facts: Facts) -> list[str]:
+def warnings_of(flags: Flags, plan: Plan) -> list[str]:
     """One sentence for each flag, or group of flags, that is probably a mistake."""
+    facts = Facts(
+        **{name: getattr(plan.placement, name) for name in ("strategy", "kind", "devices", "num_nodes")},
+        max_step=plan.schedule.max_step,
+        cores=cores(),
+        context_length=plan.data.dataset.context_length,
+        positions=positions(plan.model.config.get_text_config()),
+        start_step=plan.start.step,
+        sequences=plan.schedule.global_batch_size if has_weights(plan.model.source) else None,
+        epochs=plan.epochs(),
+    )
+    return warnings(flags, facts)
+
+
+def warnings(flags: Flags, facts: Facts) -> list[str]:
+    """The same, by what the flags came to."""
     flat = flags.flat()
     return [*_of_devices(flat, facts), *_without_effect(flat, flags.declared(), facts), *_of_training(flat, facts)]
 

@@ -30,15 +30,13 @@ from fabric_llm.base.faults import (
     as_mistake,
     tell_torchrun,
 )
-from fabric_llm.base.machine import cores
-from fabric_llm.model.loading import has_weights
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.plan import resume, run_directory
 from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.placement import place
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.start import ThisRank
-from fabric_llm.plan.warnings import Facts, positions, warnings
+from fabric_llm.plan.warnings import warnings_of
 from fabric_llm.processes.launch import (
     SECONDS_TO_END,
     Children,
@@ -183,21 +181,6 @@ def _plan_together(this: ThisRank, flags: Flags) -> Plan:
 def _chosen_by_rank_zero(flags: Flags, directory: Path) -> Optional[Path]:
     """The checkpoint to resume from, on all ranks: other machines may see fewer of them, or not have compared hashes."""
     return ranks.from_rank_zero(lambda: resume.choose(flags, directory))
-
-
-def warnings_of(flags: Flags, plan: Plan) -> list[str]:
-    """Warnings, a sentence each: valid flags that are probably a mistake."""
-    facts = Facts(
-        **{name: getattr(plan.placement, name) for name in ("strategy", "kind", "devices", "num_nodes")},
-        max_step=plan.schedule.max_step,
-        cores=cores(),
-        context_length=plan.data.dataset.context_length,
-        positions=positions(plan.model.config.get_text_config()),
-        start_step=plan.start.step,
-        sequences=plan.schedule.global_batch_size if has_weights(plan.model.source) else None,
-        epochs=plan.epochs(),
-    )
-    return warnings(flags, facts)
 
 
 # ------------------------------------------------------------------------------- the end
