@@ -116,10 +116,8 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
 
 def evaluate(run: Run) -> bool:
     """Log the validation losses, and judge what was forgotten. False where a request to stop came first. All ranks call it."""
-    from fabric_llm.training import ema
-
     with run.log.untimed:
-        found = run.evaluation.of(run.model, ema.average_of(run.optimizer))
+        found = run.evaluation.of(run.model, run.optimizer)
     run.watch.mark(run.progress.step, "in the next step")
     if found is not None and run.evaluation.is_on:
         run.guard.accept_evaluation(run.progress.step, found.losses)

@@ -21,9 +21,8 @@ from arguments import parse_train
 from fabric_llm.base import files
 from fabric_llm.base.step_names import checkpoints, latest, step_of
 from fabric_llm.checkpoint import writing
-from fabric_llm.checkpoint.keep import move_aside, prune, sweep
+from fabric_llm.checkpoint.keep import move_aside, prune, sweep, verified
 from fabric_llm.checkpoint.progress import Progress
-from fabric_llm.checkpoint.reading import verified
 from fabric_llm.checkpoint.tensors import Tensors
 from fabric_llm.checkpoint.writing import publish
 from fabric_llm.data.order import claimed_rows

@@ -24,7 +24,7 @@ from transformers import (
 import export_hf
 import fabric_llm.verify.__main__
 from fabric_llm.base import files, step_names
-from fabric_llm.checkpoint import reading
+from fabric_llm.checkpoint import keep, reading
 from fabric_llm.checkpoint.keep import checkpoint_at as find
 from fabric_llm.verify.export import VerificationError, export, verify
 
@@ -224,7 +224,7 @@ def test_only_an_export_is_ever_overwritten(runs, tmp_path, capsys):
             export_hf.main([str(run), "--output", str(output), "--overwrite", "true"])
         assert exit.value.code == 2 and str(output) in capsys.readouterr().err
     assert step_names.latest(run).name == "step-00000004" and (tmp_path / "home" / "thesis.txt").exists()
-    reading.verified(run / "step-00000004", hashes=True)
+    keep.verified(run / "step-00000004", hashes=True)
 
 
 def test_nothing_to_export(tmp_path, run_export):

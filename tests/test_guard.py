@@ -12,7 +12,7 @@ from conftest import ROWS
 from ranks import metrics, run_ranks, toy_run
 from safetensors.torch import load_file
 
-from fabric_llm.checkpoint import reading, writing
+from fabric_llm.checkpoint import keep, writing
 from fabric_llm.data.order import RowsRead, claimed_rows
 from fabric_llm.training.guard import Guard
 
@@ -243,7 +243,7 @@ def test_a_rewind_passes_over_a_damaged_checkpoint(toys, tmp_path, strategy, ran
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17)), "each step once"
     assert [line["step"] for line in lines if "verdict" in line] == [8]
     assert len(list((tmp_path / "run").glob("aside-step-00000012-*"))) == 1
-    reading.verified(tmp_path / "run" / "step-00000016", hashes=True)
+    keep.verified(tmp_path / "run" / "step-00000016", hashes=True)
 
 
 def test_a_save_before_any_step_was_taken_changes_nothing(toys, tmp_path):

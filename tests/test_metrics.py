@@ -261,7 +261,7 @@ def test_the_start_waits_20_seconds_for_wandb_unless_told_otherwise(monkeypatch,
         raise wandb.errors.CommError("no answer")
 
     monkeypatch.setattr(wandb, "init", no_answer)
-    monkeypatch.setattr(trackers, "_logged_in_to_wandb", lambda: True)
+    monkeypatch.setattr(trackers, "_logged_in", lambda wandb: True)
     for told in ({}, {"WANDB_INIT_TIMEOUT": "33"}):
         for name in [name for name in os.environ if name.startswith("WANDB")]:
             del os.environ[name]

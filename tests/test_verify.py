@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from fabric_llm.base import files
 from fabric_llm.base.files import MANIFEST
-from fabric_llm.checkpoint import reading
+from fabric_llm.checkpoint import keep
 from fabric_llm.verify import __main__ as verify_main
 from fabric_llm.verify import drill
 
@@ -224,8 +224,8 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_no_failure(run, capsys, monkey
             shutil.rmtree(path)
         return check(path, hashes)
 
-    check = reading.verified
-    monkeypatch.setattr(reading, "verified", prune)
+    check = keep.verified
+    monkeypatch.setattr(keep, "verified", prune)
     code, out, error = verified(capsys, run, "--no_export")
     assert (code, error) == (0, "") and "step-00000002 was pruned meanwhile" in out
 

@@ -16,29 +16,54 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
-from fabric_llm.base import step_names
+from fabric_llm.base import files, step_names
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import NO_CHECKPOINT, Fault
+from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
 from fabric_llm.base.files import MANIFEST, fsync
 from fabric_llm.base.names import nearest_of
 from fabric_llm.base.step_names import checkpoints, step_directories, step_of
-from fabric_llm.checkpoint.progress import read_progress
+from fabric_llm.checkpoint.progress import damaged, read_progress
+
+
+def verified(path: Path, hashes: bool = False) -> dict[str, Any]:
+    """A checkpoint's progress.json, once exactly its files are there with the right sizes (and hashes).
+
+    Raises Fault that names the first file that isn't (66), or that is refused for security (77).
+    """
+    if path.is_symlink():
+        raise Fault(f"{str(path)!r} is a link, which may lead out of the run directory: refused.", REFUSED)
+    if not (path / MANIFEST).is_file():
+        raise Fault(f"{str(path)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
+    listed = files.check_folder(path, hashes)["files"]
+    for index in path.glob("*.index.json"):
+        _check_index(index, listed)
+    return read_progress(path)
+
+
+def _check_index(index: Path, listed: dict[str, Any]) -> None:
+    """Weight files that an index names are the checkpoint's own."""
+    try:
+        named = files.weight_map(index).values()
+    except Fault:
+        raise
+    except ValueError as error:
+        raise damaged(index.parent, f"{index.name} can't be read.") from error
+    if foreign := sorted(set(named) - listed.keys()):
+        raise damaged(index.parent, f"{index.name} names {foreign[0]}, which isn't there.")
 
 
 def newest_valid(
     run_directory: Path, hashes: bool, suits: Callable[[dict[str, Any]], bool] = lambda document: True
 ) -> tuple[Optional[Path], list[str]]:
-    """(the newest checkpoint of a run that passes `reading.verified`, what is wrong with those that are newer).
+    """(the newest checkpoint of a run that passes `verified`, what is wrong with those that are newer).
 
     suits(document): whether the checkpoint with this progress.json may be taken. One that is refused for security isn't passed
     over: that is raised.
     """
-    from fabric_llm.checkpoint import reading
-
     problems = []
     for path in reversed(step_directories(run_directory)):
         try:
-            if suits(reading.verified(path, hashes)):
+            if suits(verified(path, hashes)):
                 return path, problems
         except Fault as fault:
             if fault.code != NO_CHECKPOINT:

@@ -13,39 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-from fabric_llm.base import files
-from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
-from fabric_llm.base.files import MANIFEST
 from fabric_llm.checkpoint.progress import damaged, read_progress
 from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, optimizer_tensors, quiet, saved_shapes, with_average
 from fabric_llm.checkpoint.tensors import Tensors, readable
-
-
-def verified(path: Path, hashes: bool = False) -> dict[str, Any]:
-    """A checkpoint's progress.json, once exactly its files are there with the right sizes (and hashes).
-
-    Raises Fault that names the first file that isn't (66), or that is refused for security (77).
-    """
-    if path.is_symlink():
-        raise Fault(f"{str(path)!r} is a link, which may lead out of the run directory: refused.", REFUSED)
-    if not (path / MANIFEST).is_file():
-        raise Fault(f"{str(path)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
-    listed = files.check_folder(path, hashes)["files"]
-    for index in path.glob("*.index.json"):
-        _check_index(index, listed)
-    return read_progress(path)
-
-
-def _check_index(index: Path, listed: dict[str, Any]) -> None:
-    """Weight files that an index names are the checkpoint's own."""
-    try:
-        named = files.weight_map(index).values()
-    except Fault:
-        raise
-    except ValueError as error:
-        raise damaged(index.parent, f"{index.name} can't be read.") from error
-    if foreign := sorted(set(named) - listed.keys()):
-        raise damaged(index.parent, f"{index.name} names {foreign[0]}, which isn't there.")
 
 
 def load_optimizer(

@@ -15,7 +15,7 @@ from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
-from fabric_llm.checkpoint import reading, state_dicts
+from fabric_llm.checkpoint import keep, state_dicts
 from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.data.dataset import TokenDataset
 from fabric_llm.model import freezing, layers, router
@@ -37,7 +37,7 @@ from fabric_llm.plan.resume import MOST_DIFFERENCES
 
 def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: Optional[Path]) -> Plan:
     """The plan of a run in `directory`, from its first step or from the checkpoint `resume_from`. Raises ValueError."""
-    resumed = {} if resume_from is None else reading.verified(resume_from)
+    resumed = {} if resume_from is None else keep.verified(resume_from)
     start = Progress(**resumed["progress"]) if resumed else Progress()
     with same_run.written_by_a_run(resume_from):
         data, schedule = plan_data(flags, batch_sizes(flags, placement), start, resumed)

@@ -99,7 +99,6 @@ def choose(flags: Flags, directory: Path) -> Optional[Path]:
 
     Called on rank 0, which has locked the run directory. Raises Fault.
     """
-    from fabric_llm.checkpoint import reading
 
     checkpoint, given = flags.checkpoint, given_checkpoint(flags)
     if not checkpoint.resume:
@@ -114,7 +113,7 @@ def choose(flags: Flags, directory: Path) -> Optional[Path]:
                 f"--checkpoint {checkpoint.checkpoint} would begin a branch in {str(directory)!r}, which holds checkpoints up "
                 f"to {own.name}: go on there without --checkpoint, or take another --run_name."
             )
-        reading.verified(given, hashes)
+        keep.verified(given, hashes)
         return given
     valid, problems = keep.newest_valid(directory, hashes)
     if valid is None and problems:

@@ -200,7 +200,7 @@ def _wandb(folder: Path, config: dict[str, Any], entity: Optional[str], project:
     run = None
     if os.environ.get("WANDB_MODE", "online") == "online":
         try:
-            if _logged_in_to_wandb():
+            if _logged_in(wandb):
                 run = wandb.init(**settings)
             else:
                 reason = "there is no API key (set WANDB_API_KEY, or run `wandb login`)"
@@ -224,10 +224,8 @@ TRACKERS: dict[str, Callable[[Path, dict[str, Any], Optional[str], Optional[str]
 }
 
 
-def _logged_in_to_wandb() -> bool:
+def _logged_in(wandb: Any) -> bool:
     """Whether there is an API key. Never asks for one."""
-    import wandb
-
     if "prompt" in inspect.signature(wandb.login).parameters:
         return wandb.login(prompt=False, verify=False)
     return wandb.api.api_key is not None  # before there was `prompt`

@@ -12,7 +12,7 @@ import torch
 
 from fabric_llm.base import ranks, step_names
 from fabric_llm.base.faults import NON_FINITE, Fault
-from fabric_llm.checkpoint import keep, reading
+from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.progress import Progress
 from fabric_llm.plan.plan import Plan
 from fabric_llm.run import save
@@ -129,7 +129,7 @@ def choose_checkpoint(run: Run, suits: Optional[Suits]) -> tuple[Optional[Path],
     for problem in problems:
         run.log.line(f"Warning: {problem}")
     if last is None and plan.resume_from is not None and not plan.has_checkpoint:  # a branch that hasn't saved yet
-        document = reading.verified(plan.resume_from, hashes)
+        document = keep.verified(plan.resume_from, hashes)
         last = plan.resume_from if suits is None or suits(document) else None
     if last is None and suits is None:
         raise Fault(
@@ -139,7 +139,7 @@ def choose_checkpoint(run: Run, suits: Optional[Suits]) -> tuple[Optional[Path],
         )
     if last is None:
         return None, {"progress": asdict(Progress()), "guard": Guard().state()}
-    return last, reading.verified(last)
+    return last, keep.verified(last)
 
 
 def _latest(run: Run) -> str:

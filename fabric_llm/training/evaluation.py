@@ -17,7 +17,7 @@ from fabric_llm.data.batches import Batches, MicroBatch, target_count
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.sources import COPY
 from fabric_llm.model.strategy import reshard
-from fabric_llm.training.ema import Average
+from fabric_llm.training.ema import average_of
 from fabric_llm.training.updates import Drift
 
 
@@ -65,13 +65,13 @@ class Evaluation:
         """False where there is nothing to evaluate."""
         return any(batches.micro_batches > 0 for batches in self.batches.values())
 
-    def of(self, model: nn.Module, average: Optional[Average] = None) -> Optional[Found]:
-        """What the model makes of each set, and its moving average; None where a request to stop came before the end.
+    def of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Optional[Found]:
+        """What the model makes of each set, and the moving average that the optimizer keeps of it, if it does.
 
-        A loss is 0 where there are no batches.
+        A loss is 0 where there are no batches. None where a request to stop came before the end.
         """
         self.was_stopped, of_average = False, None
-        sets = self._sets(model)
+        sets, average = self._sets(model), average_of(optimizer)
         if average is not None and not self.was_stopped:
             with average.in_place():
                 of_average = {name: one.loss for name, one in self._sets(model).items()}

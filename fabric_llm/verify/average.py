@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from fabric_llm.base import files
 from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, NON_FINITE, Fault
 from fabric_llm.base.files import MANIFEST
-from fabric_llm.checkpoint import reading
+from fabric_llm.checkpoint import keep, reading
 from fabric_llm.checkpoint.progress import versions
 from fabric_llm.checkpoint.state_dicts import PREFIX, tied_names
 from fabric_llm.checkpoint.tensors import Tensors
@@ -106,7 +106,7 @@ def open_parts(folders: Sequence[Path]) -> list[Part]:
 def _open(folder: Path) -> Part:
     progress = None
     if (folder / MANIFEST).is_file():
-        progress = reading.verified(folder, hashes=True)
+        progress = keep.verified(folder, hashes=True)
         sha256 = files.sha256(folder / MANIFEST)
     elif (folder / "trainer" / "progress.json").is_file():
         raise Fault(f"{str(folder)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fabric_llm.checkpoint import reading
+from fabric_llm.checkpoint import keep, reading
 from fabric_llm.checkpoint.state_dicts import tied_names
 from fabric_llm.checkpoint.tensors import Tensors
 from fabric_llm.model.loading import DTYPES, checked_skeleton, load_config, load_reference
@@ -41,7 +41,7 @@ def export(source: Path, output: Path, *, dtype: str = "auto", max_shard_size: s
     Raises Fault for a damaged checkpoint, and VerificationError if the export isn't the model that was trained. Nothing is then
     left behind, and an older `output` is unchanged. Otherwise it is replaced: whether it may be is for the caller to check.
     """
-    precision = reading.verified(source, hashes=True)["fixed"]["precision"]
+    precision = keep.verified(source, hashes=True)["fixed"]["precision"]
     config = load_config(str(source))
     weights = reading.sharded_weights(source, checked_skeleton(str(source), config, DTYPES[precision]))
     # Except for what transformers keeps in float32.

@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fabric_llm.base import files, step_names
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
-from fabric_llm.checkpoint import reading
+from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.state_dicts import PREFIX, saved_shapes, tied_names
 from fabric_llm.checkpoint.tensors import Tensors, stored_parts
 from fabric_llm.data.mixture import mixture_of
@@ -33,7 +33,7 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
     say(f"{path}: hashing")
     before = len(report.findings)
     try:
-        progress = reading.verified(path, hashes=True)
+        progress = keep.verified(path, hashes=True)
         document = files.read(path)
     except (Fault, OSError) as first:
         for fault in all_faults(path, first):
@@ -60,7 +60,7 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
 
 
 def all_faults(path: Path, first: Fault | OSError) -> list[Fault]:
-    """Everything that is wrong with the files of a checkpoint, of which `reading.verified` has raised the first."""
+    """Everything that is wrong with the files of a checkpoint, of which `keep.verified` has raised the first."""
     if isinstance(first, Fault) and first.code == REFUSED:
         return [first]
     try:

@@ -8,7 +8,7 @@ from ranks import toy_run, train_ranks
 
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import files_in
-from fabric_llm.checkpoint import reading
+from fabric_llm.checkpoint import keep
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.prepare.prepare import prepare
 
@@ -34,7 +34,7 @@ def damaged(whole, tmp_path):
 
 def assert_named(path, name, hashes=True):
     with pytest.raises(Fault) as caught:
-        reading.verified(path, hashes)
+        keep.verified(path, hashes)
     assert caught.value.code == NO_CHECKPOINT and name in str(caught.value), str(caught.value)
 
 
@@ -53,7 +53,7 @@ def test_every_flipped_bit_is_found(damaged):
                 file.flush()
                 if value != byte:
                     assert_named(damaged, name)
-    reading.verified(damaged, hashes=True)
+    keep.verified(damaged, hashes=True)
 
 
 def test_every_truncated_file_is_found(damaged):
@@ -65,7 +65,7 @@ def test_every_truncated_file_is_found(damaged):
         for hashes in (True, False):
             assert_named(damaged, names[index % len(names)], hashes)
         file.write_bytes(content)
-    reading.verified(damaged, hashes=True)
+    keep.verified(damaged, hashes=True)
 
 
 def test_every_missing_file_is_found(damaged):
@@ -76,7 +76,7 @@ def test_every_missing_file_is_found(damaged):
         file.unlink()
         assert_named(damaged, names[index % len(names)])
         file.write_bytes(content)
-    reading.verified(damaged, hashes=True)
+    keep.verified(damaged, hashes=True)
 
 
 def test_a_file_that_nobody_wrote_is_found(damaged):

@@ -15,7 +15,7 @@ from ranks import Job, metrics, toy_run
 from safetensors.torch import load_file
 
 from fabric_llm.base import failpoints, step_names
-from fabric_llm.checkpoint import reading
+from fabric_llm.checkpoint import keep
 
 pytestmark = pytest.mark.faults
 
@@ -53,7 +53,7 @@ def assert_same_run(run, reference):
 def assert_intact(run, lost=INTERVAL):
     """Whatever bears a checkpoint's name is one, and no more than `lost` steps are gone."""
     for path in step_names.step_directories(run):
-        reading.verified(path, hashes=True)
+        keep.verified(path, hashes=True)
     last = step_names.latest(run)
     durable = 0 if last is None else step_names.step_of(last)
     logged = logged_steps(run)

@@ -75,15 +75,15 @@ def drop_optimizer_item(item):
 
 def drop_from_progress(item):
     def drop():
-        from fabric_llm.checkpoint import reading
+        from fabric_llm.checkpoint import keep
 
-        check = reading.verified
+        check = keep.verified
 
         def without(path, hashes=False):
             document = check(path, hashes)
             return {**document, "progress": {**document["progress"], item: 0}}
 
-        reading.verified = without
+        keep.verified = without
 
     return drop
 
