@@ -11,19 +11,21 @@ import os
 import re
 import sys
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
 from fabric_llm.base.command_line import Flag, declared, fail, flag, groups, parse
 from fabric_llm.base.faults import BAD_INPUT
 from fabric_llm.data.mixture_text import text_of, with_replay
-from fabric_llm.plan.resume import branch_flags
-from fabric_llm.run import trackers
+from fabric_llm.plan.run_directory import branch_flags
+from fabric_llm.run import metrics
 from fabric_llm.training.guard import ACTIONS
 from fabric_llm.training.schedule import DECAYS, SCHEDULES
 
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
+setting = partial(flag, may_change=True)  # a flag that may have another value in a run that resumes
 # What to do instead of giving a flag that other trainers have and train.py hasn't, by the flag's names.
 NOT_HERE = {
     "bf16 use_bf16 bfloat16": "take --precision bf16-true, or bf16-mixed",
@@ -47,13 +49,11 @@ NOT_HERE = {
     "use_peft use_lora lora_r lora_alpha lora_rank adapter": "all weights are trained, there are no adapters",
     "load_in_8bit load_in_4bit quantize": "weights are trained in 16 or 32 bit, see --precision",
     "use_liger_kernel liger cut_cross_entropy": "take --loss chunked, which makes no logits of a whole batch",
-    "tp tp_size tensor_parallel_size tensor_parallel_degree": "the model is sharded by --strategy fsdp or fsdp2 alone",
-    "pp pp_size cp cp_size context_parallel_degree ep": "the model is sharded by --strategy fsdp or fsdp2 alone",
+    "tp tp_size tensor_parallel_size tensor_parallel_degree pp pp_size cp cp_size ep": "take --strategy fsdp or fsdp2",
     "local_rank rank node_rank master_addr master_port": "torchrun gives them, or RANK, MASTER_ADDR and the like",
     "gpu gpu_ids cuda device_ids": "take --devices N, and CUDA_VISIBLE_DEVICES to choose which",
     "no_cuda use_cpu cpu": "take --accelerator cpu",
-    "eval_strategy evaluation_strategy": "take --eval_step_interval, a number of steps",
-    "save_strategy": "take --save_step_interval, a number of steps",
+    "eval_strategy evaluation_strategy save_strategy": "take --eval_step_interval, --save_step_interval",
 }
 
 
@@ -64,7 +64,7 @@ NOT_HERE = {
 class DeviceArguments:
     """Devices"""
 
-    devices: Union[int, Literal["auto"]] = flag(
+    devices: Union[int, Literal["auto"]] = setting(
         "auto",
         above=0,
         instead={
@@ -72,26 +72,24 @@ class DeviceArguments:
             "all": "auto takes all GPUs",
             r".*[,\[:].*": "it is how many: choose which with CUDA_VISIBLE_DEVICES=0,1 and --devices 2",
         },
-        may_change=True,
         also="nproc_per_node gpus num_gpus num_processes num_devices world_size",
     )
     """processes per node, one device each; auto: all GPUs, or 1 CPU, or as many as torchrun or srun started"""
-    num_nodes: int = flag(1, above=0, may_change=True, also="num_machines")
+    num_nodes: int = setting(1, above=0, also="num_machines")
     """number of machines; under torchrun or srun: as many as it started processes on"""
-    accelerator: Literal["auto", "cpu", "cuda", "gpu"] = flag(
+    accelerator: Literal["auto", "cpu", "cuda", "gpu"] = setting(
         "auto",
         instead={"mps": "PyTorch's FSDP has no MPS: take cpu", "tpu": "take --tpu true"},
-        may_change=True,
         also="device device_type",
     )
     """auto: cuda where there is a GPU, else cpu"""
     oversubscribe: bool = flag(False, kept=False)
     """start more processes than the CPU cores or the memory of the machine allow"""
-    hang_timeout: float = flag(1800.0, above=0, may_change=True, also="ddp_timeout nccl_timeout")
+    hang_timeout: float = setting(1800.0, above=0, also="ddp_timeout nccl_timeout")
     """seconds without progress of a rank (set-up, a step, an evaluation's batch, a save) that end the run with 71"""
-    join_timeout: float = flag(300.0, above=0, may_change=True)
+    join_timeout: float = setting(300.0, above=0)
     """seconds of silence of a rank that the others wait for, before training begins, that end the run with 71"""
-    tpu: bool = flag(False, may_change=True)
+    tpu: bool = setting(False)
     """train on TPU cores with Fabric's XLA FSDP strategy (needs torch_xla)"""
 
 
@@ -100,9 +98,7 @@ class DataArguments:
     """Data"""
 
     # The folder may be moved: the fingerprint of what it holds belongs to the run.
-    train_data_dir: Optional[str] = flag(
-        None, may_change=True, also="data_dir data_path dataset dataset_name train_file"
-    )
+    train_data_dir: Optional[str] = setting(None, also="data_dir data_path dataset dataset_name train_file")
     """dataset folder that prepare_data.py wrote, or any with input_ids"""
     data_mix: Optional[str] = flag(
         None,
@@ -113,21 +109,21 @@ class DataArguments:
     name=folder:weight[:max_epochs],... with weights that are shares of tokens, such as
     new=data/new:0.75,old=data/old:0.25:4"""
     # What --replay and --replay_fraction come to is kept as --data_mix.
-    replay: Optional[str] = flag(None, may_change=True)
+    replay: Optional[str] = setting(None)
     """with --train_data_dir: dataset folder of what the model knows already, read along so that it isn't forgotten; the
     short form of --data_mix new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F"""
-    replay_fraction: Optional[float] = flag(None, may_change=True)
+    replay_fraction: Optional[float] = setting(None)
     """share of the tokens that --replay gives, F (default: 0.2)"""
-    context_length: Optional[int] = flag(
-        None, above=0, may_change=True, also="block_size cutoff_len max_length max_seq_len seq_len sequence_len"
+    context_length: Optional[int] = setting(
+        None, above=0, also="block_size cutoff_len max_length max_seq_len seq_len sequence_len"
     )
     """tokens per sequence; must be what the dataset holds (default: that)"""
-    verify_data: Literal["auto", "full", "size"] = flag("auto", may_change=True)
+    verify_data: Literal["auto", "full", "size"] = setting("auto")
     """compare the dataset's files with prepare_data.py's hashes, or only sizes; auto: hashes up to 1 GiB"""
     document_masking: Union[bool, Literal["auto"]] = flag("auto")
     """packed documents don't see each other: attention and positions restart (needs prepare_data.py's manifest); auto:
     where the model can, which is measured; a resumed run keeps what it had"""
-    num_workers: int = flag(1, at_least=0, may_change=True, also="dataloader_num_workers dataset_num_proc")
+    num_workers: int = setting(1, at_least=0, also="dataloader_num_workers dataset_num_proc")
     """threads that make the next steps' batches ready, on the GPU if there is one; 0: inside the step"""
 
 
@@ -136,10 +132,8 @@ class ModelArguments:
     """Model"""
 
     # It may only change to another name of the same model, see plan.py.
-    model_name: Optional[str] = flag(
-        None,
-        may_change=True,
-        also="base_model checkpoint_dir hf_model init_from model_name_or_path pretrained_model_name_or_path",
+    model_name: Optional[str] = setting(
+        None, also="base_model checkpoint_dir hf_model init_from model_name_or_path pretrained_model_name_or_path"
     )
     """hub name or local directory of a causal LM; with a config.json and no weights: random start"""
     precision: Literal["bf16-true", "bf16-mixed", "16-mixed", "32-true"] = flag(
@@ -158,20 +152,19 @@ class ModelArguments:
         "stochastic", fixed=True, needs="precision bf16-true"
     )
     """bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 6 (they don't), 14"""
-    attention: Literal["auto", "packed", "sdpa", "flash_attention_2", "flex_attention", "eager"] = flag(
+    attention: Literal["auto", "packed", "sdpa", "flash_attention_2", "flex_attention", "eager"] = setting(
         "auto",
         instead={"flash|flash_attn|flash_attention": "take flash_attention_2, or sdpa, which has a flash kernel too"},
-        may_change=True,
         also="attn_implementation attn_impl flash_attn sdp_attention",
     )
     """attention implementation; packed: of each packed document by itself, without a mask; auto: packed where documents
     are kept apart and the model can, else sdpa, else eager; flash needs its package"""
-    loss: Literal["auto", "full", "chunked"] = flag("auto", may_change=True)
+    loss: Literal["auto", "full", "chunked"] = setting("auto")
     """chunked: the loss and its gradients in chunks of tokens, without the logits of the whole batch; auto: where the
     model's head can, which is measured"""
-    compile: Union[bool, Literal["auto"]] = flag("auto", may_change=True, also="torch_compile use_compile")
+    compile: Union[bool, Literal["auto"]] = setting("auto", also="torch_compile use_compile")
     """compile each layer with torch.compile; auto: on GPUs, where the layers are large enough to pay for it"""
-    verify_start: bool = flag(True, may_change=True)
+    verify_start: bool = setting(True)
     """before step 1 compare the wrapped model with plain transformers on a probe (costs one pass on the CPU)"""
 
 
@@ -179,47 +172,41 @@ class ModelArguments:
 class FSDPArguments:
     """FSDP (docs/fsdp.md says what each flag does and costs)"""
 
-    strategy: Literal["auto", "fsdp", "fsdp2", "ddp"] = flag(
+    strategy: Literal["auto", "fsdp", "fsdp2", "ddp"] = setting(
         "auto",
         instead={"deepspeed|zero3": "take fsdp or fsdp2, which shards as ZeRO-3 does"},
-        may_change=True,
         needs="tpu false",
         also="distributed_backend parallelism fsdp_version",
     )
     """auto: fsdp for several devices, none for one"""
-    auto_wrap_policy: str = flag(
+    auto_wrap_policy: str = setting(
         "auto",
-        may_change=True,
         needs="strategy fsdp fsdp2",
         also="fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap",
     )
     """what is gathered at once: layer class name(s) such as LlamaDecoderLayer or GPT2Block, comma-separated; auto: ask
     the model; size:N: modules of N parameters and more; none: the whole model"""
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] = flag(
-        "FULL_SHARD", may_change=True, needs="strategy fsdp fsdp2", also="fsdp_sharding_strategy sharding"
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] = setting(
+        "FULL_SHARD", needs="strategy fsdp fsdp2", also="fsdp_sharding_strategy sharding"
     )
     """what each rank holds a part of; fsdp2 takes all but NO_SHARD"""
-    state_dict_type: Literal["full", "sharded"] = flag("full", may_change=True, also="fsdp_state_dict_type")
+    state_dict_type: Literal["full", "sharded"] = setting("full", also="fsdp_state_dict_type")
     """full: each checkpoint opens with from_pretrained; sharded: each rank writes its part"""
-    limit_all_gathers: bool = flag(True, may_change=True, needs="strategy fsdp")
+    limit_all_gathers: bool = setting(True, needs="strategy fsdp")
     """fsdp: let at most two gathers be in flight"""
-    cpu_offload: bool = flag(False, may_change=True, needs="tpu false", also="fsdp_offload_params enable_cpu_offload")
+    cpu_offload: bool = setting(False, needs="tpu false", also="fsdp_offload_params enable_cpu_offload")
     """fsdp, fsdp2: keep parameters, gradients and optimizer state in host memory"""
-    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = flag(
-        "BACKWARD_PRE", may_change=True, needs="strategy fsdp", also="fsdp_backward_prefetch"
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = setting(
+        "BACKWARD_PRE", needs="strategy fsdp", also="fsdp_backward_prefetch"
     )
     """fsdp: gather the next layer before, after, or not ahead of, the current gradient"""
-    reduce_dtype: Literal["float32", "bfloat16"] = flag(
-        "float32",
-        may_change=True,
-        needs="strategy fsdp fsdp2, precision bf16-true bf16-mixed 16-mixed",
-        also="mixed_precision_reduce",
+    reduce_dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", needs="strategy fsdp fsdp2, precision bf16-true bf16-mixed 16-mixed", also="mixed_precision_reduce"
     )
     """fsdp, fsdp2: dtype that gradients are summed over devices in, unless --precision is 32-true"""
-    activation_checkpointing: Union[bool, str] = flag(
+    activation_checkpointing: Union[bool, str] = setting(
         False,
         takes="none, full, every:N (such as every:2) or selective",
-        may_change=True,
         also="gradient_checkpointing recompute_activations",
     )
     """recompute in the backward pass instead of storing: none, full (each layer), every:N (one layer of N), selective
@@ -230,7 +217,7 @@ class FSDPArguments:
 class CheckpointArguments:
     """Checkpoint"""
 
-    output_dir: str = flag("checkpoints", may_change=True, also="save_dir save_folder dump_folder default_root_dir")
+    output_dir: str = setting("checkpoints", also="save_dir save_folder dump_folder default_root_dir")
     """folder of run directories"""
     run_name: Optional[str] = flag(None, kept=False, also="wandb_name exp_name experiment_name")
     """name of the run directory (default: model and data, numbered)"""
@@ -244,7 +231,7 @@ class CheckpointArguments:
         also="auto_resume auto_resume_from_checkpoints",
     )
     """go on from the run's latest checkpoint, or from --checkpoint; auto: if there is one, else start"""
-    verify_checkpoints: Literal["full", "size"] = flag("full", may_change=True)
+    verify_checkpoints: Literal["full", "size"] = setting("full")
     """before resuming, compare sizes and sha256 of all files with the manifest, or only sizes"""
     checkpoint: Optional[str] = flag(
         None, kept=False, also="ckpt_path resume_from resume_from_checkpoint load_checkpoint"
@@ -263,24 +250,21 @@ class TrainingArguments:
     given"""
     max_step: Optional[int] = flag(None, above=0, also="max_iters num_training_steps steps total_steps train_steps")
     """steps of the whole run (default: as many as --number_epochs needs)"""
-    max_hours: Optional[float] = flag(None, above=0, may_change=True, also="max_time max_duration time_limit")
+    max_hours: Optional[float] = setting(None, above=0, also="max_time max_duration time_limit")
     """hours after the start of this process at which it asks itself to stop: it finishes the step, saves and ends with
     exit code 75; leave the job's limit some more for that step and the save"""
     # These two may change: the global batch that they come to belongs to the run.
-    micro_batch_size: Optional[int] = flag(
+    micro_batch_size: Optional[int] = setting(
         None,
         above=0,
-        may_change=True,
         also="batch_size local_batch_size per_device_train_batch_size train_batch_size train_micro_batch_size_per_gpu",
     )
     """sequences per device in one forward pass (default: 1, or what follows)"""
-    gradient_accumulation_steps: Optional[int] = flag(
-        None, above=0, may_change=True, also="accumulate_grad_batches grad_acc_steps"
-    )
+    gradient_accumulation_steps: Optional[int] = setting(None, above=0, also="accumulate_grad_batches grad_acc_steps")
     """micro-batches per step (default: 1, or what follows)"""
     global_batch_size: Optional[int] = flag(None, above=0, also="total_batch_size effective_batch_size")
     """sequences per step = micro_batch_size x gradient_accumulation_steps x devices x nodes"""
-    accumulation_dtype: Literal["float32", "same"] = flag("float32", may_change=True)
+    accumulation_dtype: Literal["float32", "same"] = setting("float32")
     """of gradients summed over micro-batches; float32 costs 4 bytes a parameter held, same: that of the weights"""
     grad_clip: float = flag(
         1.0,
@@ -344,13 +328,13 @@ class TrainingArguments:
 class GuardArguments:
     """NaN and spikes (docs/numerics.md)"""
 
-    max_skipped_steps: int = flag(10, at_least=0, may_change=True)
+    max_skipped_steps: int = setting(10, at_least=0)
     """more skipped steps in a row, or rewinds of the whole run, end it with exit code 76"""
-    spike_threshold: Optional[float] = flag(None, above=0, may_change=True)
+    spike_threshold: Optional[float] = setting(None, above=0)
     """standard deviations of the loss above its window that are a spike"""
-    spike_window: int = flag(100, above=0, may_change=True, needs="spike_threshold")
+    spike_window: int = setting(100, above=0, needs="spike_threshold")
     """steps that a loss is compared with"""
-    spike_action: Literal["warn", "skip", "rewind"] = flag("warn", may_change=True, needs="spike_threshold")
+    spike_action: Literal["warn", "skip", "rewind"] = setting("warn", needs="spike_threshold")
     """skip: leave the update out; rewind: back to the last checkpoint, and past the data since then"""
 
 
@@ -358,22 +342,16 @@ class GuardArguments:
 class EvaluationArguments:
     """Evaluation (also in the middle and at the end of each epoch, of a mixture of its largest source, and at the last step)"""
 
-    eval_batch_size: int = flag(
-        8, above=0, may_change=True, needs="eval_iters", also="per_device_eval_batch_size val_batch_size"
-    )
+    eval_batch_size: int = setting(8, above=0, needs="eval_iters", also="per_device_eval_batch_size val_batch_size")
     """sequences per device in one forward pass"""
-    eval_iters: int = flag(50, at_least=0, may_change=True, also="limit_val_batches max_eval_steps val_iters")
+    eval_iters: int = setting(50, at_least=0, also="limit_val_batches max_eval_steps val_iters")
     """batches per evaluation, over all devices together; 0: no evaluation"""
-    eval_step_interval: Optional[int] = flag(
-        None,
-        above=0,
-        may_change=True,
-        needs="eval_iters",
-        also="eval_every eval_freq eval_steps val_interval validation_interval",
+    eval_step_interval: Optional[int] = setting(
+        None, above=0, needs="eval_iters", also="eval_every eval_freq eval_steps val_interval validation_interval"
     )
     """steps between evaluations (default: none between)"""
-    eval_data: Optional[str] = flag(
-        None, takes="name=folder, comma-separated, such as general=data/general,code=data/code", may_change=True
+    eval_data: Optional[str] = setting(
+        None, takes="name=folder, comma-separated, such as general=data/general,code=data/code"
     )
     """validation sets besides those of the training data: name=folder, comma-separated, of prepare_data.py or any with
     input_ids, made with the model's tokenizer; the loss of each is also given in bits per byte of text"""
@@ -389,22 +367,21 @@ class EvaluationArguments:
 class SaveArguments:
     """Save (also at the last step)"""
 
-    save_step_interval: Optional[int] = flag(
+    save_step_interval: Optional[int] = setting(
         None,
         above=0,
-        may_change=True,
         also="checkpoint_interval checkpointing_steps ckpt_every_steps every_n_train_steps save_every save_steps",
     )
     """steps between checkpoints (default: none between)"""
-    keep_last: Optional[int] = flag(None, above=0, may_change=True, also="save_total_limit save_top_k")
+    keep_last: Optional[int] = setting(None, above=0, also="save_total_limit save_top_k")
     """newest checkpoints to keep (default: all); pinned ones always stay"""
-    keep_every: Optional[int] = flag(None, above=0, may_change=True, needs="keep_last")
+    keep_every: Optional[int] = setting(None, above=0, needs="keep_last")
     """with keep_last: keep those of multiples of so many steps as well"""
-    keep_best: int = flag(1, at_least=0, may_change=True, needs="keep_last, eval_iters")
+    keep_best: int = setting(1, at_least=0, needs="keep_last, eval_iters")
     """with keep_last: keep so many with the lowest validation loss at their step as well"""
-    keep_best_of: Optional[str] = flag(None, may_change=True)
+    keep_best_of: Optional[str] = setting(None)
     """validation set whose loss that is (default: the training data's; of a mixture their mean, weighted by the shares)"""
-    async_save: bool = flag(False, may_change=True, needs="save_step_interval", also="async_checkpoint async_mode")
+    async_save: bool = setting(False, needs="save_step_interval", also="async_checkpoint async_mode")
     """write checkpoints while training goes on; costs their size in host memory (not the last one)"""
 
 
@@ -412,31 +389,28 @@ class SaveArguments:
 class LoggingArguments:
     """Logging (metrics.jsonl is always written)"""
 
-    logger: str = flag(
+    logger: str = setting(
         "none",
-        f"where metrics go besides metrics.jsonl: {', '.join(trackers.TRACKERS)}; several with commas between, such as wandb,csv",
-        may_change=True,
+        f"where metrics go besides metrics.jsonl: {', '.join(metrics.TRACKERS)}; several with commas between, such as wandb,csv",
         also="report_to log_with tracker use_wandb wandb wandb_mode",
     )
-    log_step_interval: int = flag(
-        10, above=0, may_change=True, also="log_every log_every_n_steps log_freq logging_steps"
-    )
+    log_step_interval: int = setting(10, above=0, also="log_every log_every_n_steps log_freq logging_steps")
     """steps between logged lines; 1: each step"""
     profile: Optional[str] = flag(None, kept=False)
     """START:STOP: record the steps from START to STOP, both included, on rank 0 with torch's profiler, into the folder
     profile of the run directory; prints the five largest costs"""
-    entity: Optional[str] = flag(None, may_change=True, needs="logger wandb", also="wandb_entity")
+    entity: Optional[str] = setting(None, needs="logger wandb", also="wandb_entity")
     """Weights & Biases entity"""
-    project: Optional[str] = flag(None, may_change=True, needs="logger wandb", also="wandb_project")
+    project: Optional[str] = setting(None, needs="logger wandb", also="wandb_project")
     """Weights & Biases project (default: fabric_llm)"""
-    log_model: Union[bool, Literal["last", "all"]] = flag(
-        False, takes="false, last or all", may_change=True, needs="logger wandb", also="wandb_log_model"
+    log_model: Union[bool, Literal["last", "all"]] = setting(
+        False, takes="false, last or all", needs="logger wandb", also="wandb_log_model"
     )
     """upload to Weights & Biases: last, the last checkpoint of a finished run, or all, each as it is saved"""
-    sample_tokens: int = flag(0, at_least=0, may_change=True)
+    sample_tokens: int = setting(0, at_least=0)
     """tokens to generate with plain transformers from the last checkpoint, as a look at it, and after each of the
     --sample_prompts (0: none, and 64 after those)"""
-    sample_prompts: Optional[str] = flag(None, may_change=True)
+    sample_prompts: Optional[str] = setting(None)
     """file of up to 64 prompts, one a line, or JSON lines with "prompt": before step 1 and with each checkpoint, but
     for one that a request to stop asks for, --sample_tokens tokens after each prompt go to samples.jsonl, the most
     likely ones (greedy); any strategy, all ranks, one forward pass of up to 1,024 tokens for each token; see
@@ -572,8 +546,13 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     description = "Train a Hugging Face causal language model. Without arguments: a demo on the standard library."
     flat = parse("train.py", description, groups(Arguments).values(), argv, NOT_HERE, of_run=resumed is not None)
     try:
-        trackers.named(flat["logger"])
-        flat |= _mixture(flat)
+        metrics.named(flat["logger"])
+        # arguments.yaml keeps the mixture itself, as its file may change.
+        if flat["replay"] is not None or flat["replay_fraction"] is not None:
+            mix = with_replay(flat["train_data_dir"], flat["data_mix"], flat["replay"], flat["replay_fraction"])
+            flat |= {"data_mix": mix, "train_data_dir": None, "replay": None, "replay_fraction": None}
+        elif flat["data_mix"]:
+            flat["data_mix"] = text_of(flat["data_mix"])
         flat |= branch_flags(flat) if flat["branch_decay"] is not None else {}
     except ValueError as error:
         fail("train.py", str(error), getattr(error, "code", BAD_INPUT))
@@ -586,14 +565,6 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     return Arguments(**by_group, demo=demo, on_command_line=on_command_line)
 
 
-def _mixture(flat: dict[str, Any]) -> dict[str, Any]:
-    """What arguments.yaml keeps of --data_mix and --replay: the mixture itself, as its file may change. Raises ValueError."""
-    if flat["replay"] is None and flat["replay_fraction"] is None:
-        return {"data_mix": flat["data_mix"] and text_of(flat["data_mix"])}
-    mix = with_replay(flat["train_data_dir"], flat["data_mix"], flat["replay"], flat["replay_fraction"])
-    return {"data_mix": mix, "train_data_dir": None, "replay": None, "replay_fraction": None}
-
-
 def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     """arguments.yaml of the run that --resume true with --run_name or --checkpoint names, None if there is none."""
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -604,16 +575,14 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     if not resumes or not (given.run_name or given.checkpoint):
         return None
     folder = Path(given.output_dir or "checkpoints", given.run_name or "")
-    if given.checkpoint:
-        folder = Path(os.path.abspath(given.checkpoint)).parent
-    return folder / "arguments.yaml" if (folder / "arguments.yaml").is_file() else None
+    file = (Path(os.path.abspath(given.checkpoint)).parent if given.checkpoint else folder) / "arguments.yaml"
+    return file if file.is_file() else None
 
 
 def parse_prepare(argv: Optional[list[str]] = None) -> PrepareArguments:
     """Arguments of prepare_data.py. Exits with code 2 and one sentence on anything it doesn't know."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    description = "Raw text -> a packed dataset folder for train.py."
-    return PrepareArguments(**parse("prepare_data.py", description, [PrepareArguments], argv))
+    return PrepareArguments(**parse("prepare_data.py", "Raw text -> a packed dataset.", [PrepareArguments], argv))
 
 
 def parse_export(argv: Optional[list[str]] = None) -> ExportArguments:
@@ -621,5 +590,4 @@ def parse_export(argv: Optional[list[str]] = None) -> ExportArguments:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and not argv[0].startswith("-"):  # the checkpoint may be given by position
         argv = ["--checkpoint", *argv]
-    description = "Checkpoint -> a verified Hugging Face directory: export_hf.py checkpoints/RUN --output hf/mine"
-    return ExportArguments(**parse("export_hf.py", description, [ExportArguments], argv))
+    return ExportArguments(**parse("export_hf.py", "Checkpoint -> a Hugging Face model.", [ExportArguments], argv))

@@ -6,8 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Optional
 
-from fabric_llm.base.console import plain_output
-from fabric_llm.base.ending import in_one_sentence
+from fabric_llm.base.program import in_one_sentence, plain_output
 
 
 def main(argv: Optional[list[str]] = None) -> None:
@@ -19,11 +18,11 @@ def main(argv: Optional[list[str]] = None) -> None:
 
         ending.left = f"nothing was written to {arguments.output}"
         checks.check_preparation(arguments)
-        from fabric_llm.prepare import formats, prepare, work_folder
-        from fabric_llm.prepare.inputs import work_folder_of
+        from fabric_llm.prepare import prepare
+        from fabric_llm.prepare.inputs import DEFAULT_PATTERNS, work_folder_of
 
         given = {name: value for name, value in vars(arguments).items() if value is not None}
-        inputs, pattern = given.pop("input", []), given.pop("pattern", formats.DEFAULT_PATTERNS)
+        inputs, pattern = given.pop("input", []), given.pop("pattern", DEFAULT_PATTERNS)
         if (model := given.pop("self_replay", None)) is not None:
             from fabric_llm.model.sampling import self_replay
 
@@ -35,7 +34,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         try:
             manifest = prepare.prepare(inputs=inputs, pattern=pattern, **given)
         except BaseException:
-            if work_folder.has_work(work_folder_of(Path(arguments.output).resolve())):
+            if prepare.has_work(work_folder_of(Path(arguments.output).resolve())):
                 ending.left += "; the same command goes on from there"
             raise
         print(prepare.summary(manifest), flush=True)

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Optional
 
 from arguments import Arguments, parse_train
 from fabric_llm.base.command_line import is_rank_zero
-from fabric_llm.base.console import outlast_readers, plain_output
+from fabric_llm.base.program import outlast_readers, plain_output
 from fabric_llm.plan import checks
 from fabric_llm.plan.start import leave_at_once, start, told_in_one_sentence, without_collection
 from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal
-from fabric_llm.run import due
-from fabric_llm.training.schedule import lr_at
+from fabric_llm.training.schedule import arguments_of, lr_at
 
 if TYPE_CHECKING:  # what needs torch is imported when it is used: --help and mistakes are answered at once
     from fabric_llm.base.fabric import Fabric
@@ -46,25 +45,25 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
     """The run, from its first step or where it resumes to the last. True if asked to stop before. All ranks call it."""
     from fabric_llm.model.language_model import trained_loss
     from fabric_llm.run import build, save, verdicts
-    from fabric_llm.training import ema, step, updates
+    from fabric_llm.training import ema, step
 
     run = build.build(fabric, flags, plan, signals, watch)
     guard, log = run.guard, run.log
     stops = False
-    if due.evaluation_first(run.progress, plan.resumed):
+    if save.evaluates_first(plan):
         evaluated = evaluate(run)
         stops = not evaluated or guard.verdict == "stop"
         if stops and not plan.has_checkpoint:
-            save.save(run, evaluated=evaluated, due=due.FIRST, stops=True)
+            save.save(run, evaluated=evaluated, stops=True)
 
     while not (stops or run.is_over):
         # Where the step begins and ends. Its data, its learning rate and what is due after it follow from these two.
         before, run.progress = run.progress, run.plan.after(run.progress)
-        number, now = run.progress.step, due.at(before, run.progress, run.plan, flags)
-        log.profile.begin(number)
-        lr = step.set_lr(
-            run.optimizer, lr_at(before.step, max_step=run.plan.schedule.max_step, **due.schedule(flags.training))
-        )
+        number = run.progress.step
+        logs, evaluates, saves = save.due_after(before, run.progress, run.plan, flags)
+        log.begin(number)
+        lr = lr_at(before.step, max_step=run.plan.schedule.max_step, **arguments_of(vars(flags.training)))
+        step.set_lr(run.optimizer, lr)
         step.seed_step(flags.training.seed, before.step, fabric.global_rank)
 
         # The gradient of the mean loss over all target tokens of the global batch, counted before the first forward.
@@ -80,15 +79,15 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
         with log.waits:  # here the host waits for the device, and for the other ranks
             grad_norm = step.clip(fabric, run.model, run.optimizer, flags.training.grad_clip)
             asked = [*run.requests.ask(), save.has_written(run)]
-            (loss, *aux_loss), (stop, saves, written) = step.share(fabric, total, asked)
+            (loss, *aux_loss), (stop, save_now, written) = step.share(fabric, total, asked)
 
         # From here on all ranks decide alike, by numbers that they share. A NaN must not come into the weights.
-        sampled = updates.sample_weights(run.model.parameters()) if now.logs else None
+        sampled = step.sample_weights(run.model.parameters()) if logs else None
         update = None
         if guard.accept(loss, grad_norm):
             run.optimizer.step()
             ema.update(run.optimizer, number)
-            update = updates.size(sampled, run.model) if now.logs else None
+            update = step.update_size(sampled, run.model) if logs else None
         else:
             step.leave_out(fabric)
         run.optimizer.zero_grad()
@@ -97,17 +96,17 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
         log.advance(run.progress)
         verdicts.report(run, before)  # ends the run after too many steps that weren't taken
         save.publish(run, written)
-        if now.logs or stop or saves or guard.verdict == "rewind":
-            log.step(run.progress, loss=loss, lr=lr, grad_norm=grad_norm, aux_loss=aux_loss, update=update)
-        evaluated = False
-        if now.evaluates and not stop and guard.verdict != "rewind":
+        if logs or stop or save_now or guard.verdict == "rewind":
+            log.step(loss, lr, grad_norm, aux_loss, update)
+        evaluated = False if evaluates else None
+        if evaluates and not stop and guard.verdict != "rewind":
             evaluated = evaluate(run)  # a request to stop cuts it off
         if guard.verdict == "rewind":  # by the loss of the step, or by what the evaluation says of forgetting
             verdicts.rewind(run)
             continue  # also where a stop was asked for: the next step asks again, and saves where the run is then
-        stops = bool(stop) or (now.evaluates and not evaluated) or guard.verdict == "stop"
-        if now.saves or saves or stops:
-            save.save(run, evaluated=evaluated, due=now, stops=stops)
+        stops = bool(stop) or evaluated is False or guard.verdict == "stop"
+        if saves or save_now or stops:
+            save.save(run, evaluated=evaluated, stops=stops)
 
     verdicts.require_budget(run)
     run.close()
@@ -121,7 +120,7 @@ def evaluate(run: Run) -> bool:
     run.watch.mark(run.progress.step, "in the next step")
     if found is not None and run.evaluation.is_on:
         run.guard.accept_evaluation(run.progress.step, found.losses)
-        run.log.evaluation(run.progress, found, run.guard.forgetting)
+        run.log.evaluation(found, run.guard.forgetting)
     return found is not None
 
 

@@ -147,10 +147,10 @@ def train_and_measure(argv: list[str], torch_optimizer: bool, numbers: Path) -> 
     os.dup2(output, 2)
     import train
     from benchmarks.one_step import state_of, storage_bytes
-    from fabric_llm.training import optim
+    from fabric_llm.training import adamw
 
-    made, make = [], torch_adamw if torch_optimizer else optim.AdamW
-    optim.AdamW = lambda *given, **named: made.append(make(*given, **named)) or made[-1]
+    made, make = [], torch_adamw if torch_optimizer else adamw.AdamW
+    adamw.AdamW = lambda *given, **named: made.append(make(*given, **named)) or made[-1]
     train.main(argv)
     weights = [parameter for group in made[-1].param_groups for parameter in group["params"]]
     sizes = {"parameters": sum(p.numel() for p in weights), "weight_bytes": storage_bytes(weights)}
@@ -162,9 +162,9 @@ def torch_adamw(groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, 
     """PyTorch's AdamW, called like ours."""
     import torch
 
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-    optimizer.initialise = lambda: None  # its first step does that, which comes before the first save
-    return optimizer
+    return torch.optim.AdamW(
+        groups, lr=lr, betas=betas, fused=True
+    )  # its state is made by its first step, before a save
 
 
 def read_metrics(file: Path) -> dict[str, Any]:

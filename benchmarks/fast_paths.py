@@ -4,7 +4,7 @@
     python benchmarks/fast_paths.py --only loss
 
 Loss: from hidden states to the sum of the losses of all tokens, and the gradients of hidden states and head. `full`
-makes the logits of all tokens, as transformers does. `chunked` is this template's (fabric_llm/model/loss_head.py). `torch`
+makes the logits of all tokens, as transformers does. `chunked` is this template's (fabric_llm/model/fast_paths.py). `torch`
 is torch.nn.functional.linear_cross_entropy, from torch 2.13. `liger` and `cce` (cut_cross_entropy) are GPU kernels, where
 their packages are installed.
 
@@ -188,8 +188,8 @@ def chunked(hidden: Tensor, head: Tensor) -> Loss:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
+    from fabric_llm.model.fast_paths import Head, chunked_loss
     from fabric_llm.model.language_model import token_loss
-    from fabric_llm.model.loss_head import Head, chunked_loss
 
     vocabulary, hidden_size = head.shape
     shape = {"num_hidden_layers": 1, "intermediate_size": 8, "num_attention_heads": 1, "tie_word_embeddings": False}

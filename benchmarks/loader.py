@@ -34,7 +34,7 @@ from benchmarks.turns import alternate  # noqa: E402
 from fabric_llm.data.batches import Batches, Prefetch  # noqa: E402
 from fabric_llm.data.dataset import open_dataset, together  # noqa: E402
 from fabric_llm.data.mixture import Mixture  # noqa: E402
-from fabric_llm.data.stages import Stage  # noqa: E402
+from fabric_llm.data.mixture_text import Stage  # noqa: E402
 
 NOTES = """
 Workers are threads that read ahead while the step computes. Here nothing computes, so they only show that they don't hold the

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -73,14 +74,6 @@ def nothing(*args: Any, **more: Any) -> None:
 
 
 @wrapping
-def without_syncing(original, self, folder):
-    original(self, folder)
-    self.syncing.shutdown()
-    done = SimpleNamespace(result=nothing)
-    self.syncing = SimpleNamespace(submit=lambda *args: done, shutdown=nothing)
-
-
-@wrapping
 def without_trace_of_unreadable(original, *args):
     try:
         original(*args)
@@ -104,13 +97,6 @@ def only_listed(original, folder):
     manifest = Path(folder, "MANIFEST.json")
     listed = json.loads(manifest.read_bytes())["files"] if manifest.is_file() else None
     return [name for name in original(folder) if listed is None or name in listed]
-
-
-@wrapping
-def once_still_always_still(original, self):
-    if self._is_still():
-        self._is_still = lambda: True
-    return original(self)
 
 
 @wrapping
@@ -144,6 +130,14 @@ def hangup_as_sigterm(original, self, number, frame):
 @wrapping
 def without_given(original, arguments, directory):
     return original(replace(arguments, checkpoint=replace(arguments.checkpoint, checkpoint=None)), directory)
+
+
+@wrapping
+def without_minimum(original, fabric, micro_batches):
+    from fabric_llm.base.ranks import sum_over_ranks
+    from fabric_llm.data.batches import target_count
+
+    return sum_over_ranks(fabric, sum(target_count(batch) for batch in micro_batches))
 
 
 @wrapping
@@ -191,13 +185,23 @@ def with_another_error(original, *args, **more):
         raise RuntimeError("not what is caught") from error
 
 
-@wrapping
-def newest_by_name_elsewhere(original, flags, directory):
-    from fabric_llm.base import step_names
+def newest_by_name_elsewhere(ranks):
+    from fabric_llm.base import files
     from fabric_llm.base.command_line import is_rank_zero
-    from fabric_llm.plan import resume
 
-    return resume.choose(flags, directory) if is_rank_zero() else step_names.latest(directory)
+    def chosen(choose):
+        directory = inspect.getclosurevars(choose).nonlocals["this"].directory
+        return choose() if is_rank_zero() else files.latest(directory)
+
+    return SimpleNamespace(**{**vars(ranks), "from_rank_zero": chosen})
+
+
+@wrapping
+def lost_with_the_others(original, this, *args, **more):
+    from fabric_llm.base.faults import PEER_LOST
+
+    code = original(this, *args, **more)
+    return PEER_LOST if this.children.processes else code
 
 
 @wrapping
@@ -223,10 +227,8 @@ def takes_anything(original, self, loss, grad_norm):
 
 @wrapping
 def without_try(original, self):
-    action = None
-    while action is not self._close:
-        action = self.waiting.get()
-        action()
+    while (waiting := self.waiting.get()) is not None:
+        waiting[1]()
 
 
 @dataclass(frozen=True)
@@ -259,8 +261,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      KILLS, "named_point and save.parts and sharded",
      wrapping(lambda original, value: re.sub(r"\.tmp-(step-\d+)-\w+$", r"\1", original(value)))),
     ("kill in a save", "on the disk before the name", "checkpoint.writing:fsync", CHECKPOINT, "everything_is_on_disk"),
-    ("kill in a save", "files are durable", "base.files:Describing.__init__", CHECKPOINT, "everything_is_on_disk",
-     without_syncing),
+    ("kill in a save", "files are durable", "base.files:fsync", CHECKPOINT, "everything_is_on_disk"),
     ("kill in a save", "leftovers are swept", "checkpoint.keep:sweep", KILLS, "named_point and save.parts and full",
      gives([])),
     ("kill in a save", "leftovers go before the disk is asked", "plan.run_directory:sweep",
@@ -280,8 +281,9 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("a save raises", "at the log as well", "checkpoint.writing:commit", ROWS, "made_durable", log_before_commit),
     ("signals", "every rank hears of it", "training.step:share", ROWS, "sigterm",
      own_request_alone),
-    ("signals", "nobody needs to read what is printed", "base.console:outlast_readers", ROWS, "ctrl_c"),
-    ("signals", "nobody waits for a reader", "base.console:Lasting._is_read", ROWS, "does_not_read", gives(True)),
+    ("signals", "nobody needs to read what is printed", "base.program:outlast_readers", ROWS, "ctrl_c"),
+    ("signals", "nobody waits for a reader", "base.program:SECONDS_FOR_A_READER", ROWS, "does_not_read",
+     is_now(3600.0)),
     ("signals", "handled at all", "processes.stop:_under_nohup", ROWS, "sigterm", gives(True)),
     ("signals", "a lost terminal asks once", "processes.stop:StopSignal._handle", STOP, "terminal",
      hangup_as_sigterm),
@@ -292,11 +294,11 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      each_anew),
     ("signals", "a request to stop ends an evaluation", "training.evaluation:Evaluation._until_stopped",
      EVALUATION, "heard_inside", is_now(lambda self: self.batches.stream(0))),
-    ("signals", "an evaluation that was cut off is made up", "run.due:evaluation_first", EVALUATION, "heard_inside",
-     wrapping(lambda original, start, resumed: original(start, {}))),
+    ("signals", "an evaluation that was cut off is made up", "run.save:evaluates_first", EVALUATION, "heard_inside",
+     wrapping(lambda original, plan: original(replace(plan, resumed={})))),
     ("signals", "torchrun doesn't start again what was stopped", "processes.launch:for_launcher",
      ROWS, "asked_to_stop_is_not", is_now(lambda code: code)),
-    ("signals", "stop and save_now files", "processes.stop:_take", STOP, "file", gives(False)),
+    ("signals", "stop and save_now files", "processes.stop:STOP_FILE", STOP, "file", is_now("no")),
     ("damage", "a file that can't be read", "base.files:check_files", FALLBACK, "cannot_be_read",
      without_trace_of_unreadable),
     ("damage", "in what a new run starts from", "plan.make_plan:_require_whole", FALLBACK, "new_run_from"),
@@ -307,41 +309,42 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("damage", "files that nobody wrote", "base.files:files_in", DAMAGE, "nobody_wrote", only_listed),
     ("damage", "falls back to the newest whole one", "checkpoint.keep:newest_valid", FALLBACK, "falls_back",
      newest_or_none),
-    ("damage", "a named one is never replaced", "plan.resume:choose", FALLBACK, "never_replaced",
+    ("damage", "a named one is never replaced", "plan.run_directory:choose", FALLBACK, "never_replaced",
      without_given),
-    ("restart", "a branch goes on where it is", "plan.resume:_restarted", ROWS, "branch", gives(False)),
-    ("a rank fails", "the first fault is told", "processes.store:Store.put_first", ROWS, "first_error", own_fault),
-    ("a rank fails", "its fault is remembered when the store has gone", "processes.store:Store.refresh",
+    ("restart", "a branch goes on where it is", "plan.run_directory:_restarted", ROWS, "branch", gives(False)),
+    ("a rank fails", "the first fault is told", "processes.watch:Watch.put_first", ROWS, "first_error", own_fault),
+    ("a rank fails", "its fault is remembered when the store has gone", "processes.watch:Watch.refresh",
      ROWS, "full_disk_at_the_log", forgetful),
     ("a rank fails", "its death is seen by who started it", "processes.launch:Children.dead",
      ROWS, "killed_rank_of_a_plain"),
-    ("a rank fails", "no rank outlives rank 0", "base.ending:PR_SET_PDEATHSIG", ROWS, "frozen_rank_of_a_plain",
+    ("a rank fails", "no rank outlives rank 0", "base.program:PR_SET_PDEATHSIG", ROWS, "frozen_rank_of_a_plain",
      is_now(0)),
-    ("a rank fails", "a command ends as its first rank", "run.supervision:_code_of_others", ROWS, "ends_as_the_first",
-     wrapping(lambda original, first, children: original(first, SimpleNamespace(processes={})))),
-    ("a rank fails", "one command for all ranks", "run.supervision:_require_one_command", ROWS, "two_commands"),
+    ("a rank fails", "a command ends as its first rank", "run.supervision:_end", ROWS, "ends_as_the_first",
+     lost_with_the_others),
+    ("a rank fails", "one command for all ranks", "run.supervision:ranks", ROWS, "two_commands",
+     with_names(gather=lambda value: [value])),
     ("a rank fails", "ranks get their own numbers", "processes.launch:subprocess", ROWS, "numbered_already",
      with_the_same_rank),
     ("a rank fails", "an end before training is told", "plan.run_directory:leave", ROWS, "ends_before_training"),
-    ("a rank fails", "no rank waits for a store that has gone", "processes.store:Store.refresh",
+    ("a rank fails", "no rank waits for a store that has gone", "processes.watch:Watch.refresh",
      ROWS, "while_rank_0_is_frozen", patient),
-    ("a rank hangs", "heartbeats are listened to", "processes.watch:Watch._hangs", ROWS, "hangs_or_is_frozen and hang"),
+    ("a rank hangs", "heartbeats are listened to", "processes.watch:hanging", ROWS, "hangs_or_is_frozen and hang"),
     ("a rank hangs", "judged by the number of collectives", "processes.watch:hanging",
      ROWS, "hangs_or_is_frozen and hang", without_counts),
-    ("a rank hangs", "work that goes on is no hang", "processes.watch:Watch._hangs", WATCH, "suspended",
-     once_still_always_still),
+    ("a rank hangs", "work that goes on is no hang", "processes.watch:MOST_SECONDS_BETWEEN_LOOKS", WATCH, "suspended",
+     is_now(float("inf"))),
     ("a rank hangs", "a silent rank is told from a busy one", "processes.watch:Watch._silence",
      ROWS, "hangs_or_is_frozen and stop", gives(0.0)),
-    ("a rank hangs", "rank 0, with the store, is watched too", "processes.watch:Watch._lost_store",
+    ("a rank hangs", "rank 0, with the store, is watched too", "processes.watch:Watch._silent",
      ROWS, "hears_of_rank_0s_death"),
-    ("a rank hangs", "nobody waits for a frozen store", "processes.store:Store.refresh", ROWS, "just_before and stop",
+    ("a rank hangs", "nobody waits for a frozen store", "processes.watch:Watch.refresh", ROWS, "just_before and stop",
      patient),
     ("a rank hangs", "rank 0's own story stays", "run.supervision:run_directory", ROWS, "told_by_rank_0",
      with_names(read_status=lambda folder: {})),
-    ("node lost", "ranks are counted anew", "plan.checks:launched_world", ROWS, "lost_node"),
+    ("node lost", "ranks are counted anew", "processes.launch:launched_world", ROWS, "lost_node"),
     ("ranks", "a flag that isn't the launcher's is refused", "processes.launch:launched_world",
      WORLD, "world_is_the_launchers", wrapping(lambda original, asked: original({}))),
-    ("ranks", "what was read is recorded", "verify.inspect_checkpoint:claimed_rows", WORLD, "not_read_as_claimed",
+    ("ranks", "what was read is recorded", "verify.inspect_run:claimed_rows", WORLD, "not_read_as_claimed",
      gives(ANY)),
     ("disk full", "room is asked for", "base.files:room", ROWS, "no_room"),
     ("directory", "one disk for all machines", "run.build:require_shared_directory", ROWS, "do_not_share"),
@@ -360,23 +363,23 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      wrapping(lambda original, then, now: {} if "precision" in now else original(then, now))),
     ("other ranks", "order doesn't depend on their number", "data.batches:Batches.indices", WORLD_CYCLE, "sharded-fsdp",
      wrapping(lambda original, self, positions: original(replace(self, seed=self.seed + self.world_size), positions))),
-    ("other schedule", "refused unless named", "plan.resume:overrides", BAD_INPUT, "run_that_is_there",
+    ("other schedule", "refused unless named", "plan.checks:overrides", BAD_INPUT, "run_that_is_there",
      wrapping(lambda original, flags: list(flags.declared()))),
     ("other schedule", "the new curve is shown", "plan.same_run:_curves", ROWS, "extending", gives([])),
     ("rollback", "later checkpoints are moved aside", "checkpoint.keep:move_aside", CHECKPOINT, "rollback", gives([])),
-    ("rollback", "isn't made again by a restart", "plan.resume:_goes_on_from", ROWS, "rollback_that_is_restarted",
+    ("rollback", "isn't made again by a restart", "plan.run_directory:_goes_on_from", ROWS, "rollback_that_is_restarted",
      gives(False)),
-    ("other machines", "take what rank 0 has chosen", "run.supervision:_chosen_by_rank_zero",
+    ("other machines", "take what rank 0 has chosen", "run.supervision:ranks",
      ROWS, "machines_without_torchrun", newest_by_name_elsewhere),
     ("dataset", "its hashes", "data.dataset:_check_files", DAMAGE, "dataset",
      is_now(lambda folder, manifest, verify: "written" in manifest)),
     ("dataset", "token ids fit the vocabulary", "plan.make_plan:_require_rows_for", BAD_INPUT, "test_datasets"),
-    ("dataset", "a batch without targets", "training.step:_at_least_one", NUMERICS, "without_any_target",
-     is_now(lambda count: count)),
-    ("mixture", "no source is read more often than it may be", "plan.mixture:_refuse_passed",
+    ("dataset", "a batch without targets", "training.step:count_targets", NUMERICS, "without_any_target",
+     without_minimum),
+    ("mixture", "no source is read more often than it may be", "plan.mixture:_first_passed",
      LAW_12, "do_not_go_together"),
-    ("mixture", "all sources have one tokenizer", "plan.data:_require_one_tokenizer", LAW_12, "different_tokenizers"),
-    ("mixture", "what was read is recorded", "verify.inspect_checkpoint:claimed_by", LAW_12, "that_were_not_read",
+    ("mixture", "all sources have one tokenizer", "plan.make_plan:_require_one_tokenizer", LAW_12, "different_tokenizers"),
+    ("mixture", "what was read is recorded", "verify.inspect_run:claimed_by", LAW_12, "that_were_not_read",
      gives(ANY)),
     ("not finite", "the step is left out", "training.guard:Guard._judge", NON_FINITE, "none_of_them and fsdp2",
      takes_anything),
@@ -385,16 +388,16 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("not finite", "no checkpoint holds one", "checkpoint.writing:is_finite", NON_FINITE, "checkpoint_of_a_model",
      gives(True)),
     ("not finite", "the limit", "training.guard:Guard.gives_up", GUARD, "too_many", gives(False)),
-    ("tracker", "its failures are no failures", "run.trackers:Tracker._work", METRICS, "tracker_that_fails",
+    ("tracker", "its failures are no failures", "run.metrics:Trackers._work", METRICS, "tracker_that_fails",
      without_try),
-    ("tracker", "it never holds the run up", "run.trackers:Tracker.log", METRICS, "tracker_that_is_slow",
-     is_now(lambda self, step, record: self._log(step, dict(record)))),
+    ("tracker", "it never holds the run up", "run.metrics:Trackers.log", METRICS, "tracker_that_is_slow",
+     is_now(lambda self, step, record: [log(step, record) for log, _ in self.opened.values()])),
     ("device memory", "recognised", "base.faults:_MEMORY_WORDS", ROWS, "out_of_memory", is_now(())),
     ("security", "files that could run code", "base.files:CODE_SUFFIXES", SECURITY, "attack and pickle", is_now(())),
     ("security", "names that lead outside", "base.files:check_name",
      SECURITY, "attack and (above or absolute or backslashes)"),
     ("security", "links", "plan.run_directory:no_link", SECURITY, "attack and link", is_now(lambda path: path)),
-    ("clock", "order is by step", "base.step_names:step_directories", ROWS, "clocks",
+    ("clock", "order is by step", "base.files:step_directories", ROWS, "clocks",
      wrapping(lambda original, run: sorted(original(run), key=lambda path: path.stat().st_mtime))),
     ("retention", "pinned", "checkpoint.keep:is_pinned", ROWS, "retention", gives(False)),
     ("retention", "the best", "checkpoint.keep:_eval_loss", CHECKPOINT, "prune_keeps_the_best", gives(float("inf"))),

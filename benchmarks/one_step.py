@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Optional
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,13 +17,13 @@ from torch import Tensor  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from arguments import parse_train  # noqa: E402
-from fabric_llm.model import loading  # noqa: E402
+from fabric_llm.model import loading, weights  # noqa: E402
 from fabric_llm.model.language_model import trained_loss  # noqa: E402
 from fabric_llm.model.strategy import make_fabric  # noqa: E402
-from fabric_llm.plan import resume  # noqa: E402
+from fabric_llm.plan import run_directory  # noqa: E402
 from fabric_llm.plan.make_plan import make_plan  # noqa: E402
-from fabric_llm.plan.placement import place  # noqa: E402
 from fabric_llm.plan.plan import Plan  # noqa: E402
+from fabric_llm.plan.start import place  # noqa: E402
 from fabric_llm.run import build, reference  # noqa: E402
 from fabric_llm.run.run import Run  # noqa: E402
 from fabric_llm.training import step  # noqa: E402
@@ -37,8 +38,8 @@ def set_up(argv: list[Any], drawn_on_device: bool = False) -> Run:
     drawn_on_device: a Llama's weights are drawn there, whatever files there are. One device, without --verify_start.
     """
     arguments = parse_train([str(word) for word in argv])
-    directory = resume.directory(arguments)
-    plan = make_plan(arguments, place(arguments), directory, resume.choose(arguments, directory))
+    directory = run_directory.directory(arguments)
+    plan = make_plan(arguments, place(arguments), directory, run_directory.choose(arguments, directory))
     fabric = make_fabric(
         plan.placement.strategy,
         devices=plan.placement.devices,
@@ -49,26 +50,28 @@ def set_up(argv: list[Any], drawn_on_device: bool = False) -> Run:
     fabric.launch()
     with _drawn_on(fabric.device) if drawn_on_device else nullcontext():
         run = Run(fabric, arguments, plan, None, plan.start)
-        build.build_model(run, plan.model.source, plan.resume_from)
+        build.build_model(run, plan.model.source)
     run.batches = build.make_batches(run)
     return run
 
 
 @contextmanager
 def _drawn_on(device: torch.device) -> Iterator[None]:
-    """The reference is on the device and shares its memory with the model: a CPU takes minutes for billions of weights.
+    """The weights are drawn on the device, as one model: a CPU takes minutes for billions of them.
 
     Which fast paths the model takes is measured on a small one of its class.
     """
 
-    def draw(plan: Plan, source: str, seed: int, model_flags: Any) -> tuple[reference.Reference, reference.Chosen]:
+    def draw(plan: Plan, source: str, seed: int, model_flags: Any) -> Any:
         dtype = loading.DTYPES[plan.model.precision]
         small = type(plan.model.config)(**{**plan.model.config.to_dict(), **SMALL_LLAMA})
         small._attn_implementation = plan.model.config._attn_implementation
         chosen = reference.choose(AutoModelForCausalLM.from_config(small, dtype=dtype), plan, model_flags)
         torch.manual_seed(seed)
         with device:
-            return reference.Reference(AutoModelForCausalLM.from_config(plan.model.config, dtype=dtype)), chosen
+            drawn = AutoModelForCausalLM.from_config(plan.model.config, dtype=dtype).state_dict()
+        names = weights.units(loading.build_skeleton(plan.model.config, dtype))
+        return SimpleNamespace(read=lambda unit: {name: drawn[name] for name in names[unit]}), (None, None), chosen
 
     load, reference.load = reference.load, draw
     try:

@@ -23,7 +23,7 @@ from torch import nn  # noqa: E402
 
 from benchmarks import page  # noqa: E402
 from benchmarks.turns import seconds_in_turns  # noqa: E402
-from fabric_llm.training import adamw_plain, adamw_rounded  # noqa: E402
+from fabric_llm.training import adamw, adamw_rounded  # noqa: E402
 from fabric_llm.training.adamw import AdamW  # noqa: E402
 
 SHAPES = {  # hidden size, of the MLP, of keys and values, layers, vocabulary; embeddings tied
@@ -88,7 +88,7 @@ def compiling(device: torch.device) -> str:
     if device.type == "cpu":
         adamw_rounded.compiled()
     built = time.perf_counter() - began
-    used = adamw_rounded._fastest(device) is not adamw_plain.update
+    used = adamw_rounded.fastest(device) is not adamw_rounded.plain_update
     whole = time.perf_counter() - began - built
     return (
         f"The compiler takes {built:.2f} s in each process. Compiling and comparing with plain PyTorch take {whole:.2f} s. "
@@ -103,7 +103,7 @@ def timing(size: str, device: torch.device, rounds: int) -> str:
     for row in ROWS:
         optimizer = row.make(params[row.dtype])
         if row.kernel == "kernel":
-            optimizer.elements = max(optimizer.elements, adamw_rounded.LEAST_ELEMENTS)
+            optimizer.elements = max(optimizer.elements, adamw.LEAST_ELEMENTS)
         elif row.kernel == "plain":
             optimizer.elements = 0
         steps[row.name] = optimizer.step

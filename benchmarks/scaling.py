@@ -74,7 +74,7 @@ class Point(NamedTuple):
         """Of a rank's step in float32, either where the forward pass ends or where the backward pass does.
 
         A layer keeps 11 x width + 4 x the MLP's width numbers a token: the inputs of norms, matrix products and
-        attention. The loss in chunks (fabric_llm/model/loss_head.py) takes three copies of 2^21 logits, and makes
+        attention. The loss in chunks (fabric_llm/model/fast_paths.py) takes three copies of 2^21 logits, and makes
         the gradient of the head in the forward pass, which needs a second one of its chunk.
         """
         tokens = self.context * self.micro_batch

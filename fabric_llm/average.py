@@ -8,17 +8,20 @@ Exit codes: 0 done, 1 the verification failed, 2 bad arguments or parts of diffe
 
 from __future__ import annotations
 
+import math
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from fabric_llm.base import files
+from fabric_llm.base import command_line, files
 from fabric_llm.base.command_line import flag, parse
-from fabric_llm.base.console import plain_output
-from fabric_llm.base.ending import in_one_sentence
+from fabric_llm.base.files import MANIFEST
+from fabric_llm.base.names import nearest_of
+from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.plan.checks import exported_output
-from fabric_llm.verify import average_parts
 
 PROGRAM = "python -m fabric_llm.average"
 DESCRIPTION = "Average the weights of checkpoints of one model: python -m fabric_llm.average checkpoints/RUN --last 5 --output hf/mine"
@@ -28,68 +31,96 @@ DESCRIPTION = "Average the weights of checkpoints of one model: python -m fabric
 class AverageArguments:
     """Options"""
 
-    parts: list[str] = flag(
-        None,
-        "what is averaged, also without --parts, before all flags: runs (their latest checkpoint, or --last), checkpoints, "
-        "Hugging Face directories",
-    )
+    # May be given without its flag, before all others.
+    parts: list[str] = flag(None, "runs (their latest checkpoint, or --last), checkpoints and Hugging Face directories")
     output: str = flag(None, "Hugging Face directory to write, such as hf/mine")
-    last: Optional[int] = flag(None, "take so many of the newest checkpoints of each run (default: 1)")
+    last: Optional[int] = flag(None, "take so many of the newest checkpoints of each run (default: 1)", above=0)
     weights: str = flag(
         "equal",
-        "equal, which imitates a linear decay of the learning rate over the checkpoints; inverse_sqrt, which imitates a "
-        "1-sqrt decay; or a number for each part, which are made to add up to 1",
-        takes="equal, inverse_sqrt or a number for each part, comma-separated, such as 0.7,0.3",
+        "equal, which imitates a linear decay of the learning rate, or a number for each part, made to add up to 1",
+        takes="equal or a number for each part, comma-separated, such as 0.7,0.3",
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
-        "auto", "dtype of the weights; auto: as trained, of parts that differ the wider one"
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag("auto", "auto: the widest of the parts")
     max_shard_size: str = flag("5GB", "largest weight file")
-    evaluate: bool = flag(
-        True,
-        "print the validation loss of each part and of the average, on the data and as many batches as the run had",
-    )
+    evaluate: bool = flag(True, "print the validation loss of each part and of the average, as the run was evaluated")
     overwrite: bool = flag(False, "replace an existing output folder")
 
 
-def parse_average(argv: list[str]) -> AverageArguments:
-    """The arguments in `argv`. Exits with code 2 and one sentence on anything it doesn't know."""
-    first_flag = next((index for index, word in enumerate(argv) if word.startswith("-")), len(argv))
-    words = [*(["--parts", *argv[:first_flag]] if first_flag else []), *argv[first_flag:]]
-    return AverageArguments(**parse(PROGRAM, DESCRIPTION, [AverageArguments], words))
+def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
+    """The directories that are averaged, in the order given, and those of a run by step. Raises ValueError."""
+    folders, runs = [], 0
+    for name in given:
+        path = Path(name)
+        if not path.is_dir():
+            is_of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.exists()
+            hint = " A model of the hub is given by the folder that it was downloaded to." if is_of_hub else ""
+            raise ValueError(f"No checkpoint, run or model at {name!r}.{nearest_of(path) or hint}")
+        if (path / MANIFEST).is_file() or (path / "config.json").is_file():
+            folders.append(path)
+            continue
+        there = files.checkpoints(path)
+        if not there:
+            raise ValueError(f"{name!r} is neither a checkpoint nor a run with one, nor a model with a config.json.")
+        if last is not None and last > len(there):
+            raise ValueError(f"--last {last}: {name!r} has {len(there)} checkpoint{'s' * (len(there) > 1)}.")
+        folders, runs = [*folders, *there[-(last or 1) :]], runs + 1
+    if last is not None and not runs:
+        raise ValueError(f"--last {last} counts the checkpoints of a run, and {given[0]!r} is none.")
+    places = [folder.resolve() for folder in folders]
+    for number, place in enumerate(places):
+        if place in places[:number]:
+            twice = str(folders[number])
+            raise ValueError(f"{twice!r} is given twice; what counts more gets a larger number in --weights.")
+        try:
+            command_line.read_yaml(place.parent / "arguments.yaml")
+        except command_line.NotPlain as error:
+            raise ValueError(f"{error}.") from error
+        except (OSError, ValueError):
+            continue  # there is none, or the evaluation says what is wrong with it
+    return folders
+
+
+def weights_of(given: str, count: int) -> list[float]:
+    """The weight of each of `count` parts, which add up to 1, for what --weights says. Raises ValueError."""
+    try:
+        numbers = [1.0] * count if given == "equal" else [float(word) for word in given.split(",")]
+    except ValueError:
+        raise ValueError(f"--weights takes equal or a number for each part, such as 0.7,0.3, not {given!r}.") from None
+    if len(numbers) != count:
+        raise ValueError(f"--weights {given}: {len(numbers)} numbers for {count} parts.")
+    total = math.fsum(numbers)
+    if not all(number >= 0 for number in numbers) or not 0 < total < math.inf:
+        raise ValueError(f"--weights {given}: weights are 0 or more, finite, and not all 0.")
+    return [number / total for number in numbers]
 
 
 def main(argv: Optional[list[str]] = None) -> None:
-    """Run the command."""
+    """Run the command. Raises SystemExit where it fails."""
+    words = sys.argv[1:] if argv is None else argv
+    first_flag = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    if first_flag:
+        words = ["--parts", *words]
     with in_one_sentence(PROGRAM) as ending:
-        given = parse_average(sys.argv[1:] if argv is None else argv)
+        given = AverageArguments(**parse(PROGRAM, DESCRIPTION, [AverageArguments], words))
         ending.left = f"nothing was written to {given.output}"
         output = Path(given.output)
-        folders = average_parts.named(given.parts, given.last)
-        weights = average_parts.weights_of(given.weights, folders)
-        average_parts.require_apart(folders, output)
+        folders = named(given.parts, given.last)
+        weights = weights_of(given.weights, len(folders))
+        if output.resolve() in [folder.resolve() for folder in folders]:
+            raise ValueError(f"--output {given.output!r} is one of the parts; take another.")
         exported_output(output, given.overwrite)
         files.writable(output)
-        # These import torch, for which --help and mistakes don't wait.
-        from transformers.utils.logging import disable_progress_bar
+        from fabric_llm.verify import average  # imports torch, for which --help and mistakes don't wait
 
-        from fabric_llm.verify import average, average_losses
-
-        disable_progress_bar()
         parts = average.open_parts(folders)
         print(f"Averaging {len(parts)} model{'s' * (len(parts) > 1)} into {output}", flush=True)
         for folder, weight in zip(folders, weights):
             print(f"  {weight:.4f}  {folder}", flush=True)
-        if len(parts) == 1:
-            print("  The average of one model is that model.", flush=True)
         print(average.average(parts, weights, given.weights, output, given.dtype, given.max_shard_size), flush=True)
         ending.left = f"{output} is complete"
-        better = average_losses.compare(parts, weights, output) if given.evaluate else None
-        if better is not None and better.run:
-            print(f"Next: python export_hf.py {better.path} --output {output} --overwrite true", flush=True)
-        else:
-            best = given.output if better is None else str(better.path)
-            print(f"Next: AutoModelForCausalLM.from_pretrained({best!r})", flush=True)
+        if given.evaluate:
+            average.compare(parts, weights, output)
+        print(f"Next: AutoModelForCausalLM.from_pretrained({given.output!r})", flush=True)
 
 
 if __name__ == "__main__":

@@ -210,12 +210,12 @@ def train_ranks(world_size: int, *flags: Any, timeout_seconds: float = 120) -> N
 def planned(argv: Any) -> tuple[Any, Any]:
     """(arguments, plan) of `train.py ARGV`, on this rank alone."""
     from arguments import parse_train
-    from fabric_llm.plan import placement, resume
+    from fabric_llm.plan import run_directory, start
     from fabric_llm.plan.make_plan import make_plan
 
     arguments = parse_train([str(word) for word in argv])
-    directory = resume.directory(arguments)
-    made = make_plan(arguments, placement.place(arguments), directory, resume.choose(arguments, directory))
+    directory = run_directory.directory(arguments)
+    made = make_plan(arguments, start.place(arguments), directory, run_directory.choose(arguments, directory))
     return arguments, made
 
 
@@ -235,7 +235,7 @@ def built(argv: Any) -> tuple[Any, Any, Any, Any]:
     )
     fabric.launch()
     run = Run(fabric, arguments, plan, None, plan.start)
-    build_model(run, plan.model.source, plan.resume_from)
+    build_model(run, plan.model.source)
     return fabric, run.plan, run.model, run.optimizer
 
 

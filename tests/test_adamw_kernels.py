@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabric_llm.training import adamw_plain, adamw_rounded
+from fabric_llm.training import adamw, adamw_rounded
 from fabric_llm.training.adamw import AdamW
 
 CPU = torch.device("cpu")
@@ -25,9 +25,9 @@ def compiled():
 @pytest.fixture
 def forgetful():
     """The choice of a kernel is made anew, before the test and after it."""
-    adamw_rounded._fastest.cache_clear()
+    adamw_rounded.fastest.cache_clear()
     yield
-    adamw_rounded._fastest.cache_clear()
+    adamw_rounded.fastest.cache_clear()
 
 
 # ------------------------------------------------------------------------------- the same bits
@@ -43,11 +43,14 @@ def test_the_compiled_update_is_the_plain_one(compiled, count):
 @needs_compiler
 def test_gradients_of_another_dtype_are_updated_alike(compiled):
     tensors = torch.randn(3, 100, generator=torch.Generator().manual_seed(0)).abs()
-    grad, numbers = torch.randn(100), adamw_plain.numbers_of(AdamW([nn.Parameter(tensors)], lr=0.1).param_groups[0], 3)
+    grad, numbers = (
+        torch.randn(100),
+        adamw_rounded.numbers_of(AdamW([nn.Parameter(tensors)], lr=0.1).param_groups[0], 3),
+    )
     found = []
-    for update in (compiled, adamw_plain.update):
+    for update in (compiled, adamw_rounded.plain_update):
         param, exp_avg, exp_avg_sq = tensors.bfloat16()
-        update(param, grad, exp_avg, exp_avg_sq, 5, (1, 2, 3), numbers)
+        update([param, grad, exp_avg, exp_avg_sq], 5, (1, 2, 3), numbers)
         found.append(torch.stack([param, exp_avg, exp_avg_sq]))
     assert torch.equal(*found)
 
@@ -62,7 +65,7 @@ print("the same bits")
 
 
 def test_the_triton_kernel_is_the_plain_update_in_tritons_interpreter():
-    """A GPU isn't needed for it, and what a GPU's compiler does isn't shown by it: `_fastest` compares again on the GPU."""
+    """A GPU isn't needed for it, and what a GPU's compiler does isn't shown by it: `fastest` compares again on the GPU."""
     pytest.importorskip("triton", reason="needs Triton: pip install triton")
     environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
@@ -123,10 +126,10 @@ def train(count, threads):
 def test_large_models_take_the_compiled_update_with_the_same_bits(forgetful, monkeypatch, threads):
     monkeypatch.setattr(adamw_rounded, "PIECE_ELEMENTS", {"cpu": 999})
     expected = train(5000, threads)
-    assert adamw_rounded._fastest.cache_info().misses == 0  # toy models don't wait for a compiler
-    monkeypatch.setattr(adamw_rounded, "LEAST_ELEMENTS", 5000)
+    assert adamw_rounded.fastest.cache_info().misses == 0  # toy models don't wait for a compiler
+    monkeypatch.setattr(adamw, "LEAST_ELEMENTS", 5000)
     assert torch.equal(train(5000, threads), expected)
-    assert adamw_rounded._fastest(CPU) is not adamw_plain.update
+    assert adamw_rounded.fastest(CPU) is not adamw_rounded.plain_update
 
 
 @pytest.mark.parametrize(
@@ -139,7 +142,7 @@ def test_large_models_take_the_compiled_update_with_the_same_bits(forgetful, mon
 def test_without_a_compiler_plain_pytorch_goes_on_and_says_so_once(forgetful, monkeypatch, compiler, sentence):
     monkeypatch.setenv("CXX", compiler)
     expected = train(5000, 1)
-    monkeypatch.setattr(adamw_rounded, "LEAST_ELEMENTS", 5000)
+    monkeypatch.setattr(adamw, "LEAST_ELEMENTS", 5000)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert torch.equal(train(5000, 1), expected)
@@ -149,13 +152,13 @@ def test_without_a_compiler_plain_pytorch_goes_on_and_says_so_once(forgetful, mo
 
 
 def test_a_kernel_with_other_bits_is_refused(forgetful, monkeypatch):
-    def contracted(param, *others):
-        adamw_plain.update(param, *others)
-        param.view(torch.int16)[-1] ^= 1
+    def contracted(tensors, *others):
+        adamw_rounded.plain_update(tensors, *others)
+        tensors[0].view(torch.int16)[-1] ^= 1
 
-    monkeypatch.setattr(adamw_rounded, "_build", lambda device: contracted)
+    monkeypatch.setattr(adamw_rounded, "compiled", lambda: contracted)
     with pytest.warns(UserWarning, match="its bits differ from those of plain PyTorch"):
-        assert adamw_rounded._fastest(CPU) is adamw_plain.update
+        assert adamw_rounded.fastest(CPU) is adamw_rounded.plain_update
 
 
 # ------------------------------------------------------------------------------- the noise
@@ -165,8 +168,8 @@ COUNT = 2**18
 
 def noises(step=1, *, seed=0, name="weight", first=0, high=0, count=COUNT):
     """The noise of the three tensors, float64 [3, count], uniform in 0..1."""
-    key = adamw_plain.key_of(seed, step, name, high)
-    return (torch.stack(adamw_plain.noise(first, count, key, CPU)).double() + 0.5) / 2**16
+    key = adamw_rounded.key_of(seed, step, name, high)
+    return (torch.stack(adamw_rounded.noise(first, count, key, CPU)).double() + 0.5) / 2**16
 
 
 def assert_independent(a, b):

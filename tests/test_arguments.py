@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM
 from arguments import DEMO_CONFIG, NOT_HERE, ROOT, parse_export, parse_prepare, parse_train
 from fabric_llm.base.command_line import write_yaml
 from fabric_llm.plan.make_plan import make_plan
-from fabric_llm.plan.placement import place
-from fabric_llm.run.trackers import TRACKERS
-from fabric_llm.training.adamw import AdamW
-from fabric_llm.training.optim import decayed_names, parameter_groups
+from fabric_llm.plan.start import place
+from fabric_llm.run.metrics import TRACKERS
+from fabric_llm.training.adamw import AdamW, decayed_names, parameter_groups
 from fabric_llm.training.schedule import DECAYS, lr_at
 from fabric_llm.training.step import clip_gradients
 

@@ -18,8 +18,8 @@ from arguments import parse_train
 from fabric_llm.base.faults import as_fault
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.plan.make_plan import make_plan
-from fabric_llm.plan.placement import place
-from fabric_llm.plan.resume import directory
+from fabric_llm.plan.run_directory import directory
+from fabric_llm.plan.start import place
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def refused(toys, tmp_path, capsys, monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("too late: a model or a process would have been made")
 
-    monkeypatch.setattr("fabric_llm.model.loading.load_reference", never)
-    monkeypatch.setattr("fabric_llm.plan.start.start_ranks", never)
+    monkeypatch.setattr("fabric_llm.model.loading.open_weights", never)
+    monkeypatch.setattr("fabric_llm.processes.launch.start_ranks", never)
     monkeypatch.setattr("builtins.input", never)
 
     def call(*flags, good=True, code=2):
@@ -65,7 +65,7 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         (["--train_data_dir", "nowhere"], ["nowhere", "prepare_data.py"]),
         (["--model_name", "./nowhere"], ["./nowhere"]),
         (["--context_length", "99"], ["99", str(CONTEXT)]),
-        (["--micro_batch_size", "45"], ["45", f"{ROWS} sequences"]),
+        (["--micro_batch_size", "45"], ["45 sequences", f"has {ROWS}."]),
         (["--global_batch_size", "64"], ["64", str(ROWS)]),
         (["--global_batch_size", "6", "--micro_batch_size", "4"], ["6", "4", "4 x 1 devices"]),
         (
@@ -187,7 +187,10 @@ ROW = list(range(8))
         ({"train": {"input_ids": ["a"]}, "validation": {"input_ids": [ROW]}}, ["'input_ids'", "integers"]),
         ({"train": {"input_ids": [[0.5] * 8]}, "validation": {"input_ids": [ROW]}}, ["'input_ids'", "integers"]),
         ({"train": {"input_ids": [ROW, ROW[:5]]}, "validation": {"input_ids": [ROW]}}, ["5", "8", "different length"]),
-        ({"train": {"input_ids": [ROW]}, "validation": {"input_ids": [ROW[:5]]}}, ["[5, 8]", "different length"]),
+        (
+            {"train": {"input_ids": [ROW]}, "validation": {"input_ids": [ROW[:5]]}},
+            ["must be alike", "in rows of 8 tokens", "in rows of 5 tokens"],
+        ),
         ({"train": {"input_ids": [ROW], "labels": [ROW[:4]]}, "validation": {"input_ids": [ROW]}}, ["4", "8"]),
         ({"train": {"input_ids": [[*ROW, VOCABULARY]]}, "validation": {"input_ids": [[*ROW, 0]]}}, [str(VOCABULARY)]),
         ({"train": {"input_ids": [[*ROW, -1]]}, "validation": {"input_ids": [[*ROW, 0]]}}, ["-1"]),
@@ -195,7 +198,10 @@ ROW = list(range(8))
         ({"train": {"input_ids": [ROW], "labels": [[0, *[-100] * 7]]}, "validation": {"input_ids": [ROW]}}, ["masked"]),
         ({"train": {"input_ids": [ROW]}, "validation": {"input_ids": [ROW], "labels": [[-100] * 8]}}, ["'validation'"]),
         ({"train": {"input_ids": [ROW], "attention_mask": [[0] * 8]}, "validation": {"input_ids": [ROW]}}, ["masked"]),
-        ({"train": {"input_ids": [ROW], "labels": [ROW]}, "validation": {"input_ids": [ROW]}}, ["different columns"]),
+        (
+            {"train": {"input_ids": [ROW], "labels": [ROW]}, "validation": {"input_ids": [ROW]}},
+            ["must be alike", "'train' has input_ids, labels in", "the other input_ids in"],
+        ),
         ({"train": (other := {"input_ids": [ROW], "labels": [[999] * 8]}), "validation": other}, ["999"]),
         ({"train": {"input_ids": [ROW], "labels": [[-1] * 8]}, "validation": {"input_ids": [ROW]}}, ["-1"]),
         ({"train": {"input_ids": [ROW, None]}, "validation": {"input_ids": [ROW]}}, ["'input_ids'", "empty values"]),
@@ -268,7 +274,7 @@ def test_each_machine_hashes_its_copy_of_the_data(toys, tmp_path, monkeypatch):
     """Which may lie on a disk of its own."""
     asked = []
     monkeypatch.setattr(
-        "fabric_llm.plan.data.open_source", lambda folder, how: asked.append(how) or open_dataset(folder, how)
+        "fabric_llm.plan.make_plan.open_source", lambda folder, how: asked.append(how) or open_dataset(folder, how)
     )
     arguments = parse_train([str(word) for word in (*toy_run(toys, tmp_path), "--devices", 2, "--num_nodes", 2)])
     for rank, local_rank in ((0, 0), (1, 1), (2, 0), (3, 1)):

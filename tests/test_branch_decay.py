@@ -88,9 +88,9 @@ def test_a_branch_of_an_infinite_schedule_decays_from_its_constant_rate(trunk):
     [
         (("cosine", 8, "--run_name", "x"), "isn't constant at"),
         (("wsd", 12, "--run_name", "x"), "isn't constant at"),
-        (("wsd", 8), "--run_name, the name of the new run"),
+        (("wsd", 8), "--run_name, the name of a new run, not None"),
         (("wsd", 7, "--run_name", "x"), "isn't a checkpoint"),
-        (("wsd", 8, "--run_name", "wsd"), "another --run_name"),
+        (("wsd", 8, "--run_name", "wsd"), "--run_name, the name of a new run, not 'wsd'"),
     ],
 )
 def test_what_is_no_branch_gets_one_sentence(trunk, words, sentence):

@@ -13,20 +13,18 @@ import pytest
 import torch
 from ranks import built, run_ranks, toy_run, train_ranks
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import AutoModelForCausalLM
 
 import train
 from arguments import parse_train
 from fabric_llm.base import files
-from fabric_llm.base.step_names import checkpoints, latest, step_of
-from fabric_llm.checkpoint import writing
-from fabric_llm.checkpoint.keep import move_aside, prune, sweep, verified
-from fabric_llm.checkpoint.progress import Progress
-from fabric_llm.checkpoint.tensors import Tensors
+from fabric_llm.base.files import checkpoints, latest, step_of
+from fabric_llm.checkpoint import whole, writing
+from fabric_llm.checkpoint.keep import Progress, move_aside, prune, sweep, verified
+from fabric_llm.checkpoint.reading import Tensors
 from fabric_llm.checkpoint.writing import publish
 from fabric_llm.data.order import claimed_rows
-from fabric_llm.plan import resume, run_directory
+from fabric_llm.plan import run_directory
 from fabric_llm.verify.export import export
 
 FLAGS = ("--micro_batch_size", 4, "--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true", "--max_step", 3)
@@ -242,20 +240,20 @@ def test_everything_is_on_disk_before_the_name(tmp_path, monkeypatch):
 
 def test_much_is_written_in_several_files_and_each_is_hashed_before_the_next_begins(runs, toys, tmp_path, monkeypatch):
     events = []
-    start, create_stream = files.Describing.start, FileSystem.create_stream
+    start, opened = files.Describing.start, whole.TensorFile.__init__
 
     def started(self, names):
         names = list(names)
-        events.extend(name for name in names if "/shard-" in name and name not in self.hashes)
+        events.extend(name for name in names if "/shard-" in name and name not in self.started)
         start(self, names)
 
-    def opened(self, path, mode):
-        events.append("open")
-        return create_stream(self, path, mode)
+    def opening(self, path, *more):
+        events.extend(["open"] * ("shard-" in path.name))
+        opened(self, path, *more)
 
-    monkeypatch.setattr(writing, "MANY_ELEMENTS", 1)
+    monkeypatch.setattr(writing, "MANY_BYTES", 1)
     monkeypatch.setattr(files.Describing, "start", started)
-    monkeypatch.setattr(FileSystem, "create_stream", opened)
+    monkeypatch.setattr(whole.TensorFile, "__init__", opening)
     one_rank(toys, tmp_path, "--run_name", "run", "--max_step", 1)
     parts = [name for name in files_of(tmp_path / "run" / "step-00000001") if "/shard-" in name]
     assert len(parts) == 4 and events[::2] == ["open"] * 4 and sorted(events[1::2]) == parts
@@ -528,20 +526,20 @@ def joined(parts):
 def choose(parent, run_name=None, resumes=False, given=None):
     flags = {"model_name": "model", "train_data_dir": "data", "output_dir": parent, "resume": str(resumes).lower()}
     flags |= {"run_name": run_name, "checkpoint": given}
-    return resume.directory(parse_train([f"--{k}={v}" for k, v in flags.items() if v is not None]))
+    return run_directory.directory(parse_train([f"--{k}={v}" for k, v in flags.items() if v is not None]))
 
 
 def test_default_name():
-    assert resume.default_name("meta-llama/Meta-Llama-3-8B", "data/mine") == "Meta-Llama-3-8B-mine"
-    assert resume.default_name("checkpoints/first/step-00000100", "data/mine/") == "first-mine"
+    assert run_directory.default_name("meta-llama/Meta-Llama-3-8B", "data/mine") == "Meta-Llama-3-8B-mine"
+    assert run_directory.default_name("checkpoints/first/step-00000100", "data/mine/") == "first-mine"
 
 
 def test_a_run_that_replays_is_called_after_its_new_data():
     words = ["--model_name", "m", "--output_dir", "nowhere"]
     replays = parse_train([*words, "--train_data_dir", "data/basque", "--replay", "data/general"])
-    assert resume.directory(replays) == Path("nowhere/m-basque")
+    assert run_directory.directory(replays) == Path("nowhere/m-basque")
     mixes = parse_train([*words, "--data_mix", "a=data/x:1,b=data/y:2"])
-    assert resume.directory(mixes) == Path("nowhere/m-a-b")
+    assert run_directory.directory(mixes) == Path("nowhere/m-a-b")
 
 
 def test_new_runs_are_numbered_and_resume_takes_the_newest(run):

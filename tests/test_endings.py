@@ -173,7 +173,7 @@ def test_an_input_that_cannot_be_read(run, corpus, monkeypatch):
     def refused(path, *more):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("fabric_llm.prepare.documents._open", refused)  # root may read everything
+    monkeypatch.setattr("fabric_llm.prepare.documents.opened", refused)  # root may read everything
     code, [said] = run()
     assert (
         code == 2

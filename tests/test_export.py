@@ -23,7 +23,7 @@ from transformers import (
 
 import export_hf
 import fabric_llm.verify.__main__
-from fabric_llm.base import files, step_names
+from fabric_llm.base import files
 from fabric_llm.checkpoint import keep, reading
 from fabric_llm.checkpoint.keep import checkpoint_at as find
 from fabric_llm.verify.export import VerificationError, export, verify
@@ -223,7 +223,7 @@ def test_only_an_export_is_ever_overwritten(runs, tmp_path, capsys):
         with pytest.raises(SystemExit) as exit:
             export_hf.main([str(run), "--output", str(output), "--overwrite", "true"])
         assert exit.value.code == 2 and str(output) in capsys.readouterr().err
-    assert step_names.latest(run).name == "step-00000004" and (tmp_path / "home" / "thesis.txt").exists()
+    assert files.latest(run).name == "step-00000004" and (tmp_path / "home" / "thesis.txt").exists()
     keep.verified(run / "step-00000004", hashes=True)
 
 

@@ -9,8 +9,9 @@ from ranks import Job, metrics, run_ranks
 from test_law_7_loaded_equals_reference import loaded
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fabric_llm.model.capabilities import find_leak
-from fabric_llm.model.loading import build_skeleton, load_reference, resolve_attention
+from fabric_llm.model.gate import find_leak
+from fabric_llm.model.loading import build_skeleton, open_weights, resolve_attention
+from fabric_llm.model.reference import load_reference
 
 QUICK = ("gemma2", "gpt_oss", "mamba", "deepseek_v3")  # in each run of the tests
 REFUSED = {  # (family, devices) that can't be, and what is said then
@@ -112,8 +113,9 @@ def test_random_weights_have_the_dtypes_of_those_that_are_read(tmp_path, family)
     model = write_model(family, tmp_path / family)
     toy_config(family).save_pretrained(tmp_path / "empty")
     read = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    drawn = load_reference(str(tmp_path / "empty"), toy_config(family), torch.bfloat16, seed=0)
     skeleton = build_skeleton(toy_config(family), torch.bfloat16)
+    source = open_weights(str(tmp_path / "empty"), toy_config(family), torch.bfloat16, seed=0)
+    drawn = load_reference(build_skeleton(toy_config(family), torch.bfloat16), source)
     for other in (drawn, skeleton):
         for name, tensor in (*read.named_parameters(), *read.named_buffers()):
             assert dict((*other.named_parameters(), *other.named_buffers()))[name].dtype == tensor.dtype, name
@@ -163,7 +165,7 @@ def test_an_attention_that_the_model_has_not_is_one_sentence(tmp_path, packed, f
 def test_a_leak_is_found_however_small(family):
     """Of random weights at toy size, a logit changes by less than 0.001, which once was taken for rounding."""
     torch.manual_seed(0)
-    assert find_leak(AutoModelForCausalLM.from_config(toy_config(family), dtype=torch.float32)).found
+    assert find_leak(AutoModelForCausalLM.from_config(toy_config(family), dtype=torch.float32)) is not None
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mixtral", "gpt_neo", "ctrl"])
@@ -171,16 +173,16 @@ def test_a_leak_is_found_however_small(family):
 def test_rounding_is_no_leak(family, dtype):
     torch.manual_seed(0)
     leak = find_leak(AutoModelForCausalLM.from_config(toy_config(family), dtype=dtype))
-    assert not leak.found
+    assert leak is None
 
 
 def test_positions_that_go_on_are_a_leak(toys):
     """The document before can't be seen, but where this one stands depends on it."""
     gpt2 = AutoModelForCausalLM.from_pretrained(toys / "gpt2", dtype=torch.float32)
-    assert not find_leak(gpt2).found
+    assert find_leak(gpt2) is None
     embedding = gpt2.transformer.wpe.forward
     gpt2.transformer.wpe.forward = lambda ids: embedding(torch.arange(ids.shape[-1]).expand_as(ids))
-    assert find_leak(gpt2).found
+    assert find_leak(gpt2) is not None
 
 
 @pytest.fixture(scope="module")

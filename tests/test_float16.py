@@ -15,10 +15,10 @@ def half(argv, scale_loss_of_step=None):
     """train.py on a CPU in 16-mixed; the loss of one step is 10,000 times too large."""
     import fabric_llm.training.step
     import train
+    from fabric_llm.model import strategy_rules
     from fabric_llm.model.language_model import LanguageModel
-    from fabric_llm.plan import placement
 
-    placement.resolve_strategy = lambda *_: "single"
+    strategy_rules.strategy = lambda *_: "single"
     forward, seed_step, now = LanguageModel.forward, fabric_llm.training.step.seed_step, [0]
 
     def seeded(seed, step, rank):

@@ -13,9 +13,8 @@ from conftest import CONTEXT, VOCABULARY
 from ranks import Job, metrics, run_ranks, train_ranks
 from transformers import AutoModelForCausalLM
 
-from fabric_llm.checkpoint.progress import read_progress
-from fabric_llm.data.columns import IGNORED
-from fabric_llm.data.copy_probe import passages
+from fabric_llm.checkpoint.keep import read_progress
+from fabric_llm.data.columns import IGNORED, copy_probe
 from fabric_llm.data.mixture_text import at_least, parse
 from fabric_llm.training.guard import Forgetting, parse_budgets
 from fabric_llm.verify import __main__ as verify
@@ -116,12 +115,12 @@ def test_drift_is_the_distance_of_the_weights(base, tmp_path):
 
 
 def test_the_copy_probe_is_a_passage_and_the_same_again():
-    rows = passages(_Rows(np.arange(1, 500).reshape(-1, 1) % 90), 24, [5, 7], seed=3)
+    rows = copy_probe(_Rows(np.arange(1, 500).reshape(-1, 1) % 90), 24, [5, 7], seed=3)
     table = rows[np.arange(len(rows))]
     first, second = np.split(table["input_ids"], 2, axis=1)
     assert (first == second).all() and first.shape == (64, 12) and not np.isin(first, [5, 7]).any()
     assert (table["labels"][:, :13] == IGNORED).all() and (table["labels"][:, 13:] == second[:, 1:]).all()
-    again = passages(_Rows(np.arange(1, 500).reshape(-1, 1) % 90), 24, [5, 7], seed=3)
+    again = copy_probe(_Rows(np.arange(1, 500).reshape(-1, 1) % 90), 24, [5, 7], seed=3)
     assert (again.passages == rows.passages).all()
 
 
@@ -237,7 +236,7 @@ def test_a_budget_of_a_set_without_a_base_is_refused(base, tmp_path, name):
     more += ("--eval_data", f"general={base / 'old'}")
     budget = ("--forgetting_budget", f"validation:9,{name}:0.05")
     job = Job(1, *run, *more, *budget)
-    assert job.wait() == [2] and f"{name!r} wasn't evaluated before step 1" in job.output[0]
+    assert job.wait() == [2] and f"{name!r} wasn't evaluated on these rows before step 1" in job.output[0]
     train_ranks(1, *run, *more, "--forgetting_budget", "validation:9")
     assert evaluated(tmp_path / "run", "validation", "budget")[-1] == 9
     weights = ("--model_name", tmp_path / "run" / "step-00000004", "--run_name", "anew")  # as the sentence says
@@ -259,7 +258,7 @@ def test_a_base_of_other_rows_is_refused(base, tmp_path, change):
     else:
         budgets, name = ("--forgetting_budget", "copy:9,other:9"), "copy"
     job = Job(1, *again, *budgets, "--eval_data", f"general={base / sets[0]},other={base / sets[1]}")
-    assert job.wait() == [2] and f"{name!r} was evaluated on other rows before step 1" in job.output[0]
+    assert job.wait() == [2] and f"{name!r} wasn't evaluated on these rows before step 1" in job.output[0]
     train_ranks(1, *again, *budget, "--eval_iters", 2, "--eval_data", f"general={base / 'old'},other={base / 'new'}")
     assert verify.main([str(tmp_path / "run")]) == 0
 

@@ -9,13 +9,13 @@ from ranks import Job, metrics, planned, toy_run, train_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fabric_llm.checkpoint import reading
-from fabric_llm.checkpoint.tensors import Tensors
+from fabric_llm.checkpoint.reading import Tensors
 from fabric_llm.model import freezing, strategy
 from fabric_llm.model.flops import of_model
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import build_skeleton
 from fabric_llm.training.adamw import checkpoint_bytes
-from fabric_llm.training.updates import sample_weights
+from fabric_llm.training.step import sample_weights
 from fabric_llm.verify.inspect_run import verify_run
 
 STEPS, HALF = 4, 2
@@ -102,7 +102,7 @@ def test_a_tied_weight_is_one_under_both_names(name):
         ("*", None, "--freeze * leaves nothing to train in LlamaForCausalLM"),
         ("model.*,lm_head.*", None, "leaves nothing to train"),
         ("model.layer.1.*", None, "has such a name; did you mean model.layers.1.*?"),
-        ("model.layers.9.*", None, "its last parameters are model.norm.weight, lm_head.weight."),
+        ("nothing.*", None, "its last parameters are model.norm.weight, lm_head.weight."),
         ("model.layers.1", None, "no parameter but a module; its parameters are model.layers.1.*"),
         (None, "lm_haed.weight", "did you mean lm_head.weight?"),
         (None, "embedings", "did you mean embeddings?"),
@@ -187,14 +187,6 @@ def test_fsdp_gathers_apart_what_is_unlike_the_outermost_unit():
         names = {module: name for name, module in model.named_modules()}
         apart = strategy._unlike_the_outermost(model, units) - model.together()
         assert {names[module] for module in apart} == expected, words
-
-
-def test_what_fsdp_computes_in_vain_is_counted():
-    for words, expected in ((("*.mlp.*", None), 2 * 3 * 32 * 56), (("model.layers.0.*", None), 0), ((None, None), 0)):
-        causal_lm = skeleton("llama")
-        freezing.freeze(causal_lm, freezing.frozen_names(causal_lm, *words))
-        model = LanguageModel(causal_lm)
-        assert strategy._frozen_beside_trained([*strategy.modules_to_wrap(model, "auto"), model]) == expected
 
 
 # ------------------------------------------------------------------------------- runs

@@ -11,7 +11,7 @@ from test_law_13_fast_paths import batch, causal_lm, gradients, packed
 
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.dataset import open_dataset
-from fabric_llm.model import capabilities, layers, packed_attention
+from fabric_llm.model import fast_paths, gate, layers
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.training import adamw_rounded
 from fabric_llm.training.adamw import AdamW
@@ -49,7 +49,7 @@ def test_packed_attention_is_no_further_from_float64_than_the_masked_one(name, m
     model = causal_lm(name, dtype, **more)
     exact = gradients(LanguageModel(causal_lm(name, dtype, **more).double()), packed())
     masked = errors(model.to(GPU), exact, on_gpu(packed()))
-    with capabilities.attention(model, packed_attention.NAME):
+    with gate.attention(model, fast_paths.PACKED):
         ours = errors(model, exact, on_gpu(packed()))
     slack = 1e-6 * max(gradient.norm() for gradient in exact[1])
     assert ours[1] < 1.5 * masked[1] + slack, (ours, masked)
@@ -66,8 +66,8 @@ def test_a_chunked_loss_is_no_further_from_float64_than_the_full_one(name, compi
 
 
 def test_a_gpu_rounds_as_a_cpu():
-    kernel = adamw_rounded._build(GPU)
-    assert kernel is not None and adamw_rounded.equals_plain(kernel, GPU)
+    kernel = adamw_rounded.fastest(GPU)
+    assert kernel is not adamw_rounded.plain_update and adamw_rounded.equals_plain(kernel, GPU)
     found = []
     for device in (CPU, GPU):
         param = torch.nn.Parameter(torch.randn(2**20, generator=torch.Generator().manual_seed(0)).bfloat16().to(device))

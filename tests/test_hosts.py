@@ -96,9 +96,7 @@ def test_a_host_that_is_lost_and_comes_back(network, toys, tmp_path, loop, lost,
 
 
 def test_torchrun_says_whether_it_shares_its_store(tmp_path):
-    (tmp_path / "script.py").write_text(
-        "from fabric_llm.processes.launch import warning_of_torchrun; print(warning_of_torchrun())"
-    )
+    (tmp_path / "script.py").write_text("from fabric_llm.processes.launch import adopt_launcher; adopt_launcher()")
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--max_restarts", "3"]
     for more, warned in (({}, True), ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, False)):
         own = {**os.environ, **more, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

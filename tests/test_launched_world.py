@@ -47,7 +47,7 @@ def verified(run, capsys):
 def test_torchrun_and_a_devices_flag_that_disagree(toys, tmp_path, ranks, devices):
     """2 and 4 trained on half of the rows, 2 and 1 were two runs in one directory, 4 and 2 an IndexError."""
     done = torchrun(ranks, flags(toys, tmp_path, "--devices", devices), tmp_path)
-    said = f"train.py: error: --devices {devices}, but the launcher has started {ranks} processes on each of 1 node: "
+    said = f"train.py: error: --devices {devices}, but the launcher has started {ranks} processes, {ranks} of them on this machine: "
     assert done.returncode == 1 and done.stderr.count(said) == 1, done.stderr
     assert "IndexError" not in done.stderr and not (tmp_path / "run").exists()
 
@@ -114,7 +114,10 @@ def test_tasks_of_srun_and_a_devices_flag_that_disagree(toys, tmp_path):
     done = started(
         [sys.executable, str(TRAIN), *flags(toys, tmp_path, "--devices", 1)], tmp_path, SLURM_LOCALID="0", **step
     )
-    assert done.returncode == 2 and "--devices 1, but the launcher has started 2 processes on each of 1" in done.stderr
+    assert (
+        done.returncode == 2
+        and "--devices 1, but the launcher has started 2 processes, 2 of them on this" in done.stderr
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -135,17 +138,21 @@ def test_the_world_is_the_launchers(launched):
     assert launched({}, **two_by_two) == launched({"devices": 2, "num_nodes": 2}, **two_by_two) == (2, 2)
     assert launched({"devices": "auto"}, **two_by_two) == (2, 2)
     for asked, variables, words in (
-        ({"devices": 4}, two_by_two, ["--devices 4", "2 processes on each of 2 nodes"]),
-        ({"num_nodes": 1}, two_by_two, ["--num_nodes 1", "2 processes on each of 2 nodes"]),
+        ({"devices": 4}, two_by_two, ["--devices 4", "4 processes, 2 of them on this machine"]),
+        ({"num_nodes": 1}, two_by_two, ["--num_nodes 1", "4 processes, 2 of them on this machine"]),
         ({}, {**two_by_two, "WORLD_SIZE": 3}, ["3 processes, 2 of them on this machine"]),
-        ({}, {"LOCAL_RANK": 0, "RANK": 0, "WORLD_SIZE": 1}, ["LOCAL_WORLD_SIZE isn't", "torchrun"]),
+        (
+            {},
+            {"LOCAL_RANK": 0, "RANK": 0, "WORLD_SIZE": 1},
+            ["LOCAL_WORLD_SIZE in the environment must be a number from 1", "not ''", "torchrun"],
+        ),
         ({}, {**two_by_two, "WORLD_SIZE": "four"}, ["WORLD_SIZE in the environment must be a number from 1", "'four'"]),
         ({}, {**two_by_two, "LOCAL_WORLD_SIZE": 0}, ["LOCAL_WORLD_SIZE in the environment must be a number from 1"]),
-        ({}, {**two_by_two, "RANK": 4}, ["RANK in the environment must be a number from 0 to 3, not '4'."]),
+        ({}, {**two_by_two, "RANK": 4}, ["RANK in the environment must be a number from 0 to 3, not '4'"]),
         (
             {},
             {**two_by_two, "LOCAL_RANK": "x"},
-            ["LOCAL_RANK in the environment must be a number from 0 to 1, not 'x'."],
+            ["LOCAL_RANK in the environment must be a number from 0 to 1, not 'x'"],
         ),
         ({}, {"OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_RANK": 1}, ["mpirun has started 2", "torchrun or srun"]),
     ):

@@ -23,9 +23,8 @@ from fabric_llm.data.batches import Batches, Prefetch
 from fabric_llm.data.columns import Rows
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.data.mixture import Mixture, mixture_of
-from fabric_llm.data.mixture_text import DataMix, Source, parse
+from fabric_llm.data.mixture_text import DataMix, Source, Stage, parse, period_of, position_of, read_before
 from fabric_llm.data.order import RowsRead, claimed_by
-from fabric_llm.data.stages import Stage, period_of, position_of, read_before
 from fabric_llm.plan.mixture import Here, lay_out
 from fabric_llm.verify import __main__ as verify
 
@@ -105,7 +104,7 @@ def test_weights_changed_on_purpose_change_only_what_comes_after(data):
         of_stage = st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any).map(tuple)
         stages = (Stage(Fraction(0), data.draw(of_stage)), Stage(Fraction(1, 2), data.draw(of_stage)))
         mix = DataMix(tuple(Source(name, name) for name in "abcd"[:count]), stages)
-        laid_out = lay_out(mix, rows, batch, step + 10, 1, here).stages
+        laid_out = lay_out(mix, rows, batch, step + 10, 1, here)[0]
         mixture = Mixture(mix.names, tuple(rows), (CONTEXT,) * count, laid_out, 1)
         if before is not None:
             behind = np.arange(here.position)
@@ -134,7 +133,7 @@ def test_no_source_is_read_more_often_than_it_may_be(data):
         assume(False)
     assert all(had <= may for had, may in zip(read_before(laid_out, end), most))
     assert -(-end // batch) == max_step
-    with_more = lay_out(DataMix(tuple(Source(n, n) for n in mix.names), stages), rows, batch, max_step + 1, 1).stages
+    with_more = lay_out(DataMix(tuple(Source(n, n) for n in mix.names), stages), rows, batch, max_step + 1, 1)[0]
     over = read_before(with_more, (max_step + 1) * batch)
     assert any(had > may for had, may in zip(over, most)), "one more step would have been too many"
 
@@ -362,7 +361,7 @@ def test_rows_that_were_not_read_are_found(whole, tmp_path, capsys):
     assert verify.main([str(tmp_path / "whole"), "--no_export"]) == 66
     said = capsys.readouterr().out
     assert "claims 96 sequences at positions 0 to 95, but other rows were read" in said
-    assert "was read at step 8, its checkpoint" in said
+    assert " sources at step 8, its checkpoint" in said
 
 
 def test_arguments_yaml_repeats_the_run_whatever_became_of_the_mixture_s_file(toys, whole, tmp_path):

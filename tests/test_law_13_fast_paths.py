@@ -17,7 +17,7 @@ from fabric_llm.checkpoint.keep import checkpoint_at as find
 from fabric_llm.checkpoint.reading import read_probe
 from fabric_llm.checkpoint.state_dicts import PREFIX
 from fabric_llm.data.batches import document_ends
-from fabric_llm.model import capabilities, gate, layers, loss_head, packed_attention
+from fabric_llm.model import fast_paths, gate, layers
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.verify import __main__ as verify
 from fabric_llm.verify.export import export
@@ -83,13 +83,13 @@ class Largest(TorchDispatchMode):
 @pytest.fixture
 def seven_tokens(monkeypatch):
     """Chunks that don't divide the tokens."""
-    monkeypatch.setattr(loss_head, "_tokens_at_once", lambda *inputs: 7)
+    monkeypatch.setattr(fast_paths, "_tokens_at_once", lambda *inputs: 7)
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_chunked_loss_has_every_detail_of_the_head(name, seven_tokens):
     model = causal_lm(name)
-    assert capabilities.chunks_its_loss(model, "32-true")
+    assert gate.chunks_its_loss(model, "32-true")
     full, chunked = (gradients(LanguageModel(model, chunked=chunks), batch()) for chunks in (False, True))
     torch.testing.assert_close(chunked[0], full[0], rtol=1e-5, atol=1e-4)
     for ours, plain in zip(chunked[1], full[1], strict=True):
@@ -152,9 +152,9 @@ def test_an_evaluation_makes_no_gradients(seven_tokens):
 )
 def test_packed_attention_is_the_masked_one(name, more):
     model = causal_lm(name, **more)
-    assert capabilities.takes_packed_attention(model)
+    assert gate.takes_packed_attention(model)
     masked = gradients(LanguageModel(model), packed())
-    with capabilities.attention(model, packed_attention.NAME):
+    with gate.attention(model, fast_paths.PACKED):
         ours = gradients(LanguageModel(model), packed())
     torch.testing.assert_close(ours[0], masked[0], rtol=1e-5, atol=1e-4)
     for one, other in zip(ours[1], masked[1], strict=True):
@@ -163,7 +163,7 @@ def test_packed_attention_is_the_masked_one(name, more):
 
 @pytest.mark.parametrize("name", ["opt", "gemma2", "gpt_oss"])  # positions are ignored; soft-capping; sinks
 def test_a_model_that_packed_attention_would_change_keeps_its_own(name):
-    assert not capabilities.takes_packed_attention(causal_lm(name))
+    assert not gate.takes_packed_attention(causal_lm(name))
 
 
 def test_packed_attention_makes_no_mask():
@@ -171,19 +171,18 @@ def test_packed_attention_makes_no_mask():
     ids = torch.randint(1, VOCABULARY, (1, context))
     positions = (torch.arange(context) % 32)[None]
     sizes = []
-    for name in ("sdpa", packed_attention.NAME):
-        with capabilities.attention(model, name), Largest() as largest:
+    for name in ("sdpa", fast_paths.PACKED):
+        with gate.attention(model, name), Largest() as largest:
             LanguageModel(model, chunked=True)(ids, labels=ids, position_ids=positions)
         sizes.append(largest.elements)
     assert sizes[0] >= context**2 > 2 * sizes[1]
 
 
-def test_rows_of_one_document_are_computed_side_by_side():
-    assert packed_attention._runs([[8], [8], [3, 5], [3, 5], [8]]) == [(2, [8]), (1, [3, 5]), (1, [3, 5]), (1, [8])]
+def test_rows_of_one_document_beside_rows_of_several():
     model, inputs = causal_lm("llama"), packed(rows=5)
     inputs["position_ids"][[0, 1, 4]] = torch.arange(CONTEXT)
     masked = gradients(LanguageModel(model), inputs)
-    with capabilities.attention(model, packed_attention.NAME):
+    with gate.attention(model, fast_paths.PACKED):
         ours = gradients(LanguageModel(model), inputs)
     for one, other in zip(ours[1], masked[1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
@@ -247,23 +246,23 @@ def nothing():
 
 def break_the_chunked_loss():
     """The gradient of the head isn't multiplied by what the loss is multiplied by."""
-    backward = loss_head._ChunkedLoss.backward
+    backward = fast_paths._ChunkedLoss.backward
 
     def broken(context, factor):
         *none, hidden = backward(context, factor)[:4]
         return (*none, hidden, *(None for _ in context.dtypes[1:]))
 
-    loss_head._ChunkedLoss.backward = staticmethod(broken)
+    fast_paths._ChunkedLoss.backward = staticmethod(broken)
 
 
 def break_packed_attention():
     """Scores are scaled by something else, where gradients are made."""
-    of_document = packed_attention._of_document
+    of_document = fast_paths._of_document
 
     def broken(query, key, value, scaling, *more):
         return of_document(query, key, value, scaling * (20 if torch.is_grad_enabled() else 1), *more)
 
-    packed_attention._of_document = broken
+    fast_paths._of_document = broken
 
 
 def break_compiled_layers():

@@ -122,12 +122,12 @@ def test_a_flag_that_is_added_belongs_to_the_run(toys, tmp_path, copy):
     before = {path: path.read_bytes() for path in copy.rglob("*.py")}
     apply(dict(SECTIONS)["A flag"], copy)
     changed = {str(path.relative_to(copy)) for path, text in before.items() if path.read_bytes() != text}
-    assert changed == {"arguments.py", "fabric_llm/training/optim.py"}, "the flag, and the code that reads it"
+    assert changed == {"arguments.py", "fabric_llm/training/adamw.py"}, "the flag, and the code that reads it"
     back = ("--resume", "true", "--checkpoint", "runs/before/step-00000002", "--max_step", 4)
     code, said = train(*back, "--lion_beta", 0.5, name="before")
     assert code == 2 and "was written with lion_beta 0.99, not 0.5." in said, "by a run without the flag"
     code, said = train("--lion_beta", 1)
-    assert code == 2 and "--lion_beta must be at least 0 and less than 1, not 1.0." in said
+    assert code == 2 and "--lion_beta must be less than 1, not 1.0." in said
     code, said = train("--lion_bta", 0.5)
     assert code == 2 and "Did you mean --lion_beta?" in said
     code, said = train("--lion_beta", 0.9, "--max_step", 4)

@@ -19,11 +19,12 @@ from conftest import CONTEXT
 from ranks import toy_run, train_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fabric_llm.base.console import Console
+from fabric_llm.base.program import Console
+from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.model.flops import Flops
-from fabric_llm.run import trackers
-from fabric_llm.run.metrics import MetricsFile, Speed, duration, peak_memory_gib
-from fabric_llm.run.trackers import MANY_LINES, Tracker, flat, open_tracker
+from fabric_llm.run import metrics
+from fabric_llm.run.log import Log, Speed, peak_memory_gib
+from fabric_llm.run.metrics import MANY_LINES, TRACKERS, MetricsFile, Trackers, flat
 
 TRAINING = {
     "step": int,
@@ -115,7 +116,7 @@ def test_a_resumed_file_loses_what_is_done_again_and_a_torn_line(tmp_path):
     whole = '{"step": 0, "eval_loss": 2.0}\n{"step": 1, "loss": 1.5}\n{"step": 2, "loss": 1.25}\n'
     for torn in ("", '{"step": 1, "lo', '{"step": 1', '{"step": 3, "loss": 1.0}\n', "{}\n"):
         path.write_text(whole + torn)
-        file = MetricsFile(path, resumed_step=1)
+        file = MetricsFile(path, last=1)
         file.write(2, {"loss": 1.0})
         assert [(line["step"], line.get("loss")) for line in lines(tmp_path)] == [(0, None), (1, 1.5), (2, 1.0)]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -126,7 +127,7 @@ def test_what_goes_is_kept_as_discarded_and_once(tmp_path):
     whole = '{"step": 1, "loss": 1.5}\n{"step": 2, "loss": 1.25}\n{"step": 2, "eval_loss": 3.0}\n{"step": 3, "lo'
     for _ in range(2):  # the second time after a kill that came before the file was cut back
         path.write_text(whole)
-        MetricsFile(path, resumed_step=1, keeps_discarded=True)
+        MetricsFile(path, last=1, keeps_discarded=True)
         assert lines(tmp_path) == [{"step": 1, "loss": 1.5}]
     MetricsFile(path, keeps_discarded=True)
     discarded = [json.loads(line) for line in file.read_text().splitlines()]
@@ -185,7 +186,7 @@ def test_a_number_that_comes_later_is_a_column_of_the_table(tmp_path):
     verdict = {"step": 2, "verdict": "skip", "reason": "a spike"}
     first = [{"step": 0, "eval_loss": 2.0}, {"step": 1, "loss": 1.5}, verdict]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in first))
-    log, close = trackers._csv(tmp_path)
+    log, close = metrics._csv(tmp_path)
     log(2, {"loss": 1.25, "yours": 7})
     log(3, {"loss": 1.0, "eval/a,b/loss": 1.75})
     found = {(0, "eval_loss"): 2.0, (1, "loss"): 1.5, (2, "loss"): 1.25, (2, "yours"): 7}
@@ -194,17 +195,33 @@ def test_a_number_that_comes_later_is_a_column_of_the_table(tmp_path):
 
 
 def test_a_tracker_that_fails_warns_once_and_lets_the_run_go_on(tmp_path):
-    tracker = open_tracker("csv", tmp_path, {}, None, None)
-    tracker._close()  # as if the disk had gone
-    with pytest.warns(UserWarning, match="--logger csv failed and is off.*closed file") as caught:
-        tracker.log(1, {"loss": 1.0})
-        tracker.log(2, {"loss": 1.0})
-        tracker.close(30)
-        tracker.close(30)
+    trackers = Trackers("csv,tensorboard", tmp_path, {}, None, None)
+    trackers.opened["csv"][1]()  # its file is closed, as if the disk had gone
+    with pytest.warns(UserWarning, match="--logger csv failed, the run .* go on.*closed file") as caught:
+        trackers.log(1, {"loss": 1.0})
+        trackers.log(2, {"loss": 2.0})
+        trackers.close(30)
+        trackers.close(30)
+    assert len(caught) == 1 and not trackers.thread.is_alive()
+    assert read_tensorboard(tmp_path) == {(1, "loss"): 1.0, (2, "loss"): 2.0}, "another one goes on"
+
+
+def test_a_tracker_that_fails_at_once_is_a_warning(tmp_path):
+    (tmp_path / "metrics.csv").mkdir()
+    with pytest.warns(UserWarning, match="--logger csv failed, the run .* go on: IsADirectoryError") as caught:
+        trackers = Trackers("csv", tmp_path, {}, None, None)
+        trackers.log(1, {"loss": 1.0})
+        trackers.close(30)
     assert len(caught) == 1
 
 
-def test_a_tracker_that_is_slow_holds_nobody_up(tmp_path):
+def tracking(monkeypatch, folder, log):
+    """As `--logger wandb` would, with another function that takes the numbers."""
+    monkeypatch.setitem(TRACKERS, "wandb", lambda *_: (log, lambda: None))
+    return Trackers("wandb", folder, {}, None, None)
+
+
+def test_a_tracker_that_is_slow_holds_nobody_up(monkeypatch, tmp_path):
     """As one whose server takes the connection and doesn't answer."""
     answers, had = threading.Event(), []
 
@@ -212,10 +229,10 @@ def test_a_tracker_that_is_slow_holds_nobody_up(tmp_path):
         assert threading.current_thread() is not threading.main_thread()
         had.append(answers.wait(60) and step)
 
-    tracker = Tracker("wandb", log, lambda: None)
+    tracker = tracking(monkeypatch, tmp_path, log)
     for step in range(MANY_LINES):
         tracker.log(step, {"loss": 1.0})
-    with pytest.warns(UserWarning, match="--logger wandb falls behind; the run goes on") as caught:
+    with pytest.warns(UserWarning, match="--logger falls behind; the run goes on") as caught:
         for step in range(MANY_LINES, 2 * MANY_LINES):
             tracker.log(step, {"loss": 1.0})
     assert len(caught) == 1 and had == []
@@ -227,22 +244,20 @@ def test_a_tracker_that_is_slow_holds_nobody_up(tmp_path):
     assert had == list(range(2 * MANY_LINES))
 
 
-def test_an_upload_that_fails_is_one_warning_and_the_numbers_go_on(tmp_path):
+def test_an_upload_that_fails_is_one_warning_and_the_numbers_go_on(monkeypatch, tmp_path):
     pytest.importorskip("wandb")
     had = []
-    tracker = Tracker("wandb", lambda step, record: had.append(step), lambda: None)
-    with pytest.warns(
-        UserWarning, match="can't take a checkpoint, nor perhaps later ones, by --log_model: .*step-1:"
-    ) as caught:
+    tracker = tracking(monkeypatch, tmp_path, lambda step, record: had.append(step))
+    with pytest.warns(UserWarning, match="--log_model failed, the run .* go on: .*step-1'") as caught:
         for step in (1, 2, 3):
             tracker.log(step, {"loss": 1.0})
             tracker.upload(tmp_path / f"step-{step}")  # which isn't there
-        trackers.close_all([tracker], 30)
+        tracker.close(30)
     assert len(caught) == 1 and had == [1, 2, 3]
 
 
 def test_no_tracker(tmp_path):
-    tracker = open_tracker("none", tmp_path, {}, None, None)
+    tracker = Trackers("none", tmp_path, {}, None, None)
     tracker.log(1, {"loss": 1.0})
     tracker.close(30)
     assert list(tmp_path.iterdir()) == []
@@ -261,13 +276,13 @@ def test_the_start_waits_20_seconds_for_wandb_unless_told_otherwise(monkeypatch,
         raise wandb.errors.CommError("no answer")
 
     monkeypatch.setattr(wandb, "init", no_answer)
-    monkeypatch.setattr(trackers, "_logged_in", lambda wandb: True)
+    monkeypatch.setattr(wandb, "login", lambda prompt, verify: True)
     for told in ({}, {"WANDB_INIT_TIMEOUT": "33"}):
         for name in [name for name in os.environ if name.startswith("WANDB")]:
             del os.environ[name]
         os.environ.update(told)
         with pytest.warns(UserWarning, match="logs offline"), pytest.raises(wandb.errors.CommError):
-            trackers._wandb(tmp_path, {}, None, None)
+            metrics._wandb(tmp_path, {}, None, None)
         wandb.teardown()
     assert waited == [20, 20, 33, 33]  # online, offline
 
@@ -275,7 +290,7 @@ def test_the_start_waits_20_seconds_for_wandb_unless_told_otherwise(monkeypatch,
 @mock.patch.dict(os.environ)
 def test_wandb_takes_the_steps_of_a_run_that_went_back(tmp_path):
     os.environ["WANDB_MODE"] = "offline"
-    log, close = trackers._wandb(tmp_path, {}, None, None)
+    log, close = metrics._wandb(tmp_path, {}, None, None)
     losses = {"1111.25": 1, "2222.25": 2, "3333.25": 3, "4444.25": 2, "5555.25": 3}
     for loss, step in losses.items():
         log(step, {"loss": float(loss)})
@@ -352,10 +367,11 @@ def test_each_checkpoint_goes_to_wandb_beside_another_tracker(wandb_runs):
 # ------------------------------------------------------------------------------- clock, memory, console
 
 
-def speed_of(tokens=0):
-    return Speed(
-        Flops(1.0, {}), torch.device("cpu"), 1, SimpleNamespace(seconds_waited=0.0, tokens_at=np.zeros(1)), tokens
-    )
+def speed_of():
+    return Speed(Flops(1.0, {}), torch.device("cpu"), 1, BATCHES)
+
+
+BATCHES = SimpleNamespace(seconds_waited=0.0, tokens_at=np.zeros(1))
 
 
 def test_speed_leaves_out_what_is_no_training():
@@ -372,31 +388,30 @@ def test_speed_leaves_out_what_is_no_training():
     assert speed.seconds_left(4) == pytest.approx(2 * speed.seconds, rel=0.1)
 
 
-def test_speed_of_a_resumed_run_counts_its_own_tokens():
-    speed = speed_of(tokens=10**9)
+def log_from(start, folder):
+    """The log of a run that goes on from `start`."""
+    placement, schedule = SimpleNamespace(world_size=1), SimpleNamespace(max_step=9)
+    parts = {"placement": placement, "schedule": schedule, "data": SimpleNamespace(mixture=None)}
+    return Log(
+        SimpleNamespace(start=start, run_directory=folder, **parts), torch.device("cpu"), Flops(1.0, {}), BATCHES
+    )
+
+
+def test_speed_of_a_resumed_run_counts_its_own_tokens(tmp_path):
+    log = log_from(Progress(step=5, tokens=10**9), tmp_path)
     time.sleep(0.1)
-    speed.tokens = 10**9 + 100
-    assert 100 / 0.3 < speed.lap()["tokens_per_second"] < 100 / 0.1
+    log.advance(Progress(step=6, tokens=10**9 + 100))
+    assert 100 / 0.3 < log.speed.lap()["tokens_per_second"] < 100 / 0.1
 
 
-def test_speed_of_a_run_that_went_back_counts_no_token_twice():
-    speed = speed_of()
-    speed.tokens = 1000
-    speed.lap()
-    speed.go_back(400)
+def test_speed_of_a_run_that_went_back_counts_no_token_twice(tmp_path):
+    log = log_from(Progress(), tmp_path)
+    log.advance(Progress(step=1, tokens=1000))
+    log.speed.lap()
+    log.rewound(Progress(step=1, tokens=400), log.plan, "", {})
     time.sleep(0.1)
-    speed.tokens += 100
-    assert 100 / 0.3 < speed.lap()["tokens_per_second"] < 100 / 0.1
-
-
-def test_duration():
-    assert [duration(s) for s in (0, 59.9, 60, 3725, 360_000)] == [
-        "0:00:00",
-        "0:00:59",
-        "0:01:00",
-        "1:02:05",
-        "100:00:00",
-    ]
+    log.advance(Progress(step=2, tokens=500))
+    assert 100 / 0.3 < log.speed.lap()["tokens_per_second"] < 100 / 0.1
 
 
 def test_peak_memory_counts_what_was_used():
@@ -429,7 +444,7 @@ def test_console_has_a_bar_on_a_terminal(monkeypatch):
 
 
 LIBRARIES = """
-from fabric_llm.base.console import plain_output
+from fabric_llm.base.program import plain_output
 plain_output()
 import sys, warnings
 import lightning.fabric, datasets, transformers  # Lightning has a format of its own for warnings

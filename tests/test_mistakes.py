@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from arguments import NOT_HERE, ROOT
-from fabric_llm.base.machine import cores
+from fabric_llm.base.program import cores
 
 HEAVY = ("torch", "lightning", "transformers", "datasets", "numpy", "pyarrow", "tokenizers")
 LIGHT = """
@@ -169,14 +169,14 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         "It is a folder of runs: take a checkpoint, such as --model_name checkpoints/run/step-0",
     ),
     ("--model_name data", 2, "It is a dataset: that goes to --train_data_dir, and a model to --model_name."),
-    ("--model_name tokenizer", 2, "It holds a tokenizer alone."),
-    ("--model_name adapter", 2, "'adapter' holds an adapter for 'org/base': merge it into its model first."),
-    ("--model_name gguf", 2, "It holds GGUF files"),
-    ("--model_name meta", 2, "It holds Meta's own format"),
+    ("--model_name tokenizer", 2, "It holds tokenizer.json: take a model in Hugging Face's format."),
+    ("--model_name adapter", 2, "'adapter' holds an adapter: merge it into its model first."),
+    ("--model_name gguf", 2, "It holds m.gguf: take a model in Hugging Face's format."),
+    ("--model_name meta", 2, "It holds params.json: take a model in Hugging Face's format."),
     ("--model_name cache", 2, "There is one in 'cache/snapshots/abc'."),
     ("--model_name corpus/a.txt", 2, "--model_name 'corpus/a.txt' is a file"),
-    ("--model_name https://huggingface.co/org/name/tree/main", 2, "is an address: take --model_name org/name."),
-    ("--model_name hf.co/org/name", 2, "is an address: take --model_name org/name."),
+    ("--model_name https://huggingface.co/org/name/tree/main", 2, "here: take --model_name org/name."),
+    ("--model_name hf.co/org/name", 2, "here: take --model_name org/name."),
     ("--model_name models--org--name", 2, "take --model_name org/name."),
     ("--model_name org/name@main", 2, "a revision can't be given by name"),
     (
@@ -236,11 +236,11 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         2,
         "less than one row in 10,000, which rounds to none.",
     ),
-    ("--train_data_dir null --data_mix data", 2, "--data_mix takes a YAML file, or name=folder:weight"),
+    ("--train_data_dir null --data_mix data", 2, "--data_mix: it takes a YAML file, or name=folder:weight"),
     ("--train_data_dir null --data_mix none.yaml", 2, "--data_mix 'none.yaml' can't be read: No such file"),
     ("--train_data_dir null --data_mix unknown.yaml", 2, "names 'lod', which isn't a source. Did you mean 'old'?"),
     ("--train_data_dir null --data_mix key.yaml", 2, "unknown key 'wieght' of source 'new'. Did you mean 'weight'?"),
-    ("--train_data_dir null --data_mix twice.yaml", 2, "'twice.yaml' has 'new' twice, in line 1 again."),
+    ("--train_data_dir null --data_mix twice.yaml", 2, "'twice.yaml' has 'new' twice, in line 1."),
     (
         "--train_data_dir null --data_mix a=prepared:1:2,b=sets/prepared:1 --max_step 99 --accelerator cpu",
         2,

@@ -15,8 +15,7 @@ from fabric_llm.checkpoint.state_dicts import is_finite
 from fabric_llm.data.batches import Batches
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.training.schedule import lr_at
-from fabric_llm.training.step import GradientSums, clip_gradients
-from fabric_llm.training.updates import sample_weights, update_size
+from fabric_llm.training.step import GradientSums, clip_gradients, sample_weights, update_size
 
 
 def plain_losses(model_name, data, steps, accumulation, micro_batch, lr, seed):
@@ -87,6 +86,16 @@ def test_gradients_of_64_micro_batches_lose_no_more_than_one_rounding(toys):
     assert accumulated(toys, "float32") < 0.0025
 
 
+def test_what_the_last_micro_batch_does_not_use_keeps_its_gradient():
+    """Such as an expert that no token of it was sent to."""
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    sums = GradientSums([weight])
+    for gradient in (1.0, 2.0, None):
+        weight.grad = None if gradient is None else torch.full_like(weight, gradient)
+        sums.add(last=gradient is None)
+    assert torch.equal(weight.grad, torch.full_like(weight, 3.0))
+
+
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
 def test_float32_sums_give_the_same_run_at_any_number_of_micro_batches(toys, tmp_path, strategy, ranks):
     flags = (*toy_run(toys, tmp_path, data="ragged"), "--max_step", 3, "--strategy", strategy, "--lr", 1e-3)
@@ -129,8 +138,8 @@ def test_update_size_counts_what_it_says():
         layer.weight.fill_(1.0)
         before = sample_weights(layer.parameters())
         layer.weight[0] += 0.5
-    size = update_size(before, sample_weights(layer.parameters()), None)
-    assert size.fraction == 0.25 and size.ratio == pytest.approx((4 * 0.25 / 16) ** 0.5)
+    fraction, ratio = update_size(before, layer)
+    assert fraction == 0.25 and ratio == pytest.approx((4 * 0.25 / 16) ** 0.5)
 
 
 def test_few_changing_weights_are_warned_of_once(toys, tmp_path):

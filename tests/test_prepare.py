@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fabric_llm.prepare import splits
-from fabric_llm.prepare.documents import Bad, read_rows
+from fabric_llm.prepare import rows as rows_module
+from fabric_llm.prepare.documents import DRAWN, Bad, read_rows
 from fabric_llm.prepare.prepare import prepare, summary
 from fabric_llm.prepare.tokenizer import END_OF_TEXT, train_byte_level_bpe
 
@@ -97,7 +97,7 @@ def make(tmp_path, bpe):
 
 
 def document_hash(seed: int, index: int) -> float:
-    return float(splits.document_hashes(seed, np.array([index]))[0])
+    return float(rows_module.document_hashes(seed, np.array([index]))[0])
 
 
 def tokens_of(output: Path, split: str) -> list[int]:
@@ -292,7 +292,7 @@ def test_split_does_not_depend_on_the_batches(make, tmp_path, texts, monkeypatch
     monkeypatch.setattr("fabric_llm.prepare.encoding.BATCH_DOCUMENTS", 3)
     monkeypatch.setattr("fabric_llm.prepare.encoding.BATCH_CHARACTERS", 500)
     monkeypatch.setattr("fabric_llm.prepare.encoding.BATCH_CHARACTERS_A_THREAD", 250)
-    monkeypatch.setattr("fabric_llm.prepare.splits.COPY_TOKENS", 7)
+    monkeypatch.setattr("fabric_llm.prepare.rows.COPY_TOKENS", 7)
     assert make(folder, output=tmp_path / "b")["splits"] == whole["splits"]
 
 
@@ -328,10 +328,10 @@ def test_a_huge_document_stays_in_train_and_that_is_said(make, tmp_path, texts, 
 def test_validation_never_has_much_more_than_its_fraction(tmp_path_factory, lengths, fraction, seed, piece):
     folder = tmp_path_factory.mktemp("pieces")
     for number, first in enumerate(range(0, len(lengths), piece)):
-        words = (splits.Lengths.encode(length, False, True) for length in lengths[first : first + piece])
-        (folder / f"{number:06d}.lengths").write_bytes(b"".join(words))
-    draw = splits.Draw(folder, -(-len(lengths) // piece), seed, fraction)
-    found = list(splits.documents(splits.with_both_splits(splits.bounded(draw))))
+        words = 4 * np.array(lengths[first : first + piece], "<u8") + DRAWN
+        words.tofile(folder / f"{number:06d}.lengths")
+    draw = rows_module.Draw(folder, -(-len(lengths) // piece), seed, fraction)
+    found = list(rows_module.documents(rows_module.settled(draw)))
     inside = np.concatenate([some.in_validation for some in found])
     held = np.concatenate([some.held_back for some in found])
     drawn = np.array([document_hash(seed, index) < fraction for index in range(len(lengths))])
@@ -348,7 +348,7 @@ def test_validation_fraction_is_kept_on_the_average():
 
 @pytest.mark.parametrize("fraction, moved_to", [(1e-9, "validation"), (1 - 1e-9, "train")])
 def test_each_split_gets_a_document_whatever_the_fraction(make, tmp_path, texts, fraction, moved_to, monkeypatch):
-    monkeypatch.setattr("fabric_llm.prepare.splits.COPY_TOKENS", 7)  # the move goes by many small copies
+    monkeypatch.setattr("fabric_llm.prepare.rows.COPY_TOKENS", 7)  # the move goes by many small copies
     long = [text for text in texts if len(text) > 100]
     manifest = make(write_texts(tmp_path / "in", long), validation_fraction=fraction)
     hashes = [document_hash(1234, index) for index in range(len(long))]

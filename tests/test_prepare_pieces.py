@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 
 from fabric_llm.base.failpoints import VARIABLE
-from fabric_llm.prepare import pieces
-from fabric_llm.prepare import work_folder as work_folder_module
+from fabric_llm.prepare import corpus as corpus_module
+from fabric_llm.prepare import prepare as prepare_module
 from fabric_llm.prepare.inputs import work_folder_of
-from fabric_llm.prepare.prepare import prepare, summary
+from fabric_llm.prepare.prepare import prepare, summary, work_folder
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
-from fabric_llm.prepare.work_folder import work_folder
 
 ROOT = Path(__file__).parents[1]
 # Imports take many times as long as what is tested: this process has made them, and starts a fresh copy of itself for each
@@ -29,10 +28,10 @@ ROOT = Path(__file__).parents[1]
 SERVER = """
 import json, os, sys, warnings
 import fabric_llm.prepare.prepare
-from fabric_llm.base.ending import in_one_sentence
-from fabric_llm.prepare import encoding, pieces
-pieces.PIECE_BYTES = 4000
-encoding.MARK_CHARACTERS, encoding.BATCH_CHARACTERS, encoding.BATCH_CHARACTERS_A_THREAD = 1500, 400, 200
+from fabric_llm.base.program import in_one_sentence
+from fabric_llm.prepare import corpus, encoding
+corpus.PIECE_BYTES = 4000
+encoding.BATCH_CHARACTERS, encoding.BATCH_CHARACTERS_A_THREAD = 400, 200
 warnings.simplefilter("ignore")
 for line in sys.stdin:
     given = json.loads(line)
@@ -189,21 +188,19 @@ def test_shards_make_what_one_machine_makes(call, undisturbed, tmp_path):
 
 
 def test_what_a_shard_says(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 4000)
+    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 4000)
     given = arguments(corpus, tmp_path / "out")
     first = prepare(**given, shard="1/2")
     assert 0 < first["left"] and "pieces of other shards are left" in summary(first)
     second = prepare(**given, shard="2/2")
     assert second["left"] == 0 and "The same command without --shard writes the dataset." in summary(second)
-    with pytest.raises(
-        ValueError, match=r"were begun with other inputs or flags \(deduplicate\): start all of them alike"
-    ):
-        prepare(**{**given, "deduplicate": "none"}, shard="2/2")
+    with pytest.raises(ValueError, match=r"were begun with other inputs or flags \(inputs\): start all of them alike"):
+        prepare(**{**given, "document_separator": "none"}, shard="2/2")
 
 
 def test_another_preparation_of_the_same_output_is_told(corpus, tmp_path):
     given = arguments(corpus, tmp_path / "out")
-    with work_folder(tmp_path / "out", False, lambda folder: False):
+    with work_folder(tmp_path / "out", shared=False):
         with pytest.raises(ValueError, match="out is being prepared by another process, in .*: wait for it") as raised:
             prepare(**given)
     assert raised.value.code == 73
@@ -211,7 +208,7 @@ def test_another_preparation_of_the_same_output_is_told(corpus, tmp_path):
 
 
 def test_work_of_other_inputs_is_thrown_away(call, undisturbed, tmp_path):
-    assert call(tmp_path / "out", "prepare.rows:do=kill", deduplicate="none").returncode == -signal.SIGKILL
+    assert call(tmp_path / "out", "prepare.rows:do=kill", document_separator="none").returncode == -signal.SIGKILL
     done = call(tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "The work of a former preparation with other inputs or flags was thrown away." in done.stderr
@@ -221,11 +218,11 @@ def test_work_of_other_inputs_is_thrown_away(call, undisturbed, tmp_path):
 def test_work_that_was_half_removed_is_not_used(call, undisturbed, tmp_path):
     assert call(tmp_path / "out", "prepare.rows:do=kill").returncode == -signal.SIGKILL
     work = tmp_path / ".out.preparing"
-    removing = work_folder_module.shutil.rmtree
+    removing = prepare_module.shutil.rmtree
     with pytest.MonkeyPatch.context() as patch:  # killed after it has begun to remove
-        patch.setattr(work_folder_module.shutil, "rmtree", lambda folder, **more: (folder / "000002.tokens").unlink())
-        work_folder_module._remove(work)
-    assert removing is work_folder_module.shutil.rmtree and (work / "000002.json").is_file()
+        patch.setattr(prepare_module.shutil, "rmtree", lambda folder, **more: (folder / "000002.tokens").unlink())
+        prepare_module.remove(work)
+    assert removing is prepare_module.shutil.rmtree and (work / "000002.json").is_file()
     assert call(tmp_path / "out").returncode == 0
     assert_same(tmp_path / "out", undisturbed)
 

@@ -18,9 +18,8 @@ import zstandard
 from datasets import Dataset
 
 import prepare_data
-from fabric_llm.prepare import documents, encoding, formats, inputs, pieces
+from fabric_llm.prepare import corpus, documents, encoding, inputs
 from fabric_llm.prepare.documents import BLANK_LINES, Bad, Part, read_part, where
-from fabric_llm.prepare.encoding import lines_before
 from fabric_llm.prepare.prepare import prepare, summary
 
 TEXTS = ["naïve Ünïcödé \U0001f600\r\n\tend", 'quoted "x", and a comma', "x", "two\nlines of text", " spaces "] * 4
@@ -77,15 +76,17 @@ PACK = {
 }
 
 
+def kind_of(path):
+    return inputs.KINDS[inputs.suffix(str(path))]
+
+
 def read(path, text_field="text", **more):
     """(texts that are read, (place and message) of the bad records)"""
-    part = Part(str(path), formats.kind_of(str(path)), **more)
+    part = Part(str(path), kind_of(path), **more)
     texts, bad, begun = [], [], ""
     for record in read_part(part, text_field):
         if isinstance(record, Bad):
-            bad.append(
-                f"{where(part, record.number, lines_before(part))} {record.message}".replace(f"{path.parent}/", "")
-            )
+            bad.append(f"{where(part, record.number)} {record.message}".replace(f"{path.parent}/", ""))
             begun = ""
         else:
             begun += record[1]
@@ -187,13 +188,13 @@ def test_a_bad_document_of_a_text_is_named_by_its_place(tmp_path):
 def test_long_documents_come_in_sections_that_end_with_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "SECTION_CHARACTERS", 50)
     monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(documents, "SEPARATOR_BYTES", 10)
+    monkeypatch.setattr(documents, "LONGEST_SEPARATOR", 10)
     long = "".join(f"line {number} é\n" for number in range(100)) + "x" * 120
     path = write(tmp_path / "a.txt", f"short\n\n{long}\n\nend".encode())
     assert read(path, separator=BLANK_LINES) == (["short", long, "end"], [])
     of_lines = write(tmp_path / "a.jsonl", as_lines(["short", long, "end"]))
     for source, separator in ((path, BLANK_LINES), (of_lines, None)):
-        part = Part(str(source), formats.kind_of(str(source)), separator=separator)
+        part = Part(str(source), kind_of(source), separator=separator)
         sections = [text for _, text, _ in read_part(part, "text")]
         assert max(map(len, sections)) <= 50 and len(sections) > 20
         assert sum(section.endswith("\n") for section in sections) > len(sections) - 8
@@ -203,51 +204,51 @@ def test_long_documents_come_in_sections_that_end_with_lines(tmp_path, monkeypat
 def test_a_long_document_that_turns_out_to_be_bad_is_taken_back(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "SECTION_CHARACTERS", 50)
     monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(documents, "SEPARATOR_BYTES", 10)
+    monkeypatch.setattr(documents, "LONGEST_SEPARATOR", 10)
     path = write(tmp_path / "a.txt", b"one\n\n" + b"x " * 500 + b"\xff\n\ntwo")
     assert read(path, separator=BLANK_LINES) == (["one", "two"], ["a.txt byte 5 is not valid UTF-8"])
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".txt"])
 def test_ranges_of_a_file_give_the_documents_of_the_whole(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 100)
-    monkeypatch.setattr(pieces, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 100)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 16)
     content = "".join(f"{'w' * (number % 40)}.\n{number}\n\n\n" for number in range(100)).encode()
     texts = [f"{'w' * (number % 40)}.\n{number}" for number in range(100)]
     path = write(tmp_path / f"a{kind}", content if kind == ".txt" else as_lines(texts))
     found = inputs.find_sources([path], pattern=["*"], output=tmp_path / "out")
-    parts = [part for piece in pieces.plan(found, None) for part in piece.parts]
+    parts = [part for piece in corpus.plan(found, None) for part in piece.parts]
     assert len(parts) > 10 and parts[0].start == 0 and parts[-1].end == path.stat().st_size
     assert [part.end for part in parts[:-1]] == [part.start for part in parts[1:]]
     assert [text for part in parts for _, text, _ in read_part(part, "text") if text] == texts
 
 
 def test_bad_lines_of_a_range_have_the_numbers_of_the_whole_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 100)
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 100)
     lines = [json.dumps({"text": f"text {number}"}) for number in range(60)]
     lines[41] = '{"text": '
     path = write(tmp_path / "a.jsonl", "\n".join(lines).encode())
     found = inputs.find_sources([path], pattern=["*"], output=tmp_path / "out")
-    parts = [part for piece in pieces.plan(found, None) for part in piece.parts]
+    parts = [part for piece in corpus.plan(found, None) for part in piece.parts]
     bad = [(part, r) for part in parts for r in read_part(part, "text") if isinstance(r, Bad)]
     [(part, record)] = bad
-    assert part.start > 0 and where(part, record.number, lines_before(part)) == f"{path}:42"
+    assert part.start > 0 and where(part, record.number) == f"{path}:42"
 
 
 def test_many_small_files_are_one_piece(tmp_path):
     for number in range(50):
         (tmp_path / f"{number:02d}.txt").write_text("x" * number)
     found = inputs.find_sources([tmp_path], pattern=["*.txt"], output=tmp_path / "out")
-    [piece] = pieces.plan(found, None)
+    [piece] = corpus.plan(found, None)
     assert len(piece.parts) == 50 and piece.bytes == sum(range(50))
 
 
 def test_row_groups_of_a_large_table_are_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 2000)
     texts = ["".join(map(chr, np.random.default_rng(n).integers(97, 123, 90))) for n in range(100)]
     path = write(tmp_path / "a.parquet", as_parquet(texts))
     found = inputs.find_sources([path], pattern=["*"], output=tmp_path / "out")
-    parts = [part for piece in pieces.plan(found, None) for part in piece.parts]
+    parts = [part for piece in corpus.plan(found, None) for part in piece.parts]
     assert len(parts) > 3
     assert [text for part in parts for _, text, _ in read_part(part, "text")] == texts
     assert next(read_part(parts[1], "text"))[0] == parts[1].start * 3  # rows keep their numbers
@@ -343,7 +344,7 @@ def test_a_single_text_file_is_split_at_blank_lines_and_the_summary_says_so(tmp_
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_a_large_text_without_a_blank_line_is_not_said_to_be_split(tmp_path, make, monkeypatch, name):
-    monkeypatch.setattr(pieces, "LONG_TEXT_BYTES", 100)
+    monkeypatch.setattr(corpus, "LONG_TEXT_BYTES", 100)
     content = b"one line and\nthe next\n" * 1000
     path = write(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
     manifest = make(path, write(tmp_path / "b.jsonl", as_lines(TEXTS)))
@@ -352,7 +353,7 @@ def test_a_large_text_without_a_blank_line_is_not_said_to_be_split(tmp_path, mak
 
 
 def test_large_texts_among_several_are_split_and_small_ones_not(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(pieces, "LONG_TEXT_BYTES", 300)
+    monkeypatch.setattr(corpus, "LONG_TEXT_BYTES", 300)
     large = write(tmp_path / "a.txt", "\n\n".join(f"paragraph {n} of a book" for n in range(20)).encode())
     small = write(tmp_path / "b.txt", b"one\n\nand the same")
     manifest = make(large, small)
@@ -392,11 +393,11 @@ def test_a_file_of_which_every_record_is_bad_is_an_error(tmp_path, make):
 
 
 def test_a_file_in_several_pieces_of_which_every_record_is_bad_is_an_error(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 100)
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 100)
     good = write(tmp_path / "good.jsonl", as_lines(TEXTS))
     lines = as_lines(TEXTS).replace(b'"text"', b'"body"')
     with pytest.raises(
-        ValueError, match=r"none of the records of .*bad\.jsonl can be read: .*bad\.jsonl:1 has no field"
+        ValueError, match=r"none of the 20 records of .*bad\.jsonl can be read: .*bad\.jsonl:1 has no field"
     ):
         make(good, write(tmp_path / "bad.jsonl", lines))
     mixed = write(tmp_path / "mixed.jsonl", lines + as_lines(TEXTS[:1]))
@@ -406,7 +407,7 @@ def test_a_file_in_several_pieces_of_which_every_record_is_bad_is_an_error(tmp_p
 
 def test_long_lines_in_a_row_are_skipped_and_counted(tmp_path, make, monkeypatch):
     for module, name, value in (
-        (pieces, "PIECE_BYTES", 500),
+        (corpus, "PIECE_BYTES", 500),
         (documents, "RECORD_BYTES", 1000),
         (encoding, "MUCH_BYTES", 100),
     ):
@@ -462,7 +463,7 @@ def test_of_a_page_the_text_is_read_where_it_is_asked_for(tmp_path, make):
 
 @pytest.mark.parametrize("name", ["a.html", "a.warc"])
 def test_a_kind_whose_package_is_missing(tmp_path, make, monkeypatch, name):
-    monkeypatch.setattr(formats, "_is_installed", lambda package: False)
+    monkeypatch.setattr(inputs, "_is_installed", lambda package: False)
     path = write(tmp_path / "in" / name, PAGE.encode())
     said = rf"reading .*{name} needs the package \w+: pip install 'fabric_llm\[{name[2:]}\]'"
     for given, pattern in ((path, ["*"]), (path.parent, ["*.html", "*.warc"])):
@@ -476,8 +477,9 @@ def test_what_is_no_file_is_named_as_what_it_is(tmp_path, make):
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "link.txt").symlink_to("gone.txt")
     (tmp_path / "link").symlink_to("pipe.txt")
-    kinds = {"pipe.txt": "a pipe", "link.txt": "a link to gone.txt, which leads nowhere", "link": "a pipe"}
-    for path, kind in [*((tmp_path / name, kind) for name, kind in kinds.items()), ("/dev/zero", "a device")]:
+    other = "a pipe, a socket or a device"
+    kinds = {"pipe.txt": other, "link.txt": "a link to gone.txt, which leads nowhere", "link": other}
+    for path, kind in [*((tmp_path / name, kind) for name, kind in kinds.items()), ("/dev/zero", other)]:
         with pytest.raises(ValueError, match=f"input {path} is {kind}: name a file"):
             make(path)
         with pytest.raises(ValueError, match=f"input {path} is {kind}: name a file"):

@@ -8,7 +8,7 @@ import transformers
 from ranks import metrics, toy_run, train_ranks
 
 import train
-from fabric_llm.model import router
+from fabric_llm.model import language_model
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.layers import checkpoint_activations
 
@@ -37,19 +37,19 @@ def family(name, **changes):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_of_a_row_alone_it_is_that_of_transformers(name):
     model = family(name)
-    assert router.has_loss(model) and router.coefficient(model, None) == 0.0
+    assert language_model.has_router_loss(model) and language_model.router_coefficient(model, None) == 0.0
     input_ids = torch.randint(1, 64, (3, 10))
     mask = torch.ones_like(input_ids)
     mask[1, 6:] = 0
     for attention_mask in (None, mask):
         given = {"output_router_logits": True, "use_cache": False}
         out = model(input_ids, attention_mask=attention_mask, **given)
-        found = router.load_balancing_loss(out.router_logits, 3, model.num_experts_per_tok, attention_mask)
+        found = language_model.load_balancing_loss(out.router_logits, 3, model.num_experts_per_tok, attention_mask)
         for row in range(3):
             theirs = router_loss_of_transformers(model, out.router_logits, row, attention_mask)
             torch.testing.assert_close(found[row], theirs, rtol=1e-5, atol=0)
     whole = model(input_ids[:1], **given).aux_loss
-    torch.testing.assert_close(router.load_balancing_loss(out.router_logits, 3, 2)[0], whole, rtol=1e-4, atol=0)
+    torch.testing.assert_close(language_model.load_balancing_loss(out.router_logits, 3, 2)[0], whole, rtol=1e-4, atol=0)
 
 
 def router_loss_of_transformers(model, router_logits, row, attention_mask):
@@ -117,6 +117,8 @@ def test_what_is_asked_of_a_model_that_cannot_give_it_is_said():
     )
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    assert router.coefficient(model, None) == 0.0 and "DeepseekV3ForCausalLM: none is trained" in router.warning(model)
-    assert router.warning(family("Mixtral", output_router_logits=True)) is None
-    assert router.coefficient(family("Mixtral", output_router_logits=True), None) == 0.001
+    assert language_model.router_coefficient(
+        model, None
+    ) == 0.0 and "DeepseekV3ForCausalLM: none is trained" in language_model.router_warning(model)
+    assert language_model.router_warning(family("Mixtral", output_router_logits=True)) is None
+    assert language_model.router_coefficient(family("Mixtral", output_router_logits=True), None) == 0.001

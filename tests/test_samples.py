@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import train
-from fabric_llm.data import prompts
+from fabric_llm.data.sources import read_prompts
 from fabric_llm.plan import run_directory
 from fabric_llm.run.samples import continuation
 from fabric_llm.verify.inspect_run import verify_run
@@ -104,10 +104,10 @@ def test_a_resumed_run_samples_what_it_makes_anew_and_events_keep_all(toys, data
     ("name", "content", "words"),
     [
         ("p.txt", None, "can't be read: No such file"),
-        ("p.txt", b"\n \n", "holds no prompt"),
+        ("p.txt", b"\n \n", "holds 0 prompts; it takes 1 to 64"),
         ("p.txt", b"\xff\xfe\x00", "isn't UTF-8"),
         ("p.txt", b"w1\n" * 2**19, "larger than 1 MiB"),
-        ("p.txt", "\n".join(f"w{i}" for i in range(65)).encode(), "holds 65 prompts, more than 64"),
+        ("p.txt", "\n".join(f"w{i}" for i in range(65)).encode(), "holds 65 prompts; it takes 1 to 64"),
         ("p.jsonl", b'{"prompt": "a"}\nw1\n', "line 2 isn't a JSON object"),
         ("p.jsonl", b'{"prompt": 3}', "line 1 isn't a JSON object"),
         ("p.jsonl", b"[" * 5000, "line 1 isn't a JSON object"),
@@ -134,9 +134,9 @@ def test_no_tokenizer_is_one_sentence(toys, data, tmp_path, capsys):
 def test_prompts_of_json_lines_may_hold_line_breaks(tmp_path):
     file = tmp_path / "p.txt"
     file.write_text('{"prompt": "a\\nb", "more": 1}\n\n{"prompt": " c"}\n{"prompt": " c"}\n')
-    assert prompts.read(str(file)) == ["a\nb", " c"]
+    assert read_prompts(str(file)) == ["a\nb", " c"]
     file.write_text('\ufeffdef f():\r\n{"prompt": no JSON\r\n')
-    assert prompts.read(str(file)) == ["def f():", '{"prompt": no JSON']
+    assert read_prompts(str(file)) == ["def f():", '{"prompt": no JSON']
 
 
 def test_a_disk_that_takes_no_event_ends_nothing(tmp_path):

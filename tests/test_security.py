@@ -36,7 +36,7 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY
 from transformers import PreTrainedTokenizerFast
 
 from fabric_llm.base import files
-from fabric_llm.model import bounds
+from fabric_llm.model import folders
 
 MEMORY_BYTES = 4 * 2**30  # that an attack may take
 TIMEOUT_SECONDS = 30
@@ -960,7 +960,7 @@ def model_that_names_a_million_labels(scene):
     return model_that_declares(scene, id2label={str(k): "x" for k in range(10**6)})
 
 
-@attack(2, "configuration", "1000000000 layers (attention_types); at most 4096")
+@attack(2, "configuration", "1000000000 attention_types (attention_types); at most 32768")
 def model_of_a_billion_attention_types(scene):
     return model_that_declares(scene, "gpt_neo", attention_types=[[["global"], 10**9]])
 
@@ -1277,13 +1277,13 @@ BOMBS = {  # what a YAML file says -> words of the sentence
     "aliases": (ALIASES, "has '&a0' in line 1: write the value itself, aliases aren't read."),
     "merges": (MERGES, "has '&a0' in line 1"),
     "alias": ("lr: *lr", "has '*lr' in line 1"),
-    "merge": ("lr: 1\n<<: {seed: 1}", "has '<<' in line 2: write the values themselves, merges aren't read."),
+    "merge": ("lr: 1\n<<: {seed: 1}", "has '<<', and merges aren't read, in line 2."),
     "tag": ("lr: !!float 1", "has the YAML tag 'tag:yaml.org,2002:float' in line 1"),
     "deep": ("lr: " + "[" * 20_000, "is more than 8 levels deep in line 1."),
     "large": ("# " + "x" * 10**7, "has more than 64 KiB, the most that is read as YAML."),
     "number": ("lr: " + "9" * 10_000, "has a number of 10,000 characters in line 1."),
     "hexadecimal": ("lr: 0x" + "f" * 10_000, "has a number of 10,002 characters in line 1."),
-    "twice": ("lr: 1\nlr: 2", "has 'lr' twice, in line 2 again."),
+    "twice": ("lr: 1\nlr: 2", "has 'lr' twice, in line 2."),
 }
 IN_A_CONFIG = {  # what only the flags of a --config make of it
     "text in which YAML stands": (f"lr: {json.dumps(MERGES)}", "'lr' in evil.yaml is a text of"),
@@ -1295,7 +1295,7 @@ IN_A_CONFIG = {  # what only the flags of a --config make of it
 MIXTURES = {  # the value of --data_mix -> words of the sentence
     "digits": ("a=data:" + "9" * 50_000, "the mixture has 50,007 characters; at most 32,768 are read."),
     "fewer digits": ("a=data:" + "9" * 20_000, "the weight of source 'a' must be a number of 0 or more, not '999"),
-    "sources": (",".join(f"s{k}=d:1" for k in range(2_000)), "--data_mix has 2,000 sources; at most 500 are read."),
+    "sources": (",".join(f"s{k}=d:1" for k in range(2_000)), "--data_mix: it has 2,000 sources; at most 500 are read."),
     "escapes": ('{sources: {a: {path: "\\e[31mp\\nx", weight: 1}}}', "No dataset at '\\x1b[31mp\\nx'. Make one with"),
 }
 HOSTILE_TEXT = {  # program and flags, file -> what it holds, words of the sentence
@@ -1429,7 +1429,7 @@ def test_a_regular_expression_that_takes_too_long_is_told_in_one_sentence(base, 
 
 def test_a_configuration_that_nobody_thought_of(base, tmp_path, monkeypatch):
     """No key says that it counts something."""
-    monkeypatch.setattr(bounds, "MOST_CPU_SECONDS", 1)
+    monkeypatch.setattr(folders, "MOST_CPU_SECONDS", 1)
     scene = copy_of(base, tmp_path)
     changes = {"layer_types": None, "mlp_layer_types": None, "first_k_dense_replace": 10**9}
     command = model_that_declares(scene, "cohere2_moe", **changes)
@@ -1440,7 +1440,7 @@ def test_a_configuration_that_nobody_thought_of(base, tmp_path, monkeypatch):
 
 def test_what_takes_too_much_is_interrupted(monkeypatch):
     """Also where whoever builds it swallows exceptions; and the process is as before."""
-    monkeypatch.setattr(bounds, "MOST_CPU_SECONDS", 0.2)
+    monkeypatch.setattr(folders, "MOST_CPU_SECONDS", 0.2)
 
     def swallow():
         while True:
@@ -1455,10 +1455,10 @@ def test_what_takes_too_much_is_interrupted(monkeypatch):
         (lambda: torch.empty(2**33), "more than 2.0 GiB of memory"),
         (swallow, "more than 0.2 s of processor time"),
     ):
-        with pytest.raises(bounds.TooMuch, match=sentence), bounds.limited():
+        with pytest.raises(folders.TooMuch, match=sentence), folders.limited():
             build()
         assert limits == (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM))
-    with pytest.raises(ZeroDivisionError), bounds.limited():  # which whoever builds it sees
+    with pytest.raises(ZeroDivisionError), folders.limited():  # which whoever builds it sees
         1 / 0
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, Lla
 from fabric_llm.base.failpoints import VARIABLE
 from fabric_llm.model import sampling as module
 from fabric_llm.model.sampling import Sampler, self_replay
-from fabric_llm.prepare.encoding import Convention, Job, piece_files
+from fabric_llm.prepare.encoding import Job, generate
 from fabric_llm.prepare.prepare import prepare
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
@@ -93,12 +93,11 @@ def test_a_dataset_of_samples_trains(models, tmp_path):
 
 
 def filled(models, folder, tokens, seed):
-    """The mark of a piece of at least so many tokens of documents of up to 31."""
+    """(tokens, documents) of at least so many tokens of documents of up to 31."""
     folder.mkdir()
-    job = Job(str(folder), Convention([], [0], [], "uint16"), "text", False, False, 1)
-    with piece_files(folder, 0, job) as out:
-        self_replay(str(models / "llama"), tokens, CONTEXT, seed).fill(out, lambda tokens: None)
-        return out.mark
+    job = Job(str(folder), "text", False, before=[], after=[0], forbidden={}, dtype="uint16")
+    marks = generate(self_replay(str(models / "llama"), tokens, CONTEXT, seed), job, lambda tokens: None)
+    return sum(mark.tokens for mark in marks), sum(mark.documents for mark in marks)
 
 
 @pytest.mark.longer
@@ -108,8 +107,8 @@ def test_no_more_is_sampled_than_asked_for_and_short_documents_are_not_favoured(
     monkeypatch.setattr(module, "Sampler", sampler)
     lengths = [len(ids) + 1 for seed in range(4) for ids in sampler(str(models / "llama"), 31).documents(seed, 256)]
     marks = [filled(models, tmp_path / str(seed), 60, seed) for seed in range(60)]
-    assert all(60 <= mark.tokens < 60 + 4 * 32 for mark in marks), "before: 32 documents at once, about 700"
-    tokens, documents = (np.array([getattr(mark, name) for mark in marks]) for name in ("tokens", "documents"))
+    tokens, documents = np.array(marks).T
+    assert all(60 <= tokens) and all(tokens < 60 + 4 * 32), "before: 32 documents at once, about 700"
     mean = np.mean(lengths)
     error = np.std(tokens - mean * documents) / np.sqrt(len(marks)) / documents.mean()
     assert abs(tokens.sum() / documents.sum() - mean) < 4 * error, (mean, tokens.sum() / documents.sum(), error)
@@ -127,12 +126,13 @@ def test_a_stop_keeps_what_was_sampled_and_goes_on_to_the_same_bytes(models, tmp
     done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == (-9 if action == "kill" else 75), done.stderr
     assert action == "kill" or "the same command goes on from there" in done.stderr
-    mark = json.loads((tmp_path / ".again.preparing" / "000000.json").read_text())
-    assert mark["items"] == 4 and not mark["done"] and 0 < mark["tokens"] < 3000
+    marks = sorted((tmp_path / ".again.preparing").glob("0*.json"))
+    tokens = sum(json.loads(mark.read_text())["tokens"] for mark in marks)
+    assert [mark.name for mark in marks] == [f"{number:06d}.json" for number in range(4)] and 0 < tokens < 3000
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         again = prepare(self_replay(str(models / "gpt2"), 3000, CONTEXT, 1234), output=tmp_path / "again", **options)
-    assert f"Going on: {mark['tokens']:,} of 3,000 tokens are there." in said.getvalue()
+    assert f"Going on: {tokens:,} of 3,000 tokens are there." in said.getvalue()
     assert whole["self_replay"]["longest_document"] == 19, "the model has positions for 20"
     assert whole["splits"] == again["splits"], "hashes of the rows as well"
 

@@ -10,15 +10,21 @@ def train_with_damage(argv, tensor, damage):
     import io
 
     import train
-    from fabric_llm.model.loading import Materializer
+    from fabric_llm.model import weights
 
-    original = Materializer._value
+    fill, read = weights.fill, weights.Stored.read
 
-    def damaged(self, module, name, dtype):
-        value = original(self, module, name, dtype)
-        return damage(value) if f"{self.names[module]}.{name}" == f"causal_lm.{tensor}" else value
+    def damaged(self, unit):
+        return {name: damage(value) if name == tensor else value for name, value in read(self, unit).items()}
 
-    Materializer._value = damaged
+    def fill_damaged(*given):
+        weights.Stored.read = damaged
+        fill(*given)
+        for name, buffer in given[0].named_buffers():
+            if name.endswith(tensor):
+                buffer.data = damage(buffer)
+
+    weights.fill = fill_damaged
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         try:
@@ -101,10 +107,9 @@ def references_at_the_comparison(argv):
     import gc
     import weakref
 
-    from fabric_llm.model import loading
     from fabric_llm.run import reference
 
-    loaded, seen, load, verify = [], [], loading.load_reference, reference.verify_start
+    loaded, seen, load, verify = [], [], reference.load_reference, reference.verify_start
 
     def load_reference(*given):
         model = load(*given)
@@ -116,6 +121,6 @@ def references_at_the_comparison(argv):
         seen.extend(model() for model in loaded)
         verify(*given)
 
-    loading.load_reference, reference.verify_start = load_reference, verify_start
+    reference.load_reference, reference.verify_start = load_reference, verify_start
     built(argv)
     return seen

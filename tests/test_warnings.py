@@ -1,23 +1,45 @@
 """Flags that are allowed but hardly meant: one warning each, from rank 0, once a start."""
 
 import json
+from types import SimpleNamespace as Has
+from unittest import mock
 
 import pytest
 from ranks import Job, toy_run
 from transformers import AutoConfig, LlamaConfig
 
 from arguments import parse_train
-from fabric_llm.plan.warnings import Facts, positions, warnings
+from fabric_llm.plan.warnings import positions, warnings_of
 
 FACTS = {
     **{"strategy": "single", "kind": "cpu", "devices": 1, "num_nodes": 1, "cores": 8},
-    **{"max_step": 100, "context_length": 64, "positions": 64},
+    **{"max_step": 100, "context_length": 64, "positions": 64, "start_step": 0},
+    "sequences": None,  # of a step that starts from trained weights, None from random ones
 }
 
 
+def warned(flags, **facts):
+    """What is said where the flags came to `facts`, which differ from FACTS, on this machine, with this data and model."""
+    known = Has(**{**FACTS, **facts})
+    config = Has(max_position_embeddings=known.positions, rope_parameters={})
+    plan = Has(
+        placement=Has(strategy=known.strategy, kind=known.kind, devices=known.devices, num_nodes=known.num_nodes),
+        schedule=Has(max_step=known.max_step, global_batch_size=known.sequences or 1),
+        start=Has(step=known.start_step),
+        data=Has(dataset=Has(context_length=known.context_length)),
+        model=Has(source="m", config=Has(get_text_config=lambda: config)),
+        epochs=dict,
+    )
+    module = "fabric_llm.plan.warnings"
+    with (
+        mock.patch(f"{module}.cores", lambda: known.cores),
+        mock.patch(f"{module}.has_weights", lambda source: known.sequences is not None),
+    ):
+        return list(warnings_of(flags, plan))
+
+
 def said_of(flags, **facts):
-    words = ["--model_name", "m", "--train_data_dir", "d", *flags.split()]
-    return warnings(parse_train(words), Facts(**{**FACTS, **facts}))
+    return warned(parse_train(["--model_name", "m", "--train_data_dir", "d", *flags.split()]), **facts)
 
 
 TABLE = [  # flags, facts, the beginning of the one warning
@@ -108,8 +130,8 @@ def test_the_presets_are_meant(tmp_path):
 
     for config in sorted((ROOT / "configs").glob("*.yaml")):
         arguments = parse_train(["--config", str(config)])
-        facts = {**FACTS, "strategy": "fsdp", "kind": "cuda", "max_step": arguments.training.max_step or 10_000}
-        assert warnings(arguments, Facts(**facts)) == [], config
+        facts = {"strategy": "fsdp", "kind": "cuda", "max_step": arguments.training.max_step or 10_000}
+        assert warned(arguments, **facts) == [], config
 
 
 def test_positions(toys):

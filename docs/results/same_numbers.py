@@ -24,6 +24,7 @@ from typing import Optional
 
 import torch
 from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
 
 STEPS, DEMO_STEPS = 12, 60
 TOYS = {
@@ -58,7 +59,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["record", "resume", "compare"])
     parser.add_argument("paths", nargs="+", type=Path)
+    parser.add_argument("--only", default="", help="cases whose names hold this (default: all)")
     given = parser.parse_args()
+    CASES[:] = [case for case in CASES if given.only in case]
     paths = [path.resolve() for path in given.paths]
     {"record": record, "resume": resume, "compare": compare}[given.action](*paths)
 
@@ -74,7 +77,7 @@ def record(checkout: Path, folder: Path, other: Optional[Path] = None) -> None:
         shutil.copytree(other, folder, ignore=shutil.ignore_patterns("runs", "numbers.json"))
     for case in CASES:
         train(checkout, folder, case)
-    if other is None:
+    if other is None and "demo" in CASES:
         shutil.copytree(checkout / "data" / "demo", folder / "demo_data")
     (folder / "numbers.json").write_text(json.dumps({case: numbers(folder, case) for case in CASES}, indent=1))
 
@@ -85,6 +88,8 @@ def prepare(checkout: Path, folder: Path) -> None:
     for toy, config in TOYS.items():
         (folder / toy).mkdir(exist_ok=True)
         (folder / toy / "config.json").write_text(json.dumps(config))
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / toy)).save_pretrained(folder / toy)
     library, common = (
         Path(os.__file__).parent,
         ["--context_length", 64, "--validation_fraction", 0.1, "--pattern", "*.py"],
@@ -146,9 +151,11 @@ def numbers(folder: Path, case: str) -> dict[str, object]:
     tensors, last = {}, max(run_directory.glob("step-*"))
     for file in sorted(last.rglob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
+            parts = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
             for key in opened.keys():
                 bits = opened.get_tensor(key).reshape(-1).view(torch.uint8).numpy().tobytes()
-                tensors[f"{file.relative_to(last)}: {key}"] = hashlib.sha256(bits).hexdigest()
+                where = f"{file.parent.relative_to(last)}: {key} {parts.get(key, '')}"  # whichever file holds it
+                tensors[where] = hashlib.sha256(bits).hexdigest()
     return {"steps": steps, "evaluations": evaluations, "tensors": tensors}
 
 

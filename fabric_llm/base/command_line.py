@@ -1,10 +1,11 @@
-"""Command lines: dataclasses of flags -> a parser, one sentence for each mistake, and a YAML file of flags.
+"""Command lines: dataclasses of flags -> a parser, one sentence for each mistake, and YAML files of flags.
 
 arguments.py has the flags. Functions of this package that take many of them take `Flags`, its groups, and read them by name.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import math
@@ -22,15 +23,17 @@ from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin
 
 import yaml
 
-from fabric_llm.base import plain_yaml
 from fabric_llm.base.faults import BAD_INPUT, printable, tell_torchrun
 from fabric_llm.base.files import write_atomically
-from fabric_llm.base.spelling import flag_instead, value_instead
+from fabric_llm.base.names import flag_instead, value_instead
 
 # arguments.Arguments, which this package doesn't import. A group's flags are its fields: `flags.training.lr`.
 Flags = Any
 LONGEST_NUMBER = 100  # characters
 SECONDS_FOR_THE_FIRST = 20.0  # process of a machine, to say what is wrong; its end ends the wait
+MOST_YAML_BYTES = 64 * 2**10  # hundreds of sources with their stages; a run's arguments.yaml has 4,000
+MOST_DEPTH = 8
+MOST_DIGITS = 1000
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Flag:
     kept: bool = True  # in arguments.yaml: False of what says which run it is, or concerns one process of it
     needs: str = ""  # flags without which it has no effect: each is on, or has one of the values after it
     also: str = ""  # its names in other trainers, unless they are so near that they would be taken for a typo
-    # What to give for values that it doesn't take, see spelling.py.
+    # What to give for values that it doesn't take, see names.value_instead.
     instead: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -63,33 +66,27 @@ class Flag:
 
     @property
     def kinds(self) -> list[Any]:
-        """The types of its values, without None."""
+        """The types of its values and the words that it takes, without None."""
         kinds = get_args(self.type) if get_origin(self.type) is Union else [self.type]
-        return [kind for kind in kinds if kind is not type(None)]
-
-    @property
-    def words(self) -> list[Any]:
-        """The words that it takes."""
-        return [word for kind in self.kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        return [kind for kind in kinds if kind is not type(None) and get_origin(kind) is not Literal] + words
 
     @property
     def values(self) -> str:
         """What it takes, in words."""
-        names = {int: "an integer", float: "a number", bool: "true or false", str: "text", list: "a list"}
-        found = [names.get(get_origin(kind) or kind) for kind in self.kinds]
-        return self.takes or " or ".join([*filter(None, found), *map(str, self.words)])
+        names = {int: "an integer", float: "a number", bool: "true or false", str: "text", list[str]: "a list"}
+        return self.takes or " or ".join(str(names.get(kind, kind)) for kind in self.kinds)
 
     def out_of_range(self, value: Any) -> str:
         """What is wrong with a number, as the end of a sentence; "" of one that is right, and of other values."""
         if not isinstance(value, (int, float)):
             return ""
-        least = -math.inf if self.at_least is None else self.at_least
-        if self.below is not None and not least <= value < self.below:
-            words = f"at least {least} and less than {self.below}"
-        elif self.above is not None and not value > self.above:
+        if self.above is not None and not value > self.above:
             words = "positive" if self.above == 0 else f"more than {self.above}"
-        elif not value >= least:
-            words = f"{least} or more"
+        elif self.at_least is not None and not value >= self.at_least:
+            words = f"at least {self.at_least}"
+        elif self.below is not None and not value < self.below:
+            words = f"less than {self.below}"
         elif not math.isfinite(value):
             words = "a finite number"
         else:
@@ -123,18 +120,12 @@ def declared(group: type) -> dict[str, Flag]:
 @cache
 def _strings_below(file: str) -> dict[tuple[str, str], str]:
     """(name of a class, name of its field) -> the string below the field, as Sphinx reads it: Python itself forgets it."""
-    return {
-        (node.name, above.target.id): " ".join(below.value.value.split())
-        for node in ast.parse(Path(file).read_text()).body
-        if isinstance(node, ast.ClassDef)
-        for above, below in pairwise(node.body)
-        if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr)
-    }
-
-
-def write_yaml(flat: dict[str, Any], path: Path) -> None:
-    """Flag name -> value as a YAML file that `--config` takes."""
-    write_atomically(path, yaml.safe_dump(flat, sort_keys=False))
+    found = {}
+    for node in ast.parse(Path(file).read_text()).body:
+        for above, below in pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
+            if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr):
+                found[node.name, above.target.id] = " ".join(below.value.value.split())
+    return found
 
 
 def is_rank_zero() -> bool:
@@ -180,10 +171,12 @@ def parse(
             fail(program, _one_sentence(message, flags, meanings))
 
     # Of a file, and of text in it that is YAML again.
-    jsonargparse.set_loader("yaml", plain_yaml.load, exceptions=(ValueError,))
+    jsonargparse.set_loader("yaml", load_yaml, exceptions=(ValueError,))
     parser = Parser(prog=program, description=description, allow_abbrev=False, default_env=False)
     parser.add_argument("--config", action="config", help="YAML file of flags; the command line wins over it")
     flags: dict[str, Flag] = {}
+    # The end of a sentence about an unknown flag, by each word that may be given for one.
+    meanings = {word: f"{said[0].upper()}{said[1:]}." for words, said in not_here.items() for word in words.split()}
     for group in flag_groups:
         title, *rest = (group.__doc__ or "").split(" (", 1)
         section = parser.add_argument_group(title, rest[0].rstrip(")") if rest else None)
@@ -193,12 +186,16 @@ def parse(
             options = {"required": True} if required else {"default": one.default}
             options |= {"type": str, "nargs": "+"} if one.kinds == [list[str]] else {"type": one.type}
             section.add_argument(f"--{name}", help=one.help, **options)
-    meanings = _meanings(flags, not_here)
-    words, config = _split_config(argv)
-    if config is not None:
+            meanings |= dict.fromkeys([name, *one.also.split()], f"Did you mean --{name}?")
+            if one.type is bool:
+                meanings[f"no_{name}"] = f"Take --{name} false."
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", nargs="?", const="")
+    known, words = first.parse_known_args(argv)
+    if known.config is not None:
         in_config = {name: one for name, one in flags.items() if one.kept or not of_run}
-        _check_config(program, config, in_config, meanings)
-        words = ["--config", config, *words]  # first, so that the command line wins whatever the order
+        _check_config(program, known.config, in_config, meanings)
+        words = ["--config", known.config, *words]  # first, so that the command line wins whatever the order
     parsed = parser.parse_args(words).as_dict()
     for name, one in flags.items():
         if wrong := one.out_of_range(parsed[name]):
@@ -206,32 +203,10 @@ def parse(
     return {name: parsed[name] for name in flags}
 
 
-def _meanings(flags: Mapping[str, Flag], not_here: Mapping[str, str]) -> dict[str, str]:
-    """The end of a sentence about an unknown flag, by each word that may be given for one."""
-    meanings = {word: f"{said[0].upper()}{said[1:]}." for words, said in not_here.items() for word in words.split()}
-    for name, one in flags.items():
-        meanings |= dict.fromkeys([name, *one.also.split()], f"Did you mean --{name}?")
-        if one.type is bool:
-            meanings[f"no_{name}"] = f"Take --{name} false."
-    return meanings
-
-
-def _split_config(argv: list[str]) -> tuple[list[str], Optional[str]]:
-    words, config, rest = [], None, iter(argv)
-    for word in rest:
-        if word == "--config":
-            config = next(rest, "")
-        elif word.startswith("--config="):
-            config = word.split("=", 1)[1]
-        else:
-            words.append(word)
-    return words, config
-
-
 def _check_config(program: str, config: str, flags: dict[str, Flag], meanings: dict[str, str]) -> None:
     """Known keys, and values without depth."""
     try:
-        values = plain_yaml.read(Path(config))
+        values = read_yaml(Path(config))
     except OSError as error:
         fail(program, f"--config {config!r} can't be read: {error.strerror}.")
     except ValueError as error:
@@ -259,10 +234,88 @@ def _one_sentence(message: str, flags: dict[str, Flag], meanings: dict[str, str]
         return f"unknown flag {name}. {flag_instead(name.lstrip('-').split('=')[0], meanings)}"
     if wrong := re.match(r'Parser key "(\w+)":.*(?:Got value|Given value): (.*)', message, re.S):
         one, value = flags[wrong[1]], wrong[2].strip()
-        instead = value_instead(value, one.words, one.values, one.instead)
+        instead = value_instead(value, [kind for kind in one.kinds if isinstance(kind, str)], one.values, one.instead)
         return f"--{wrong[1]} takes {one.values}, not {value!r}{f': {instead}' if instead else ''}."
     if (bare := re.match(r"argument --(\w+): expected one argument", message)) and bare[1] in flags:
         return f"--{bare[1]} takes {flags[bare[1]].values}, and nothing is given."
     if missing := re.search(r'(?:Key|key) "(\w+)" is required', message):
         return f"--{missing[1]} is required."
     return " ".join(message.split()).removeprefix("argument ").rstrip(".") + "."
+
+
+def write_yaml(flat: dict[str, Any], path: Path) -> None:
+    """Flag name -> value as a YAML file that `--config` takes."""
+    write_atomically(path, yaml.safe_dump(flat, sort_keys=False))
+
+
+class NotPlain(ValueError):
+    """It may be YAML, but such as none of these programs writes or needs, and as may be meant to do harm."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses, before anything is built, what makes a few hundred bytes stand for more than any memory holds."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        tag, value, line = getattr(event, "tag", None), getattr(event, "value", ""), event.start_mark.line + 1
+        self.depth += 1
+        if event.anchor is not None:
+            sign = "*" if isinstance(event, yaml.AliasEvent) else "&"
+            raise NotPlain(
+                f"has {sign + event.anchor[:60]!r} in line {line}: write the value itself, aliases aren't read"
+            )
+        if tag not in (None, "!"):
+            raise NotPlain(f"has the YAML tag {tag[:60]!r} in line {line}: plain values have none")
+        if self.depth > MOST_DEPTH:
+            raise NotPlain(f"is more than {MOST_DEPTH} levels deep in line {line}")
+        if len(value) > MOST_DIGITS and re.fullmatch("[-+0-9a-fA-Fxo_:]*", value):
+            raise NotPlain(f"has a number of {len(value):,} characters in line {line}")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Called for each mapping, to make of it what merges (`<<`) say."""
+        seen = {"<<"}
+        for key, _ in node.value:
+            if (name := str(key.value)) in seen:
+                how = ", and merges aren't read" if name == "<<" else " twice"
+                raise NotPlain(f"has {name[:60]!r}{how}, in line {key.start_mark.line + 1}")
+            seen.add(name)
+
+
+# 2e-5 is a number, which YAML 1.1 takes for text, and a date is text.
+_DATE_OR_FLOAT = {"tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _DATE_OR_FLOAT]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_FLOAT = r"(?i:[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?|[-+]?\d[\d_]*e[-+]?\d+|[-+]?\.inf|\.nan)$"
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
+
+
+def read_yaml(path: Path) -> Any:
+    """What a file that somebody else may have written holds. Raises OSError, and ValueError as `load_yaml`."""
+    if path.exists() and not path.is_file():  # a pipe would block, a device has no end
+        raise NotPlain(f"{str(path)!r} isn't a file")
+    with path.open("rb") as file:
+        content = file.read(MOST_YAML_BYTES + 1)
+    try:
+        return load_yaml(content.decode(), repr(str(path)))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} isn't text") from error
+
+
+def load_yaml(text: str, subject: str = "it") -> Any:
+    """What a text says. Raises ValueError in a sentence about `subject` that has no full stop, NotPlain for what is refused."""
+    if len(text) > MOST_YAML_BYTES:
+        raise NotPlain(f"{subject} has more than {MOST_YAML_BYTES // 2**10} KiB, the most that is read as YAML")
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        said = " ".join(str(error).split())[:300].rstrip(".")
+        raise ValueError(f"{subject} isn't valid YAML: {said}") from error
+    except NotPlain as error:
+        raise NotPlain(f"{subject} {error}") from error

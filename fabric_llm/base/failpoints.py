@@ -13,7 +13,6 @@ import errno
 import os
 import signal
 import time
-from typing import Optional
 
 VARIABLE = "FABRIC_LLM_FAILPOINT"
 NAMES = (
@@ -30,28 +29,18 @@ _reached: dict[str, int] = {}
 
 def failpoint(name: str) -> None:
     """Fail if the environment names this place for this rank and this count; otherwise do nothing."""
-    if VARIABLE in os.environ:
-        assert name in NAMES, name
-        _fail_if_due(name, os.environ[VARIABLE])
-
-
-def _fail_if_due(name: str, wanted: str) -> None:
-    point, *options = wanted.split(":")
-    if point != name:
-        return
+    assert name in NAMES, name
+    point, *options = os.environ.get(VARIABLE, "").split(":")
     given = dict(option.split("=", 1) for option in options)
-    rank: Optional[str] = given.get("rank")
-    if rank is not None and rank != os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")):
-        return
-    _reached[name] = _reached.get(name, 0) + 1
-    if _reached[name] == int(given.get("count", 1)):
-        _do(given.get("do", "kill"), name)
+    own_rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    if point == name and given.get("rank", own_rank) == own_rank:
+        _reached[name] = _reached.get(name, 0) + 1
+        if _reached[name] == int(given.get("count", 1)):
+            _do(given.get("do", "kill"), name)
 
 
 def _do(action: str, name: str) -> None:
-    if action in SIGNALS:
-        os.kill(os.getpid(), SIGNALS[action])
-    elif action == "hang":
+    if action == "hang":
         while True:
             time.sleep(1)
     elif action == "enospc":
@@ -63,4 +52,4 @@ def _do(action: str, name: str) -> None:
 
         torch.empty(2**60, dtype=torch.uint8)
     else:
-        raise AssertionError(f"{VARIABLE}: unknown do={action}")
+        os.kill(os.getpid(), SIGNALS[action])

@@ -1,4 +1,4 @@
-"""Files: durable and atomic writes, and the manifest of a folder, which shows files that are truncated, changed or foreign.
+"""Files: durable and atomic writes, the manifest of a folder, which shows what was changed in it, and names of checkpoints.
 
 A manifest, of a checkpoint or a prepared dataset, is JSON: {"files": {name: {"bytes", "sha256"}}, ..., "sha256": its own}.
 """
@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -16,7 +17,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Optional
 
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, SAVE_FAILED, UNWRITABLE, Fault
 
@@ -53,11 +54,9 @@ def write_atomically(path: Path, content: bytes | str, durable: bool = False) ->
     """
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
-        with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        if durable:
+            fsync(temporary)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
@@ -79,32 +78,28 @@ class Describing:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.hashing = ThreadPoolExecutor(THREADS)
-        self.syncing = ThreadPoolExecutor(THREADS)  # its own pool, so that hashing doesn't wait for the disk
-        self.hashes: dict[str, Future[str]] = {}
-        self.written: list[Future[None]] = []
+        self.pool = ThreadPoolExecutor(2 * THREADS)  # a half of them may wait for the disk
+        self.started: dict[str, tuple[Future[None], Future[str]]] = {}  # on the disk, and hashed
 
     def start(self, names: Iterable[str]) -> None:
         """Start to hash these complete files and to flush them, unless that was started before."""
-        for name in sorted(set(names) - self.hashes.keys()):
-            self.written.append(self.syncing.submit(fsync, self.folder / name))
-            self.hashes[name] = self.hashing.submit(sha256, self.folder / name)
+        for name in sorted(set(names) - self.started.keys()):
+            path = self.folder / name
+            self.started[name] = self.pool.submit(fsync, path), self.pool.submit(sha256, path)
 
     def entries(self) -> dict[str, Entry]:
         """Wait for all files. Raises what hashing or flushing any of them raised."""
-        for future in self.written:
-            future.result()
-        return {
-            name: {"bytes": (self.folder / name).stat().st_size, "sha256": future.result()}
-            for name, future in self.hashes.items()
-        }
+        found = {}
+        for name, (flushed, hashed) in self.started.items():
+            flushed.result()
+            found[name] = {"bytes": (self.folder / name).stat().st_size, "sha256": hashed.result()}
+        return found
 
     def __enter__(self) -> Describing:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.hashing.shutdown(wait=True, cancel_futures=True)
-        self.syncing.shutdown(wait=True, cancel_futures=True)
+        self.pool.shutdown(wait=True, cancel_futures=True)
 
 
 def files_in(folder: Path) -> list[str]:
@@ -112,60 +107,49 @@ def files_in(folder: Path) -> list[str]:
     names = []
     for parent, folders, files in os.walk(folder):
         for name in [*folders, *files]:
-            path = Path(parent, name)
-            if path.is_symlink():
-                raise Fault(f"{str(path)!r} is a link, which may lead out of its folder: refused.", REFUSED)
+            require_no_link(Path(parent, name))
         names += [str(Path(parent, name).relative_to(folder)) for name in files]
     return names
 
 
+def require_no_link(path: Path) -> None:
+    """Raises Fault (77) where `path` is a link."""
+    if path.is_symlink():
+        raise Fault(f"{str(path)!r} is a link, which may lead out of its folder: refused.", REFUSED)
+
+
 def encode(document: dict[str, Any]) -> bytes:
     """The content of a manifest's file, with the hash of the manifest itself."""
-    return (json.dumps({**document, "sha256": _own_hash(document)}, indent=2) + "\n").encode()
+    own_hash = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    return (json.dumps({**document, "sha256": own_hash}, indent=2) + "\n").encode()
 
 
 def is_sealed(document: dict[str, Any]) -> bool:
     """Whether a decoded manifest holds the right hash of itself."""
-    rest = dict(document)
-    return rest.pop("sha256", None) == _own_hash(rest)
-
-
-def _own_hash(document: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    return document == json.loads(encode({key: value for key, value in document.items() if key != "sha256"}))
 
 
 def read(folder: Path) -> dict[str, Any]:
     """The manifest of `folder`. Raises Fault (66) for one that was changed, (77) for names that lead outside."""
     damaged = Fault(f"{str(folder)!r} is damaged: {MANIFEST} isn't what was written.", NO_CHECKPOINT)
-    path = folder / MANIFEST
-    try:
-        if path.is_symlink():
-            raise Fault(f"{str(path)!r} is a link, which may lead out of its folder: refused.", REFUSED)
-        if path.stat().st_size > LARGEST_MANIFEST_BYTES:
-            raise damaged
-        content = path.read_bytes()
-        document = json.loads(content)
-        document.pop("sha256", None)
-        if content != encode(document):
-            raise damaged
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise (error if isinstance(error, Fault) else damaged) from error
+    path, document = folder / MANIFEST, None
+    require_no_link(path)
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        content = path.read_bytes() if path.stat().st_size <= LARGEST_MANIFEST_BYTES else b""
+        found = json.loads(content)
+        found.pop("sha256", None)
+        document = found if content == encode(found) else None
+    if document is None:
+        raise damaged
     check_entries(document.get("files"), path, damaged)
     return document
 
 
 def check_entries(entries: Any, where: Path, damaged: Fault) -> None:
-    """Check the form of `entries`, read from the file `where`: whoever changes a manifest can seal it anew.
-
-    Raises `damaged`, or Fault (77) from `check_name`.
-    """
-    try:
-        whole = all(type(e["bytes"]) is int and isinstance(e["sha256"], str) for e in entries.values())
-    except (KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:
-        raise damaged
-    for name in entries:
+    """Raises `damaged`, or Fault (77) for names, where `entries` in the file `where`, sealed anew, are no entries."""
+    for name, entry in entries.items() if isinstance(entries, dict) else [("", None)]:
+        if not isinstance(entry, dict) or [type(entry.get(key)) for key in ("bytes", "sha256")] != [int, str]:
+            raise damaged
         check_name(name, where)
 
 
@@ -182,9 +166,8 @@ def weight_map(index: Path) -> dict[str, str]:
     Raises ValueError where it can't be read, Fault (77) for a file outside its folder.
     """
     try:
-        if not index.is_file():  # a pipe would block
-            raise ValueError("no file")
-        files = {str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
+        content = index.read_bytes() if index.is_file() else b""  # a pipe would block
+        files = {str(name): str(file) for name, file in json.loads(content)["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{str(index)!r} can't be read as an index of weights.") from error
     for file in sorted(set(files.values())):
@@ -199,9 +182,8 @@ def check_folder(folder: Path, hashes: bool) -> dict[str, Any]:
     """
     document = read(folder)
     listed, there = document["files"], files_in(folder)
-    for name in sorted({*there, *listed}):
-        if name.lower().endswith(CODE_SUFFIXES):
-            raise Fault(f"{str(folder / name)!r} could run code when opened (pickle or Python): refused.", REFUSED)
+    if code := sorted(name for name in {*there, *listed} if name.lower().endswith(CODE_SUFFIXES)):
+        raise Fault(f"{str(folder / code[0])!r} could run code when opened (pickle or Python): refused.", REFUSED)
     if foreign := sorted(set(there) - listed.keys() - {MANIFEST}):
         raise Fault(f"{str(folder)!r} is damaged: {foreign[0]} isn't listed in its {MANIFEST}.", NO_CHECKPOINT)
     check_files(folder, listed, hashes, f"{str(folder)!r} is damaged", NO_CHECKPOINT)
@@ -210,13 +192,6 @@ def check_folder(folder: Path, hashes: bool) -> dict[str, Any]:
 
 def check_files(folder: Path, entries: dict[str, Entry], hashes: bool, wrong: str, code: int) -> None:
     """Compare files with their entries. Raises Fault("`wrong`: NAME ...", `code`) for the first that differs."""
-
-    def hashed(name: str) -> str:
-        try:
-            return sha256(folder / name)
-        except OSError as error:  # such as a bad sector, or no permission
-            raise Fault(f"{wrong}: {name} can't be read ({error.strerror}).", code) from error
-
     for name, entry in entries.items():
         file = folder / name
         if not file.is_file():
@@ -225,21 +200,24 @@ def check_files(folder: Path, entries: dict[str, Entry], hashes: bool, wrong: st
             raise Fault(f"{wrong}: {name} has {file.stat().st_size} bytes, not {entry['bytes']}.", code)
     if not hashes:
         return
-    with ThreadPoolExecutor(THREADS) as pool:
-        for (name, entry), found in zip(entries.items(), pool.map(hashed, entries)):
-            if found != entry["sha256"]:
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        hashed = {name: pool.submit(sha256, folder / name) for name in entries}
+        for name, entry in entries.items():
+            if hashed[name].result() != entry["sha256"]:
                 raise Fault(f"{wrong}: the content of {name} has changed.", code)
+    except OSError as error:  # such as a bad sector, or no permission
+        raise Fault(f"{wrong}: {name} can't be read ({error.strerror}).", code) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def room(folder: Path, needed_bytes: int, what: str, advice: str) -> None:
     """Raises Fault (74) unless the disk that holds `folder` has `needed_bytes`, 1 % and ROOM_BYTES free."""
     needed, free = int(needed_bytes * 1.01) + ROOM_BYTES, shutil.disk_usage(folder).free
     if free < needed:
-        raise Fault(
-            f"{what} needs {needed / 2**30:,.2f} GiB, but {str(folder)!r} has {free / 2**30:,.2f} GiB free: {advice}.",
-            SAVE_FAILED,
-            retryable=False,
-        )
+        there = f"{str(folder)!r} has {free / 2**30:,.2f} GiB free"
+        raise Fault(f"{what} needs {needed / 2**30:,.2f} GiB, but {there}: {advice}.", SAVE_FAILED, retryable=False)
 
 
 def writable(output: Path) -> None:
@@ -248,7 +226,27 @@ def writable(output: Path) -> None:
     while not os.path.lexists(place):
         place = place.parent
     try:
-        with tempfile.TemporaryFile(dir=place):
-            pass
+        tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         raise Fault(f"output {output} cannot be written: {error.strerror}.", UNWRITABLE) from error
+
+
+def step_of(path: Path) -> int:
+    """checkpoints/RUN/step-00000100 -> 100"""
+    return int(path.name.removeprefix("step-"))
+
+
+def step_directories(run_directory: Path) -> list[Path]:
+    """All directories with a checkpoint's name, in the order of steps, which no clock can change."""
+    found = [p for p in run_directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name) and p.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def checkpoints(run_directory: Path) -> list[Path]:
+    """The complete checkpoints of a run, in the order of steps."""
+    return [path for path in step_directories(run_directory) if (path / MANIFEST).is_file()]
+
+
+def latest(run_directory: Path) -> Optional[Path]:
+    """The complete checkpoint with the highest step, None if there is none."""
+    return next(reversed(checkpoints(run_directory)), None)

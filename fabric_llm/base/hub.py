@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -24,38 +23,47 @@ def answer(name: str, error: BaseException, kind: str = "model") -> Optional[str
 
     error: raised by huggingface_hub, or by a library that calls it. Returns None where it isn't an error of the hub.
     """
-    chain = list(_chain(error))
+    chain: list[BaseException] = []
+    link: Optional[BaseException] = error
+    while link is not None:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
     words = " ".join(" ".join(str(link).split()) for link in chain)
+    codes = [getattr(getattr(link, "response", None), "status_code", None) for link in chain]
+    status = next((code for code in codes if isinstance(code, int)), 0)
+
+    def has(*types: type) -> bool:
+        return any(isinstance(link, types) for link in chain)
+
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name.partition(':')[0]}"
-    if any(isinstance(link, errors.GatedRepoError) for link in chain) or "is a gated dataset on the Hub" in words:
+    if has(errors.GatedRepoError) or "is a gated dataset on the Hub" in words:
         use = "use a token of the account that has it: this machine's is another's, or mayn't read gated repositories"
         return f"it is gated on the Hub: ask for access at {page}, then {LOG_IN if get_token() is None else use}"
-    if any(isinstance(link, errors.DisabledRepoError) for link in chain):
+    if has(errors.DisabledRepoError):
         return f"the Hub has disabled it, see {page}"
-    unknown = any(isinstance(link, errors.RepositoryNotFoundError) for link in chain)
-    if unknown or "doesn't exist on the Hub or cannot be accessed" in words:
-        nowhere = f"there is no such folder here, and the Hub shows {{}} no {kind} of that name: check the spelling"
-        if get_token() is None:
-            return f"{nowhere.format('without a token')}, or, if it is private, {LOG_IN}"
-        return nowhere.format("the account of this machine's token")
-    status = next((code for link in chain if (code := _status(link)) is not None), None)
+    if has(errors.RepositoryNotFoundError) or "doesn't exist on the Hub or cannot be accessed" in words:
+        whom = "without a token" if get_token() is None else "the account of this machine's token"
+        private = f", or, if it is private, {LOG_IN}" if get_token() is None else ""
+        return f"there is no such folder here, and the Hub shows {whom} no {kind} of that name: check the spelling{private}"
     if status == 401:
         return f"the Hub doesn't take the token of this machine (HF_TOKEN, or {constants.HF_TOKEN_PATH}): {LOG_IN} anew"
     if status == 403:
         return f"the Hub forbids it to the token of this machine: give that token the permission to read {page}"
     if status == 429:
         return "the Hub has had too many requests from this address: wait a few minutes, or " + LOG_IN
-    if status is not None and status >= 500:
+    if status >= 500:
         return f"the Hub fails ({status}): try again later"
     if any(isinstance(link, errors.EntryNotFoundError) and not isinstance(link, OSError) for link in chain):
         return f"{page} is there, but hasn't the files that a {kind} of transformers needs"
-    if not reach():
-        return f"the Hub at {constants.ENDPOINT} can't be reached, and {_not_in_the_cache(name, kind)}"
-    if constants.is_offline_mode() or any(isinstance(link, errors.OfflineModeIsEnabled) for link in chain):
-        return f"HF_HUB_OFFLINE is set, so that the Hub isn't asked, and {_not_in_the_cache(name, kind)}"
-    if any(isinstance(link, (errors.LocalEntryNotFoundError, ConnectionError)) for link in chain):
-        return f"the Hub at {constants.ENDPOINT} can't be reached, and {_not_in_the_cache(name, kind)}"
-    return None
+    is_reached, is_offline = reach(), constants.is_offline_mode() or has(errors.OfflineModeIsEnabled)
+    if is_reached and not is_offline and not has(errors.LocalEntryNotFoundError, ConnectionError):
+        return None
+    why = f"the Hub at {constants.ENDPOINT} can't be reached"
+    if is_offline and is_reached:
+        why = "HF_HUB_OFFLINE is set, so that the Hub isn't asked"
+    command = f"hf download {'--repo-type dataset ' if kind == 'dataset' else ''}{name}"
+    there = Path(constants.HF_HUB_CACHE)
+    return f"{why}, and it isn't in the cache, {there}: where there is a network, `{command}`, or name a folder"
 
 
 @cache
@@ -84,30 +92,12 @@ def reach() -> bool:
 
 def require_reachable(name: str, kind: str = "model") -> None:
     """Raises ValueError where neither the Hub nor a cache has a name: asked before what loads it is imported, for seconds."""
-    folder = f"{'datasets' if kind == 'dataset' else 'models'}--{name.partition(':')[0].replace('/', '--')}"
-    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
-    if any(Path(constants.HF_HUB_CACHE, folder).glob("snapshots/*")):
-        return
-    if kind == "dataset" and (prepared / name.partition(":")[0].replace("/", "___")).is_dir():
+    name = name.partition(":")[0]
+    prepared = Path(
+        os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"), name.replace("/", "___")
+    )
+    folder = f"{'datasets' if kind == 'dataset' else 'models'}--{name.replace('/', '--')}"
+    if any(Path(constants.HF_HUB_CACHE, folder).glob("snapshots/*")) or kind == "dataset" and prepared.is_dir():
         return
     if not reach() or constants.is_offline_mode():
         raise ValueError(f"No {kind} {name!r}: {answer(name, errors.OfflineModeIsEnabled(), kind)}.")
-
-
-def _chain(error: Optional[BaseException]) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _status(error: BaseException) -> Optional[int]:
-    code = getattr(getattr(error, "response", None), "status_code", None)
-    return code if isinstance(code, int) else None
-
-
-def _not_in_the_cache(name: str, kind: str) -> str:
-    flag = "--repo-type dataset " if kind == "dataset" else ""
-    return (
-        f"it isn't in the cache, {Path(constants.HF_HUB_CACHE)}: where there is a network, `hf download {flag}{name}`, or "
-        "name a folder"
-    )

@@ -1,15 +1,20 @@
-"""Check names of models and datasets, suggest the right one for a name that doesn't exist, and show any name."""
+"""What a mistyped name may mean: of a flag, a value, a model, a dataset or a folder; and how any name is shown."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from fabric_llm.base.faults import printable
-from fabric_llm.base.spelling import nearest
 
 MOST_CHARACTERS = 300  # of a path
+SHORT = 5  # letters, of which two that are swapped, as in `lod` for `old`, are a third
+LEAST_LIKENESS_OF_SHORT, LEAST_LIKENESS = 0.65, 0.8  # difflib's ratios: a wrong suggestion is worse than none
 
 
 def shown(name: object, most: int = MOST_CHARACTERS) -> str:
@@ -18,27 +23,70 @@ def shown(name: object, most: int = MOST_CHARACTERS) -> str:
     return printable(text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}")
 
 
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """The name that `name` is most likely a typo of, in a list; [] if none is near."""
+    cutoff = LEAST_LIKENESS_OF_SHORT if len(name) <= SHORT else LEAST_LIKENESS
+    return get_close_matches(name, list(known), n=1, cutoff=cutoff)
+
+
+def flag_instead(name: str, meanings: Mapping[str, str]) -> str:
+    """The end of a sentence about the unknown flag `name`. meanings: that end, by each word that a user may have meant."""
+    name = name.replace("-", "_").lower()
+    same_letter = [word for word in meanings if word[0] == name[:1]]  # the first is hardly ever mistyped
+    words = [name, *nearest(name, same_letter)]
+    return next((meanings[word] for word in words if word in meanings), "See --help.")
+
+
+def value_instead(value: str, words: Iterable[Any], kinds: str, instead: Mapping[str, str]) -> str:
+    """What to give instead of a value that a flag doesn't take; "" if that isn't known.
+
+    words: those that it takes. kinds: the types that it takes, such as "an integer". instead: what is known of such values,
+    by regular expressions in lower case, with {} for the value.
+    """
+    low = value.lower().strip()
+    if known := [advice for pattern, advice in instead.items() if re.fullmatch(pattern, low)]:
+        return known[0].format(value)
+    if low in ("none", "no", "off", "false") and "an integer" in kinds:
+        return "leave it out"
+    if kinds == "text":  # which 3:5 isn't: in YAML it is the number 185
+        return "in a YAML file, write it in quotes"
+    by_spelling = {str(word).lower().replace("-", "_"): word for word in words}
+    if kinds == "true or false":
+        by_spelling = {"0": "false", "1": "true"}
+    if close := nearest(low.replace("-", "_"), by_spelling):
+        return f"take {by_spelling[close[0]]}"
+    # A number, without what isn't part of it, such as a comma or a printed minus sign.
+    plain = low.rstrip(",;").replace(",", "").replace("−", "-").replace("–", "-").strip("'\" ")
+    if not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d{1,3})?", plain):
+        return ""
+    whole = float(plain).is_integer() and "an integer" in kinds
+    return f"take {int(float(plain))}" if whole else f"take {plain}" if "a number" in kinds else ""
+
+
 def hub_name(flag: str, name: str, what: str = "model") -> None:
     """Raises ValueError if `name`, which isn't a local folder, can't be a name on the hub either."""
-    if found := re.fullmatch(
-        r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+?)(?:\.git)?(?:[/?#].*)?",
-        name.strip(),
-    ):
-        raise ValueError(f"{flag} {name!r} is an address: take {flag} {found[1]}.")
     if os.path.exists(name):
         raise ValueError(f"{flag} {name!r} is a file: it takes a folder, or a name on the hub such as org/name.")
-    if found := re.fullmatch(r"models--([^/]+)--([^/]+)", name.rstrip("/")):
-        raise ValueError(f"No {what} {name!r} here: take {flag} {found[1]}/{found[2]}.")
-    if found := re.fullmatch(r"([\w.-]+/[\w.-]+)[@:]([\w.-]+)", name):
+    if re.fullmatch(r"[\w.-]+/[\w.-]+[@:][\w.-]+", name):
         raise ValueError(f"{flag} {name!r}: a revision can't be given by name; download it and name its folder.")
-    if name != name.strip() or not name:
-        raise ValueError(f"{flag} {name!r} has spaces around the name: take {flag} {name.strip() or 'org/name'}.")
-    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) or "--" in name or ".." in name:
-        raise ValueError(
-            f"No {what} {name!r}: there is no such folder, and it can't be a name on the hub.{_near(name)}"
-        )
-    if is_path(name):
-        raise ValueError(f"No {what} {name!r}: there is no such folder.{_near(name)}")
+    for pattern in (
+        r"\s*(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+?)(?:\.git)?(?:[/?#].*)?\s*",
+        r"models--([^/]+--[^/]+)/*",  # of the cache
+        r"\s+(.*?)\s*|(.*?)\s+",
+    ):
+        if found := re.fullmatch(pattern, name):
+            instead = next(filter(None, found.groups()), "org/name").replace("--", "/")
+            raise ValueError(f"No {what} {name!r} here: take {flag} {instead}.")
+    is_name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and "--" not in name and ".." not in name
+    if is_name and not is_path(name):
+        return
+    near = nearest_of(Path(name))
+    if name.startswith("~") and Path(name).expanduser().exists():  # --model_name=~/mine
+        near = f" The shell replaces ~ only at the start of a word: take {Path(name).expanduser()}."
+    if not near and len((path := _missing(Path(name))).parts) > 1:
+        near = f" There is {str(path.parent)!r}, without {path.name!r}."
+    nor = "" if is_name else ", and it can't be a name on the hub"
+    raise ValueError(f"No {what} {name!r}: there is no such folder{nor}.{near}")
 
 
 def is_path(name: str) -> bool:
@@ -46,25 +94,17 @@ def is_path(name: str) -> bool:
     return "/" in name.rstrip("/") and os.path.isdir(os.path.dirname(name.rstrip("/")))
 
 
-def _near(name: str) -> str:
-    """What exists instead of the path `name`, as the end of a message."""
-    path = Path(name)
-    if name.startswith("~") and path.expanduser().exists():  # --model_name=~/mine
-        return f" The shell replaces ~ only at the start of a word: take {path.expanduser()}."
-    if near := nearest_of(path):
-        return near
-    while not path.parent.exists():
-        path = path.parent
-    return f" There is {str(path.parent)!r}, without {path.name!r}." if len(path.parts) > 1 else ""
-
-
 def nearest_of(path: Path, files: bool = False) -> str:
     """A folder, or a file too, with a similar name beside `path`, which doesn't exist, as the end of a message."""
+    path, beside = _missing(path), []
+    with suppress(OSError):
+        beside = [other.name for other in path.absolute().parent.iterdir() if files or other.is_dir()]
+    close = nearest(path.name, sorted(beside))
+    return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
+
+
+def _missing(path: Path) -> Path:
+    """`path`, which doesn't exist, or the first folder on the way to it that doesn't."""
     while not path.parent.exists():
         path = path.parent
-    try:
-        beside = [other.name for other in path.absolute().parent.iterdir() if files or other.is_dir()]
-    except OSError:
-        beside = []
-    close = nearest(path.name, sorted(beside))
-    return f" Did you mean {str(path.with_name(close[0]))!r}?" if len(close) == 1 else ""
+    return path

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Optional, TypeVar
 
 import torch
@@ -15,26 +14,14 @@ from fabric_llm.base.faults import Fault, as_mistake
 T = TypeVar("T")
 
 
-@dataclass
-class Waiting:
-    """Where the main thread of this rank waits for the others. The heartbeats publish it."""
-
-    collectives: int = 0  # entered so far, the same on all ranks once they have caught up with each other
-    inside: Optional[str] = None  # the one that it is in now
+# How many collectives this rank has entered, the same on all ranks once they have caught up with each other. The heartbeats
+# say it: a rank that hangs has entered fewer of them than those that wait for it.
+waiting = SimpleNamespace(collectives=0)
 
 
-waiting = Waiting()
-
-
-@contextmanager
-def waits_for_others(what: str) -> Iterator[None]:
-    """Declare a collective: a rank that hangs has entered fewer of them than those that wait for it."""
+def waits_for_others() -> None:
+    """Called before each collective."""
     waiting.collectives += 1
-    waiting.inside = what
-    try:
-        yield
-    finally:
-        waiting.inside = None
 
 
 def alone() -> bool:
@@ -47,8 +34,8 @@ def gather(value: Any) -> list[Any]:
     if alone():
         return [value]
     values = [None] * torch.distributed.get_world_size()
-    with waits_for_others("gather"):
-        torch.distributed.all_gather_object(values, value)
+    waits_for_others()
+    torch.distributed.all_gather_object(values, value)
     return values
 
 
@@ -57,8 +44,8 @@ def from_first(value: Any) -> Any:
     if alone():
         return value
     values = [value]
-    with waits_for_others("from_first"):
-        torch.distributed.broadcast_object_list(values, src=0)
+    waits_for_others()
+    torch.distributed.broadcast_object_list(values, src=0)
     return values[0]
 
 
@@ -93,11 +80,11 @@ def sum_over_ranks(fabric: Any, tensor: Tensor) -> Tensor:
 
     Fabric's own all_reduce has a barrier before it, for which the host waits, on GPUs as well.
     """
-    with waits_for_others("sum_over_ranks"):
-        if alone():  # one process, or a TPU's
-            return fabric.all_reduce(tensor, reduce_op="sum")
-        torch.distributed.all_reduce(tensor)
-        return tensor
+    waits_for_others()
+    if alone():  # one process, or a TPU's
+        return fabric.all_reduce(tensor, reduce_op="sum")
+    torch.distributed.all_reduce(tensor)
+    return tensor
 
 
 def any_rank(fabric: Any, flag: bool) -> bool:

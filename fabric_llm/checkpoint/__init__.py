@@ -1,9 +1,8 @@
 """Checkpoints: take the tensors, write them, publish the folder, load it again, and decide which ones stay.
 
-progress     `Progress`, `read_progress`: where a run is
+keep         `Progress`, `verified`, `newest_valid`, `prune`, `sweep`: what a checkpoint says, and the checkpoints of a run
 state_dicts  tensors of a wrapped model and its optimizer, by the names that transformers knows
-tensors      `Tensors`: what safetensors files hold, whole or in parts, one tensor at a time
 writing      `begin`, `write`, `commit`: the three acts of a save; `Background` for the second in a thread
-reading      `verified`, `load_optimizer`, `sharded_weights`: a checkpoint that is whole, on any number of ranks
-keep         `newest_valid`, `prune`, `move_aside`, `sweep`: the checkpoints of a run
+whole        `take`, `WeightFiles`: whole weights for files that `from_pretrained` opens, unit by unit
+reading      `Tensors`, `load_optimizer`, `slices`: what the files hold, on any number of ranks
 """

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 PREFIX = "causal_lm."  # of parameter names in model.LanguageModel
 EMA = "ema"  # the state of a parameter that is its moving average
+# What torch warns of here is intended: one device has no process group, and NO_SHARD shards nothing.
+for words in ("torch.distributed is disabled, unavailable or uninitialized", "When using ``NO_SHARD``"):
+    warnings.filterwarnings("ignore", message=words)
 
 
 def is_finite(tensor: Any) -> bool:
@@ -29,14 +27,33 @@ def is_finite(tensor: Any) -> bool:
     return bool(torch.isfinite(torch.stack(local.aminmax())).all())  # isfinite of it all makes copies of it all
 
 
-def own_bytes(tensor: Any, rank: int) -> int:
-    """Bytes of a tensor that this rank will write: its part of a DTensor, on rank 0 anything else."""
-    if isinstance(tensor, DTensor):
-        coordinate = tensor.device_mesh.get_coordinate()
-        replica = any(isinstance(p, Replicate) and c for p, c in zip(tensor.placements, coordinate))
-        local = tensor.to_local()
-        return 0 if replica else local.numel() * local.element_size()
-    return tensor.numel() * tensor.element_size() if rank == 0 and isinstance(tensor, Tensor) else 0
+class Part(NamedTuple):
+    """What this rank writes of a tensor: a block of it that begins at `offsets`."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+
+
+def own_parts(tensors: dict[str, Any], copy: bool) -> dict[str, Part]:
+    """What this rank writes of all ranks' tensors: its part of each DTensor, and of those that all hold alike every n-th.
+
+    copy: on the CPU, so that training can go on.
+    """
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    rank = torch.distributed.get_rank() if ranks > 1 else 0
+    found = {}
+    for number, (name, tensor) in enumerate(sorted(tensors.items())):
+        offsets = (0,) * tensor.ndim
+        if isinstance(tensor, DTensor):
+            _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            coordinate = tensor.device_mesh.get_coordinate()
+            own = not any(isinstance(p, Replicate) and c for p, c in zip(tensor.placements, coordinate))
+            tensor = tensor.to_local()
+        else:
+            own = number % ranks == rank
+        if own and tensor.numel():
+            found[name] = Part(tensor.detach().to("cpu", copy=True) if copy else tensor.detach(), tuple(offsets))
+    return found
 
 
 def tied_names(model: nn.Module) -> set[str]:
@@ -45,20 +62,17 @@ def tied_names(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
 
 
-def full_weights(model: nn.Module, skeleton: PreTrainedModel, offload: bool) -> dict[str, Tensor]:
-    """HF name -> whole tensor, each tied one once, on rank 0 (on a CPU on all ranks: offload_to_cpu crashes there)."""
-    with quiet():
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
-    again = tied_names(skeleton)
-    return {hf: tensor for name, tensor in state.items() if (hf := name.removeprefix(PREFIX)) not in again}
+def saved_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of what is saved: each tied parameter once, and buffers such as an expert router's correction."""
+    again = tied_names(model)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in again}
 
 
-def weight_parts(model: nn.Module, skeleton: PreTrainedModel) -> dict[str, Any]:
-    """Parameter name -> this rank's part, as DTensor; each tied parameter once."""
-    again = tied_names(skeleton)
-    with quiet():
-        tensors = get_model_state_dict(model)
-    return {name: tensor for name, tensor in tensors.items() if name.removeprefix(PREFIX) not in again}
+def model_tensors(model: nn.Module, skeleton: PreTrainedModel) -> dict[str, Any]:
+    """Name in files, behind PREFIX -> this rank's part as DTensor; each tied one once."""
+    again = {PREFIX + name for name in tied_names(skeleton)}
+    tensors = get_model_state_dict(model)
+    return {name: tensor for name, tensor in tensors.items() if name not in again}
 
 
 def optimizer_tensors(
@@ -85,31 +99,8 @@ def optimizer_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     """`optimizer_tensors` of an optimizer and of its average. What is kept on the host for a GPU doesn't fill its memory."""
     tensors: dict[str, Any] = {}
     for one in with_average(optimizer):
-        on_host = any(p.is_cuda and not t.is_cuda for p, state in one.state.items() for t in _dimensional(state))
+        # The counter of steps, which has no dimensions, is on the CPU everywhere.
+        kept = ((p, t) for p, state in one.state.items() for t in state.values() if isinstance(t, Tensor) and t.ndim)
+        on_host = any(p.is_cuda and not t.is_cuda for p, t in kept)
         tensors |= optimizer_tensors(model, one, offload=on_host)[1]
     return tensors
-
-
-def _dimensional(state: dict[str, Any]) -> list[Tensor]:
-    """What an optimizer keeps for each element of a parameter; its counter of steps is on the CPU everywhere."""
-    return [value for value in state.values() if isinstance(value, Tensor) and value.ndim]
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence torch's warnings about what is intended here: one device has no process group, and NO_SHARD shards nothing."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        warnings.filterwarnings("ignore", message="When using ``NO_SHARD``")
-        yield
-
-
-def shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of every parameter."""
-    return ((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
-
-
-def saved_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of what is saved: each tied parameter once, and buffers such as an expert router's correction."""
-    again = tied_names(model)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in again}

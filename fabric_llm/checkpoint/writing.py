@@ -8,8 +8,8 @@
         trainer/optimizer/       optimizer state, each rank's part
         trainer/probe.safetensors  logits of the model in training on a fixed batch, for export_hf.py
 
-Everything is JSON or safetensors: reading it runs no code. Parts are written by torch.distributed.checkpoint with
-the offsets of each part in its file, so that any number of ranks, and one process without any, can read them.
+Everything is JSON or safetensors: reading it runs no code. Parts have their offsets in their files, so that any number of
+ranks, and one process without any, can read them.
 
 A save has three acts. `begin` takes the tensors from the model; `write` puts them into `.tmp-*` beside the target, each
 rank its own files, durable and hashed; `commit` gathers what all ranks say, and rank 0 writes the manifest and renames.
@@ -22,10 +22,10 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -35,9 +35,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint._hf_utils import (
+    CUSTOM_METADATA_KEY,
+    DCP_VERSION_KEY,
+    HF_DCP_VERSION,
+    SAVED_OFFSETS_KEY,
+)
 from transformers import PreTrainedModel
 
 from fabric_llm.base import files
@@ -46,19 +49,13 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import NON_FINITE, OUT_OF_MEMORY, PEER_LOST, SAVE_FAILED, STOPPED, Fault, as_fault, one_line
 from fabric_llm.base.files import MANIFEST, fsync
 from fabric_llm.base.ranks import alone, from_first, gather
-from fabric_llm.checkpoint.progress import Progress, versions
-from fabric_llm.checkpoint.state_dicts import (
-    full_weights,
-    is_finite,
-    optimizer_parts,
-    own_bytes,
-    quiet,
-    weight_parts,
-)
-from fabric_llm.checkpoint.tensors import first_failure
-from fabric_llm.model.strategy import reshard
+from fabric_llm.checkpoint import whole
+from fabric_llm.checkpoint.keep import Progress, versions
+from fabric_llm.checkpoint.reading import first_failure
+from fabric_llm.checkpoint.state_dicts import Part, is_finite, model_tensors, optimizer_parts, own_parts
+from fabric_llm.model.strategy import reshard, shard_group
 
-MANY_ELEMENTS = 2**24  # of all ranks together
+MANY_BYTES = 2**25  # of one rank
 
 
 @dataclass
@@ -68,10 +65,11 @@ class Pending:
     target: Path  # step-N
     temporary: Path  # .tmp-step-N-*
     rank: int
-    parts: dict[str, dict[str, Any]]  # folder -> tensors of which each rank writes its parts
-    rest: Callable[[Path], None]  # writes all other files, on rank 0
-    document: dict[str, Any]  # the manifest, but for the files
-    entries: dict[str, files.Entry]  # of this rank's files, once they are written
+    parts: dict[str, dict[str, Part]]  # folder -> what this rank writes there
+    pieces: Optional[whole.Pieces]  # of the weights that rank 0 writes whole
+    rest: Callable[[], None]  # writes all other files, on rank 0
+    manifest: dict[str, Any]  # but for the files
+    entries: dict[str, files.Entry] = field(default_factory=dict)  # of this rank's files, once they are written
     problem: Optional[Fault] = None  # why they are not
 
 
@@ -92,40 +90,39 @@ def begin(
 ) -> Pending:
     """First act, on all ranks: take the tensors, check the room, make the temporary directory.
 
-    model: the wrapped model without Fabric's own wrapper. skeleton: the unwrapped model on the meta device, for its
-    config and names. facts: what a resumed run must have in common with this one. origin: hashes of what the run was
-    made from, for the manifest. probe: see `record_probe`. copy: so that training can go on before `commit`.
-    Raises Fault (74) on all ranks: `target` exists (nothing is ever overwritten), no room, not writable.
+    model: without Fabric's wrapper. skeleton: unwrapped, on the meta device. facts: what a resumed run must have in common with
+    this one. origin: hashes of what the run was made from. probe: see `record_probe`. copy: so that training can go on
+    before `commit`. Raises Fault (74) on all ranks where `target` exists, has no room, or isn't writable.
     """
     reshard(model)
     rank = fabric.global_rank
-    parts = {"trainer/optimizer": optimizer_parts(model, optimizer)}
-    weights: Optional[dict[str, Tensor]] = None
+    state = optimizer_parts(model, optimizer)
+    kept = {name.rpartition(".")[2] for name, tensor in state.items() if tensor.ndim}  # such as exp_avg
+    parts, pieces = {"trainer/optimizer": own_parts(state, copy)}, None
     if state_dict_type == "full":
-        weights = full_weights(model, skeleton, offload=fabric.device.type != "cpu")
+        pieces = whole.take(model, skeleton, copy)
     else:
-        parts["weights"] = weight_parts(model, skeleton)
-    own = [*parts.values(), {**(weights or {}), **probe} if rank == 0 else {}]
-    bad = next((name for some in own for name, tensor in some.items() if not is_finite(tensor)), None)
+        parts["weights"] = own_parts(model_tensors(model, skeleton), copy)
+    own = [(name, part.tensor) for some in parts.values() for name, part in some.items()]
+    own += pieces.own() if pieces is not None else []
+    own += probe.items() if rank == 0 else []
+    bad = next((name for name, tensor in own if not is_finite(tensor)), None)
     if found := [name for name in gather(bad) if name is not None]:
         raise Fault(f"{target} isn't saved: {found[0]} holds NaN or infinity.", NON_FINITE)
-    needed_bytes = sum(gather(sum(own_bytes(t, rank) for some in own for t in some.values())))
-    if copy:
-        with quiet():
-            parts = {folder: BlockingAsyncStager().stage(tensors) for folder, tensors in parts.items()}
-            if weights is not None:
-                weights = BlockingAsyncStager().stage(weights) if rank == 0 else {}
-
-    kept = {
-        name.rpartition(".")[2]  # such as exp_avg
-        for name, tensor in parts["trainer/optimizer"].items()
-        if isinstance(tensor, Tensor) and tensor.ndim
-    }
-    said = {"progress": asdict(progress), "state_dict_type": state_dict_type, "optimizer_state": sorted(kept), **facts}
-    rest = partial(_write_rest, skeleton=skeleton, weights=weights, tokenizer=tokenizer, probe=probe, said=said)
+    needed_bytes = sum(gather(sum(tensor.nbytes for _, tensor in own)))
     temporary = Path(from_first(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}"))))
-    document = {"step": progress.step, "world_size": fabric.world_size, "versions": versions(), **origin}
-    pending = Pending(target, temporary, rank, parts, rest, document, {})
+    said = {"progress": asdict(progress), "state_dict_type": state_dict_type, "optimizer_state": sorted(kept), **facts}
+
+    def rest() -> None:
+        skeleton.config.dtype = str(skeleton.dtype).removeprefix("torch.")
+        skeleton.config.architectures = [type(skeleton).__name__]
+        skeleton.config.save_pretrained(temporary)
+        if (generation_config := getattr(skeleton, "generation_config", None)) is not None:
+            generation_config.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        save_file(probe, temporary / "trainer" / "probe.safetensors")
+        (temporary / "trainer" / "progress.json").write_text(json.dumps(said, indent=2) + "\n")
 
     def make_room() -> None:
         failpoint("save.begin")
@@ -136,107 +133,102 @@ def begin(
         for folder in parts:
             (temporary / folder).mkdir(parents=True)
 
+    manifest = {"step": progress.step, "world_size": fabric.world_size, "versions": versions(), **origin}
+    pending = Pending(target, temporary, rank, parts, pieces, rest, manifest)
     _agree(pending, gather(_try(make_room) if rank == 0 else None))
     return pending
 
 
-def _write_rest(
-    folder: Path,
-    skeleton: PreTrainedModel,
-    weights: Optional[dict[str, Tensor]],
-    tokenizer: Optional[Any],
-    probe: dict[str, Tensor],
-    said: dict[str, Any],
-) -> None:
-    """Everything that is nobody's part: config, tokenizer, probe, progress, and whole weights if there are some."""
-    if weights is not None:
-        skeleton.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
-    else:
-        skeleton.config.save_pretrained(folder)
-        if (generation_config := getattr(skeleton, "generation_config", None)) is not None:
-            generation_config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    save_file(probe, folder / "trainer" / "probe.safetensors")
-    (folder / "trainer" / "progress.json").write_text(json.dumps(said, indent=2) + "\n")
-
-
-def write(pending: Pending, group: Optional[ProcessGroup] = None) -> None:
+def write(pending: Pending, group: Optional[ProcessGroup] = None) -> Pending:
     """Second act, on all ranks; after `begin(copy=True)` in a thread, with a process group of its own.
 
     Never raises: `pending.problem` says what went wrong. Whatever a rank's own files give, it takes part in what all
-    ranks do together, which fails on all alike: so none waits for one that gave up. Each file is hashed and made durable
-    while the next one is written.
+    ranks do together, so that none waits for one that gave up. Each file is hashed and flushed while the next one is written.
     """
     with files.Describing(pending.temporary) as describing:
 
         def rest() -> None:
             if pending.rank == 0:
-                pending.rest(pending.temporary)
-            failpoint("save.rest")
-            if pending.rank == 0:  # the other ranks may be writing their parts already
-                there = files.files_in(pending.temporary)
+                pending.rest()
+                there = files.files_in(pending.temporary)  # the other ranks may be writing their parts already
                 describing.start(name for name in there if str(Path(name).parent) not in pending.parts)
-
-        def together(folder: str, tensors: dict[str, Any]) -> None:
-            with quiet():
-                writer = _writer(pending.temporary / folder, tensors)
-                writer.fs = _Files(lambda path: describing.start([str(path.relative_to(pending.temporary))]))
-                dcp.save(tensors, storage_writer=writer, process_group=group)
+            failpoint("save.rest")
 
         def described() -> None:
             pending.entries = describing.entries()
             failpoint("save.hash")
 
-        problems = [_try(rest)]
-        for folder, tensors in pending.parts.items():  # each of them, as the others do, whatever went wrong here
-            problems += [_try(partial(together, folder, tensors)), _try(partial(failpoint, "save.parts"))]
-        problems.append(_try(described))
+        actions = [rest]
+        for folder, parts in pending.parts.items():
+            actions += [partial(_write_parts, pending, folder, parts, describing), partial(failpoint, "save.parts")]
+        if pending.pieces is not None:
+            actions.append(partial(_write_whole, pending, pending.pieces, group, describing))
+        actions.append(described)
+        problems = [_try(action) for action in actions]  # each, as the others do, whatever went wrong here
         pending.problem = next((problem for problem in problems if problem is not None), None)
+    return pending
 
 
-def _writer(folder: Path, tensors: dict[str, Any]) -> HuggingFaceStorageWriter:
-    """Each rank's parts in one file, or, where there is much, in several of about the same size, for `write`."""
-    sizes = {name: tensor.numel() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    if sum(sizes.values()) < MANY_ELEMENTS:
-        return HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
-    filled, file_of = [0] * files.THREADS, {}
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        file = filled.index(min(filled))
-        filled[file] += sizes[name]
-        file_of[name] = file + 1
-    return HuggingFaceStorageWriter(path=str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
+def _write_parts(pending: Pending, folder: str, parts: dict[str, Part], describing: files.Describing) -> None:
+    """Write this rank's parts to one file, or, where there is much, to several of about the same size."""
+    bins: list[list[str]] = [[] for _ in range(files.THREADS)]
+    sizes = {name: part.tensor.nbytes for name, part in parts.items()}
+    if sum(sizes.values()) < MANY_BYTES:
+        bins = [list(parts)]
+    else:
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            min(bins, key=lambda names: sum(sizes[name] for name in names)).append(name)
+    for number, names in enumerate(filter(None, bins), start=1):
+        file = f"{folder}/shard-{pending.rank + 1:05}-model-{number:05}-of-{len(bins):05}.safetensors"
+        offsets = json.dumps({name: {SAVED_OFFSETS_KEY: parts[name].offsets} for name in names})
+        metadata = {CUSTOM_METADATA_KEY: offsets, DCP_VERSION_KEY: str(HF_DCP_VERSION), "format": "pt"}
+        out = whole.TensorFile(pending.temporary / file, {name: parts[name].tensor for name in names}, metadata)
+        for name in names:
+            out.write(name, parts[name].tensor)
+        describing.start([file])
 
 
-class _Files(FileSystem):
-    """Where a writer puts its files: `written` is called with each as soon as it is complete."""
+def _write_whole(
+    pending: Pending, pieces: whole.Pieces, group: Optional[ProcessGroup], describing: files.Describing
+) -> None:
+    """Write the weights on rank 0, as the ranks send them. A rank 0 that can't write goes on to receive, so that none waits."""
+    opened: list[whole.WeightFiles] = []
+    problem = (
+        _try(lambda: opened.append(whole.WeightFiles(pending.temporary, pieces.skeleton)))
+        if pending.rank == 0
+        else None
+    )
+    for weights in pieces.of_units(group):
+        if opened and problem is None:
+            problem = _try(lambda: describing.start(opened[0].write(weights())))
+    if problem is not None:
+        raise problem
 
-    def __init__(self, written: Callable[[Path], None]) -> None:
-        super().__init__()
-        self.written = written
 
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            yield stream
-        self.written(Path(path))
+class Background:
+    """Writes checkpoints while training goes on, one at a time, with a process group of its own. All ranks make one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        ranks = from_first(whole.shard_ranks(shard_group(model)))  # those that send weights to rank 0
+        self.group = None if alone() else torch.distributed.new_group(ranks, backend="gloo")
+        self.pool = ThreadPoolExecutor(1, "checkpoint")
+
+    def write(self, pending: Pending) -> Future[Pending]:
+        """The second act, after `begin(copy=True)`."""
+        return self.pool.submit(write, pending, self.group)
 
 
 def commit(pending: Pending, before: Callable[[], None] = lambda: None) -> None:
-    """Third act, on all ranks: publish what all have written, on rank 0 after `before()`.
-
-    Raises Fault (74) on all ranks, see `write`.
-    """
+    """Third act, on all ranks: publish what all have written, on rank 0 after `before()`. Raises Fault (74) on all ranks."""
     answers = gather((pending.entries, pending.problem))
     _agree(pending, [problem for _, problem in answers])
     written = {name: entry for entries, _ in answers for name, entry in entries.items()}
-    document = {**pending.document, "files": dict(sorted(written.items()))}
 
     def seal() -> None:
         for rank, (entries, _) in enumerate(answers):
             _require_seen(pending, rank, entries)
         before()
-        publish(pending.temporary, pending.target, document)
+        publish(pending.temporary, pending.target, {**pending.manifest, "files": dict(sorted(written.items()))})
 
     _agree(pending, gather(_try(seal) if pending.rank == 0 else None))
 
@@ -254,23 +246,6 @@ def _require_seen(pending: Pending, rank: int, entries: dict[str, files.Entry]) 
                 SAVE_FAILED,
                 retryable=False,
             )
-
-
-class Background:
-    """Writes checkpoints while training goes on, one at a time, with a process group of its own. All ranks make one."""
-
-    def __init__(self) -> None:
-        self.group = None if alone() else torch.distributed.new_group(backend="gloo")
-        self.pool = ThreadPoolExecutor(1, "checkpoint")
-
-    def write(self, pending: Pending) -> Future[Pending]:
-        """The second act of a save whose first was `begin(copy=True)`; the result is for `commit`."""
-
-        def written() -> Pending:
-            write(pending, self.group)
-            return pending
-
-        return self.pool.submit(written)
 
 
 def publish(temporary: Path, target: Path, document: dict[str, Any]) -> None:
@@ -318,10 +293,9 @@ def _agree(pending: Pending, problems: Sequence[Optional[Fault]]) -> None:
 
 
 def record_probe(model: nn.Module, input_ids: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """What the model in training makes of a fixed batch, for export_hf.py to compare with.
+    """What the model in training makes of a fixed batch, for export_hf.py to compare with. All ranks call it.
 
-    input_ids: int64 [1, context]. Returns input_ids, positions int64 [up to 16] and logits float32
-    [positions, vocabulary]. All ranks call it.
+    input_ids: int64 [1, context]. Returns input_ids, positions int64 [up to 16], logits float32 [positions, vocabulary].
     """
     positions = torch.linspace(0, input_ids.shape[1] - 1, min(16, input_ids.shape[1])).long()
     model.eval()

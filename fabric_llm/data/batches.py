@@ -6,6 +6,7 @@ resume with another number of devices or another micro-batch size, and every ste
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -68,13 +69,10 @@ class Batches:
 
     def read(self, position: int) -> tuple[list[MicroBatch], RowsRead]:
         """The micro-batches of `at`, and a record of the rows in them."""
-        micro_batches, read = [], RowsRead()
-        of_step = self.positions(position)
-        for positions, rows in zip(of_step, self.indices(of_step)):  # all at once: the order costs most for a few rows
-            micro_batches.append(self._micro_batch(positions, rows))
-            counted = slice(None) if self.end is None else positions < self.end
-            read += RowsRead.of(positions[counted], rows[counted])
-        return micro_batches, read
+        positions = self.positions(position)
+        rows = self.indices(positions)  # of all at once: the order costs most for a few rows
+        counted = positions < (math.inf if self.end is None else self.end)
+        return list(map(self._micro_batch, positions, rows)), RowsRead.of(positions[counted], rows[counted])
 
     def stream(self, position: int) -> Iterator[MicroBatch]:
         """The micro-batches of `at`, read one at a time."""
@@ -83,7 +81,7 @@ class Batches:
     def _micro_batch(self, positions: np.ndarray, rows: np.ndarray) -> MicroBatch:
         failpoint("read_data")
         table = self.rows[rows]
-        columns = {name: np.asarray(table[name]).astype(np.int64, copy=False) for name in table}
+        columns = {name: np.asarray(table[name], dtype=np.int64) for name in table}
         batch = {name: torch.from_numpy(values) for name, values in columns.items()}
         labels = torch.from_numpy(masked_labels(columns))
         if self.document_end is not None:
@@ -144,56 +142,41 @@ class PinnedCopies:
             tensor.record_stream(torch.cuda.current_stream(self.stream.device))
 
 
-@dataclass(frozen=True)
-class Ready:
-    """The micro-batches of a step, as a thread has made them ready."""
-
-    micro_batches: list[MicroBatch]  # on the device of `copies`, or on the CPU
-    read: RowsRead
-    tokens_at: np.ndarray  # see `token_places`
-
-
 class Prefetch:
     """`batches.at`, with threads that make the following steps ready, and a record of what was handed out."""
 
     def __init__(self, batches: Batches, num_workers: int, copies: Optional[PinnedCopies] = None) -> None:
         """copies: to the device of the model; None: the micro-batches stay on the CPU."""
-        self.batches, self.copies = batches, copies
+        self.batches, self.ahead, self.copies = batches, num_workers, copies
         self.rows_read = RowsRead()  # by this rank; steps that were only read ahead don't count
         self.tokens_at = np.zeros(1, dtype=np.int64)  # likewise; becomes as long as a row
         self.seconds_waited = 0.0  # by steps, for their micro-batches
-        self.ahead = num_workers
-        self.pool = ThreadPoolExecutor(num_workers, "batches") if num_workers else None
-        self.pending: dict[int, Future[Ready]] = {}
+        self.pool = ThreadPoolExecutor(max(num_workers, 1), "batches")
+        self.pending: dict[int, Future[tuple[list[MicroBatch], RowsRead, np.ndarray]]] = {}
 
     def at(self, position: int) -> list[MicroBatch]:
         """The same as `batches.at(position)`. Starts to make the following steps ready."""
         began = time.monotonic()
-        ready = self._ready(position)
-        self.seconds_waited += time.monotonic() - began
-        self.rows_read += ready.read
-        self.tokens_at = added(self.tokens_at, ready.tokens_at)
-        if self.copies is not None:
-            self.copies.hand_out(ready.micro_batches)
-        return ready.micro_batches
-
-    def _ready(self, position: int) -> Ready:
-        if self.pool is None:
-            return self._make_ready(position)
         now = self.pending.pop(position, None)
-        step = self.batches.global_batch_size
-        following = [position + k * step for k in range(1, self.ahead + 1)]
-        for other in [p for p in self.pending if p not in following]:  # after a jump, such as a rollback
+        following = [position + k * self.batches.global_batch_size for k in range(1, self.ahead + 1)]
+        for other in self.pending.keys() - set(following):  # after a jump, such as a rollback
             self.pending.pop(other).cancel()
         for other in following:
             if other not in self.pending:
-                self.pending[other] = self.pool.submit(self._make_ready, other)
-        return self._make_ready(position) if now is None else now.result()
+                self.pending[other] = self.pool.submit(self._ready, other)
+        micro_batches, read, tokens_at = self._ready(position) if now is None else now.result()
+        self.seconds_waited += time.monotonic() - began
+        self.rows_read += read
+        self.tokens_at = added(self.tokens_at, tokens_at)
+        if self.copies is not None:
+            self.copies.hand_out(micro_batches)
+        return micro_batches
 
-    def _make_ready(self, position: int) -> Ready:
+    def _ready(self, position: int) -> tuple[list[MicroBatch], RowsRead, np.ndarray]:
+        """(the micro-batches, on the device of `copies`, the rows in them, their `token_places`)."""
         micro_batches, read = self.batches.read(position)
         tokens_at = token_places(micro_batches)
-        return Ready(micro_batches if self.copies is None else self.copies(micro_batches), read, tokens_at)
+        return micro_batches if self.copies is None else self.copies(micro_batches), read, tokens_at
 
     def go_on_with(self, mixture: Optional[Mixture], end: Optional[int]) -> None:
         """Hand out the rows of another mixture, to another end, from the next step on."""
@@ -204,8 +187,7 @@ class Prefetch:
 
     def close(self) -> None:
         """Stop the threads."""
-        if self.pool is not None:
-            self.pool.shutdown(wait=True, cancel_futures=True)
+        self.pool.shutdown(wait=True, cancel_futures=True)
 
 
 def token_places(micro_batches: list[MicroBatch]) -> np.ndarray:
@@ -213,11 +195,8 @@ def token_places(micro_batches: list[MicroBatch]) -> np.ndarray:
     places = []
     for batch in micro_batches:
         rows, context = batch["input_ids"].shape
-        positions = batch.get("position_ids")
-        if positions is None:
-            places.append(np.full(context, rows))
-        else:
-            places.append(np.bincount(positions.numpy().ravel(), minlength=context))
+        positions = batch.get("position_ids", torch.arange(context).expand(rows, context))
+        places.append(np.bincount(positions.numpy().ravel(), minlength=context))
     return np.sum(places, axis=0, dtype=np.int64)
 
 

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from fabric_llm.base import files
 from fabric_llm.base.faults import BAD_INPUT, Fault, one_line
 from fabric_llm.base.names import shown
-from fabric_llm.data.columns import COLUMNS, IGNORED, NO_PADDING, Rows, is_target, masked_labels, one_behind_the_other
+from fabric_llm.data.columns import COLUMNS, IGNORED, NO_PADDING, Rows, is_target, masked_labels
 
 VALIDATION_NAMES = ("validation", "valid")
 SMALL_BYTES = 2**30  # datasets up to this size are hashed at each start
@@ -52,9 +52,11 @@ def fingerprint(split: Any) -> str:
 
 def together(sources: Sequence[TokenDataset]) -> TokenDataset:
     """Several datasets as one: their training splits one behind the other, and the validation split of the first."""
+    splits = [source.train for source in sources]
+    chunks = [chunk for split in splits for chunk in split.chunks]
     return replace(
         sources[0],
-        train=one_behind_the_other([source.train for source in sources]),
+        train=Rows(chunks, np.concatenate([split.padding for split in splits])),
         context_length=max(source.context_length for source in sources),
         max_token_id=max(source.max_token_id for source in sources),
     )
@@ -77,32 +79,30 @@ def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
     hashed = _check_files(folder, manifest, verify)
     said = (manifest["context_length"], manifest["max_token_id"]) if manifest.get("packed") else None
     padding = manifest["eos_token_id"] if manifest.get("packing") == "best_fit" else NO_PADDING
-    splits, columns, lengths, max_token_ids = [], [], set(), []
+    splits, kinds, largest = [], [], 0
     for name in ("train", validation_name):
         if name not in names:
             raise ValueError(f"{str(folder)!r} has no split {name!r}, only {', '.join(map(repr, names))}.")
-        split, where = _load_split(folder / name), f"split {name!r} of {str(folder)!r}"
-        columns.append(_columns_of(split, where))
-        trusted = said is not None and not hashed and _fixed_length(split) == said[0]
-        length, max_token_id = said if trusted else _scan(split, where)
+        where = f"split {name!r} of {str(folder)!r}"
+        split, columns = _load_split(folder / name, where)
+        kind = split.data.schema.field("input_ids").type  # prepare_data.py writes lists of one size
+        is_as_said = said is not None and pa.types.is_fixed_size_list(kind) and kind.list_size == said[0]
+        length, max_token_id = said if is_as_said and not hashed else _scan(split.data.table.select(columns), where)
         if said and (length != said[0] or max_token_id > said[1]):
-            raise ValueError(
-                f"The {where} holds rows of {length} tokens with ids up to {max_token_id}, but manifest.json says "
-                f"{said[0]} and {said[1]}."
-            )
-        splits.append(_rows_of(split, columns[-1], length, padding))
-        lengths.add(length)
-        max_token_ids.append(max_token_id)
-    if len(lengths) > 1:
-        raise ValueError(f"The splits of {str(folder)!r} have rows of different length: {sorted(lengths)} tokens.")
+            found = f"rows of {length} tokens with ids up to {max_token_id}"
+            raise ValueError(f"The {where} holds {found}, but manifest.json says {said[0]} and {said[1]}.")
+        chunks = []
+        for batch in split.data.table.select(columns).to_batches():  # only bool isn't of whole bytes, and copied
+            flat = {name: batch.column(name).flatten().to_numpy(zero_copy_only=False) for name in columns}
+            chunks.append({name: values.reshape(len(batch), length) for name, values in flat.items()})
+        splits.append(Rows(chunks, [padding] * len(chunks)))
+        kinds.append(f"{', '.join(columns)} in rows of {length} tokens")
+        largest = max(largest, max_token_id)
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"The splits of {str(folder)!r} must be alike: 'train' has {kinds[0]}, the other {kinds[1]}.")
     if length < 2:
         raise ValueError(f"Rows of {str(folder)!r} hold {length} token; at least 2 are needed to predict one.")
-    if columns[0] != columns[1]:
-        raise ValueError(
-            f"The splits of {str(folder)!r} have different columns: 'train' has {', '.join(columns[0])}, "
-            f"{validation_name!r} has {', '.join(columns[1])}."
-        )
-    return TokenDataset(folder, *splits, length, max(max_token_ids), manifest)
+    return TokenDataset(folder, *splits, length, largest, manifest)
 
 
 # ------------------------------------------------------------------------------- files
@@ -164,62 +164,42 @@ def has_rows(folder: Path) -> bool:
     return bool(names)
 
 
-def _load_split(folder: Path) -> datasets.Dataset:
-    if not has_rows(folder):  # load_from_disk fails on it
-        return datasets.Dataset.from_dict({})
+def _load_split(folder: Path, where: str) -> tuple[datasets.Dataset, list[str]]:
+    """(a split, the columns of COLUMNS that it has). Raises ValueError unless it has rows, and these hold lists of integers."""
     try:
-        split = datasets.load_from_disk(str(folder))
+        split = datasets.load_from_disk(str(folder)) if has_rows(folder) else datasets.Dataset.from_dict({})
         split.data.validate()  # cheap: finds buffers that are shorter than the declared rows
-        return split
+    except Fault:
+        raise
     except Exception as error:  # datasets, pyarrow and their dependencies raise their own
         raise ValueError(f"{str(folder)!r} can't be read: {one_line(error).rstrip('.')}.") from error
-
-
-# ------------------------------------------------------------------------------- rows
-
-
-def _columns_of(split: datasets.Dataset, where: str) -> list[str]:
-    """The columns of COLUMNS that `split` has.
-
-    Raises ValueError for an empty split, where `input_ids` is missing, and where one doesn't hold lists of integers.
-    """
     if len(split) == 0:
         raise ValueError(f"The {where} is empty.")
     if "input_ids" not in split.column_names:
-        raise ValueError(
-            f"The {where} has no column 'input_ids', only {', '.join(repr(shown(name, 60)) for name in split.column_names[:20])}."
-        )
-    names = [name for name in COLUMNS if name in split.column_names]
-    for name in names:
+        there = ", ".join(repr(shown(name, 60)) for name in split.column_names[:20])
+        raise ValueError(f"The {where} has no column 'input_ids', only {there}.")
+    columns = [name for name in COLUMNS if name in split.column_names]
+    for name in columns:
         value_type = getattr(split.features[name], "feature", None)
         if not str(getattr(value_type, "dtype", "")).startswith(("int", "uint", "bool")):
-            raise ValueError(
-                f"Column {name!r} of the {where} must hold lists of integers: {shown(split.features[name])}."
-            )
-    return names
+            kind = shown(split.features[name])
+            raise ValueError(f"Column {name!r} of the {where} must hold lists of integers: {kind}.")
+    return split, columns
 
 
-def _fixed_length(split: datasets.Dataset) -> int | None:
-    """Tokens in a row where the column's type says so, as prepare_data.py writes it; otherwise None."""
-    kind = split.data.schema.field("input_ids").type
-    return kind.list_size if pa.types.is_fixed_size_list(kind) else None
-
-
-def _scan(split: datasets.Dataset, where: str) -> tuple[int, int]:
-    """(tokens in a row, largest token id) of a split whose columns were checked. Reads every row once.
+def _scan(table: pa.Table, where: str) -> tuple[int, int]:
+    """(tokens in a row, largest token id) of the columns of a split. Reads every row once.
 
     Raises ValueError for damaged rows, rows of different length, empty values, negative ids, and a split without targets.
     """
-    lengths: set[int] = set()
-    low, high, targets = 0, 0, 0
-    for table in split.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
+    lengths, low, high, targets = set(), 0, 0, 0
+    for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
         try:
-            table.validate(full=True)  # Arrow follows offsets that lead out of the file
+            batch.validate(full=True)  # Arrow follows offsets that lead out of the file
         except pa.ArrowException as error:
             raise ValueError(f"The {where} can't be read: {one_line(error).rstrip('.')}.") from error
         flat = {}
-        for name in (name for name in COLUMNS if name in table.column_names):
-            rows = table.column(name).combine_chunks()
+        for name, rows in zip(table.column_names, batch.columns):
             values = pc.list_flatten(rows)
             if rows.null_count or values.null_count:
                 raise ValueError(f"Column {name!r} of the {where} has empty values.")
@@ -229,23 +209,12 @@ def _scan(split: datasets.Dataset, where: str) -> tuple[int, int]:
         low = min(low, *(int(some.min(initial=0)) for some in ids))
         high = max(high, *(int(some.max(initial=0)) for some in ids))
         if len(lengths) == 1:
-            columns = {name: values.reshape(len(table), *lengths) for name, values in flat.items()}
+            columns = {name: values.reshape(len(batch), *lengths) for name, values in flat.items()}
             targets += int(is_target(masked_labels(columns)).sum())
     if len(lengths) > 1:
-        raise ValueError(
-            f"The {where} has rows of different length, from {min(lengths)} to {max(lengths)} tokens; pack or pad them."
-        )
+        raise ValueError(f"The {where} has rows of different length: {min(lengths)} to {max(lengths)} tokens.")
     if low < 0:
         raise ValueError(f"The {where} has a negative token id: {low}.")
     if targets == 0 and max(lengths) > 1:
         raise ValueError(f"The {where} has nothing to learn: all its labels are masked ({IGNORED}).")
     return lengths.pop(), high
-
-
-def _rows_of(split: datasets.Dataset, names: Sequence[str], context_length: int, padding: int) -> Rows:
-    """The rows of a split whose columns were checked. Only values that aren't numbers of whole bytes (bool) are copied."""
-    chunks = []
-    for batch in split.data.table.select(list(names)).to_batches():
-        flat = {name: batch.column(name).flatten().to_numpy(zero_copy_only=False) for name in names}
-        chunks.append({name: values.reshape(len(batch), context_length) for name, values in flat.items()})
-    return Rows(chunks, [padding] * len(chunks))

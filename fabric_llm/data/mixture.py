@@ -1,4 +1,4 @@
-"""(mixture, seed, position) -> rows: a function without hidden state. stages.py says which source stands at which position.
+"""(mixture, seed, position) -> rows: a function without hidden state. mixture_text.py says which source stands at which position.
 
 The n-th row that is read of a source, over all stages of a run, is at place n of that source's own order, one epoch after
 the other. So nothing of a source is read twice before all of it was read once, whatever its weights were meanwhile.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from fabric_llm.data import stages
+from fabric_llm.data import mixture_text
+from fabric_llm.data.mixture_text import Stage
 from fabric_llm.data.order import random_key, rows_at
-from fabric_llm.data.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,10 @@ class Mixture:
     stages: tuple[Stage, ...]
     seed: int
 
-    @cached_property
+    @property
     def bases(self) -> np.ndarray:
         """The number of each source's first row, int64."""
         return np.cumsum([0, *self.rows[:-1]])
-
-    @cached_property
-    def _before(self) -> np.ndarray:
-        """Rows of each source before each stage, int64 [stages, sources]."""
-        return np.array([stages.read_before(self.stages, stage.begins) for stage in self.stages])
 
     def places_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, how many rows of it were read before) at each position, int64, same shape."""
@@ -46,15 +41,15 @@ class Mixture:
         for index in np.unique(stage_of):
             there, stage = stage_of == index, self.stages[index]
             source_of, occurrence, weights = _tables(stage.weights)
+            before = np.array(mixture_text.read_before(self.stages, stage.begins))
             periods, slots = np.divmod(positions[there] - stage.begins, len(source_of))
             sources[there] = source = source_of[slots]
-            numbers[there] = self._before[index][source] + periods * weights[source] + occurrence[slots]
+            numbers[there] = before[source] + periods * weights[source] + occurrence[slots]
         return sources, numbers
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
         """The rows that are read at `positions`, int64, same shape."""
-        sources, numbers = self.places_at(positions)
-        rows = np.empty_like(positions)
+        (sources, numbers), rows = self.places_at(positions), np.empty_like(positions)
         for source in np.unique(sources):
             there = sources == source
             seed = seed_of(self.seed, self.names[source])
@@ -63,17 +58,17 @@ class Mixture:
 
     def context_at(self, position: int) -> int:
         """Tokens of the row at `position`, and of all rows of its stage."""
-        weights = stages.stage_at(self.stages, position).weights
+        weights = mixture_text.stage_at(self.stages, position).weights
         return next(context for context, weight in zip(self.contexts, weights) if weight)
 
     def shares_at(self, position: int) -> dict[str, float]:
         """The share of each source that is read at `position`."""
-        weights = stages.stage_at(self.stages, position).weights
+        weights = mixture_text.stage_at(self.stages, position).weights
         return {name: weight / sum(weights) for name, weight in zip(self.names, weights) if weight}
 
     def read_before(self, position: int) -> dict[str, dict[str, Any]]:
         """{name: {"tokens", "epochs"}} that were read of each source before `position`, also where a run went back since."""
-        counts = stages.read_before(self.stages, position)
+        counts = mixture_text.read_before(self.stages, position)
         return {
             name: {"tokens": count * context, "epochs": count / rows}
             for name, count, context, rows in zip(self.names, counts, self.contexts, self.rows)
@@ -101,15 +96,14 @@ def mixture_of(document: Mapping[str, Any]) -> Mixture:
 @lru_cache(maxsize=256)
 def seed_of(seed: int, name: str) -> int:
     """Of a source's own order: another for each name."""
-    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
-    return int(random_key(seed, key))
+    return int(random_key(seed, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")))
 
 
 @lru_cache(maxsize=64)
 def _tables(weights: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(source of each slot, how many slots of that source come before it, weights), int64."""
-    sources = np.array(stages.period_of(weights))
+    sources = np.array(mixture_text.period_of(weights))
     occurrence = np.empty_like(sources)
-    for slots in stages.places(weights):
+    for slots in mixture_text.places(weights):
         occurrence[list(slots)] = np.arange(len(slots))
     return sources, occurrence, np.array(weights)

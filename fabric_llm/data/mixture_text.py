@@ -1,30 +1,44 @@
-"""What --data_mix says: sources, weights and stages, from a YAML file or one line. Nothing here imports numpy or torch."""
+"""What --data_mix says, and which source stands at which position, from numbers alone. Nothing here imports numpy or torch.
+
+A mixture reads from several sources, each a dataset, with weights that change from one stage of the run to the next. In a stage
+the sources stand in a period that repeats, so that the source of a position, and how many rows of it came before, are computed
+without going through the positions before it.
+"""
 
 from __future__ import annotations
 
+import heapq
 import math
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import yaml
 
-from fabric_llm.base import plain_yaml
-from fabric_llm.base.spelling import nearest
+from fabric_llm.base import command_line
+from fabric_llm.base.names import nearest, shown
 from fabric_llm.data.sources import NAME
-from fabric_llm.data.stages import MOST_SLOTS, Stage
 
+MOST_SLOTS = 10_000  # of a period: finer shares are rounded
 MOST_CHARACTERS = 60  # of a value in a message
-MOST_BYTES = plain_yaml.MOST_BYTES // 2
+MOST_BYTES = command_line.MOST_YAML_BYTES // 2
 MOST_SOURCES = 500
 NEW, REPLAY = "new", "replay"  # the names of --train_data_dir and --replay as sources
 NUMBER = r"\d{1,15}(\.\d{1,15})?([eE][+-]?\d{1,2})?|\d{1,9}/0*[1-9]\d{0,8}"
-KEYS = {"the mixture": ("sources", "stages"), "source": ("path", "weight", "max_epochs"), "stage": ("from", "weights")}
 SHORT = "name=folder:weight, comma-separated, such as new=data/new:0.75,old=data/old:0.25"
+
+
+class Stage(NamedTuple):
+    """Weights that hold from `begins` to the next stage."""
+
+    begins: Union[Fraction, int]  # a share of the run, as --data_mix says it; a position, where the run is planned
+    weights: tuple[int, ...]  # of each source: slots of a period
 
 
 @dataclass(frozen=True)
@@ -49,10 +63,12 @@ class DataMix:
 
     def in_order(self, names: Sequence[str]) -> DataMix:
         """The same with the sources `names` first."""
-        index = {name: self.names.index(name) for name in names}
-        order = [*index.values(), *(i for i, name in enumerate(self.names) if name not in index)]
+        order = [self.names.index(name) for name in dict.fromkeys([*names, *self.names])]
         stages = tuple(stage._replace(weights=tuple(stage.weights[i] for i in order)) for stage in self.stages)
         return DataMix(tuple(self.sources[i] for i in order), stages)
+
+
+# ------------------------------------------------------------------------------- from text
 
 
 def text_of(given: str) -> str:
@@ -60,7 +76,7 @@ def text_of(given: str) -> str:
     text = given
     if given.endswith((".yaml", ".yml")):
         try:
-            text = _one_line(plain_yaml.read(Path(given)))
+            text = _one_line(command_line.read_yaml(Path(given)))
         except OSError as error:
             raise ValueError(f"--data_mix {given!r} can't be read: {error.strerror}.") from error
         except ValueError as error:
@@ -74,10 +90,8 @@ def with_replay(new: Optional[str], data_mix: Optional[str], replay: Optional[st
     """What --train_data_dir `new`, --replay and --replay_fraction say, as a mixture in one line. Raises ValueError."""
     if replay is None:
         raise ValueError("--replay_fraction is the share of --replay, which isn't given.")
-    if data_mix is not None:
+    if data_mix is not None or new is None:
         raise ValueError("--replay goes with --train_data_dir; in --data_mix what is replayed is one more source.")
-    if new is None:
-        raise ValueError("--replay goes with --train_data_dir, which isn't given.")
     part = Fraction("0.2" if share is None else repr(share))
     if not 0 < part < 1:
         raise ValueError(f"--replay_fraction must be between 0 and 1, not {share}.")
@@ -90,161 +104,104 @@ def _one_line(values: Any) -> str:
     return yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10**9).strip()
 
 
-def at_least(mix: DataMix, shares: Mapping[str, Fraction]) -> DataMix:
-    """The same with at least such a share of some sources in each stage, which the others give up in proportion."""
-    stages = tuple(stage._replace(weights=_raised(stage.weights, mix.names, shares)) for stage in mix.stages)
-    return replace(mix, stages=stages)
-
-
-def _raised(weights: tuple[int, ...], names: Sequence[str], shares: Mapping[str, Fraction]) -> tuple[int, ...]:
-    now = {name: Fraction(weight, sum(weights)) for name, weight in zip(names, weights)}
-    raised = {name: share for name, share in shares.items() if share > now[name]}
-    if not raised:
-        return weights
-    left = 1 - sum(raised.values())
-    others = sum(share for name, share in now.items() if name not in raised)
-    shared = {name: raised[name] if name in raised else share * left / others for name, share in now.items()}
-    return _slots(shared, names, "the mixture with more replay")
-
-
 def parse(given: str) -> DataMix:
     """The mixture that --data_mix describes. Raises ValueError in one sentence; no folder is looked at."""
     text = text_of(given.strip())
-    values = _loaded(text) if text.startswith("{") else _of_short_form(text)
-    _require_keys(values, "the mixture", "the mixture")
-    listed, stages = values.get("sources"), values.get("stages") or []
-    if not isinstance(listed, dict) or not listed:
-        raise ValueError("--data_mix needs `sources`: a name for each, with its path and weight.")
-    if len(listed) > MOST_SOURCES:
-        raise ValueError(f"--data_mix has {len(listed):,} sources; at most {MOST_SOURCES} are read.")
-    if not isinstance(stages, list):
-        raise ValueError("--data_mix: `stages` is a list of {from: ..., weights: {...}}.")
-    sources, weights = [], {}
-    for key, said in listed.items():
-        source, weight = _source(str(key), said)
-        sources.append(source)
-        if weight is not None:
-            weights[source.name] = weight
-    names = [source.name for source in sources]
-    found = [(Fraction(0), weights, "the mixture")] + [_stage(said, names) for said in stages]
-    used = {name for _, given, _ in found for name in given}
-    if unused := [name for name in names if name not in used]:
-        raise ValueError(
-            f"--data_mix: source {unused[0]!r} has no weight; a source that isn't read any more has weight 0."
-        )
-    _require_apart(sources)
-    found.sort(key=lambda stage: stage[0])
-    for (begins, _, _), (other, _, _) in zip(found, found[1:]):
-        if begins == other:
-            raise ValueError(f"--data_mix: two stages begin at {float(begins):g} of the run.")
-    return DataMix(tuple(sources), tuple(Stage(begins, _slots(given, names, where)) for begins, given, where in found))
-
-
-def _loaded(text: str) -> Any:
     try:
-        return plain_yaml.load(text)
+        return _parsed(command_line.load_yaml(text) if text.startswith("{") else _of_short_form(text))
     except ValueError as error:
-        raise ValueError(f"--data_mix: {error}.") from error
+        raise ValueError(f"--data_mix: {error}{'' if str(error).endswith('?') else '.'}") from error
 
 
 def _of_short_form(text: str) -> dict[str, Any]:
-    """new=data/x:0.75:4 -> {"new": {"path": "data/x", "weight": "0.75", "max_epochs": "4"}}"""
+    """new=data/x:0.75:4 -> {"sources": {"new": {"path": "data/x", "weight": "0.75", "max_epochs": "4"}}}"""
     sources: dict[str, Any] = {}
-    if decimal := re.search(r"[^,:]+:(\d+),(\d+)(?=,|$)", text):
-        point = f"{decimal[0][: decimal.start(1) - decimal.start()]}{decimal[1]}.{decimal[2]}"
-        raise ValueError(f"--data_mix: {_shown(decimal[0])} has a decimal comma: write {_shown(point)}.")
+    if decimal := re.search(r"([^,:]+:\d+),(\d+)(?=,|$)", text):
+        raise ValueError(f"{_shown(decimal[0])} has a decimal comma: write {_shown(f'{decimal[1]}.{decimal[2]}')}")
     for part in filter(None, (part.strip() for part in text.split(","))):
         found = re.fullmatch(r"([^=:]+)=(.+?):([^:=/]*(?:/\d+)?)(?::([^:=/]*))?", part)
         if found is None and re.fullmatch(r"[^=:]+=[^=:]+", part):
-            raise ValueError(
-                f"--data_mix: {_shown(part)} has no weight: write {_shown(part + ':1')}, or another number."
-            )
-        if found is None:
-            raise ValueError(f"--data_mix takes a YAML file, or {SHORT}; not {_shown(part)}.")
-        name, path, weight, max_epochs = found.groups()
-        if name.strip() in sources:
-            raise ValueError(f"--data_mix: source {name.strip()!r} is there twice.")
-        sources[name.strip()] = {"path": path, "weight": weight}
-        if max_epochs is not None:
-            sources[name.strip()]["max_epochs"] = max_epochs
-    if not sources:
-        raise ValueError(f"--data_mix is empty; it takes a YAML file, or {SHORT}.")
+            raise ValueError(f"{_shown(part)} has no weight: write {_shown(part + ':1')}, or another number")
+        if found is None or found[1].strip() in sources:
+            raise ValueError(f"it takes a YAML file, or {SHORT}, each name once; not {_shown(part)}")
+        sources[found[1].strip()] = {"path": found[2], "weight": found[3], "max_epochs": found[4]}
     return {"sources": sources}
 
 
-def _source(name: str, said: Any) -> tuple[Source, Optional[Fraction]]:
-    """(the source, its weight at the start of the run, None where none is given)."""
-    if not re.fullmatch(NAME, name):
-        raise ValueError(f"--data_mix: a source's name has letters, digits, '_', '-' and '.', unlike {_shown(name)}.")
-    where = f"source {name!r}"
-    _require_keys(said, "source", where)
-    path = said.get("path")
-    if not isinstance(path, str) or not path:
-        raise ValueError(f"--data_mix: {where} needs a path, the folder of its dataset.")
-    max_epochs, weight = said.get("max_epochs"), said.get("weight")
-    most = None if max_epochs is None else _number(max_epochs, f"max_epochs of {where}")
-    if most == 0:
-        raise ValueError(f"--data_mix: max_epochs of {where} must be positive, not {max_epochs}.")
-    return Source(name, path, most), None if weight is None else _number(weight, f"the weight of {where}")
+def _parsed(values: Any) -> DataMix:
+    said, stages = _values(values, "the mixture", ("sources", "stages"))
+    if not isinstance(said, dict) or not said or not isinstance(stages or [], list):
+        raise ValueError("it needs `sources`, by name; `stages`, if any, is a list of {from: 0.8, weights: {...}}")
+    if len(said) > MOST_SOURCES:
+        raise ValueError(f"it has {len(said):,} sources; at most {MOST_SOURCES} are read")
+    sources, weights, folders = [], {}, {}
+    for key, one in said.items():
+        name, where = str(key), f"source {str(key)!r}"
+        if not re.fullmatch(NAME, name):
+            raise ValueError(f"a source's name has letters, digits, '_', '-' and '.', unlike {_shown(name)}")
+        path, weight, most = _values(one, where, ("path", "weight", "max_epochs"))
+        if not isinstance(path, str) or not path:
+            raise ValueError(f"{where} needs a path, the folder of its dataset")
+        if (other := folders.setdefault(os.path.realpath(path), name)) != name:
+            raise ValueError(f"sources {other!r} and {name!r} are both {path!r}; give one of them more weight")
+        if weight is not None:
+            weights[name] = _number(weight, f"the weight of {where}")
+        max_epochs = None if most is None else _number(most, f"max_epochs of {where}")
+        if max_epochs == 0:
+            raise ValueError(f"max_epochs of {where} must be positive, not {most}")
+        sources.append(Source(name, path, max_epochs))
+    names = [source.name for source in sources]
+    found = {Fraction(0): (weights, "the mixture")}
+    for one in stages or []:
+        share, given = _values(one, "a stage", ("from", "weights"))
+        begins = _number(share, "`from` of a stage")
+        where = f"the stage from {float(begins):g} on"
+        if not 0 < begins < 1 or begins in found:
+            raise ValueError(f"{where}: `from` is a share of the run between 0 and 1, another for each stage")
+        if not isinstance(given, dict) or not given:
+            raise ValueError(f"{where} needs `weights`, such as {{{names[0]}: 1}}")
+        for name in map(str, given):
+            if name not in names:
+                raise ValueError(f"{where} names {_shown(name)}, which isn't a source. {_meant(name, names)}")
+        found[begins] = {str(n): _number(w, f"the weight of source {n!r} in {where}") for n, w in given.items()}, where
+    for name in names:
+        if not any(name in of_stage for of_stage, _ in found.values()):
+            raise ValueError(f"source {name!r} has no weight; a source that isn't read any more has weight 0")
+    planned = [Stage(begins, _slots(of_stage, names, where)) for begins, (of_stage, where) in sorted(found.items())]
+    return DataMix(tuple(sources), tuple(planned))
 
 
-def _stage(said: Any, names: list[str]) -> tuple[Fraction, dict[str, Fraction], str]:
-    _require_keys(said, "stage", "a stage")
-    begins = _number(said.get("from"), "`from` of a stage")
-    if not 0 < begins < 1:
-        raise ValueError(f"--data_mix: `from` of a stage is a share of the run, between 0 and 1, not {said['from']}.")
-    where, weights = f"the stage from {float(begins):g} on", said.get("weights")
-    if not isinstance(weights, dict) or not weights:
-        raise ValueError(f"--data_mix: {where} needs `weights`, such as {{{names[0]}: 1}}.")
-    for name in weights:
-        if str(name) not in names:
-            meant = _meant(str(name), names) or f"The sources are {', '.join(map(repr, names))}."
-            raise ValueError(f"--data_mix: {where} names {_shown(str(name))}, which isn't a source. {meant}")
-    return begins, {str(n): _number(w, f"the weight of source {n!r} in {where}") for n, w in weights.items()}, where
-
-
-def _require_keys(said: Any, kind: str, where: str) -> None:
+def _values(said: Any, where: str, keys: Sequence[str]) -> list[Any]:
+    """What a mapping says of each key, None where it doesn't."""
     if not isinstance(said, dict):
-        raise ValueError(f"--data_mix: {where} must be a mapping with {', '.join(KEYS[kind])}, not {_shown(said)}.")
-    for key in said:
-        if key not in KEYS[kind]:
-            meant = _meant(str(key), KEYS[kind]) or f"It takes {', '.join(KEYS[kind])}."
-            raise ValueError(f"--data_mix: unknown key {_shown(str(key))} of {where}. {meant}")
+        raise ValueError(f"{where} must be a mapping with {', '.join(keys)}, not {_shown(said)}")
+    for key in map(str, said):
+        if key not in keys:
+            raise ValueError(f"unknown key {_shown(key)} of {where}. {_meant(key, keys)}")
+    return [said.get(key) for key in keys]
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
     close = nearest(name, known)
-    return f"Did you mean {close[0]!r}?" if len(close) == 1 else ""
-
-
-def _require_apart(sources: Sequence[Source]) -> None:
-    folders: dict[str, str] = {}
-    for source in sources:
-        other = folders.setdefault(os.path.realpath(source.path), source.name)
-        if other != source.name:
-            raise ValueError(
-                f"--data_mix: sources {other!r} and {source.name!r} are both {source.path!r}; give one of them more weight."
-            )
+    return f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}"
 
 
 def _number(value: Any, what: str) -> Fraction:
     """Exactly the decimal that is written."""
     if isinstance(value, bool) or not re.fullmatch(NUMBER, str(value)):
-        raise ValueError(f"--data_mix: {what} must be a number of 0 or more, not {_shown(value)}.")
+        raise ValueError(f"{what} must be a number of 0 or more, not {_shown(value)}")
     return Fraction(str(value))
 
 
 def _shown(value: Any) -> str:
-    if not isinstance(value, str):
-        return str(value)
-    return repr(value if len(value) <= MOST_CHARACTERS else f"{value[:MOST_CHARACTERS]}...")
+    return shown(repr(value), MOST_CHARACTERS)
 
 
 def _slots(given: Mapping[str, Fraction], names: Sequence[str], where: str) -> tuple[int, ...]:
     """Whole weights without a common divisor, at most MOST_SLOTS together: finer ones by the largest remainders."""
     total = sum(given.values())
     if total == 0:
-        raise ValueError(f"--data_mix: the weights of {where} add up to 0.")
+        raise ValueError(f"the weights of {where} add up to 0")
     shares = [given.get(name, Fraction(0)) / total for name in names]
     period = math.lcm(*(share.denominator for share in shares))
     if period <= MOST_SLOTS:
@@ -255,12 +212,27 @@ def _slots(given: Mapping[str, Fraction], names: Sequence[str], where: str) -> t
         counts[i] += 1
     for name, share, count in zip(names, shares, counts):
         if share > 0 and count == 0:
-            raise ValueError(
-                f"--data_mix: the share of source {name!r} in {where}, {float(share):.2g}, is less than one row in "
-                f"{MOST_SLOTS:,}, which rounds to none."
-            )
+            tiny = f"the share of source {name!r} in {where}, {float(share):.2g}"
+            raise ValueError(f"{tiny}, is less than one row in {MOST_SLOTS:,}, which rounds to none")
     divisor = math.gcd(*counts)
     return tuple(count // divisor for count in counts)
+
+
+# ------------------------------------------------------------------------------- what is made of it
+
+
+def at_least(mix: DataMix, shares: Mapping[str, Fraction]) -> DataMix:
+    """The same with at least such a share of some sources in each stage, which the others give up in proportion."""
+    stages = []
+    for stage in mix.stages:
+        now = {name: Fraction(weight, sum(stage.weights)) for name, weight in zip(mix.names, stage.weights)}
+        raised = {name: share for name, share in shares.items() if share > now[name]}
+        if raised:
+            left = (1 - sum(raised.values())) / sum(share for name, share in now.items() if name not in raised)
+            shared = {name: raised.get(name, share * left) for name, share in now.items()}
+            stage = stage._replace(weights=_slots(shared, mix.names, "the mixture with more replay"))
+        stages.append(stage)
+    return replace(mix, stages=tuple(stages))
 
 
 def described(mix: DataMix) -> str:
@@ -280,8 +252,71 @@ def require_one_length(mix: DataMix, contexts: Sequence[Optional[int]]) -> None:
         found = {c: name for name, c, weight in zip(mix.names, contexts, stage.weights) if weight and c is not None}
         if len(found) > 1:
             words = " and ".join(f"{context} in source {name!r}" for context, name in found.items())
-            where = f" from {float(stage.begins):g} of the run on" if stage.begins else ""
-            raise ValueError(
-                f"--data_mix: rows that are read together{where} must hold equally many tokens, which are {words}; "
-                "prepare them alike, or put them in different stages."
-            )
+            said = f"--data_mix: rows that are read together, from {float(stage.begins):g} of the run on,"
+            raise ValueError(f"{said} must hold equally many tokens, which are {words}: use a stage for each length.")
+
+
+# ------------------------------------------------------------------------------- which source stands where
+
+
+@lru_cache(maxsize=64)
+def period_of(weights: tuple[int, ...]) -> tuple[int, ...]:
+    """The source of each slot of a period: after any number of slots each source has its share, less than one row off.
+
+    The j-th row of a source of weight w comes between j/w and (j+1)/w of the period, widened to whole slots, and the row
+    that is due first comes first: earliest deadlines on these windows, Baruah, Cohen, Plaxton and Varvel (1996),
+    Proportionate Progress, Algorithmica 15. It solves Tijdeman's chairman assignment problem (1980).
+    """
+    length, taken = sum(weights), [0] * len(weights)
+    waiting = [(0, source) for source, weight in enumerate(weights) if weight]  # (slot from which it may come, source)
+    ready: list[tuple[int, int]] = []  # (slot before which it must come, source)
+    slots = []
+    for slot in range(length):
+        while waiting and waiting[0][0] <= slot:
+            source = heapq.heappop(waiting)[1]
+            heapq.heappush(ready, (-(-(taken[source] + 1) * length // weights[source]), source))
+        source = heapq.heappop(ready)[1]
+        slots.append(source)
+        taken[source] += 1
+        if taken[source] < weights[source]:
+            heapq.heappush(waiting, (taken[source] * length // weights[source], source))
+    return tuple(slots)
+
+
+@lru_cache(maxsize=64)
+def places(weights: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The slots of each source in the period, in order."""
+    found: list[list[int]] = [[] for _ in weights]
+    for slot, source in enumerate(period_of(weights)):
+        found[source].append(slot)
+    return tuple(map(tuple, found))
+
+
+def read_before(stages: Sequence[Stage], position: int) -> tuple[int, ...]:
+    """How many rows of each source stand before `position`."""
+    counts = [0] * len(stages[0].weights)
+    ends = [stage.begins for stage in stages[1:]] + [position]
+    for stage, end in zip(stages, ends):
+        length = min(end, position) - stage.begins
+        if length > 0:
+            periods, rest = divmod(length, sum(stage.weights))
+            for source, (weight, slots) in enumerate(zip(stage.weights, places(stage.weights))):
+                counts[source] += periods * weight + bisect_left(slots, rest)
+    return tuple(counts)
+
+
+def position_of(stages: Sequence[Stage], source: int, number: int) -> Optional[int]:
+    """The position at which the row `number` of a source is read, counted from 0; None if that never comes."""
+    for index, stage in enumerate(stages):
+        weight = stage.weights[source]
+        left = number - read_before(stages, stage.begins)[source]
+        if weight and left >= 0:
+            position = stage.begins + left // weight * sum(stage.weights) + places(stage.weights)[source][left % weight]
+            if index + 1 == len(stages) or position < stages[index + 1].begins:
+                return position
+    return None
+
+
+def stage_at(stages: Sequence[Stage], position: int) -> Stage:
+    """The stage that holds `position`."""
+    return stages[max(i for i, stage in enumerate(stages) if stage.begins <= position or i == 0)]

@@ -23,31 +23,24 @@ def permuted(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.n
     et al. 2014), and not with a library's generator, so that no release of a library can change the order of a run.
     """
     bits = max((row_count - 1).bit_length(), LEAST_BITS)
+    half, masks = bits // 2, (2 ** (bits - bits // 2) - 1, 2 ** (bits // 2) - 1)  # the halves differ if bits is odd
     keys = _keys(seed, epoch)
     if offsets.size <= FEW:
-        rows = [_row(int(place), row_count, bits, keys) for place in offsets.ravel()]
+        rows = [_row(place, row_count, half, masks, keys) for place in offsets.ravel().tolist()]
         return np.array(rows, dtype=np.int64).reshape(offsets.shape)
-    half = np.uint64(bits // 2)
-    masks = np.uint64(2 ** (bits - bits // 2) - 1), np.uint64(2 ** (bits // 2) - 1)  # the halves differ if bits is odd
-
-    def network(places: np.ndarray) -> np.ndarray:
-        left, right = places >> half, places & masks[1]
-        for number, key in enumerate(keys):
-            left, right = right, (left ^ splitmix64(right + np.uint64(key))) & masks[number % 2]
-        return (left << half) | right
-
-    rows = offsets.astype(np.uint64)
-    outside = np.ones(rows.shape, dtype=bool)
+    rows, outside = offsets.astype(np.uint64), np.ones(offsets.shape, dtype=bool)
     with np.errstate(over="ignore"):
         while outside.any():
-            rows[outside] = network(rows[outside])
+            left, right = rows[outside] >> np.uint64(half), rows[outside] & np.uint64(masks[1])
+            for number, key in enumerate(keys):
+                left, right = right, (left ^ splitmix64(right + np.uint64(key))) & np.uint64(masks[number % 2])
+            rows[outside] = (left << np.uint64(half)) | right
             outside = rows >= row_count
     return rows.astype(np.int64)
 
 
-def _row(place: int, row_count: int, bits: int, keys: Sequence[int]) -> int:
+def _row(place: int, row_count: int, half: int, masks: tuple[int, int], keys: Sequence[int]) -> int:
     """The same for one place, in Python's integers: a micro-batch has so few that calls of numpy would cost more."""
-    half, masks = bits // 2, (2 ** (bits - bits // 2) - 1, 2 ** (bits // 2) - 1)
     while True:
         left, right = place >> half, place & masks[1]
         for number, key in enumerate(keys):

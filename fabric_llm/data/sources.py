@@ -1,4 +1,4 @@
-"""Where rows of tokens come from: dataset folders, and what is said of them before they are opened.
+"""Where rows of tokens come from: dataset folders, what is said of them before they are opened, and other files of flags.
 
 A kind of folder is one entry of SOURCES. Nothing here imports torch, datasets or numpy.
 """
@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told b
 
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"  # of a source, and of a set that is evaluated
-COPY = "copy"  # the name of the probe of in-context learning, see copy_probe.py
+COPY = "copy"  # the name of the probe of in-context learning, see columns.py
+MOST_PROMPTS, LARGEST_PROMPTS = 64, 2**20  # of --sample_prompts: number, bytes
+ONE_SET = "validation"  # the name of what is evaluated, where there is one dataset
 
 
 def open_saved(folder: Path, verify: str) -> TokenDataset:
@@ -48,36 +51,10 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
     tokenizer: that of the model, for the command that makes one.
     """
     folder = Path(name)
-    if (column := _text_column(folder)) is not None:
-        field = "" if column == "text" else f" --text_field {shlex.quote(column)}"
-        raise ValueError(f"{str(folder)!r} holds text, not tokens: {_preparing(folder, tokenizer)}{field}.")
-    if not folder.is_dir():
-        is_file = " It is a file." if folder.exists() else ""
-        raise ValueError(
-            f"No dataset at {str(folder)!r}.{is_file} Make one with prepare_data.py --input ... --output "
-            f"{'data/mine' if is_file else folder}."
-        )
-    if (folder / "state.json").is_file():
-        whole = f": take {folder.parent}" if (folder.parent / "dataset_dict.json").is_file() else ""
-        raise ValueError(f"{str(folder)!r} holds one split without a name; it needs 'train' and 'validation'{whole}.")
-    if not source_of(folder):
-        inside = sorted(path.parent for path in folder.glob("*/dataset_dict.json"))[:3]
-        there = f" There is one in {', '.join(repr(str(path)) for path in inside)}." if inside else ""
-        if (folder / "config.json").is_file():
-            there = " It is a model: that goes to --model_name."
-        there = there or f" If it holds text, {_preparing(folder, tokenizer)}."
-        raise ValueError(
-            f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json (see data/README.md).{there}"
-        )
-
-
-def _preparing(folder: Path, tokenizer: str) -> str:
-    made = shlex.quote(f"{folder}-tokens")
-    return f"make it with prepare_data.py --input {shlex.quote(str(folder))} --tokenizer {shlex.quote(tokenizer)} --output {made}"
-
-
-def _text_column(folder: Path) -> Optional[str]:
-    """The column of text in a dataset of `datasets` that has no tokens."""
+    making, words = (
+        "make it with prepare_data.py",
+        ["--input", str(folder), "--tokenizer", tokenizer, "--output", f"{folder}-tokens"],
+    )
     for info in (folder / "dataset_info.json", *sorted(folder.glob("*/dataset_info.json"))):
         try:
             columns = json.loads(info.read_bytes())["features"]
@@ -85,8 +62,23 @@ def _text_column(folder: Path) -> Optional[str]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
         if texts and "input_ids" not in columns:
-            return "text" if "text" in texts else texts[0]
-    return None
+            words += [] if "text" in texts else ["--text_field", texts[0]]
+            raise ValueError(f"{str(folder)!r} holds text, not tokens: {making} {shlex.join(words)}.")
+    if not folder.is_dir():
+        is_file, output = (" It is a file.", "data/mine") if folder.exists() else ("", folder)
+        make = f"Make one with prepare_data.py --input ... --output {output}."
+        raise ValueError(f"No dataset at {str(folder)!r}.{is_file} {make}")
+    if (folder / "state.json").is_file():
+        whole = f": take {folder.parent}" if (folder.parent / "dataset_dict.json").is_file() else ""
+        raise ValueError(f"{str(folder)!r} holds one split without a name; it needs 'train' and 'validation'{whole}.")
+    if not source_of(folder):
+        inside = sorted(str(path.parent) for path in folder.glob("*/dataset_dict.json"))[:3]
+        there = f"If it holds text, {making} {shlex.join(words)}."
+        if (folder / "config.json").is_file():
+            there = "It is a model: that goes to --model_name."
+        elif inside:
+            there = f"There is one in {', '.join(map(repr, inside))}."
+        raise ValueError(f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json. {there}")
 
 
 def check_splits(folder: Path) -> None:
@@ -118,14 +110,40 @@ def parse_eval_data(given: Optional[str]) -> dict[str, str]:
     for part in filter(None, (part.strip() for part in (given or "").split(","))):
         name, _, folder = (word.strip() for word in part.partition("="))
         if not folder or not re.fullmatch(NAME, name):
-            raise ValueError(
-                f"--eval_data takes name=folder, comma-separated, such as general=data/general, not {part!r}."
-            )
-        if name in folders:
-            raise ValueError(f"--eval_data: {name!r} is there twice.")
-        if name == COPY:
-            raise ValueError(f"--eval_data: {COPY!r} is the name of a probe, so no set can have it.")
+            raise ValueError(f"--eval_data takes name=folder, comma-separated, such as general=data/x, not {part!r}.")
+        if name in (COPY, *folders):
+            why = "is the name of a probe" if name == COPY else "is there twice"
+            raise ValueError(f"--eval_data: {name!r} {why}; each set needs a name of its own.")
         folders[name] = folder
     if given is not None and not folders:
-        raise ValueError("--eval_data is empty; it takes name=folder, such as general=data/general.")
+        raise ValueError("--eval_data is empty; it takes name=folder, such as general=data/x.")
     return folders
+
+
+def read_prompts(path: str) -> list[str]:
+    """The prompts of --sample_prompts, one a line or JSON lines with "prompt", without empty lines. Raises ValueError."""
+    where, file = f"--sample_prompts {path!r}", Path(path)
+    if file.exists() and not file.is_file():  # a pipe would block
+        raise ValueError(f"{where} isn't a file.")
+    try:
+        if file.stat().st_size > LARGEST_PROMPTS:
+            raise ValueError(f"{where} is larger than 1 MiB: it holds prompts, one a line, at most {MOST_PROMPTS}.")
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} isn't UTF-8 text.") from error
+    except OSError as error:
+        raise ValueError(f"{where} can't be read: {error.strerror}.") from error
+    lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    is_json = file.suffix == ".jsonl" or all(line.lstrip().startswith('{"') for _, line in lines)
+    prompts: dict[str, None] = {}  # each once, in order
+    for number, line in lines:
+        prompt = line
+        if is_json:
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
+                prompt = json.loads(line)["prompt"]
+            if not isinstance(prompt, str) or prompt in ("", line):
+                raise ValueError(f'{where} line {number} isn\'t a JSON object with "prompt", a text.')
+        prompts[prompt] = None
+    if not 1 <= len(prompts) <= MOST_PROMPTS:
+        raise ValueError(f"{where} holds {len(prompts)} prompts; it takes 1 to {MOST_PROMPTS}.")
+    return list(prompts)

@@ -32,7 +32,12 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
             counts[number] = len(token)
         else:
             words.append(number)
-    counts[words] = _decoded_bytes(tokenizer.backend_tokenizer, words)
+    # What each of the others adds behind itself: at the beginning of a text decoders drop a space.
+    once, twice = (
+        tokenizer.backend_tokenizer.decode_batch([[number] * times for number in words], skip_special_tokens=False)
+        for times in (1, 2)
+    )
+    counts[words] = [len(two.encode()) - len(one.encode()) for one, two in zip(once, twice)]
     return counts
 
 
@@ -40,11 +45,3 @@ def is_byte_level(backend: Tokenizer) -> bool:
     """Whether each character of a token's name stands for a byte, as in GPT-2's."""
     decoder = json.loads(backend.to_str()).get("decoder") or {}
     return "ByteLevel" in [decoder.get("type"), *(one.get("type") for one in decoder.get("decoders", []))]
-
-
-def _decoded_bytes(backend: Tokenizer, numbers: list[int]) -> list[int]:
-    """What each token adds behind itself: at the beginning of a text decoders drop a space."""
-    once, twice = (
-        backend.decode_batch([[number] * times for number in numbers], skip_special_tokens=False) for times in (1, 2)
-    )
-    return [len(two.encode()) - len(one.encode()) for one, two in zip(once, twice)]

@@ -23,53 +23,42 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k")
 
 # Dense bfloat16 peak of one device in TFLOP/s, without sparsity, from NVIDIA's data sheets (AMD's for MI); float16 where there is
-# no bfloat16 (V100, T4). The first words that are in the device's name apply.
+# no bfloat16 (V100, T4). Of the words that are in a device's name, the longest apply.
 PEAK_TFLOPS = {
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H100": 989,
-    "GH200": 989,
-    "H200 NVL": 835,
-    "H200": 989,
-    "H800 PCIe": 756,
-    "H800": 989,
-    "H20": 148,
-    "GB200": 2500,
-    "B200": 2250,
-    "A100": 312,
-    "A800": 312,
-    "A40": 150,
-    "A30": 165,
-    "A10G": 70,
-    "A10": 125,
-    "L40S": 362,
-    "L40": 181,
-    "L4": 121,
-    "RTX 6000 Ada": 364,
-    "RTX A6000": 155,
-    "RTX 5090": 210,
-    "RTX 4090 D": 147,
-    "RTX 4090": 165,
-    "RTX 3090": 71,
-    "V100-PCIE": 112,
-    "V100": 125,
-    "T4": 65,
-    "MI300X": 1307,
-    "MI325X": 1307,
+    2500: ("GB200",),
+    2250: ("B200",),
+    1307: ("MI300X", "MI325X"),
+    989: ("H100", "GH200", "H200", "H800"),
+    835: ("H100 NVL", "H200 NVL"),
+    756: ("H100 PCIe", "H800 PCIe"),
+    364: ("RTX 6000 Ada",),
+    362: ("L40S",),
+    312: ("A100", "A800"),
+    210: ("RTX 5090",),
+    181: ("L40",),
+    165: ("A30", "RTX 4090"),
+    155: ("RTX A6000",),
+    150: ("A40",),
+    148: ("H20",),
+    147: ("RTX 4090 D",),
+    125: ("A10", "V100"),
+    121: ("L4",),
+    112: ("V100-PCIE",),
+    71: ("RTX 3090",),
+    70: ("A10G",),
+    65: ("T4",),
 }
 PARTS = ("MIG", "Laptop", "Max-Q")  # a part of a device, or a slower one
 
 
 def peak_tflops(device_name: str) -> Optional[float]:
     """Dense bfloat16 peak of the device that torch.cuda.get_device_name names so; None for one that isn't known."""
-    if any(has_words(device_name, part) for part in PARTS):
-        return None
-    return next((float(peak) for words, peak in PEAK_TFLOPS.items() if has_words(device_name, words)), None)
 
+    def has(words: str) -> bool:  # not as a part of longer ones
+        return re.search(rf"(?<![A-Za-z0-9]){re.escape(words)}(?![A-Za-z0-9])", device_name) is not None
 
-def has_words(name: str, words: str) -> bool:
-    """True if `words` are in `name`, not as a part of longer ones."""
-    return re.search(rf"(?<![A-Za-z0-9]){re.escape(words)}(?![A-Za-z0-9])", name) is not None
+    known = {words: float(peak) for peak, devices in PEAK_TFLOPS.items() for words in devices if has(words)}
+    return known[max(known, key=len)] if known and not any(map(has, PARTS)) else None
 
 
 @dataclass(frozen=True)
@@ -81,48 +70,41 @@ class Flops:
 
     def of(self, tokens_at: np.ndarray) -> float:
         """Operations for tokens of which `tokens_at[k]` have k tokens of their document before them, int64 [context]."""
+        total = float(tokens_at.sum()) * self.of_token
         sees = np.arange(1, len(tokens_at) + 1)  # itself as well
-        pairs = {w: float(tokens_at @ (sees if w is None else np.minimum(sees, w))) for w in self.of_pair}
-        return float(tokens_at.sum()) * self.of_token + sum(pairs[w] * flops for w, flops in self.of_pair.items())
+        for window, flops in self.of_pair.items():
+            total += float(tokens_at @ (sees if window is None else np.minimum(sees, window))) * flops
+        return total
 
 
 def of_model(causal_lm: PreTrainedModel) -> Flops:
-    """The operations of a model, which may be on the meta device."""
-    config = causal_lm.config.get_text_config()
-    layers: dict[Optional[int], float] = {}
-    for window in windows(config):
-        layers[window] = layers.get(window, 0.0) + OF_TRAINING * 2 * sum(head_dims(config))
-    return Flops(OF_TRAINING * 2 * multiplied(causal_lm), layers)
+    """The operations of a model, which may be on the meta device.
 
-
-def multiplied(causal_lm: PreTrainedModel) -> float:
-    """Parameters that each token is multiplied with: of all matrices but the embeddings, and of the experts that are chosen.
-
-    The output layer counts, also where it is tied to the embedding. A frozen matrix counts for two thirds.
+    Each token is multiplied with all matrices but the embeddings, and of the experts with those that are chosen. The output layer
+    counts, also where it is tied to the embedding. A frozen matrix counts for two thirds.
     """
-    experts, chosen = experts_of(causal_lm.config.get_text_config())
-    total = 0.0
+    config = causal_lm.config.get_text_config()
+    experts, chosen = experts_of(config)
+    multiplied = 0.0
     for path, module in causal_lm.named_modules():
-        if isinstance(module, nn.Embedding):
-            continue
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim > 1 and not name.endswith("bias"):
+            if parameter.ndim > 1 and not name.endswith("bias") and not isinstance(module, nn.Embedding):
                 is_expert = "experts" in path.split(".") or parameter.ndim == 3 and len(parameter) == experts
                 passes = 1.0 if parameter.requires_grad else WITHOUT_GRADIENT
-                total += parameter.numel() * (chosen / experts if is_expert else 1.0) * passes
-    return total
+                multiplied += parameter.numel() * (chosen / experts if is_expert else 1.0) * passes
+    of_pair: dict[Optional[int], float] = {}
+    for window in windows(config):
+        of_pair[window] = of_pair.get(window, 0.0) + OF_TRAINING * 2 * sum(head_dims(config))
+    return Flops(OF_TRAINING * 2 * multiplied, of_pair)
 
 
 def experts_of(config: Any) -> tuple[int, int]:
     """(experts of a layer, those that each token goes through); 1, 1 where the configuration doesn't say."""
-    parts = [part for part in (config, getattr(config, "ffn_config", None)) if part is not None]
-
-    def first(names: tuple[str, ...]) -> Optional[int]:
-        values = (getattr(part, name, None) for part in parts for name in names)
-        return next((value for value in values if isinstance(value, int) and value > 0), None)
-
-    experts, chosen = first(EXPERTS), first(CHOSEN)
-    return (1, 1) if experts is None or chosen is None else (experts, chosen)
+    found = []
+    for names in (EXPERTS, CHOSEN):
+        values = (getattr(part, name, None) for part in (config, getattr(config, "ffn_config", None)) for name in names)
+        found.append(next((value for value in values if isinstance(value, int) and value > 0), None))
+    return (1, 1) if None in found else tuple(found)
 
 
 def windows(config: Any) -> list[Optional[int]]:
@@ -141,10 +123,8 @@ def windows(config: Any) -> list[Optional[int]]:
 
 
 def head_dims(config: Any) -> tuple[int, int]:
-    """Of all heads together: what a pair is compared by, and what is taken from a token that is seen.
-
-    0, 0 where the configuration has no such numbers, or others for each layer: then the pairs aren't counted.
-    """
+    """Of all heads together: what a pair is compared by, and what is taken from a token that is seen; 0, 0, so that the pairs
+    aren't counted, where the configuration has no such numbers, or others for each layer."""
     heads, width, size = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size", "head_dim"))
     if not isinstance(heads, int) or heads < 1 or not isinstance(size or width, int):
         return 0, 0

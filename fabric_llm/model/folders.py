@@ -1,19 +1,43 @@
-"""What the names of the files in a model folder say. Nothing here imports torch."""
+"""What a model's folder may hold, and what its JSON may declare. Nothing here imports torch.
+
+transformers expands some numbers of a configuration into lists, tables and modules as it reads it: `read_json` bounds them in
+the document itself, and what is built from it is `limited`.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fabric_llm.base import step_names
+from fabric_llm.base import files
 from fabric_llm.base.faults import REFUSED, Fault
 from fabric_llm.base.files import check_name, weight_map
 from fabric_llm.base.names import hub_name
-from fabric_llm.model import bounds
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+MOST_BYTES = 4 * 2**20  # of a file; configurations have a few thousand, of quantised models some hundred thousand
+MOST_LAYERS = 4096
+MOST_ENTRIES = 2**15  # of a list or an object, and of labels, experts and blocks: Switch-C has 2048 experts
+MOST_EXPERTS = 2**18  # of all layers together: each can be some modules; Kimi-K2 has 23,424
+COUNTS = re.compile(
+    r"(?:^|[_.])((layer|expert|label|block|attention_type)s?)$"
+)  # how names end that say how many there are
+LARGEST_NUMBER = 3.5e38  # computing with more, such as the factor of a rotary embedding, overflows
+MOST_CPU_SECONDS = 10  # to build the modules without memory, several times what the largest models take
+MOST_MEMORY_BYTES = 2 * 2**30
+
+
+class TooMuch(ValueError):
+    """What a model's files declare too much of, and the bound."""
 
 
 def check_model_folder(name: str, flag: str = "--model_name") -> None:
@@ -21,12 +45,14 @@ def check_model_folder(name: str, flag: str = "--model_name") -> None:
     folder = Path(name)
     if not folder.is_dir():
         return hub_name(flag, name)
-    adapter = folder / "adapter_config.json"
-    if adapter.is_file():  # names a base model, which peft would fetch
-        raise ValueError(f"{name!r} holds an adapter{_base_of(adapter)}: merge it into its model first.")
+    if (folder / "adapter_config.json").is_file():  # names a base model, which peft would fetch
+        raise ValueError(f"{name!r} holds an adapter: merge it into its model first.")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name!r} isn't a model directory: it has no config.json.{_instead(folder, flag)}")
-    _check_declared(folder / "config.json")
+    try:
+        read_json(folder / "config.json")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"The configuration of {name!r} can't be read: {error}.") from error
     pickled = sorted(path.name for path in folder.iterdir() if path.name.endswith(PICKLES))
     if pickled and not any((folder / name).is_file() for name in WEIGHT_FILES):
         raise Fault(
@@ -40,17 +66,6 @@ def check_model_folder(name: str, flag: str = "--model_name") -> None:
                 weights_name(file, index)
 
 
-def _check_declared(config: Path) -> None:
-    """Raises ValueError where a config.json declares too much of something."""
-    try:
-        bounds.check_file(config)
-        bounds.check_document(json.loads(config.read_bytes()))
-    except bounds.TooMuch as error:
-        raise ValueError(f"The configuration of {str(config.parent)!r} can't be read: {error}.") from error
-    except (OSError, ValueError, RecursionError):
-        return  # loading.py says so
-
-
 def weights_name(name: Any, where: Path) -> None:
     """Raises Fault (77) unless `name`, read from the file `where`, is a safetensors file, or their index, beside it."""
     check_name(str(name), where)
@@ -58,33 +73,86 @@ def weights_name(name: Any, where: Path) -> None:
         raise Fault(f"{str(where)!r} names the weights {name!r}, which aren't safetensors: refused.", REFUSED)
 
 
-def _base_of(adapter: Path) -> str:
-    try:
-        base = json.loads(adapter.read_bytes()).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        base = None
-    return f" for {base[:200]!r}" if isinstance(base, str) and base.isprintable() else ""
-
-
 def _instead(folder: Path, flag: str) -> str:
     """What a folder without a config.json is, and what to name in its place."""
-    if (newest := step_names.latest(folder)) is not None:
+    if (newest := files.latest(folder)) is not None:
         return f" It is a run: take its newest checkpoint, {flag} {newest}."
-    if (folder / "arguments.yaml").is_file():
-        return " It is a run without a complete checkpoint."
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return f" It is a dataset: that goes to --train_data_dir, and a model to {flag}."
-    inside = sorted(path.parent for path in folder.glob("*/config.json"))[:3]
-    snapshots = sorted(path.parent for path in folder.glob("snapshots/*/config.json"))  # the hub's cache
-    if inside or snapshots:
-        return f" There is one in {', '.join(repr(str(path)) for path in inside or snapshots)}."
-    runs = sorted(path for path in folder.glob("*/step-*") if step_names.latest(path.parent) == path)
+    inside = [*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")]  # the second in the hub's cache
+    if inside := sorted(str(path.parent) for path in inside):
+        return f" There is one in {', '.join(map(repr, inside[:3]))}."
+    runs = sorted(path for path in folder.glob("*/step-*") if files.latest(path.parent) == path)
     if runs:
         return f" It is a folder of runs: take a checkpoint, such as {flag} {runs[0]}."
-    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        return " It holds a tokenizer alone."
-    if any(folder.glob("*.gguf")):
-        return " It holds GGUF files, which are for inference: take the model that they were made from."
-    if (folder / "params.json").is_file():
-        return " It holds Meta's own format: take the folder, or the name on the hub, in Hugging Face's."
-    return ""
+    held = sorted(path.name for path in folder.iterdir())[:3]
+    return f" It holds {', '.join(held)}: take a model in Hugging Face's format." if held else ""
+
+
+def read_json(path: Path) -> Any:
+    """The JSON of a model's file. Raises TooMuch where it declares more than anybody could want to read, ValueError."""
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise TooMuch(f"{path.name} has {size / 2**20:.1f} MiB; at most {MOST_BYTES // 2**20} MiB are read")
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path.name} isn't JSON: {error}") from error
+    left, both = [("", document)], []
+    while left:
+        where, value = left.pop()
+        if isinstance(value, (list, dict)):
+            if len(value) > MOST_ENTRIES:
+                raise TooMuch(f"it declares {len(value)} entries ({where}); at most {MOST_ENTRIES} are read")
+            parts = value.items() if isinstance(value, dict) else (("", part) for part in value)
+            left += [(".".join(filter(None, (where, key))), part) for key, part in parts]
+            if isinstance(value, dict):
+                largest = {"layer": 0, "expert": 0}
+                for key, number in value.items():
+                    if isinstance(number, int) and (counted := COUNTS.search(key)):
+                        largest[counted[2]] = max(largest.get(counted[2], 0), number)
+                both.append(largest)
+        elif isinstance(value, (int, float)):
+            if LARGEST_NUMBER < abs(value) < math.inf:
+                raise TooMuch(f"it holds a number that float32 can't ({where}: {str(value)[:20]})")
+            most = MOST_LAYERS if (counted := COUNTS.search(where)) and counted[2] == "layer" else MOST_ENTRIES
+            if counted and value > most:
+                raise TooMuch(f"it declares {value} {counted[1]} ({where}); at most {most} are read")
+    for largest in both:
+        if (count := largest["expert"] * largest["layer"]) > MOST_EXPERTS:
+            where = f"{largest['expert']} in each of {largest['layer']} layers"
+            raise TooMuch(f"it declares {count} experts ({where}); at most {MOST_EXPERTS} are read")
+    return document
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """In the body, which builds what a model's files declare, little time and memory, for whatever nobody has thought of.
+
+    Raises TooMuch where it takes more, whatever the body has made of being interrupted. Other threads have as little memory: for
+    what is read for the first time, before anything runs.
+    """
+    problems: list[str] = []
+
+    def interrupt(signal_number: int, frame: object) -> None:
+        problems[:] = [f"building it takes more than {MOST_CPU_SECONDS} s of processor time"]
+        raise TooMuch(problems[0])
+
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = [in_use + MOST_MEMORY_BYTES, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    resource.setrlimit(resource.RLIMIT_AS, (min(most), hard))
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_CPU_SECONDS, 1)  # again and again, where an exception is swallowed
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and "allocate" in str(error):  # torch's
+            problems.append(f"building it takes more than {MOST_MEMORY_BYTES / 2**30:.1f} GiB of memory")
+        if not problems:
+            raise
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGVTALRM, before)
+    if problems:
+        raise TooMuch(problems[0])

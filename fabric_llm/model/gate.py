@@ -1,10 +1,11 @@
-"""The gate before step 1: is the wrapped, sharded model the one that transformers loads, and does it train as that would?
+"""Is it the model that transformers loads, does it train as that would, and which fast paths and packed documents can it take?
 
-Rank 0 runs the reference (see loading.py) on a few tokens on the CPU, then all ranks run the wrapped model on the same
-tokens, twice. The first pass is eager, without gradients, and keeps what each leaf module makes, so that a difference can be
-named. The second is the one that trains: fast paths, such as a loss without logits, attention without a mask or compiled
-layers, must give the loss and the gradients of plain transformers, eager attention and all logits. Of each module's output the
-last positions are kept, of each parameter's gradient its norm and a sample, so that no second gradient takes up memory.
+Before anything is built, rank 0 measures what the reference (see loading.py) takes. Before step 1, `verify` compares: rank 0 runs
+the reference on a few tokens, then all ranks run the wrapped model on them, twice. The first pass is eager, without gradients, and
+keeps what each leaf module makes, so that a difference can be named. The second is the one that trains: fast paths, such as a loss
+without logits, attention without a mask or compiled layers, must give the loss and the gradients of plain transformers, eager
+attention and all logits. Of each module's output the last positions are kept, of each parameter's gradient its norm and a sample,
+so that no second gradient takes up memory.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from fabric_llm.base import ranks
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import Fault
+from fabric_llm.model import fast_paths
+from fabric_llm.model.language_model import LanguageModel
+from fabric_llm.model.loading import takes_positions
 from fabric_llm.model.strategy import local_part, original_name, reshard, shard_group, shard_places
 
 PROBE_TOKENS = 64
@@ -32,13 +36,14 @@ SAMPLED_ELEMENTS = 4096  # of each parameter's gradient, evenly spaced
 SMALL = 1e-3  # a layer with so little of the whole gradient's norm isn't compared: it may be nothing but rounding
 Inputs = dict[str, Tensor]
 
+# The mean difference of logits that rounding explains on one device, as a part of their standard deviation: 25 to 1000 times what
+# was seen over 70 families (docs/results/families.md), a fifth of what a model that packed attention would change shows.
+SAME_DEVICE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
+
 
 class Limits(NamedTuple):
-    """Differences that rounding explains.
-
-    Two ranks of a CPU differ from one by 1e-6 in float32; a GPU in bfloat16 sums in another order and rounds after each of
-    dozens of layers.
-    """
+    """Differences that rounding explains: two ranks of a CPU differ from one by 1e-6 in float32, a GPU in bfloat16 sums in another
+    order and rounds after each of dozens of layers."""
 
     loss: float  # nats
     logits: float  # mean, as a part of their standard deviation
@@ -56,8 +61,7 @@ LIMITS = {
 }
 
 
-@dataclass(frozen=True)
-class Outputs:
+class Outputs(NamedTuple):
     """What a model makes of the probe."""
 
     loss: float  # nats per target
@@ -66,8 +70,7 @@ class Outputs:
     buffers: dict[str, Tensor]  # after the pass: FSDP casts them in its first
 
 
-@dataclass(frozen=True)
-class Gradients:
+class Gradients(NamedTuple):
     """What is kept of the probe's gradients, by parameter."""
 
     loss: float  # nats per target
@@ -90,75 +93,50 @@ def verify(
     rank 0's outputs of the wrapped model. Raises Fault, on all ranks alike, if they differ.
     """
     outputs, gradients = expected
-    ours = outputs_of(
-        wrapped.module,
-        inputs["input_ids"],
-        lambda ids: wrapped(ids.to(fabric.device)),
-        lambda name: original_name(name).removeprefix("causal_lm."),
-    )
+    ours = outputs_of(wrapped.module, inputs["input_ids"], lambda ids: wrapped(ids.to(fabric.device)))
     reshard(wrapped)
-    _stop_if(None if outputs is None else output_difference(ours, outputs, precision))
-    if with_gradients:
+    problem = ranks.from_first(None if outputs is None else output_difference(ours, outputs, precision))
+    if problem is None and with_gradients:
         found = gradients_of_wrapped(fabric, wrapped, inputs)
         words = None if gradients is None else gradient_difference(found, gradients, precision)
-        _stop_if(words and f"the model as it would be trained isn't plain transformers': {words}{advice}.")
+        words = words and f"the model as it would be trained isn't plain transformers': {words}{advice}."
+        problem = ranks.from_first(words)
+    if problem is not None:
+        raise Fault(problem)
+    wrapped.train()
     return ours
 
 
-def _stop_if(problem: Optional[str]) -> None:
-    if (problem := ranks.from_first(problem)) is not None:
-        raise Fault(problem)
-
-
 @torch.no_grad()
-def outputs_of(
-    model: nn.Module, input_ids: Tensor, forward: Callable[[Tensor], Tensor], name_of: Callable[[str], str] = str
-) -> Outputs:
+def outputs_of(model: nn.Module, input_ids: Tensor, forward: Callable[[Tensor], Tensor]) -> Outputs:
     """Run `forward(input_ids)`, which gives the logits of `model`, int64 [1, tokens] -> [1, tokens, vocabulary].
 
-    name_of: module name -> name in the unwrapped model.
+    Names are those in the unwrapped causal LM. The model is in evaluation afterwards.
     """
-    # Compiled layers would keep the hooks in their graphs.
-    with _evaluating(model), _recording(model, name_of) as modules, torch.compiler.set_stance("force_eager"):
-        logits = forward(input_ids)[0].float()
-    loss = F.cross_entropy(logits[:-1], input_ids[0, 1:].to(logits.device)).item()
-    buffers = {name_of(name): buffer.cpu().clone() for name, buffer in model.named_buffers()}
-    return Outputs(loss, _kept(logits), modules, buffers)
+    modules: dict[str, Tensor] = {}
+    names = {module: _path(name) for name, module in model.named_modules() if not any(module.children())}
 
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """No dropout in the body."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
-def _kept(output: Tensor) -> Tensor:
-    """The last positions of an output. A copy: a view would keep all of them."""
-    return output[-KEPT_POSITIONS:].to("cpu", torch.float32, copy=True)
-
-
-@contextmanager
-def _recording(model: nn.Module, name_of: Callable[[str], str]) -> Iterator[dict[str, Tensor]]:
-    """The outputs of the leaf modules that run in the body, by name."""
-    kept: dict[str, Tensor] = {}
-    names = {module: name_of(name) for name, module in model.named_modules() if not any(module.children())}
+    def last_positions(output: Tensor) -> Tensor:  # a copy: a view would keep all of them
+        return output[-KEPT_POSITIONS:].to("cpu", torch.float32, copy=True)
 
     def keep(module: nn.Module, inputs: object, output: Any) -> None:
         output = output[0] if isinstance(output, tuple) else output  # RoPE gives cosines and sines
         if isinstance(output, Tensor) and output.ndim == 3 and output.is_floating_point():
-            kept[names[module]] = _kept(output[0])
+            modules[names[module]] = last_positions(output[0])
 
+    model.eval()
     handles = [module.register_forward_hook(keep) for module in names]
-    try:
-        yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.compiler.set_stance("force_eager"):  # compiled layers would keep the hooks in their graphs
+        logits = forward(input_ids)[0].float()
+    for handle in handles:
+        handle.remove()
+    loss = F.cross_entropy(logits[:-1], input_ids[0, 1:].to(logits.device)).item()
+    buffers = {_path(name): buffer.cpu().clone() for name, buffer in model.named_buffers()}
+    return Outputs(loss, last_positions(logits), modules, buffers)
+
+
+def _path(name: str) -> str:
+    return original_name(name).removeprefix("causal_lm.")
 
 
 def output_difference(ours: Outputs, reference: Outputs, precision: str) -> Optional[str]:
@@ -168,25 +146,22 @@ def output_difference(ours: Outputs, reference: Outputs, precision: str) -> Opti
         if found is None or found.dtype != expected.dtype or not torch.equal(found, expected):
             dtype = "missing" if found is None else found.dtype
             return f"the buffer {name} isn't the one that transformers makes ({dtype}, there {expected.dtype})."
-    limits = LIMITS[precision]
+    limits, named = LIMITS[precision], "no module alone"
     logits = ((ours.logits - reference.logits).abs().mean() / reference.logits.std()).item()
-    differences = ((name, _module_difference(name, ours, reference)) for name in reference.modules)
-    first = next(((name, part) for name, part in differences if not part <= limits.module), None)  # NaN as well
-    if first is None and abs(ours.loss - reference.loss) <= limits.loss and logits <= limits.logits:
-        return None
-    named = "no module alone" if first is None else f"{first[0]} ({first[1]:.1%} of its output)"
+    for name, expected in reference.modules.items():
+        found = ours.modules.get(name)
+        if found is not None and found.shape == expected.shape:
+            part = ((found - expected).square().mean() / expected.square().mean().clamp(min=1e-12)).sqrt().item()
+            if not part <= limits.module:  # NaN as well
+                named = f"{name} ({part:.1%} of its output)"
+                break
+    else:
+        if abs(ours.loss - reference.loss) <= limits.loss and logits <= limits.logits:
+            return None
     return (
         f"the model on the devices isn't the one that transformers loads: loss {ours.loss:.4f} instead of "
         f"{reference.loss:.4f}, logits differ by {logits:.1%}; the first module that differs: {named}."
     )
-
-
-def _module_difference(name: str, ours: Outputs, reference: Outputs) -> float:
-    """Root mean square of the difference of a module's outputs, as a part of that of the output; 0 if there is no pair."""
-    expected, found = reference.modules[name], ours.modules.get(name)
-    if found is None or found.shape != expected.shape:
-        return 0.0
-    return ((found - expected).square().mean() / expected.square().mean().clamp(min=1e-12)).sqrt().item()
 
 
 def gradients_of_reference(model: nn.Module, inputs: Inputs) -> Gradients:
@@ -201,13 +176,11 @@ def gradients_of_reference(model: nn.Module, inputs: Inputs) -> Gradients:
         parameter.grad = None
 
     handles = [parameter.register_post_accumulate_grad_hook(keep) for parameter in names]
-    try:
-        with torch.enable_grad(), _evaluating(model):
-            loss = model(**inputs) / _targets(inputs)
-            loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.enable_grad():
+        loss = _probe_loss(model, inputs)
+        loss.backward()
+    for handle in handles:
+        handle.remove()
     # Under all their names: a wrapped model may name a tied parameter otherwise.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (first := names.get(parameter)) in squares:
@@ -217,10 +190,10 @@ def gradients_of_reference(model: nn.Module, inputs: Inputs) -> Gradients:
 
 def gradients_of_wrapped(fabric: Fabric, wrapped: nn.Module, inputs: Inputs) -> Gradients:
     """Those of the wrapped model, right on rank 0. All ranks call it with the same inputs. No gradient is left."""
-    with warnings.catch_warnings(), _evaluating(wrapped):
+    with warnings.catch_warnings():
         # Without dropout a layer may return a view of its last product, which nobody writes into here.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
-        loss = wrapped(**fabric.to_device(inputs)) / _targets(inputs)
+        loss = _probe_loss(wrapped, fabric.to_device(inputs))
         fabric.backward(loss)
     named = {original_name(n): p for n, p in wrapped.module.named_parameters() if p.requires_grad}
     group = shard_group(wrapped)
@@ -231,9 +204,10 @@ def gradients_of_wrapped(fabric: Fabric, wrapped: nn.Module, inputs: Inputs) -> 
         piece = local_part(gradient).detach().flatten()
         found[name] = square(piece).item(), _sampled(piece, offset, count)
         parameter.grad = gradient = piece = None
-    holders = [fabric.global_rank] if group is None else torch.distributed.get_process_group_ranks(group)
-    gathered = ranks.gather(found)
-    held = [gathered[rank] for rank in holders]
+    held = [found]
+    if group is not None:
+        gathered = ranks.gather(found)
+        held = [gathered[rank] for rank in torch.distributed.get_process_group_ranks(group)]
     return Gradients(
         loss.item(),
         {name: sum(own[name][0] for own in held) for name in found},
@@ -241,36 +215,38 @@ def gradients_of_wrapped(fabric: Fabric, wrapped: nn.Module, inputs: Inputs) -> 
     )
 
 
+def _probe_loss(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Nats per target, without dropout."""
+    return model.eval()(**inputs) / (inputs["labels"].numel() - len(inputs["labels"]))
+
+
 def gradient_difference(ours: Gradients, reference: Gradients, precision: str) -> Optional[str]:
     """None if only rounding differs, else words that name the layer that differs most."""
     limits = LIMITS[precision]
     if not abs(ours.loss - reference.loss) <= limits.loss:
         return f"the loss is {ours.loss:.4f} instead of {reference.loss:.4f}"
+    layers: dict[str, list[str]] = {}  # causal_lm.model.layers.3.mlp.up_proj.weight belongs to model.layers.3
+    for name in [name for name in ours.squares if name in reference.squares]:  # others have no part in the loss
+        path = _path(name)
+        numbered = re.match(r"(.*?\.\d+)\.", path)
+        layers.setdefault(numbered[1] if numbered else path.rpartition(".")[0], []).append(name)
     whole = sum(reference.squares.values())
     worst, words = 1.0, None
-    for layer, names in _layers(ours).items():
-        names = [name for name in names if name in reference.squares]  # others have no part in the loss
+    for layer, names in layers.items():
         expected = sum(reference.squares[name] for name in names)
         if not expected > SMALL**2 * whole:
             continue
         norm = math.sqrt(sum(ours.squares[name] for name in names) / expected)
-        cosine = _cosine(*(torch.cat([g.samples[name] for name in names]) for g in (ours, reference)))
+        one, other = (torch.cat([g.samples[name] for name in names]).double() for g in (ours, reference))
+        cosine = 1.0  # an embedding's sample may hold none of the probe's tokens
+        if one.any() or other.any():
+            cosine = (one @ other / (one.norm() * other.norm())).item()
         excess = max(abs(norm - 1) / limits.gradient_norm, (1 - cosine) / limits.gradient_cosine)
         excess = excess if math.isfinite(norm + cosine) else math.inf
         if excess > worst:
             worst = excess
             words = f"the gradient of {layer} has {norm:.3f} times the norm, and a cosine of {cosine:.4f}"
     return words
-
-
-def _layers(gradients: Gradients) -> dict[str, list[str]]:
-    """Layer -> its parameters: causal_lm.model.layers.3.mlp.up_proj.weight belongs to model.layers.3."""
-    layers: dict[str, list[str]] = {}
-    for name in gradients.squares:
-        path = name.removeprefix("causal_lm.")
-        numbered = re.match(r"(.*?\.\d+)\.", path)
-        layers.setdefault(numbered[1] if numbered else path.rpartition(".")[0], []).append(name)
-    return layers
 
 
 def _sampled(gradient: Tensor, offset: int, count: int) -> Tensor:
@@ -288,11 +264,110 @@ def square(gradient: Tensor) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
 
 
-def _cosine(one: Tensor, other: Tensor) -> float:
-    if not (one.any() or other.any()):  # an embedding's sample may hold none of the probe's tokens
-        return 1.0
-    return (one.double() @ other.double() / (one.double().norm() * other.double().norm())).item()
+def chunks_its_loss(reference: PreTrainedModel, precision: str) -> bool:
+    """Whether the model's own code, given its hidden states alone, makes the logits that the whole model makes."""
+
+    def chunked(rows: Tensor) -> Tensor:
+        head = fast_paths.Head(reference)
+        return torch.stack([head(row) for row in head.hidden_states(input_ids=rows)[0]])
+
+    # Gradients in float16 need their scale from the start.
+    return precision != "16-mixed" and _makes_the_same(reference, chunked)
 
 
-def _targets(inputs: Inputs) -> int:
-    return inputs["labels"].numel() - len(inputs["labels"])
+def takes_packed_attention(reference: PreTrainedModel) -> bool:
+    """Whether the model's layers make the same of packed documents with packed attention as with SDPA's mask."""
+    if not (fast_paths.takes_documents(type(reference)) and takes_positions(type(reference))):
+        return False
+
+    def packed(rows: Tensor, **positions: Tensor) -> Tensor:
+        with attention(reference, fast_paths.PACKED):
+            return LanguageModel(reference)(rows, **positions)
+
+    return _makes_the_same(reference, packed, position_ids=torch.arange(16).expand(2, -1) % 7)
+
+
+def _makes_the_same(reference: PreTrainedModel, fast: Callable[..., Tensor], **given: Tensor) -> bool:
+    """Whether the logits of a fast path are those of the plain one but for rounding; False for NaN."""
+    reference.eval()
+    rows = _rows(reference)
+    try:
+        with torch.no_grad():
+            plain, found = LanguageModel(reference)(rows, **given).float(), fast(rows, **given).float()
+    except (TypeError, AttributeError, RuntimeError, LookupError, ValueError):  # a model of another build
+        return False
+    return ((found - plain).abs().mean() / plain.std()).item() <= SAME_DEVICE[reference.dtype]
+
+
+@contextmanager
+def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Another attention implementation of transformers in the body."""
+    configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None)) is not None}.values()
+    before = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation = name
+    try:
+        yield
+    finally:
+        for config, former in zip(configs, before):
+            config._attn_implementation = former
+
+
+def find_leak(model: PreTrainedModel) -> Optional[float]:
+    """None if restarting positions alone make a packed document blind to the one before it, on the path that trains.
+
+    Else the largest change of its logits, as a part of their standard deviation, when the one before it is another. Autograd says
+    exactly whether there is a way: where attention is masked the gradient is zero, not small, whatever rounding does, and one that
+    is left, through a recurrent state or a convolution, isn't. What it can't see, positions that go on where they should restart,
+    makes a document's logits differ from those that it has alone by more than rounding.
+    """
+    rows, places = _rows(model), torch.arange(16)[None]
+    begins = torch.tensor([8, 5])  # of the second document in each row
+    second = places >= begins[:, None]
+    positions = torch.where(second, places - begins[:, None], places)
+    others = torch.where(second, rows, (rows * 3 + 1) % model.config.get_text_config().vocab_size)
+    given = {"position_ids": positions} if takes_positions(type(model)) else {}
+    language_model = LanguageModel(model)
+    found = _depends(language_model, rows, given, second, ~second)
+    model.eval()
+    with torch.no_grad():
+        packed, changed = (language_model(ids, **given)[second].float() for ids in (rows, others))
+        parts = [(slice(row, row + 1), slice(begin, None)) for row, begin in enumerate(begins.tolist())]
+        alone = [
+            language_model(rows[part], **{name: value[part] for name, value in given.items()})[0] for part in parts
+        ]
+    alone = torch.cat(alone).float()
+    deviation = alone.std()
+    limit = LIMITS["32-true" if model.dtype == torch.float32 else "bf16-true"].logits
+    found = found or any(not (some - alone).abs().mean() <= limit * deviation for some in (packed, changed))
+    return ((packed - changed).abs().max() / deviation).item() if found else None
+
+
+def sees_ahead(model: PreTrainedModel) -> bool:
+    """True if what the model says at a position depends on tokens after it: then its loss means nothing."""
+    early = torch.arange(16)[None] < 8
+    return _depends(LanguageModel(model), _rows(model)[:1], {}, early, ~early)
+
+
+def _depends(model: LanguageModel, rows: Tensor, given: Inputs, here: Tensor, there: Tensor) -> bool:
+    """True if logits at the places `here` depend on embeddings at the places `there`, in training, dropout and all."""
+    if model.causal_lm.config._attn_implementation == "flex_attention":  # has no backward pass on CPUs
+        return False
+    embedded: list[Tensor] = []
+
+    def cut(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1].clone()  # some models write into it
+
+    handle = model.causal_lm.get_input_embeddings().register_forward_hook(cut)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        logits = model.train()(rows, **given)[here].float()
+        weights = torch.arange(logits.numel()).view_as(logits).cos()  # a plain sum could be blind to some change
+        gradients = torch.autograd.grad((logits * weights).sum(), embedded, allow_unused=True)
+    handle.remove()
+    return any(gradient is not None and bool((gradient[there] != 0).any()) for gradient in gradients)
+
+
+def _rows(model: PreTrainedModel) -> Tensor:
+    """Two rows of 16 tokens."""
+    return torch.stack([torch.arange(16) * 7 + 3, torch.arange(16) * 5 + 2]) % model.config.get_text_config().vocab_size

@@ -6,7 +6,9 @@ Model classes that transformers doesn't have are registered at the end. docs/mak
 from __future__ import annotations
 
 import inspect
-from typing import Any, Optional
+import sys
+from collections.abc import Sequence
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +17,10 @@ from transformers import PreTrainedModel
 
 from fabric_llm.data import batches
 from fabric_llm.data.columns import IGNORED
-from fabric_llm.model import loss_head, packed_attention
-from fabric_llm.model.router import load_balancing_loss
+from fabric_llm.model import fast_paths
+
+# Of the routers' loss, as causal LMs call it.
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -36,15 +40,15 @@ class LanguageModel(nn.Module):
     """A causal LM that returns its loss, so that no logits leave the wrapped module (Fabric would copy them)."""
 
     def __init__(self, causal_lm: PreTrainedModel, with_router_loss: bool = False, chunked: bool = False) -> None:
-        """with_router_loss: see `forward`. chunked: without the logits of the whole batch, see loss_head.py."""
+        """with_router_loss: see `forward`. chunked: without the logits of the whole batch, see fast_paths.py."""
         super().__init__()
         self.causal_lm, self.with_router_loss = causal_lm, with_router_loss
-        self.head = loss_head.Head(causal_lm) if chunked else None
+        self.head = fast_paths.Head(causal_lm) if chunked else None
         self.token_loss, self.cross_entropy = token_loss, cross_entropy
         known = inspect.signature(causal_lm.forward).parameters.values()
         takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)
         self.without_cache = {"use_cache": False} if takes_use_cache else {}
-        self.is_packed = causal_lm.config._attn_implementation == packed_attention.NAME
+        self.is_packed = causal_lm.config._attn_implementation == fast_paths.PACKED
 
     def together(self) -> set[nn.Module]:
         """Modules that strategies mustn't shard by themselves, but with the outermost unit."""
@@ -74,7 +78,7 @@ class LanguageModel(nn.Module):
             given["output_router_logits"] = True
         if self.is_packed and position_ids is not None:
             ends = batches.document_ends(position_ids.cpu()) if document_ends is None else document_ends
-            given |= packed_attention.arguments(ends, longest=input_ids.shape[1])
+            given |= fast_paths.of_documents(ends, longest=input_ids.shape[1])
         inputs = {"input_ids": input_ids, **self.without_cache, **given}
         if labels is None:
             return self.causal_lm(**inputs).logits
@@ -85,18 +89,78 @@ class LanguageModel(nn.Module):
             loss = loss_of(outputs.logits.flatten(0, 1), targets.flatten())
         else:
             hidden, outputs = self.head.hidden_states(**inputs)
-            loss = loss_head.chunked_loss(self.head, loss_of, hidden.flatten(0, 1), targets.flatten())
-        return torch.stack([loss, self._router_loss(outputs, targets, attention_mask)]) if balances else loss
-
-    def _router_loss(self, outputs: Any, targets: Tensor, attention_mask: Optional[Tensor]) -> Tensor:
-        """The sum over rows of a row's auxiliary loss times its targets, float32 scalar."""
-        if not outputs.router_logits:  # where the configuration leaves no layer with experts
-            return torch.zeros((), device=targets.device)
-        top_k = self.causal_lm.num_experts_per_tok
-        of_rows = load_balancing_loss(outputs.router_logits, len(targets), top_k, attention_mask)
-        return (of_rows * (targets != IGNORED).sum(dim=1)).sum()
+            loss = fast_paths.chunked_loss(self.head, loss_of, hidden.flatten(0, 1), targets.flatten())
+        if not balances:
+            return loss
+        of_rows = torch.zeros(len(targets), device=targets.device)
+        if outputs.router_logits:  # none where the configuration leaves no layer with experts
+            top_k = self.causal_lm.num_experts_per_tok
+            of_rows = load_balancing_loss(outputs.router_logits, len(targets), top_k, attention_mask)
+        return torch.stack([loss, (of_rows * (targets != IGNORED).sum(dim=1)).sum()])
 
 
 def trained_loss(losses: Tensor, router_aux_loss_coef: float) -> Tensor:
     """What is trained, scalar: of the two losses of a model with `with_router_loss` the weighted sum."""
     return losses if losses.ndim == 0 else losses[0] + router_aux_loss_coef * losses[1]
+
+
+def router_coefficient(causal_lm: PreTrainedModel, given: Optional[float]) -> float:
+    """What the auxiliary loss of a mixture of experts is multiplied by in what is trained; 0 where there is none.
+
+    given: --router_aux_loss_coef; None: as the model's configuration says, where that asks for the routers' logits.
+    Raises ValueError for one that is given to a model without such a loss.
+    """
+    if given and not has_router_loss(causal_lm):
+        name = type(causal_lm).__name__
+        raise ValueError(f"--router_aux_loss_coef {given}: transformers knows no auxiliary loss of {name}.")
+    if given is not None:
+        return float(given)
+    asked = getattr(causal_lm.config.get_text_config(), "output_router_logits", False)
+    own = (getattr(causal_lm, name, None) for name in COEFFICIENTS if asked and has_router_loss(causal_lm))
+    return float(next((value for value in own if value is not None), 0.0))
+
+
+def router_warning(causal_lm: PreTrainedModel) -> Optional[str]:
+    """What to say where the configuration asks for what the model can't give."""
+    asked = getattr(causal_lm.config.get_text_config(), "output_router_logits", False)
+    if not asked or has_router_loss(causal_lm):
+        return None
+    return (
+        f"Warning: the configuration says output_router_logits, but transformers knows no auxiliary loss of "
+        f"{type(causal_lm).__name__}: none is trained."
+    )
+
+
+def has_router_loss(causal_lm: PreTrainedModel) -> bool:
+    """True for models whose own loss would hold that of the Switch Transformer, which `load_balancing_loss` is."""
+    function = getattr(sys.modules[type(causal_lm).__module__], "load_balancing_loss_func", None)
+    if function is None or not isinstance(getattr(causal_lm, "num_experts_per_tok", None), int):
+        return False
+    return list(inspect.signature(function).parameters) == ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+def load_balancing_loss(
+    router_logits: Sequence[Tensor], rows: int, top_k: int, attention_mask: Optional[Tensor] = None
+) -> Tensor:
+    """The loss that asks that tokens are spread evenly over the experts, float32 [rows], of each row by itself.
+
+    transformers adds it only where it computes the cross-entropy itself, and over whatever happens to be in one forward pass: a
+    product of means over tokens, of which the mean over micro-batches isn't that of the whole batch. That of each row, averaged by
+    the rows' targets as the cross-entropy is, is the same however rows are spread over micro-batches and ranks.
+
+    router_logits: of each layer with experts, [rows x context, experts]. attention_mask: [rows, context], 0 for padding.
+    Fedus et al. (2021), Switch Transformers (https://arxiv.org/abs/2101.03961), equations 4 to 6, over all layers together:
+    experts x the sum over experts of (part of the tokens that it is chosen for) x (mean of its probability). 1 x top_k where
+    all is even. Only the probabilities have a gradient.
+    """
+    experts = router_logits[0].shape[-1]
+    chosen, probable = (torch.zeros(rows, experts, device=router_logits[0].device) for _ in range(2))
+    context = router_logits[0].numel() // (rows * experts)
+    is_token = torch.ones(rows, context, device=chosen.device) if attention_mask is None else attention_mask.float()
+    for logits in router_logits:
+        probabilities = logits.float().softmax(dim=-1).view(rows, context, experts)
+        places = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k, dim=-1).indices, 1.0)
+        chosen = chosen + (places * is_token[..., None]).sum(dim=1)
+        probable = probable + (probabilities * is_token[..., None]).sum(dim=1)
+    tokens = (len(router_logits) * is_token.sum(dim=1, keepdim=True)).clamp(min=1)
+    return experts * (chosen / tokens * (probable / tokens)).sum(dim=1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Optional
 
@@ -17,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fabric_llm.model.language_model import LanguageModel
-from fabric_llm.model.strategy import layer_class_names
+from fabric_llm.model.strategy import repeated_layers
 
 WORTH_COMPILING = 10**6  # parameters of a layer: a smaller one spends less time than its compilation takes
 KEPT = (  # by selective checkpointing: what costs most to compute again
@@ -29,12 +27,6 @@ KEPT = (  # by selective checkpointing: what costs most to compute again
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
-
-
-def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a model, in their order."""
-    names = layer_class_names(model)
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def checkpoint_activations(model: PreTrainedModel, which: str) -> None:
@@ -65,22 +57,17 @@ def _keep(context: Any, operation: Any, *args: Any, **more: Any) -> CheckpointPo
 
 def compile_layers(model: nn.Module) -> None:
     """Compile each layer in place, so that names stay as they are. Equal layers share one compilation."""
-    with _importing_the_compiler():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the compiler imports parts of torch that go away
         for layer in repeated_layers(model):
             layer.compile()
 
 
 def compile_loss(model: LanguageModel) -> None:
     """Of a chunk: one pass over its logits and one over their gradients. Without it both are copied to float32."""
-    with _importing_the_compiler():
-        model.token_loss, model.cross_entropy = torch.compile(model.token_loss), torch.compile(model.cross_entropy)
-
-
-@contextmanager
-def _importing_the_compiler() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # it imports parts of torch that go away
-        yield
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model.token_loss, model.cross_entropy = torch.compile(model.token_loss), torch.compile(model.cross_entropy)
 
 
 def no_compiler(kind: str) -> Optional[str]:

@@ -1,17 +1,16 @@
 """Text sampled from a model: a look at what was learned, and a replay set where the data that it was trained on isn't there.
 
-`generate` continues a prompt, with plain transformers. `self_replay` makes a dataset for runs that go on from a model: documents begin as the model's own did, with BOS or else with EOS, and are sampled at temperature 1 from the whole distribution:
-whatever the model's generation settings are, these are samples of what it has learned (arXiv 2605.26097 replays such text). A
-document ends at its EOS, or where a row is full.
+Documents of `self_replay` begin as the model's own did, with BOS or else with EOS, and are sampled at temperature 1 from the whole
+distribution: whatever the model's generation settings are, these are samples of what it has learned (arXiv 2605.26097 replays such
+text). A document ends at its EOS, or where a row is full.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +18,9 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from fabric_llm.base.failpoints import failpoint
 from fabric_llm.data.order import random_key
-from fabric_llm.model.loading import disable_progress_bar, has_weights, load_config, load_reference
+from fabric_llm.model.loading import disable_progress_bar, has_weights, load_config
+from fabric_llm.model.reference import load_model
 from fabric_llm.prepare.encoding import Generated, PieceFiles
 from fabric_llm.prepare.tokenizer import packing_tokenizer
 
@@ -32,18 +31,12 @@ def generate(folder: str, prompt: str, max_new_tokens: int, seed: int = 0) -> st
     """Sampled continuation of `prompt`, prompt included, from a directory that `from_pretrained` opens."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False).eval()
-    inputs = tokenizer(prompt, return_tensors="pt")
+    encoded = tokenizer(prompt, return_tensors="pt")
+    inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 50, "pad_token_id": tokenizer.eos_token_id}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokens = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=max_new_tokens,
-            do_sample=True,
-            temperature=0.7,
-            top_k=50,
-            pad_token_id=tokenizer.eos_token_id,
-        )
+        tokens = model.generate(**inputs, **settings, max_new_tokens=max_new_tokens)
     return tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
@@ -56,23 +49,18 @@ def self_replay(model_name: str, tokens: int, context_length: int, seed: int) ->
     device = _device().type
     settings = {"model": model_name, "tokens": tokens, "longest_document": longest, "seed": seed}
     settings |= {"largest_batch": BATCH[device], "temperature": 1.0, "top_p": 1.0, "device": device}
-    settings |= {"weights": _fingerprint(Path(model_name))}
+    # No files where it is a name on the hub.
+    files = [(path.name, path.stat()) for path in sorted(Path(model_name).glob("*.safetensors"))]
+    settings |= {"weights": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files]}
     settings |= {"torch": str(torch.__version__), "transformers": transformers.__version__}
     sampler = cache(lambda: Sampler(model_name, longest))
 
-    def fill(out: PieceFiles, report: Callable[[int], Any]) -> None:
-        """Whole documents, until there are enough: to cut the last ones, or to take the first that end, would favour short ones."""
-        while (left := tokens - out.mark.tokens) > 0:
-            before, sampled = out.mark.tokens, out.mark.documents + out.mark.empty
-            expected = before / sampled if before else longest  # tokens of a document
-            count = min(math.ceil(left / expected), BATCH[device])
-            for ids in sampler().documents(int(random_key(seed, out.mark.items)) >> 1, count):
-                text = sampler().tokenizer.decode(ids)
-                out.add(ids.astype(out.after.dtype), text, is_last=True, own_validation=False, draws=True)
-            out.mark.items += 1
-            out.set_mark(done=False)
-            report(out.mark.tokens - before)
-            failpoint("prepare.sampled")
+    def fill(out: PieceFiles, number: int, before: int, documents: int) -> None:
+        """A batch of whole documents: to cut the last ones, or to take the first that end, would favour short ones."""
+        expected = before / documents if before else longest  # tokens of a document
+        count = min(math.ceil((tokens - before) / expected), BATCH[device])
+        for ids in sampler().documents(int(random_key(seed, number)) >> 1, count):
+            out.add(ids, sampler().tokenizer.decode(ids))
 
     return Generated(settings, tokens, fill)
 
@@ -86,22 +74,14 @@ class Sampler:
         stored = getattr(config, "dtype", None) or torch.float32
         disable_progress_bar()  # prepare_data.py has its own
         dtype = stored if self.device.type == "cuda" else torch.float32  # 16 bits are many times slower on most CPUs
-        self.model = load_reference(model_name, config, dtype, seed=0).to(self.device).eval()
+        self.model = load_model(model_name, config, dtype).to(self.device).eval()
         self.tokenizer = tokenizer = packing_tokenizer(model_name)
         self.begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         self.special = np.array(sorted({*tokenizer.all_special_ids} - {tokenizer.unk_token_id}))
         unused = list(range(len(tokenizer), config.get_text_config().vocab_size))
-        self.settings = GenerationConfig(
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=longest,
-            bos_token_id=self.begin,
-            eos_token_id=self.special.tolist(),
-            pad_token_id=tokenizer.eos_token_id,
-            suppress_tokens=unused or None,
-        )
+        ids = {"eos_token_id": self.special.tolist(), "pad_token_id": tokenizer.eos_token_id}
+        whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "suppress_tokens": unused or None}
+        self.settings = GenerationConfig(**whole, **ids, bos_token_id=self.begin, max_new_tokens=longest)
         self.model.generation_config = self.settings  # or what the model's own says is filled in
 
     def documents(self, seed: int, count: int) -> Iterator[np.ndarray]:
@@ -119,9 +99,3 @@ class Sampler:
 
 def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _fingerprint(folder: Path) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of the weights; nothing for a name on the hub."""
-    found = ((path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))) if folder.is_dir() else ()
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]

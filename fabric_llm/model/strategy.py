@@ -14,48 +14,29 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Callable, Optional
+from typing import Any, Optional
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 
-from fabric_llm.base.fabric import (
-    DDPStrategy,
-    Fabric,
-    FSDPPrecision,
-    FSDPStrategy,
-    LightningEnvironment,
-    MixedPrecision,
-    ModelParallelStrategy,
-    Precision,
-    TorchElasticEnvironment,
-    XLAFSDPStrategy,
-)
+from fabric_llm.base import fabric as lightning
+from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.ranks import waits_for_others
 from fabric_llm.model.strategy_rules import Sharding, wrap_size
 
-MUCH_WASTED = 10**5  # parameters
-LAYER_LISTS = (nn.ModuleList, nn.ModuleDict)  # no forward of their own: never wrapped
+Units = dict[nn.Module, torch.dtype]  # what is gathered as one, children before parents
+Fill = Callable[[nn.Module], None]
 
 
 def make_fabric(
@@ -66,46 +47,36 @@ def make_fabric(
     timeout_seconds: of the process group's own patience; a little more than that of watch.py, which can say more.
     """
     if name == "xla":
-        return Fabric(accelerator="tpu", devices=devices, num_nodes=num_nodes, strategy=XLAFSDPStrategy())
+        return Fabric(accelerator="tpu", devices=devices, num_nodes=num_nodes, strategy=lightning.XLAFSDPStrategy())
     timeout = timedelta(seconds=2 * timeout_seconds + 60)
     strategy: Any = "auto"
+    plugin = lightning.MixedPrecision(precision, device=kind) if precision.endswith("-mixed") else lightning.Precision()
     if name == "fsdp":
-        strategy = AnyDeviceFSDPStrategy(timeout=timeout)
+        strategy, plugin = AnyDeviceFSDPStrategy(timeout=timeout), AnyDeviceFSDPPrecision(precision, kind)
     elif name == "fsdp2":
         sizes = {"data_parallel_size": devices * num_nodes, "tensor_parallel_size": 1}
-        strategy = ModelParallelStrategy(lambda model, mesh: model, **sizes, timeout=timeout)  # `wrap` shards it
+        # `wrap` shards the model.
+        strategy = lightning.ModelParallelStrategy(lambda model, mesh: model, **sizes, timeout=timeout)
     elif name == "ddp":
-        strategy = DDPStrategy(gradient_as_bucket_view=True, timeout=timeout, **_no_buffer_sync())
+        # Buffers are constants here; DDP would send them in each forward. torch 2.13 renamed the option.
+        known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+        sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        strategy = lightning.DDPStrategy(gradient_as_bucket_view=True, timeout=timeout, **{sync: False})
     # Where ranks come from: torchrun, or launch.py, which knows srun. Fabric would take any SLURM job for srun's.
-    environment = TorchElasticEnvironment() if TorchElasticEnvironment.detect() else LightningEnvironment()
-    plugins = [_precision(name, precision, kind), environment]
+    elastic = lightning.TorchElasticEnvironment.detect()
+    plugins = [plugin, lightning.TorchElasticEnvironment() if elastic else lightning.LightningEnvironment()]
     return Fabric(accelerator=kind, devices=devices, num_nodes=num_nodes, strategy=strategy, plugins=plugins)
 
 
-class AnyDeviceFSDPStrategy(FSDPStrategy):
-    """FSDPStrategy, also on CPU (Fabric refuses the class itself there). `wrap` makes the FSDP modules."""
+class AnyDeviceFSDPStrategy(lightning.FSDPStrategy):
+    """FSDPStrategy, also on CPU (Fabric refuses the class itself there)."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Leave it as `wrap` has made it. Fabric's own would look for metrics in it, and import torchmetrics for that."""
-        return module
+        return module  # as `wrap` made it: Fabric's own would look for metrics in it, and import torchmetrics for that
 
 
-def _no_buffer_sync() -> dict[str, bool]:
-    """Buffers are constants here; DDP would send them in each forward. torch 2.13 renamed the option."""
-    known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
-
-
-def _precision(name: str, precision: str, kind: str) -> Precision:
-    if name == "fsdp":
-        return _FSDPPrecision(precision, kind)
-    if precision.endswith("-mixed"):
-        return MixedPrecision(precision, device=kind)
-    return Precision()  # the weights are in their dtype already, see loading.py
-
-
-class _FSDPPrecision(FSDPPrecision):
-    """Leaves the module as it is (`module.to(bfloat16)` would round RoPE's frequencies) and knows the CPU."""
+class AnyDeviceFSDPPrecision(lightning.FSDPPrecision):
+    """FSDPPrecision that leaves the module as it is (`module.to(bfloat16)` would round RoPE's frequencies), also on CPU."""
 
     def __init__(self, precision: str, kind: str) -> None:
         super().__init__(precision)
@@ -121,59 +92,56 @@ class _FSDPPrecision(FSDPPrecision):
 
 
 def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
-    """The modules that are gathered as one, for an --auto_wrap_policy.
-
-    Raises ValueError for a class name that the model doesn't have.
-    """
+    """The modules that are gathered as one. Raises ValueError for a class name that the model doesn't have."""
     if policy == "none":
         return []
     if (smallest := wrap_size(policy)) is not None:
         return _at_least(model, smallest)
-    names = layer_class_names(model) if policy == "auto" else {name.strip() for name in policy.split(",")}
-    present = {type(module).__name__ for module in model.modules()}
-    if missing := sorted(names - present):
+    if policy == "auto":
+        return repeated_layers(model)
+    names = {name.strip() for name in policy.split(",")}
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    if missing := sorted(names - {type(module).__name__ for module in found}):
         raise ValueError(
             f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; "
-            f"it has {', '.join(sorted(layer_class_names(model)))}."
+            f"it has {', '.join(sorted({type(layer).__name__ for layer in repeated_layers(model)}))}."
         )
-    return [module for module in model.modules() if type(module).__name__ in names]
+    return found
 
 
-def layer_class_names(model: nn.Module) -> set[str]:
-    """Class names of the model's repeated layers: what it says itself, else the elements of its longest list."""
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a model, in their order: of the classes that it names itself, else its longest list."""
     named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    present = {type(module).__name__ for module in model.modules()}
-    if named & present:
-        return named & present
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    return {type(layer).__name__ for layer in max(lists, key=len, default=[])}
+    if layers := [module for module in model.modules() if type(module).__name__ in named]:
+        return layers
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    kinds = {type(layer) for layer in max(lists, key=len, default=())}
+    return [module for module in model.modules() if type(module) in kinds]
 
 
-def of_one_dtype(model: nn.Module, units: list[nn.Module]) -> dict[nn.Module, torch.dtype]:
+def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
     """`units`, `model` itself and as many more modules that each is of one dtype -> that dtype; children before parents.
 
     A router that stays float32 in a bfloat16 layer is gathered alone: flattened parameters must have one dtype. Raises
     ValueError for a module that holds parameters of several itself.
     """
-    chosen = set(units)
     sizes: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         sizes[parameter.dtype] += parameter.numel()
-    main = sizes.most_common(1)[0][0]
-    found: dict[nn.Module, torch.dtype] = {}
+    main = max(sizes, key=sizes.__getitem__)
+    found: Units = {}
 
     def visit(module: nn.Module, outside: torch.dtype) -> None:
         held = {parameter.dtype for parameter in module.parameters(recurse=False)}
         if len(held) > 1:
-            named = " and ".join(sorted(str(dtype) for dtype in held))
             raise ValueError(
-                f"{type(module).__name__} holds parameters of {named} itself, which can't be sharded together: take "
-                "--strategy ddp, or another --precision."
+                f"{type(module).__name__} holds parameters of {' and '.join(sorted(map(str, held)))} itself, which can't be "
+                "sharded together: take --strategy ddp, or another --precision."
             )
-        dtype = next(iter(held), main if module in chosen else outside)
+        dtype = next(iter(held), main if module in units else outside)
         for child in module.children():
             visit(child, dtype)
-        if module in chosen or dtype != outside or module is model:
+        if module in units or dtype != outside or module is model:
             found[module] = dtype
 
     visit(model, main)
@@ -182,13 +150,18 @@ def of_one_dtype(model: nn.Module, units: list[nn.Module]) -> dict[nn.Module, to
 
 def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
     """Modules with `minimum` parameters that no wrapped child holds; a tied parameter stays with all its holders."""
-    holders = _holders(model)
+
+    def holders(module: nn.Module) -> Counter[int]:
+        return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+
+    of_model = holders(model)
     chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
         count = sum(p.numel() for p in module.parameters(recurse=False)) + sum(visit(c) for c in module.children())
-        splits_a_tie = any(held < holders[key] for key, held in _holders(module).items())
-        if count < minimum or module is model or isinstance(module, LAYER_LISTS) or splits_a_tie:
+        has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict))  # others are never called
+        whole = all(held == of_model[key] for key, held in holders(module).items())
+        if count < minimum or module is model or not has_forward or not whole:
             return count
         chosen.append(module)
         return 0
@@ -197,41 +170,51 @@ def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
     return chosen
 
 
-def _holders(module: nn.Module) -> Counter[int]:
-    """How many modules in `module` hold a parameter, by its id."""
-    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+def wrap(fabric: Fabric, name: str, model: nn.Module, fill: Fill, precision: str, how: Sharding) -> nn.Module:
+    """The model, with its parameters on the meta device -> the model on the devices, filled, wrapped and set up by Fabric.
 
-
-def wrap(
-    fabric: Fabric, name: str, model: nn.Module, materialize: Callable[[nn.Module], None], precision: str, how: Sharding
-) -> nn.Module:
-    """The model on the meta device -> the model on the devices, filled, wrapped and set up by Fabric.
-
-    `materialize(module)` fills the tensors that a module itself holds (loading.Materializer). It is called for the
-    modules of a unit just before that unit is sharded.
+    fill: gives the ranks their parts of the weights, see weights.py.
     """
-    if name == "fsdp":
-        model = _wrap_fsdp(fabric, model, materialize, precision, how)
-    elif name == "fsdp2":
-        _wrap_fsdp2(fabric, model, materialize, precision, how)
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = buffer if buffer is None else buffer.to(fabric.device)
+    # Parameters by the id of the one on the meta device whose place they take: a tied one is found there again. Weak, so that what
+    # a strategy has sharded isn't kept whole.
+    there: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+
+    def give_memory(module: nn.Module) -> None:
+        """To the parameters that a module itself holds, just before a strategy shards it."""
+        for key, meta in module._parameters.items():
+            if meta is not None and meta.is_meta:
+                parameter = there.get(id(meta))
+                if parameter is None:
+                    empty = torch.empty_like(meta, device=fabric.device)
+                    there[id(meta)] = parameter = nn.Parameter(empty, requires_grad=meta.requires_grad)
+                module._parameters[key] = parameter
+
+    if name in ("fsdp", "fsdp2"):
+        units = {unit for unit in modules_to_wrap(model, how.auto_wrap_policy) if unit not in model.together()}
+        if name == "fsdp":
+            units |= _unlike_the_outermost(model, units) - model.together()
+        shard = _wrap_fsdp if name == "fsdp" else _wrap_fsdp2
+        model = shard(fabric, model, of_one_dtype(model, units), give_memory, precision, how)
     else:
         for module in model.modules():
-            materialize(module)
+            give_memory(module)
+    fill(model)
     return fabric.setup_module(model, move_to_device=False)
 
 
 def _wrap_fsdp(
-    fabric: Fabric, model: nn.Module, materialize: Callable[[nn.Module], None], precision: str, how: Sharding
+    fabric: Fabric, model: nn.Module, dtypes: Units, give_memory: Fill, precision: str, how: Sharding
 ) -> nn.Module:
-    units = _units(model, how, apart=_unlike_the_outermost)
-    if fabric.global_rank == 0 and (wasted := _frozen_beside_trained(units)) > MUCH_WASTED:
-        print(
-            f"Warning: --strategy fsdp makes gradients of {wasted:,} frozen parameters too, as others of their layers train: "
-            "fsdp2 doesn't (docs/fsdp.md).",
-            flush=True,
-        )
     kept = {"mixed_precision": None}  # what a unit of another dtype than the model's gets: it computes in its own
-    policy = {m: kept if dtype != units[model] else True for m, dtype in units.items() if m is not model}
+    policy = {m: kept if dtype != dtypes[model] else True for m, dtype in dtypes.items() if m is not model}
+    mixed = None
+    if precision != "32-true":
+        dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
+        # Buffers keep their dtypes: RoPE's frequencies are float32, a scale of embeddings may be bfloat16.
+        mixed = fsdp.MixedPrecision(param_dtype=dtype, reduce_dtype=getattr(torch, how.reduce_dtype), buffer_dtype=None)
     sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")  # the user, or a single rank, asked for it
@@ -239,28 +222,20 @@ def _wrap_fsdp(
         return FSDP(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: policy.get(module, False)),
-            param_init_fn=materialize,
-            sharding_strategy=ShardingStrategy[how.sharding_strategy if sharded else "NO_SHARD"],
+            param_init_fn=give_memory,
+            sharding_strategy=fsdp.ShardingStrategy[how.sharding_strategy if sharded else "NO_SHARD"],
             device_mesh=_mesh(fabric, how) if sharded else None,
-            mixed_precision=_fsdp_mixed_precision(precision, how.reduce_dtype),
-            cpu_offload=CPUOffload(how.cpu_offload and fabric.device.type != "cpu"),  # on a CPU all is there already
-            backward_prefetch=None if how.backward_prefetch == "none" else BackwardPrefetch[how.backward_prefetch],
+            mixed_precision=mixed,
+            # On a CPU all is there already.
+            cpu_offload=fsdp.CPUOffload(how.cpu_offload and fabric.device.type != "cpu"),
+            backward_prefetch=None if how.backward_prefetch == "none" else fsdp.BackwardPrefetch[how.backward_prefetch],
             limit_all_gathers=how.limit_all_gathers,
             device_id=fabric.device,
             use_orig_params=True,
         )
 
 
-def _units(
-    model: nn.Module, how: Sharding, apart: Callable[[nn.Module, list[nn.Module]], set[nn.Module]] = lambda *_: set()
-) -> dict[nn.Module, torch.dtype]:
-    """The modules that are gathered as one -> their dtype. apart: which others of a model are, beside its units."""
-    together = model.together()
-    units = [unit for unit in modules_to_wrap(model, how.auto_wrap_policy) if unit not in together]
-    return of_one_dtype(model, [*units, *(apart(model, units) - together)])
-
-
-def _unlike_the_outermost(model: nn.Module, units: list[nn.Module]) -> set[nn.Module]:
+def _unlike_the_outermost(model: nn.Module, units: Collection[nn.Module]) -> set[nn.Module]:
     """Modules outside of `units` whose parameters are frozen where most train, or train where most are frozen.
 
     FSDP1 makes gradients of all that it gathers as one if a part of it trains: with the embeddings frozen, which stay with the
@@ -278,47 +253,25 @@ def _unlike_the_outermost(model: nn.Module, units: list[nn.Module]) -> set[nn.Mo
     }
 
 
-def _fsdp_mixed_precision(precision: str, reduce_dtype: str) -> Optional[FSDPMixedPrecision]:
-    """Buffers keep their dtypes: RoPE's frequencies are float32, a scale of embeddings may be bfloat16."""
-    if precision == "32-true":
-        return None
-    dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
-    return FSDPMixedPrecision(param_dtype=dtype, reduce_dtype=getattr(torch, reduce_dtype), buffer_dtype=None)
-
-
 def _wrap_fsdp2(
-    fabric: Fabric, model: nn.Module, materialize: Callable[[nn.Module], None], precision: str, how: Sharding
-) -> None:
-    on_gpu = fabric.device.type == "cuda"
+    fabric: Fabric, model: nn.Module, dtypes: Units, give_memory: Fill, precision: str, how: Sharding
+) -> nn.Module:
+    pinned = fabric.device.type == "cuda"
     settings: dict[str, Any] = {
         "mesh": _mesh(fabric, how),
         # None: all but the outermost unit, which the backward pass needs first
         "reshard_after_forward": False if how.sharding_strategy == "SHARD_GRAD_OP" else None,
-        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if how.cpu_offload else OffloadPolicy(),
+        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if how.cpu_offload else fsdp.OffloadPolicy(),
     }
-    mixed = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, how.reduce_dtype), cast_forward_inputs=False
-    )
-    own = MixedPrecisionPolicy(cast_forward_inputs=False)
-    units = _units(model, how)
-    for unit, dtype in units.items():
+    own = fsdp.MixedPrecisionPolicy(cast_forward_inputs=False)
+    mixed = own
+    if precision != "32-true":
+        mixed = replace(own, param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, how.reduce_dtype))
+    for unit, dtype in dtypes.items():
         for module in unit.modules():
-            materialize(module)
-        fully_shard(unit, mp_policy=own if precision == "32-true" or dtype != units[model] else mixed, **settings)
-
-
-def _frozen_beside_trained(units: Iterable[nn.Module]) -> int:
-    """Frozen parameters that FSDP1 flattens into one tensor with others that train, which then has gradients as a whole.
-
-    units: children before parents.
-    """
-    count, seen = 0, set()
-    for unit in units:
-        own = set(unit.parameters()) - seen
-        seen |= own
-        if any(parameter.requires_grad for parameter in own):
-            count += sum(parameter.numel() for parameter in own if not parameter.requires_grad)
-    return count
+            give_memory(module)
+        fsdp.fully_shard(unit, mp_policy=mixed if dtype == dtypes[model] else own, **settings)
+    return model
 
 
 def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:
@@ -334,7 +287,7 @@ def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
     """The process group that the parameters of a wrapped model are split over, None where ranks hold them whole."""
     root = next((m for m in model.modules() if isinstance(m, FSDP)), None)
     if root is not None:
-        return None if root.sharding_strategy == ShardingStrategy.NO_SHARD else root.process_group
+        return None if root.sharding_strategy == fsdp.ShardingStrategy.NO_SHARD else root.process_group
     parameter = next(model.parameters())
     return parameter.device_mesh.get_group("shard") if isinstance(parameter, DTensor) else None
 
@@ -350,30 +303,36 @@ def shard_places(parameters: list[nn.Parameter], group: Optional[ProcessGroup]) 
     All ranks call it. group: see `shard_group`. Both FSDPs split in the order of ranks, FSDP2 between rows, so what comes before
     is what lower ranks hold, and no field of theirs is read.
     """
-    held = [local_part(parameter).numel() for parameter in parameters]
+    counts = shard_counts(parameters, group)
+    rank = 0 if group is None else torch.distributed.get_rank(group)
+    return list(zip(counts[:rank].sum(0).tolist(), counts.sum(0).tolist()))
+
+
+def shard_counts(parameters: list[nn.Parameter], group: Optional[ProcessGroup]) -> Tensor:
+    """How many elements of each parameter each rank of a `shard_group` holds, int64 [ranks, parameters]. All ranks call it."""
+    held = torch.tensor([local_part(parameter).numel() for parameter in parameters])
     if group is None:
-        return [(0, count) for count in held]
-    counts = torch.tensor(held, device=_communication_device(group))
-    all_counts = [torch.empty_like(counts) for _ in range(torch.distributed.get_world_size(group))]
-    with waits_for_others("shard_places"):
-        torch.distributed.all_gather(all_counts, counts, group=group)
-    ends = torch.stack(all_counts).cumsum(0)
-    return list(zip((ends[torch.distributed.get_rank(group)] - counts).tolist(), ends[-1].tolist()))
+        return held[None]
+    held = held.to(communication_device(group))
+    counts = [torch.empty_like(held) for _ in range(torch.distributed.get_world_size(group))]
+    waits_for_others()
+    torch.distributed.all_gather(counts, held, group=group)
+    return torch.stack(counts).cpu()
 
 
 def sum_over_shards(numbers: Tensor, group: Optional[ProcessGroup]) -> Tensor:
     """The sum of what all ranks of a `shard_group` have measured on their parts, on the device of `numbers`."""
     if group is None:
         return numbers
-    total = numbers.to(_communication_device(group))  # offloaded gradients are on the CPU, NCCL is not
+    total = numbers.to(communication_device(group))  # offloaded gradients are on the CPU, NCCL is not
     torch.distributed.all_reduce(total, group=group)
     return total.to(numbers.device)
 
 
-def _communication_device(group: ProcessGroup) -> torch.device:
-    if torch.distributed.get_backend(group) != "nccl":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+def communication_device(group: Optional[ProcessGroup] = None) -> str:
+    """Where the tensors are that ranks of a group send to each other; without ranks the CPU."""
+    is_nccl = torch.distributed.is_initialized() and torch.distributed.get_backend(group) == "nccl"
+    return "cuda" if is_nccl else "cpu"
 
 
 def reshard(model: nn.Module) -> None:
@@ -383,7 +342,7 @@ def reshard(model: nn.Module) -> None:
     fsdp would take the whole unit that is there, also where its weights have changed since.
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.reshard()
         handle = module._handle if isinstance(module, FSDP) else None
         ran = handle is not None and module._is_root is not None and handle.uses_sharded_strategy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Optional
 
@@ -50,13 +51,10 @@ def wrap_size(policy: str) -> Optional[int]:
     """The parameters of an --auto_wrap_policy size:N, None for another. Raises ValueError."""
     if not policy.startswith("size:"):
         return None
-    try:
-        count = int(float(policy.removeprefix("size:")))
-    except (ValueError, OverflowError):
-        count = 0
-    if count < 1:
-        raise ValueError(f"--auto_wrap_policy {policy}: after 'size:' comes a number of parameters, such as size:1e8.")
-    return count
+    with suppress(ValueError, OverflowError):
+        if (count := int(float(policy.removeprefix("size:")))) >= 1:
+            return count
+    raise ValueError(f"--auto_wrap_policy {policy}: after 'size:' comes a number of parameters, such as size:1e8.")
 
 
 def offload(strategy: str, cpu_offload: bool, micro_batches: int) -> None:

@@ -6,33 +6,32 @@ Each check raises ValueError in one sentence with the offending value. What all 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 from fabric_llm.base import files
-from fabric_llm.base.command_line import Flags, is_rank_zero
+from fabric_llm.base.command_line import Flags, is_first_of_machine, is_rank_zero
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.checkpoint import keep, state_dicts
-from fabric_llm.checkpoint.progress import Progress
-from fabric_llm.data.dataset import TokenDataset
-from fabric_llm.model import freezing, layers, router
+from fabric_llm.checkpoint.keep import Progress
+from fabric_llm.data import mixture_text
+from fabric_llm.data.columns import is_padded
+from fabric_llm.data.dataset import TokenDataset, together
+from fabric_llm.data.mixture import Mixture, mixture_of
+from fabric_llm.data.mixture_text import DataMix
+from fabric_llm.data.sources import open_source, parse_eval_data
+from fabric_llm.model import freezing, language_model, layers, loading
 from fabric_llm.model import strategy as strategies
-from fabric_llm.model.loading import (
-    DTYPES,
-    checked_skeleton,
-    load_config,
-    resolve_attention,
-    takes_positions,
-    tokenizer_beside,
-)
 from fabric_llm.plan import checks, same_run
-from fabric_llm.plan.data import differing_tokens, plan_data
-from fabric_llm.plan.placement import Placement, batch_sizes
-from fabric_llm.plan.plan import DataPlan, ModelPlan, Plan
-from fabric_llm.plan.resume import MOST_DIFFERENCES
+from fabric_llm.plan.mixture import Here, last_step, lay_out
+from fabric_llm.plan.plan import DataPlan, ModelPlan, Plan, Schedule
+from fabric_llm.plan.run_directory import MOST_DIFFERENCES
+from fabric_llm.plan.start import Placement, batch_fits, batch_sizes
+from fabric_llm.training.guard import parse_budgets
 
 
 def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: Optional[Path]) -> Plan:
@@ -40,7 +39,7 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
     resumed = {} if resume_from is None else keep.verified(resume_from)
     start = Progress(**resumed["progress"]) if resumed else Progress()
     with same_run.written_by_a_run(resume_from):
-        data, schedule = plan_data(flags, batch_sizes(flags, placement), start, resumed)
+        data, schedule = _plan_data(flags, batch_sizes(flags, placement.devices, placement.num_nodes), start, resumed)
     source = flags.model.model_name if resume_from is None else str(resume_from)
     if resume_from is None and is_rank_zero():
         _require_whole(Path(source), flags.checkpoint.verify_checkpoints == "full")
@@ -48,8 +47,7 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
     plan = Plan(placement, model, data, schedule, start, directory, resume_from, resumed)
     if is_rank_zero():
         _require_model_can(plan, skeleton)
-        checks.profiled_steps(flags.logging.profile, schedule.max_step)
-        checks.check_phases(vars(flags.training), schedule.max_step)
+        checks.check_length(flags, schedule.max_step)
         if resume_from is not None:
             with same_run.written_by_a_run(resume_from):
                 plan = replace(plan, changes=same_run.require_same_run(plan, flags))
@@ -59,24 +57,42 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
 def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[ModelPlan, Any]:
     """(the model and how it trains, the model on the meta device). kind: "cpu" or "cuda". Raises ValueError."""
     asked, training = flags.model, flags.training
-    config = load_config(source)
-    config._attn_implementation = resolve_attention(config, asked.attention, kind)
+    config = loading.load_config(source)
+    config._attn_implementation = loading.resolve_attention(config, asked.attention, kind)
     datasets = [*(data.sources or {"": data.dataset}).values(), *data.eval_data.values()]
     if is_rank_zero():
         _require_rows_for(config.get_text_config(), datasets, source)
-    skeleton = checked_skeleton(source, config, DTYPES[asked.precision])
+    skeleton = loading.checked_skeleton(source, config, loading.DTYPES[asked.precision])
+    tokenizer = of_model = loading.tokenizer_beside(source)
+    for dataset in datasets:
+        of_data = loading.tokenizer_beside(str(dataset.folder / "tokenizer"))
+        if None not in (of_model, of_data) and (differing := differing_tokens(of_model, of_data)):
+            raise ValueError(
+                f"{str(dataset.folder)!r} was made with another tokenizer than that of {source!r}{differing}; "
+                f"{_made_with(dataset, source)}."
+            )
+        tokenizer = tokenizer or of_data
+    compiles = asked.compile is True
+    if asked.compile == "auto" and kind != "cpu":
+        compiles = layers.is_worth_compiling(skeleton)
+    if compiles and (missing := layers.no_compiler(kind)) is not None:
+        if asked.compile is True:
+            raise ValueError(f"--compile true: {missing}.")
+        if is_rank_zero():
+            print(f"Layers aren't compiled: {missing}.", flush=True)
+        compiles = False
     model = ModelPlan(
         name=asked.model_name,
         source=source,
         config=config,
-        tokenizer=_tokenizer(source, datasets),
+        tokenizer=tokenizer,
         precision=asked.precision,
         bf16_updates=asked.bf16_updates,
         sums_in_float32=training.accumulation_dtype == "float32",
-        router_aux_loss_coef=router.coefficient(skeleton, training.router_aux_loss_coef),
+        router_aux_loss_coef=language_model.router_coefficient(skeleton, training.router_aux_loss_coef),
         loss=asked.loss,
         activation_checkpointing=checks.activation_checkpointing(flags.fsdp.activation_checkpointing),
-        compiles=_compiles(asked.compile, skeleton, kind),
+        compiles=compiles,
         frozen=freezing.frozen_names(skeleton, training.freeze, training.train_only),
     )
     return model, skeleton
@@ -103,81 +119,193 @@ def _require_rows_for(text_config: Any, datasets: Sequence[TokenDataset], source
                 f"{_made_with(dataset, source)}."
             )
         if longest is not None and dataset.context_length > longest and not rotary:
-            raise ValueError(
-                f"Rows of {str(dataset.folder)!r} hold {dataset.context_length} tokens, "
-                f"but {source!r} has positions for {longest}."
-            )
+            rows = f"Rows of {str(dataset.folder)!r} hold {dataset.context_length} tokens"
+            raise ValueError(f"{rows}, but {source!r} has positions for {longest}.")
 
 
 def _made_with(dataset: TokenDataset, tokenizer: str) -> str:
     """The command that makes a dataset anew with a tokenizer, as the end of a sentence."""
-    given = " ".join(shlex.quote(str(name)) for name in (dataset.manifest.get("inputs") or ["TEXT"])[:10])
-    length = f" --context_length {dataset.context_length}" if dataset.manifest else ""
-    output = shlex.quote(f"{dataset.folder}-anew")
-    return (
-        f"make it with prepare_data.py --input {given} --tokenizer {shlex.quote(tokenizer)}{length} --output {output}"
-    )
-
-
-def _tokenizer(source: str, datasets: Sequence[TokenDataset]) -> Optional[Any]:
-    """The tokenizer that goes with checkpoints, if any. Raises ValueError where that of a dataset is another."""
-    found = of_model = tokenizer_beside(source)
-    for dataset in datasets:
-        of_data = tokenizer_beside(str(dataset.folder / "tokenizer"))
-        if of_model is not None and of_data is not None and (differing := differing_tokens(of_model, of_data)):
-            raise ValueError(
-                f"{str(dataset.folder)!r} was made with another tokenizer than that of {source!r}"
-                f"{differing}; {_made_with(dataset, source)}."
-            )
-        found = found or of_data
-    return found
-
-
-def _compiles(asked: Union[bool, str], skeleton: Any, kind: str) -> bool:
-    """Whether layers are compiled. Raises ValueError where they are to be and can't."""
-    if asked is False or asked == "auto" and (kind == "cpu" or not layers.is_worth_compiling(skeleton)):
-        return False
-    missing = layers.no_compiler(kind)
-    if missing is not None and asked is True:
-        raise ValueError(f"--compile true: {missing}.")
-    if missing is not None and is_rank_zero():
-        print(f"Layers aren't compiled: {missing}.", flush=True)
-    return missing is None
+    inputs = [str(name) for name in (dataset.manifest.get("inputs") or ["TEXT"])[:10]]
+    length = ["--context_length", str(dataset.context_length)] if dataset.manifest else []
+    words = ["--input", *inputs, "--tokenizer", tokenizer, *length, "--output", f"{dataset.folder}-anew"]
+    return f"make it with prepare_data.py {shlex.join(words)}"
 
 
 def _require_model_can(plan: Plan, skeleton: Any) -> None:
     """Raises ValueError where the model can't do what the flags ask for. It is changed: nothing else uses it afterwards."""
+    name, checkpointing = type(skeleton).__name__, plan.model.activation_checkpointing
     units = strategies.modules_to_wrap(skeleton, plan.placement.sharding.auto_wrap_policy)
     if plan.placement.strategy in ("fsdp", "fsdp2"):
         strategies.of_one_dtype(skeleton, units)
-    name, checkpointing = type(skeleton).__name__, plan.model.activation_checkpointing
     if checkpointing != "none" and not skeleton.supports_gradient_checkpointing:
         raise ValueError(f"--activation_checkpointing {checkpointing}: {name} doesn't support it.")
     layers.checkpoint_activations(skeleton, checkpointing)
-    if (
-        plan.data.document_end is not None
-        and plan.data.document_masking is True
-        and not takes_positions(type(skeleton))
-    ):
+    masks = plan.data.document_end is not None and plan.data.document_masking is True
+    if masks and not loading.takes_positions(type(skeleton)):
         raise ValueError(
-            f"{name} takes no positions, so packed documents can't be kept apart: "
-            "take --document_masking auto, which warns, or false."
+            f"{name} takes no positions, so packed documents can't be kept apart: take --document_masking auto or false."
         )
-    if plan.resume_from is not None and plan.model.name not in (plan.model.source, plan.resumed["model_name"]):
-        _require_same_model(plan.model.name, skeleton, plan.resume_from)
-
-
-def _require_same_model(model_name: str, skeleton: Any, resume_from: Path) -> None:
-    """Raises ValueError where --model_name is another model than that of the checkpoint, with what differs."""
-    here = dict(state_dicts.shapes(checked_skeleton(model_name, load_config(model_name), skeleton.dtype)))
-    there = dict(state_dicts.shapes(skeleton))
-    differing = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
-    if differing:
+    if plan.resume_from is None or plan.model.name in (plan.model.source, plan.resumed["model_name"]):
+        return
+    named = loading.checked_skeleton(plan.model.name, loading.load_config(plan.model.name), skeleton.dtype)
+    here, there = dict(state_dicts.saved_shapes(named)), dict(state_dicts.saved_shapes(skeleton))
+    if differing := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
         words = (
             f"{name} {list(there.get(name, ())) or 'missing'}, not {list(here.get(name, ())) or 'there'}"
             for name in differing[:MOST_DIFFERENCES]
         )
         raise ValueError(
-            f"{str(resume_from)!r} belongs to another model than --model_name {model_name!r}: "
+            f"{str(plan.resume_from)!r} belongs to another model than --model_name {plan.model.name!r}: "
             f"{len(differing)} parameters differ: {'; '.join(words)}."
         )
+
+
+def _plan_data(
+    flags: Flags, batches: tuple[int, int, int], start: Progress, resumed: dict[str, Any]
+) -> tuple[DataPlan, Schedule]:
+    """What the run reads, and how long it lasts.
+
+    batches: see `batch_sizes`. resumed: progress.json of the checkpoint, {} for a run that starts. Raises ValueError.
+    """
+    training, evaluation, masking = flags.training, flags.evaluation, flags.data.document_masking
+    if masking == "auto" and resumed and "document_masking" not in checks.overrides(flags):
+        masking = resumed["schedule"]["document_masking"]  # what the run had: all its steps are alike
+    if flags.data.data_mix:
+        read, end, max_step = _plan_mixture(flags, batches[2], start, resumed)
+    else:
+        dataset = open_here(flags.data.train_data_dir, flags)
+        checks.row_length(str(dataset.folder), dataset.context_length, flags.data.context_length)
+        batch_fits(str(dataset.folder), len(dataset.train), batches[2])
+        read, end, max_step = {"dataset": dataset}, None, training.max_step
+        if max_step is None:
+            end = training.number_epochs * len(dataset.train)
+            max_step = last_step(start.step, start.position, end, batches[2])
+    data = DataPlan(
+        **read,
+        eval_data=open_eval_data(flags),
+        evaluated_rows=evaluation.eval_iters * evaluation.eval_batch_size,
+        budgets=parse_budgets(evaluation.forgetting_budget),
+        document_end=find_document_end(bool(masking), read["dataset"]),
+        document_masking=masking,
+    )
+    return data, Schedule(*batches, max_step, end, training.max_step, training.number_epochs)
+
+
+def open_here(folder: str, flags: Flags) -> TokenDataset:
+    """The dataset in `folder`. One rank of each machine compares hashes. Raises ValueError."""
+    return open_source(Path(folder), flags.data.verify_data if is_first_of_machine() else "size")
+
+
+def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
+    """The datasets of --eval_data by name. Raises ValueError."""
+    return {name: open_here(folder, flags) for name, folder in parse_eval_data(flags.evaluation.eval_data).items()}
+
+
+def find_document_end(masks_documents: bool, dataset: TokenDataset) -> Optional[int]:
+    """The token that ends each document of a dataset of prepare_data.py, if documents are to be kept apart."""
+    return dataset.manifest["eos_token_id"] if masks_documents and dataset.manifest.get("packed") else None
+
+
+def document_ends(
+    names: Iterable[str], eval_data: Mapping[str, TokenDataset], document_end: Optional[int]
+) -> dict[str, Optional[int]]:
+    """The token that ends the packed documents of each set; None of a set in `eval_data` that isn't packed with the run's."""
+    apart = {name for name, dataset in eval_data.items() if find_document_end(True, dataset) != document_end}
+    return {name: None if name in apart else document_end for name in names}
+
+
+def _plan_mixture(
+    flags: Flags, batch: int, start: Progress, resumed: dict[str, Any]
+) -> tuple[dict[str, Any], Optional[int], int]:
+    """(what a DataPlan has of --data_mix, the position that the run may not pass, its last step). batch: sequences of a step."""
+    mix, training = mixture_text.parse(flags.data.data_mix), flags.training
+    max_step, number_epochs = training.max_step, training.number_epochs
+    had = mixture_of(resumed) if "mixture" in resumed else None
+    if had is not None:  # its sources come first, so that rows keep their numbers
+        if missing := [name for name in had.names if name not in mix.names]:
+            raise ValueError(f"--data_mix leaves out source {missing[0]!r} of the resumed run: give it weight 0.")
+        mix = mix.in_order(had.names)
+    sources = open_sources(flags, mix)
+    rows = tuple(len(source.train) for source in sources.values())
+    contexts = tuple(source.context_length for source in sources.values())
+    mixture_text.require_one_length(mix, contexts)
+    raised = {}
+    if had is None:
+        stages, end, last = lay_out(mix, rows, batch, max_step, number_epochs)
+    else:
+        then = resumed["schedule"]
+        raised = {name: Fraction(share) for name, share in resumed["mixture"].get("raised", {}).items()}
+        is_as_before = (
+            (mixture_text.described(mix), batch) == (then.get("data_mix"), then["global_batch_size"])
+            and max_step == then["max_step"]
+            and (max_step is not None or number_epochs == then["number_epochs"])
+        )
+        if is_as_before:
+            stages, end = had.stages, resumed["mixture"]["end"]
+            steps = [max_step, None if end is None else last_step(start.step, start.position, end, batch)]
+            last = min(step for step in steps if step is not None)
+        else:  # it was changed on purpose: what lies behind stays
+            here = Here(start.step, start.position, had.stages)
+            stages, end, last = lay_out(mixture_text.at_least(mix, raised), rows, batch, max_step, number_epochs, here)
+    read = {
+        "dataset": together(list(sources.values())),
+        "sources": sources,
+        "mix": mix,
+        "raised": raised,
+        "mixture": Mixture(mix.names, rows, contexts, stages, training.seed),
+    }
+    return read, end, last
+
+
+def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
+    """{name: its dataset}. Rank 0 checks that they go together. Raises ValueError."""
+    sources = {source.name: open_here(source.path, flags) for source in mix.sources}
+    for source in sources.values():
+        checks.row_length(str(source.folder), source.context_length, flags.data.context_length)
+    first, *others = sources.values()
+    if is_rank_zero():
+        for other in others:
+            require_alike(first, other, flags.data.document_masking is not False)
+    return sources
+
+
+def require_alike(first: TokenDataset, other: TokenDataset, masks_documents: bool) -> None:
+    """Raises ValueError unless rows of both can follow each other in one run."""
+    both = f"--data_mix: {str(first.folder)!r} and {str(other.folder)!r}"
+    columns, others = (
+        sorted(set(one.train[0]) - ({"labels"} if is_padded(one.train) else set())) for one in (first, other)
+    )
+    if columns != others:
+        words = f"{', '.join(columns)}, and {', '.join(others)}"
+        raise ValueError(f"{both} have different columns: {words}; run prepare_data.py for both with the same flags.")
+    _require_one_tokenizer(first, other, both)
+    ends = [find_document_end(True, one) for one in (first, other)]
+    if masks_documents and ends[0] != ends[1]:
+        said = [
+            f"packed, token {end} ends a document" if end is not None else "not packed by prepare_data.py"
+            for end in ends
+        ]
+        raise ValueError(f"{both} have different documents: {', and '.join(said)}; take --document_masking false.")
+
+
+def _require_one_tokenizer(first: TokenDataset, other: TokenDataset, both: str) -> None:
+    hashes = [one.manifest.get("tokenizer_sha256") for one in (first, other)]
+    if hashes[0] == hashes[1] is not None:
+        return
+    one, another = (loading.tokenizer_beside(str(source.folder / "tokenizer")) for source in (first, other))
+    words = "" if one is None or another is None else differing_tokens(one, another)
+    if words or None not in hashes:
+        raise ValueError(
+            f"{both} were made with different tokenizers{words}; run prepare_data.py for both with one --tokenizer."
+        )
+
+
+def differing_tokens(one: Any, other: Any) -> str:
+    """The first tokens that two tokenizers number differently, as a part of a sentence; "" where there are none."""
+    ids, others = one.get_vocab(), other.get_vocab()
+    differing = sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))
+    words = ", ".join(
+        f"{token!r} is {others.get(token, 'none')}, not {ids.get(token, 'none')}"
+        for token in differing[:MOST_DIFFERENCES]
+    )
+    return f": {len(differing)} tokens differ: {words}" if differing else ""

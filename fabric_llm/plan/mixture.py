@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
-from fabric_llm.data.mixture_text import DataMix
-from fabric_llm.data.stages import Stage, position_of, read_before
-
-
-class Layout(NamedTuple):
-    """A mixture over a run."""
-
-    stages: tuple[Stage, ...]
-    end: Optional[int]  # position that the run may not pass, None if there is none
-    max_step: int
+from fabric_llm.data.mixture_text import DataMix, Stage, position_of, read_before
 
 
 class Here(NamedTuple):
@@ -33,32 +24,40 @@ def last_step(step: int, position: int, end: int, batch: int) -> int:
 
 def lay_out(
     mix: DataMix, rows: Sequence[int], batch: int, max_step: Optional[int], number_epochs: int, here: Here = Here()
-) -> Layout:
-    """The stages of a run of `max_step` steps, or, without it, until a source would be read more than `number_epochs` times.
+) -> tuple[tuple[Stage, ...], Optional[int], int]:
+    """(the stages of a run, the position that it may not pass or None, its last step).
 
-    rows: of each source's training split. A source with max_epochs may be read that often instead. Raises ValueError where
-    a source would be read more often, or a stage has no step.
+    The run has `max_step` steps, or, without it, lasts until a source would be read more than `number_epochs` times. rows: of
+    each source's training split. A source with max_epochs may be read that often instead. Raises ValueError where a source
+    would be read more often, or a stage has no step.
     """
     limits = [
         math.floor(source.max_epochs * count) if source.max_epochs else None if max_step else number_epochs * count
         for source, count in zip(mix.sources, rows)
     ]
     if max_step is None:
-        layout = _until_read(mix, limits, batch, here)
+        stages, end, last = _until_read(mix, limits, batch, here)
     else:
-        stages = _stages(mix, max_step, batch, here)
-        end = _first_passed(stages, limits)
-        layout = Layout(stages, None if end is None else end[0], max_step)
-        if end is not None and end[0] < here.position + (max_step - here.step) * batch:
-            _refuse_passed(mix, rows, batch, max_step, here, stages, *end)
-    begins = [round(stage.begins * layout.max_step) for stage in mix.stages] + [layout.max_step]
+        stages, end, last = _stages(mix, max_step, batch, here), None, max_step
+        asked = here.position + (max_step - here.step) * batch
+        if (passed := _first_passed(stages, limits)) is not None:
+            end, source = passed
+            if end < asked:
+                would = read_before(stages, asked)[source]
+                raise ValueError(
+                    f"Source {mix.names[source]!r} would be read {would / rows[source]:.2f} times in {max_step} steps "
+                    f"({would:,} of {rows[source]:,} rows), more than its max_epochs, "
+                    f"{float(mix.sources[source].max_epochs):g}: take at most --max_step "
+                    f"{here.step + (end - here.position) // batch}, a smaller weight, or more data."
+                )
+    begins = [round(stage.begins * last) for stage in mix.stages] + [last]
     for stage, first, after in zip(mix.stages, begins, begins[1:]):
         if first >= after and after > here.step:
             raise ValueError(
-                f"--data_mix: the stage from {float(stage.begins):g} on has no step: it begins after step {first} of "
-                f"{layout.max_step}, and ends there."
+                f"--data_mix: the stage from {float(stage.begins):g} on has no step: it begins after step {first} of {last}, "
+                "and ends there."
             )
-    return layout
+    return stages, end, last
 
 
 def _stages(mix: DataMix, max_step: int, batch: int, here: Here) -> tuple[Stage, ...]:
@@ -78,42 +77,27 @@ def _first_passed(stages: Sequence[Stage], limits: Sequence[Optional[int]]) -> O
     return min(((position, i) for position, i in found if position is not None), default=None)
 
 
-def _until_read(mix: DataMix, limits: Sequence[int], batch: int, here: Here) -> Layout:
-    """As many steps as fit, the last one with what is left of a batch."""
+def _until_read(
+    mix: DataMix, limits: Sequence[int], batch: int, here: Here
+) -> tuple[tuple[Stage, ...], Optional[int], int]:
+    """As many steps as fit, and one more with what is left of a batch.
 
-    def layout(steps: int) -> tuple[tuple[Stage, ...], int]:
-        stages = _stages(mix, here.step + steps, batch, here)
-        end = _first_passed(stages, limits)
-        assert end is not None, "some source is read at the end, so it comes to its limit"
-        return stages, min(end[0], here.position + steps * batch)
-
-    fits, too_many = 0, (sum(limits) - here.position) // batch + 2
+    Where a stage begins depends on the length of the run, and so does what is read by then: the length is searched for.
+    """
+    fits, too_many = 0, (sum(limits) - here.position) // batch + 2  # steps from here on
     while too_many - fits > 1:
         steps = (fits + too_many) // 2
-        if layout(steps)[1] == here.position + steps * batch:
-            fits = steps
-        else:
-            too_many = steps
+        end, _ = _first_passed(_stages(mix, here.step + steps, batch, here), limits)
+        fits, too_many = (steps, too_many) if end >= here.position + steps * batch else (fits, steps)
     for steps in (fits + 1, fits):
-        stages, end = layout(steps)
+        stages = _stages(mix, here.step + steps, batch, here)
+        first, source = _first_passed(stages, limits)
+        end = min(first, here.position + steps * batch)
         if end > here.position + (steps - 1) * batch:
             break
     if end <= here.position or here.step == 0 and fits == 0:
-        _, source = _first_passed(stages, limits)
         raise ValueError(
             f"A step takes {batch} sequences, of which source {mix.names[source]!r} would give more than the "
             f"{limits[source]} that --number_epochs and max_epochs let it: take smaller batches, a smaller weight, or more data."
         )
-    return Layout(stages, end, here.step + steps)
-
-
-def _refuse_passed(
-    mix: DataMix, rows: Sequence[int], batch: int, max_step: int, here: Here, stages: Any, end: int, source: int
-) -> None:
-    would = read_before(stages, here.position + (max_step - here.step) * batch)[source]
-    name, most = mix.names[source], mix.sources[source].max_epochs
-    raise ValueError(
-        f"Source {name!r} would be read {would / rows[source]:.2f} times in {max_step} steps ({would:,} of {rows[source]:,} "
-        f"rows), more than its max_epochs, {float(most):g}: take at most --max_step {here.step + (end - here.position) // batch}, "
-        "a smaller weight, or more data."
-    )
+    return stages, end, here.step + steps

@@ -12,18 +12,15 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from fabric_llm.checkpoint.progress import Progress
-from fabric_llm.data import copy_probe
+from fabric_llm.checkpoint.keep import Progress
+from fabric_llm.data.columns import copy_probe
 from fabric_llm.data.dataset import TokenDataset, fingerprint
 from fabric_llm.data.mixture import Mixture
-from fabric_llm.data.mixture_text import DataMix, at_least
-from fabric_llm.data.order import ROW_ORDER
-from fabric_llm.data.sources import COPY
-from fabric_llm.data.stages import MOST_SLOTS
+from fabric_llm.data.mixture_text import MOST_SLOTS, DataMix, at_least
+from fabric_llm.data.sources import COPY, ONE_SET
 from fabric_llm.model import strategy as strategies
-from fabric_llm.plan.evaluation_sets import ONE_SET
 from fabric_llm.plan.mixture import Here, last_step, lay_out
-from fabric_llm.plan.placement import Placement
+from fabric_llm.plan.start import Placement
 
 MOST_REPLAY = Fraction(1, 2)  # of a mixture, that a rewind may come to: for strong shifts up to a half is advised
 PROBE_TOKENS = 128  # of the validation split, at most
@@ -140,7 +137,7 @@ class Plan:
         if not self.data.budgets:
             return {}
         split, ids = self.validation_splits()[self._copied()], [number for number in left_out if number is not None]
-        return {COPY: copy_probe.passages(split, len(split[0]["input_ids"]), ids, seed)}
+        return {COPY: copy_probe(split, len(split[0]["input_ids"]), ids, seed)}
 
     def _copied(self) -> str:
         """The set whose tokens the probe of in-context learning takes: the first that has a budget."""
@@ -156,25 +153,6 @@ class Plan:
     def shares_at(self, position: int) -> dict[str, float]:
         """What each of the `validation_splits` counts after the step that leads to `position`."""
         return {ONE_SET: 1.0} if self.data.mixture is None else self.data.mixture.shares_at(max(position - 1, 0))
-
-    def data_facts(self) -> dict[str, Any]:
-        """What a checkpoint says of the data; of a mixture that of each source by name."""
-        named = self.data.sources or {"": self.data.dataset}
-        facts = {
-            "context_length": {name: dataset.context_length for name, dataset in named.items()},
-            "train_rows": {name: len(dataset.train) for name, dataset in named.items()},
-            "train_fingerprint": {name: dataset.fingerprint for name, dataset in named.items()},
-        }
-        facts = facts if self.data.sources else {fact: one[""] for fact, one in facts.items()}
-        return {**facts, "row_order": ROW_ORDER}
-
-    def mixture_facts(self) -> dict[str, Any]:
-        """Of a mixture: the order of its sources, its stages, and the position that it may not pass."""
-        if self.data.mixture is None:
-            return {}
-        mixture, raised = self.data.mixture, {name: str(share) for name, share in self.data.raised.items()}
-        facts = {"sources": mixture.names, "segments": mixture.as_json(), "end": self.schedule.end, "raised": raised}
-        return {"mixture": facts}
 
     def resolved(self) -> dict[str, Any]:
         """What arguments.yaml holds instead of what was given: the same step on any devices that its batch divides by."""
@@ -227,17 +205,8 @@ class Plan:
             raise ValueError(f"the share of {words} already, and more than {float(MOST_REPLAY):g} isn't tried")
         scale = min(Fraction(1), MOST_REPLAY / sum(shares.values()))
         raised = {**self.data.raised, **{name: share * scale for name, share in shares.items()}}
-        layout = lay_out(
-            at_least(self.data.mix, raised),
-            self.data.mixture.rows,
-            self.schedule.global_batch_size,
-            self.schedule.asked_steps,
-            self.schedule.number_epochs,
-            Here(there.step, there.position, self.data.mixture.stages),
-        )
-        mixture = replace(self.data.mixture, stages=layout.stages)
-        return replace(
-            self,
-            data=replace(self.data, raised=raised, mixture=mixture),
-            schedule=replace(self.schedule, end=layout.end, max_step=layout.max_step),
-        )
+        mix, schedule, mixture = at_least(self.data.mix, raised), self.schedule, self.data.mixture
+        batch, here = schedule.global_batch_size, Here(there.step, there.position, mixture.stages)
+        stages, end, last = lay_out(mix, mixture.rows, batch, schedule.asked_steps, schedule.number_epochs, here)
+        data = replace(self.data, raised=raised, mixture=replace(mixture, stages=stages))
+        return replace(self, data=data, schedule=replace(schedule, end=end, max_step=last))

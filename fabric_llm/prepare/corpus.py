@@ -1,19 +1,141 @@
-"""A corpus in memory, for what is learned from text by one process, with a part of it held out."""
+"""What `--input` names -> pieces of 4 to 32 MB, in a fixed order, which processes and machines share; or texts in memory.
+
+A piece is one or more parts: ranges of large files, cut after a line or between documents, ranges of row groups or rows,
+and many small files. The plan depends on the inputs alone, never on the number of processes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from fabric_llm.prepare import documents, inputs, pieces
+from fabric_llm.prepare import inputs
+from fabric_llm.prepare.documents import (
+    BLANK_LINES,
+    TO_TRAIN,
+    TO_VALIDATION,
+    Bad,
+    Part,
+    cut_text,
+    load_splits,
+    parquet_file,
+    read_part,
+    texts,
+)
 
-MOST_BYTES = 2**26  # of text that are taken, evenly over the inputs
+PIECE_BYTES = 32 * 2**20  # of a large corpus
+# Of a small one, at least. Many pieces keep all cores busy to the end, but each is flushed to the disk, which takes 50 ms.
+SMALL_PIECE_BYTES = 4 * 2**20
+PIECES = 256
+LONG_TEXT_BYTES = 16 * 2**20  # a text file from this size on is split at blank lines unless told otherwise
+OWN_VALIDATION = ("validation", "valid", "dev")  # names of splits
+MOST_BYTES = 2**26  # of text that are taken into memory, evenly over the inputs
 ONE_OF = 20  # texts is held out
 
 
+class Piece(NamedTuple):
+    """What one process reads and encodes, in order. JSON writes it as a list."""
+
+    number: int
+    bytes: int  # on disk
+    parts: list[Part]
+
+
+def plan(found: inputs.Found, separator: Optional[str]) -> list[Piece]:
+    """The pieces of all sources. separator: see `inputs.separator`. Notes in `found` what should be said.
+
+    Raises ValueError for a dataset or table that can't be opened.
+    """
+    total = sum(source.bytes or 0 for source in found.sources)
+    piece_bytes = min(PIECE_BYTES, max(SMALL_PIECE_BYTES, total // PIECES))
+    pieces: list[Piece] = []
+    parts: list[Part] = []
+    size = 0
+    for source in found.sources:
+        for part, part_bytes in _parts_of(source, found, separator, piece_bytes):
+            if parts and size + part_bytes > piece_bytes:
+                pieces.append(Piece(len(pieces), size, parts))
+                parts, size = [], 0
+            parts.append(part)
+            size += part_bytes
+    return [*pieces, Piece(len(pieces), size, parts)] if parts else pieces
+
+
+def fingerprint(found: inputs.Found, pieces: Iterable[Piece]) -> str:
+    """A hash of the plan and of the sizes and times of what it reads."""
+    digest = hashlib.sha256()
+    for one in (*pieces, *found.sources):
+        digest.update(json.dumps(one).encode())
+    return digest.hexdigest()
+
+
+def _parts_of(
+    source: inputs.Source, found: inputs.Found, separator: Optional[str], piece_bytes: int
+) -> Iterator[tuple[Part, int]]:
+    """(part, its bytes on disk)"""
+    part, size = Part(source.name, source.kind), source.bytes or 0
+    if part.kind == "text":
+        part = part._replace(separator=separator or None)
+        if separator is None and (len(found.sources) == 1 or size >= LONG_TEXT_BYTES):
+            records = read_part(part._replace(separator=BLANK_LINES), "")
+            is_divided = any((record.number if isinstance(record, Bad) else record[0]) for record in records)
+            (found.split_texts if is_divided else found.whole_texts).append(source.name)
+            part = part._replace(separator=BLANK_LINES if is_divided else None)
+    if part.kind in ("dataset", "hub"):
+        yield from _parts_of_dataset(part, size, found, piece_bytes)
+    elif size > piece_bytes and part.kind == "parquet":
+        with parquet_file(part.path) as file:
+            groups = file.num_row_groups
+        yield from _ranges(part, groups, size, piece_bytes)
+    elif size > piece_bytes and (part.kind == "json_lines" or part.separator) and not inputs.compression_of(part.path):
+        start = 0
+        with open(part.path, "rb") as file:
+            while start < size:
+                end, place = size, start + piece_bytes
+                if (
+                    size - start >= 1.5 * piece_bytes
+                ):  # the last isn't small, so that a process doesn't have little to do
+                    file.seek(place)
+                    rest = cut_text(file, part._replace(start=place, separator=part.separator or "\n"))
+                    end = next((begin for begin, _, _ in rest if begin > place), size)
+                yield part._replace(start=start, end=end), end - start
+                start = end
+    else:
+        yield part, size
+
+
+def _ranges(part: Part, count: int, size: int, piece_bytes: int) -> Iterator[tuple[Part, int]]:
+    """Ranges of `count` row groups or rows, which have `size` bytes together."""
+    step = max(1, count * piece_bytes // max(1, size))
+    for start in range(0, count, step):
+        end = min(count, start + step)
+        yield part._replace(start=start, end=end), size * (end - start) // count
+
+
+def _parts_of_dataset(part: Part, size: int, found: inputs.Found, piece_bytes: int) -> Iterator[tuple[Part, int]]:
+    splits = load_splits(part.kind, part.path)
+    own = [name for name in splits if name in OWN_VALIDATION]
+    found.own_validation += [f"{part.path} [{name}]" for name in own[:1]]
+    rows = 0 if part.kind == "hub" else sum(map(len, splits.values()))
+    for name, split in splits.items():
+        if name == "test" and len(splits) > 1:
+            found.left_out.append(f"{part.path} [test]")
+            continue
+        part = part._replace(split=name)
+        if own:
+            part = part._replace(goes=TO_VALIDATION if name in own else TO_TRAIN)
+        if part.kind == "hub":
+            yield part, 0
+        else:
+            yield from _ranges(part, len(split), size * len(split) // max(1, rows), piece_bytes)
+
+
 class Corpus(NamedTuple):
-    """Texts to learn from, and others to measure on."""
+    """Texts in memory to learn from, and others to measure on."""
 
     learned: list[str]
     held_out: list[str]
@@ -31,23 +153,23 @@ def read(
 ) -> Corpus:
     """The documents of the inputs of prepare_data.py, long ones in sections. Raises ValueError where there are too few."""
     found = inputs.find_sources(given, pattern=pattern, exclude=exclude, output=output.resolve())
-    parts = [part for piece in pieces.plan(found, inputs.separator(document_separator)) for part in piece.parts]
+    parts = [part for piece in plan(found, inputs.separator(document_separator)) for part in piece.parts]
     every = max(1, -(-sum(source.bytes or 0 for source in found.sources) // MOST_BYTES))
-    texts, size = [], 0
-    for number, text in enumerate(documents.texts(parts, text_field)):
-        if number % every == 0:
-            texts.append(text)
-            size += len(text.encode())
+    taken, size = [], 0
+    for text in itertools.islice(texts(parts, text_field), 0, None, every):
+        taken.append(text)
+        size += len(text.encode())
         if size >= MOST_BYTES:
             break
-    return Corpus(*hold_out(texts), every)
+    return Corpus(*hold_out(taken), every)
 
 
 def summary(corpus: Corpus) -> str:
     """One line that says what was read."""
-    sizes = (sum(len(text.encode()) for text in texts) / 1e6 for texts in (corpus.learned, corpus.held_out))
+    learned, held_out = (
+        f"{len(some):,} texts ({sum(len(text.encode()) for text in some) / 1e6:,.1f} MB)" for some in corpus[:2]
+    )
     taken = f", one text of {corpus.every}" if corpus.every > 1 else ""
-    learned, held_out = (f"{len(texts):,} texts ({size:,.1f} MB)" for texts, size in zip(corpus[:2], sizes))
     return f"Tokens are learned from {learned} and measured on {held_out} that are held out{taken}."
 
 
@@ -56,8 +178,8 @@ def hold_out(texts: list[str]) -> tuple[list[str], list[str]]:
     if len(texts) == 1:
         cut = texts[0].rfind("\n", 0, len(texts[0]) * (ONE_OF - 1) // ONE_OF) + 1
         texts = [part for part in (texts[0][:cut], texts[0][cut:]) if part.strip()]
-    every = min(ONE_OF, len(texts))
-    held_out = [text for number, text in enumerate(texts, 1) if number % every == 0]
+    every = max(1, min(ONE_OF, len(texts)))
+    held_out = texts[every - 1 :: every]
     apart = set(held_out)
     learned = [text for text in texts if text not in apart]
     if not learned:

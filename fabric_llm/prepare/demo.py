@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 DEMO_VOCABULARY = 8192  # as in configs/demo_llama
@@ -24,12 +23,10 @@ def prepare_demo(folder: Path, context_length: int) -> None:
         manifest = prepare(
             inputs=[os.path.dirname(os.__file__)],
             output=folder,
-            tokenizer=None,
             train_tokenizer=DEMO_VOCABULARY,
             context_length=context_length,
             validation_fraction=0.05,
             pattern=["*.py"],
             exclude=DEMO_EXCLUDED,
         )
-        print(summary(manifest))
-        sys.stdout.flush()
+        print(summary(manifest), flush=True)

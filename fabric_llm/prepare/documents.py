@@ -15,7 +15,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Optional, Union
 
@@ -26,17 +26,20 @@ import pyarrow.parquet as pq
 from fabric_llm.base import hub
 from fabric_llm.base.faults import REFUSED, Fault, one_line
 from fabric_llm.base.names import shown
-from fabric_llm.prepare.formats import damaged, is_damage, suffix
-from fabric_llm.prepare.formats import opened as _open
-from fabric_llm.prepare.inputs import NOWHERE
+from fabric_llm.prepare.inputs import LONGEST_SEPARATOR, NOWHERE, compression_of, is_damage, opened, suffix
 
 SECTION_CHARACTERS = 1_000_000  # of a document that are encoded at once
 RECORD_BYTES = 64 * 2**20  # longest line or record
 BLOCK_BYTES = 2**20  # of plain text, read at once
-SEPARATOR_BYTES = 1000  # longest separator of documents, see inputs.separator
 PARQUET_ROWS = 256  # read at once
 MAX_FIELDS = 20  # named
 BLANK_LINES = r"\r?\n(?:[ \t\r]*\n)+"  # where a text is split into documents by default
+WHITE = codecs.BOM_UTF8 + b" \t\r\n"  # before the first record of a JSON file
+NO_TEXT = [
+    "nav",
+    "aside",
+    "footer",
+]  # elements of a page that hold menus and the like; scripts and styles are never text
 
 # Kinds of bad records, as the manifest counts them.
 NOT_UTF8 = "not valid UTF-8"
@@ -45,6 +48,9 @@ NOT_STRING = "not a string"
 BROKEN = "broken"
 TOO_LONG = "too long"
 SPECIAL = "with a special token"
+
+# Where a document goes: it is drawn into a split, or its dataset has a validation split, which is kept.
+DRAWN, TO_TRAIN, TO_VALIDATION = 0, 1, 2
 
 
 class Part(NamedTuple):
@@ -55,8 +61,7 @@ class Part(NamedTuple):
     start: int = 0  # byte, row group or row
     end: Optional[int] = None  # None: the end of the file
     split: str = ""  # of a dataset
-    own_validation: bool = False  # the dataset itself has put it there
-    draws: bool = True  # False: its validation split is its own
+    goes: int = DRAWN
     separator: Optional[str] = None  # regular expression between documents of a text; None: the file is one document
 
     @property
@@ -73,34 +78,40 @@ class Bad(NamedTuple):
 
 
 Record = Union[tuple[int, str, bool], Bad]
-Reader = Callable[[Part, str, list], Iterator[Record]]
 
 
-def read_part(part: Part, text_field: str, handles: Optional[list] = None) -> Iterator[Record]:
-    """The documents of a part, in order. handles: gets the files that are opened.
+def read_part(part: Part, text_field: str) -> Iterator[Record]:
+    """The documents of a part, in order.
 
     Raises ValueError for a whole file that isn't what its name says, or has no `text_field`.
     """
+    opens_it_itself = part.kind in ("parquet", "dataset", "hub")
     try:
-        yield from READERS[part.kind](part, text_field, [] if handles is None else handles)
+        with nullcontext() if opens_it_itself else opened(part.path) as file:
+            if file is not None and part.start:
+                file.seek(part.start)
+            yield from READERS[part.kind](part, text_field, file)
     except Exception as error:
         if not is_damage(error):
             raise
-        yield Bad(BROKEN, None, damaged(part.path, error))
+        kind = compression_of(part.path) or "compressed"
+        yield Bad(BROKEN, None, f"is not a complete {kind} file: {error or 'it ends too early'}")
 
 
-def where(part: Part, number: Optional[int], lines_before: int = 0) -> str:
-    """The place of a record, for messages. lines_before: lines of the file before this part."""
+def where(part: Part, number: Optional[int]) -> str:
+    """The place of a record, for messages. In a range of JSON lines, all lines before it are counted, which takes time."""
     path = shown(part.path)
     if number is None or part.is_one_document:
         return path
-    if part.kind == "json_lines":
-        return f"{path}:{number + lines_before}"
-    if part.kind == "csv":
-        return f"{path}:{number}"
     if part.kind in ("dataset", "hub"):
         return f"{path} [{shown(part.split)}] row {number}"
-    return f"{path} {dict(text='byte', parquet='row').get(part.kind, 'record')} {number}"
+    if part.kind not in ("json_lines", "csv"):
+        return f"{path} {dict(text='byte', parquet='row').get(part.kind, 'record')} {number}"
+    if left := part.start:
+        with open(part.path, "rb") as file:
+            while block := file.read(min(left, BLOCK_BYTES)):
+                number, left = number + block.count(b"\n"), left - len(block)
+    return f"{path}:{number}"
 
 
 def texts(parts: Iterable[Part], text_field: str) -> Iterator[str]:
@@ -126,35 +137,29 @@ def _section_end(text: str, begin: int) -> int:
     return text.rfind("\n", begin, end) + 1 or end
 
 
-# --------------------------------------------------------------------------- plain text
-
-
-def _read_text(part: Part, text_field: str, handles: list) -> Iterator[Record]:
+def _read_text(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     decode, text, broken = None, "", False
-    with _open(part.path, handles) as file:
-        for number, data, is_last in _cut(file, part):
-            if decode is None:
-                decode, text, broken = codecs.getincrementaldecoder("utf-8")().decode, "", False
-                if number == 0:  # a byte order mark isn't part of the text
-                    data = data.removeprefix(codecs.BOM_UTF8)
-            try:
-                text += decode(data, is_last)
-            except UnicodeDecodeError:
-                broken = True
-            while len(text) > SECTION_CHARACTERS and not broken:
-                cut = _section_end(text, 0)
-                yield number, text[:cut], False
-                text = text[cut:]
-            if is_last:
-                yield Bad(NOT_UTF8, number, "is not valid UTF-8") if broken else (number, text, True)
-                decode = None
+    for number, data, is_last in cut_text(file, part):
+        if decode is None:
+            decode, text, broken = codecs.getincrementaldecoder("utf-8")().decode, "", False
+            if number == 0:  # a byte order mark isn't part of the text
+                data = data.removeprefix(codecs.BOM_UTF8)
+        try:
+            text += decode(data, is_last)
+        except UnicodeDecodeError:
+            broken = True
+        while len(text) > SECTION_CHARACTERS and not broken:
+            cut = _section_end(text, 0)
+            yield number, text[:cut], False
+            text = text[cut:]
+        if is_last:
+            yield Bad(NOT_UTF8, number, "is not valid UTF-8") if broken else (number, text, True)
+            decode = None
 
 
-def _cut(file: BinaryIO, part: Part) -> Iterator[tuple[int, bytes, bool]]:
-    """(first byte of a document, the next bytes of it, whether they are its last)"""
+def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, bytes, bool]]:
+    """(first byte of a document, the next bytes of it, whether they are its last). `file` stands where `part` starts."""
     separator = None if part.separator is None else re.compile(part.separator.encode())
-    if part.start:
-        file.seek(part.start)
     # `buffer` begins at `place`, in the document that begins at `begin`.
     begin, place, buffer = part.start, part.start, b""
     while True:
@@ -172,20 +177,17 @@ def _cut(file: BinaryIO, part: Part) -> Iterator[tuple[int, bytes, bool]]:
             if buffer or begin < place or begin == part.start:
                 yield begin, buffer, True
             return
-        ready = len(buffer) - (SEPARATOR_BYTES if separator else 0)
+        ready = len(buffer) - (LONGEST_SEPARATOR if separator else 0)
         if ready > BLOCK_BYTES // 2:
             yield begin, buffer[:ready], False
             buffer, place = buffer[ready:], place + ready
-
-
-# --------------------------------------------------------------------------- records
 
 
 def _text_of(record: Any, text_field: str, number: int, place: str = "field") -> Iterator[Record]:
     if not isinstance(record, dict):
         yield Bad(BROKEN, number, f"is not a JSON object but {type(record).__name__}")
     elif text_field not in record:
-        yield Bad(NO_FIELD, number, no_field(text_field, record))
+        yield Bad(NO_FIELD, number, _no_field(text_field, record))
     elif not isinstance(text := record[text_field], str):
         kind = type(text).__name__
         yield Bad(NOT_STRING, number, f'holds {kind}, not a string, in its {place} "{text_field}"')
@@ -201,85 +203,80 @@ def _checked(number: int, text: str) -> Iterator[Record]:
         yield from sections(number, text)
 
 
-def no_field(text_field: str, present: Iterable[str]) -> str:
+def _decoded(number: int, data: bytes) -> Iterator[Record]:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        yield Bad(NOT_UTF8, number, "is not valid UTF-8")
+    else:
+        yield from sections(number, text)
+
+
+def _no_field(text_field: str, present: Iterable[str]) -> str:
     names = list(present)
     some = ", ".join(shown(name, 60) for name in names[:MAX_FIELDS]) or "none"
     more = f" and {len(names) - MAX_FIELDS:,} more" if len(names) > MAX_FIELDS else ""
     return f'has no field "{text_field}" (fields: {some}{more}): name the right one with --text_field'
 
 
-def _read_json_lines(part: Part, text_field: str, handles: list) -> Iterator[Record]:
-    with _open(part.path, handles) as file:
-        if part.start:
-            file.seek(part.start)
-        place = part.start
-        for number, line in enumerate(iter(lambda: file.readline(RECORD_BYTES), b""), 1):
-            place += len(line)
-            if len(line) == RECORD_BYTES and not line.endswith(b"\n"):
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(BLOCK_BYTES)
-                    place += len(line)
-                yield Bad(TOO_LONG, number, f"is longer than {RECORD_BYTES >> 20} MiB")
-            elif line.strip():
-                yield from _json_line(line, number, text_field)
-            if part.end is not None and place >= part.end:
-                return
-
-
-def _json_line(line: bytes, number: int, text_field: str) -> Iterator[Record]:
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        yield Bad(NOT_UTF8, number, "is not valid UTF-8")
-    except (ValueError, RecursionError) as error:
-        yield Bad(BROKEN, number, f"is not valid JSON: {one_line(error)}")
-    else:
-        yield from _text_of(record, text_field, number)
-
-
-def _read_json(part: Part, text_field: str, handles: list) -> Iterator[Record]:
-    """An array of objects, objects one behind the other, one object, or JSON lines under another name."""
-    with _open(part.path) as file:
-        head = file.readline(RECORD_BYTES).lstrip(codecs.BOM_UTF8 + b" \t\r\n")
-        while not head.strip() and (head := file.readline(RECORD_BYTES)):
-            head = head.lstrip()
-    if head.startswith(b"{") and _is_json(head):
-        yield from _read_json_lines(part, text_field, handles)
-        return
-    with _open(part.path, handles) as file:
-        if file.peek(3)[:3] == codecs.BOM_UTF8:
-            file.read(3)
-        number = 0
-        try:
-            for number, record in enumerate(
-                ijson.items(file, "item" if head.startswith(b"[") else "", multiple_values=True), 1
-            ):
+def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
+    place = part.start
+    for number, line in enumerate(iter(lambda: file.readline(RECORD_BYTES), b""), 1):
+        place += len(line)
+        if len(line) == RECORD_BYTES and not line.endswith(b"\n"):
+            while line and not line.endswith(b"\n"):
+                line = file.readline(BLOCK_BYTES)
+                place += len(line)
+            yield Bad(TOO_LONG, number, f"is longer than {RECORD_BYTES >> 20} MiB")
+        elif line.strip():
+            try:
+                record = json.loads(line.decode("utf-8-sig"))
+            except UnicodeDecodeError:
+                yield Bad(NOT_UTF8, number, "is not valid UTF-8")
+            except (ValueError, RecursionError) as error:
+                yield Bad(BROKEN, number, f"is not valid JSON: {one_line(error)}")
+            else:
                 yield from _text_of(record, text_field, number)
-        except (ijson.JSONError, UnicodeDecodeError, RecursionError) as error:
-            message = f"is not valid JSON: {one_line(error)}; what comes after it is not read"
-            yield Bad(BROKEN, number + 1, message)
+        if part.end is not None and place >= part.end:
+            return
 
 
-def _is_json(line: bytes) -> bool:
+def _read_json(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
+    """An array of objects, objects one behind the other, one object, or JSON lines under another name."""
+    head = b""
+    with opened(part.path) as begin:
+        while not head and (line := begin.readline(RECORD_BYTES)):
+            head = line.lstrip(WHITE)
+    if head.startswith(b"{"):
+        try:
+            json.loads(head)
+        except (ValueError, RecursionError):
+            pass  # an object over several lines
+        else:
+            yield from _read_json_lines(part, text_field, file)
+            return
+    if file.peek(3)[:3] == codecs.BOM_UTF8:
+        file.read(3)
+    number = 0
     try:
-        json.loads(line)
-        return True
-    except (ValueError, RecursionError):
-        return False
+        objects = ijson.items(file, "item" if head.startswith(b"[") else "", multiple_values=True)
+        for number, record in enumerate(objects, 1):
+            yield from _text_of(record, text_field, number)
+    except (ijson.JSONError, UnicodeDecodeError, RecursionError) as error:
+        message = f"is not valid JSON: {one_line(error)}; what comes after it is not read"
+        yield Bad(BROKEN, number + 1, message)
 
 
-def _read_csv(part: Part, text_field: str, handles: list) -> Iterator[Record]:
+def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     csv.field_size_limit(RECORD_BYTES)
-    dialect = "excel-tab" if suffix(part.path) == ".tsv" else "excel"
-    with _open(part.path, handles) as file:
-        lines = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-        rows = csv.reader(lines, dialect, strict=True)
+    with io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as lines:
+        rows = csv.reader(lines, "excel-tab" if suffix(part.path) == ".tsv" else "excel", strict=True)
         try:
             names = next(rows, [])
         except csv.Error as error:
             raise ValueError(f"{part.path} has no first line that names the columns: {error}") from None
         if names.count(text_field) != 1:
-            raise ValueError(f"{part.path} {no_field(text_field, names)}")
+            raise ValueError(f"{part.path} {_no_field(text_field, names)}")
         column = names.index(text_field)
         while True:
             number = rows.line_num + 1
@@ -296,90 +293,74 @@ def _read_csv(part: Part, text_field: str, handles: list) -> Iterator[Record]:
                 yield from _checked(number, row[column])
 
 
-# --------------------------------------------------------------------------- tables
-
-
 @contextmanager
 def parquet_file(path: str) -> Iterator[pq.ParquetFile]:
     """A table; a compressed one is decompressed to a temporary file. Raises ValueError."""
-    with _open(path) as file, tempfile.TemporaryFile() as unpacked:
-        is_plain = path.lower().endswith(".parquet")
-        if not is_plain:
-            shutil.copyfileobj(file, unpacked, BLOCK_BYTES)
+    with tempfile.TemporaryFile() as unpacked:
+        is_packed = compression_of(path) is not None
+        if is_packed:
+            with opened(path) as file:
+                shutil.copyfileobj(file, unpacked, BLOCK_BYTES)
         try:
-            table = pq.ParquetFile(path if is_plain else unpacked, buffer_size=BLOCK_BYTES, pre_buffer=False)
+            table = pq.ParquetFile(unpacked if is_packed else path, buffer_size=BLOCK_BYTES, pre_buffer=False)
         except pa.ArrowInvalid as error:
             raise ValueError(f"{path} is not a parquet file: {one_line(error)}") from error
         with table:
             yield table
 
 
-def _require_column(path: str, schema: pa.Schema, text_field: str) -> None:
-    """Raises ValueError unless the table has a column of text of that name."""
-    if text_field not in schema.names:
-        raise ValueError(f"{path} {no_field(text_field, schema.names)}")
-    kind = schema.field(text_field).type
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not any(is_kind(kind) for is_kind in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)):
-        raise ValueError(f'{path} holds {kind}, not strings, in its column "{text_field}"')
-
-
-def _read_parquet(part: Part, text_field: str, handles: list) -> Iterator[Record]:
-    with parquet_file(part.path) as file:
-        _require_column(part.path, file.schema_arrow, text_field)
-        groups = range(part.start, file.num_row_groups if part.end is None else part.end)
-        number = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
+def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
+    with parquet_file(part.path) as table:
+        schema = table.schema_arrow
+        if text_field not in schema.names:
+            raise ValueError(f"{part.path} {_no_field(text_field, schema.names)}")
+        kind = schema.field(text_field).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if kind not in (pa.string(), pa.large_string(), pa.string_view()):
+            raise ValueError(f'{part.path} holds {kind}, not strings, in its column "{text_field}"')
+        groups = range(part.start, table.num_row_groups if part.end is None else part.end)
+        number = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
         try:
-            for batch in file.iter_batches(PARQUET_ROWS, groups, [text_field], use_threads=False):
+            for batch in table.iter_batches(PARQUET_ROWS, groups, [text_field], use_threads=False):
                 # As bytes: pyarrow doesn't check that strings are valid, and an invalid one must not end the others. A
                 # null is an empty document.
                 for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()):
-                    try:
-                        yield from sections(number, (value.as_py() or b"").decode("utf-8-sig"))
-                    except UnicodeDecodeError:
-                        yield Bad(NOT_UTF8, number, "is not valid UTF-8")
+                    yield from _decoded(number, value.as_py() or b"")
                     number += 1
         except (pa.ArrowException, OSError) as error:
             yield Bad(BROKEN, number, f"can't be read, and what comes after it: {one_line(error)}")
 
 
 def load_splits(kind: str, name: str) -> dict[str, Any]:
-    """The splits of a dataset, "rows" for one without a name: of a folder, or streamed from the hub. Raises ValueError."""
-    return load_hub_dataset(name) if kind == "hub" else _load_dataset_folder(name)
+    """The splits of a dataset, "rows" for one without a name: of a folder, or of `name` or `name:config` streamed from the hub.
 
-
-def _load_dataset_folder(path: str) -> dict[str, Any]:
+    Raises ValueError for one that can't be opened.
+    """
     import datasets  # whose import takes longer than that of all else that a process which tokenizes needs
 
     from fabric_llm.data.dataset import has_rows, split_names
 
-    folder = Path(path)
     try:
+        if kind == "hub":
+            repository, _, config = name.partition(":")
+            if not hub.reach():
+                datasets.config.HF_HUB_OFFLINE = True
+            return dict(datasets.load_dataset(repository, config or None, streaming=True))
+        folder = Path(name)
         for split in split_names(folder) if (folder / "dataset_dict.json").is_file() else [""]:
             has_rows(folder / split)
-        loaded = datasets.load_from_disk(path)
-    except Exception as error:  # OSError, KeyError, JSON or Arrow errors, depending on what is missing
+        loaded = datasets.load_from_disk(name)
+        return dict(loaded) if isinstance(loaded, dict) else {"rows": loaded}
+    except Exception as error:  # the hub, its client and file formats raise some twenty types
         if isinstance(error, Fault) and error.code == REFUSED:
             raise
-        raise ValueError(f"{path} is not a complete dataset folder: {one_line(error)}") from error
-    return dict(loaded) if isinstance(loaded, dict) else {"rows": loaded}
-
-
-def load_hub_dataset(name: str) -> dict[str, Any]:
-    """The splits of the hub dataset `name` or `name:config`, to be streamed. Raises ValueError."""
-    import datasets
-
-    repository, _, config = name.partition(":")
-    if not hub.reach():
-        datasets.config.HF_HUB_OFFLINE = True
-    try:
-        return dict(datasets.load_dataset(repository, config or None, streaming=True))
-    except Exception as error:  # the hub, its client and its file formats raise some twenty types
+        if kind == "dataset":
+            raise ValueError(f"{name} is not a complete dataset folder: {one_line(error)}") from error
         said = hub.answer(repository, error, "dataset") or one_line(error)
         raise ValueError(f"{NOWHERE.format(name)}: {said}") from error
 
 
-def _read_dataset(part: Part, text_field: str, handles: list) -> Iterator[Record]:
+def _read_dataset(part: Part, text_field: str, file: None) -> Iterator[Record]:
     rows = load_splits(part.kind, part.path)[part.split]
     if part.end is not None:
         rows = rows.select(range(part.start, part.end))
@@ -389,9 +370,9 @@ def _read_dataset(part: Part, text_field: str, handles: list) -> Iterator[Record
 def read_rows(name: str, rows: Any, text_field: str, first: int = 0) -> Iterator[Record]:
     """The documents of a split of a dataset. Raises ValueError where it has no column of text of that name."""
     columns = rows.column_names  # None if a streamed dataset doesn't declare them
-    if columns is not None and text_field not in columns:
-        raise ValueError(f"{name} {no_field(text_field, columns)}")
     if columns is not None:
+        if text_field not in columns:
+            raise ValueError(f"{name} {_no_field(text_field, columns)}")
         rows = rows.select_columns([text_field])  # so that no image is decoded
     for number, row in enumerate(rows, first):
         if row.get(text_field, "") is None:
@@ -400,49 +381,30 @@ def read_rows(name: str, rows: Any, text_field: str, first: int = 0) -> Iterator
             yield from _text_of(row, text_field, number, "column")
 
 
-# --------------------------------------------------------------------------- crawls
-
-
-def _read_warc(part: Part, text_field: str, handles: list) -> Iterator[Record]:
+def _read_warc(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     """The text records of a WET or WARC file: extracted text (`conversion`), and responses of type text/plain."""
     from warcio.archiveiterator import ArchiveIterator, ArchiveLoadFailed
 
     number, of_text = 0, 0
-    with _open(part.path, handles) as file:
-        try:
-            for number, record in enumerate(ArchiveIterator(file), 1):
-                if not _is_text(record):
-                    continue
+    try:
+        for number, record in enumerate(ArchiveIterator(file), 1):
+            headers = record.http_headers if record.rec_type == "response" else None
+            kind = (headers and headers.get_header("Content-Type")) or ""
+            if record.rec_type == "conversion" or kind.startswith("text/plain"):
                 of_text += 1
-                data = record.content_stream().read(RECORD_BYTES)
-                try:
-                    yield from sections(number, data.decode("utf-8-sig"))
-                except UnicodeDecodeError:
-                    yield Bad(NOT_UTF8, number, "is not valid UTF-8")
-        except (ArchiveLoadFailed, AttributeError, ValueError) as error:  # warcio raises all three
-            yield Bad(BROKEN, number + 1, f"can't be read, and what comes after it: {one_line(error)}")
+                yield from _decoded(number, record.content_stream().read(RECORD_BYTES))
+    except (ArchiveLoadFailed, AttributeError, ValueError) as error:  # warcio raises all three
+        yield Bad(BROKEN, number + 1, f"can't be read, and what comes after it: {one_line(error)}")
     if number and not of_text:
         raise ValueError(f"{part.path} holds no text, only web pages: take the WET file of the same crawl")
 
 
-def _is_text(record: Any) -> bool:
-    headers = record.http_headers if record.rec_type == "response" else None
-    kind = headers and headers.get_header("Content-Type")
-    return record.rec_type == "conversion" or bool(kind) and kind.startswith("text/plain")
-
-
-# --------------------------------------------------------------------------- pages
-
-NO_TEXT = ["nav", "aside", "footer"]  # elements that hold menus and the like; scripts and styles are never text
-
-
-def _read_html(part: Part, text_field: str, handles: list) -> Iterator[Record]:
+def _read_html(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     """The text of a page. (resiliparse's `main_content`, which also leaves menus of plain <div> out, takes hours for some.)"""
     from resiliparse.extract.html2text import extract_plain_text
     from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
-    with _open(part.path, handles) as file:
-        data = file.read(RECORD_BYTES + 1)
+    data = file.read(RECORD_BYTES + 1)
     if len(data) > RECORD_BYTES:
         yield Bad(TOO_LONG, None, f"is longer than {RECORD_BYTES >> 20} MiB")
     else:
@@ -450,7 +412,7 @@ def _read_html(part: Part, text_field: str, handles: list) -> Iterator[Record]:
         yield from _checked(0, extract_plain_text(page, skip_elements=NO_TEXT))
 
 
-READERS: dict[str, Reader] = {
+READERS: dict[str, Callable[[Part, str, Any], Iterator[Record]]] = {
     "text": _read_text,
     "html": _read_html,
     "json_lines": _read_json_lines,

@@ -1,13 +1,14 @@
-"""Encode a piece: its documents become tokens in a file, so that a killed process goes on where its last mark is.
+"""Encode pieces: their documents become tokens in files, in this process, by one for each core, or by a Ray cluster.
 
 In the work folder a piece with number 7 is:
 
     000007.tokens   the documents' tokens, one behind the other
-    000007.lengths  uint64 for each document: its tokens, and what is known of its split, see `Lengths`
-    000007.hashes   16 bytes for each document, the hash of its text, where duplicates are to be found
-    000007.json     the mark: how much of them is on the disk, and what was read for it
+    000007.lengths  uint64 for each document: 4 times its tokens, and where it goes (documents.DRAWN ...)
+    000007.hashes   16 bytes for each document, the hash of its text
+    000007.json     the mark: all of them are on the disk, and what was read for them
 
-Imports neither torch nor transformers: a process for each core does nothing else.
+A piece without a mark is made again from its beginning. Imports neither torch nor transformers: a process for each core does
+nothing else, takes one piece after the other from a pipe, and dies with the process that has started it.
 """
 
 from __future__ import annotations
@@ -17,25 +18,32 @@ import fcntl
 import hashlib
 import json
 import os
+import signal
+import subprocess
 import sys
+import traceback
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Optional, Union
+from typing import Any, BinaryIO, NamedTuple, Optional
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import UNWRITABLE, Fault
+from fabric_llm.base.faults import PEER_LOST, UNWRITABLE, Fault
 from fabric_llm.base.names import shown
-from fabric_llm.prepare.documents import SPECIAL, Bad, Part, read_part, where
-from fabric_llm.prepare.pieces import Piece
+from fabric_llm.base.program import die_with
+from fabric_llm.prepare.corpus import Piece
+from fabric_llm.prepare.documents import DRAWN, SPECIAL, Bad, Record, read_part, where
 from fabric_llm.prepare.tokenizer_bounds import without_panic
 
 # Many documents in a batch keep all cores of the tokenizer busy, few characters keep its working memory small: it takes
@@ -43,330 +51,119 @@ from fabric_llm.prepare.tokenizer_bounds import without_panic
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 1_000_000
 BATCH_CHARACTERS_A_THREAD = 500_000
-MARK_CHARACTERS = 64_000_000  # encoded between two marks
 MAX_NAMED = 20  # bad records
 MAX_MESSAGE = 2000  # characters
-MUCH_BYTES = 2**24  # of a large file, in so many records
+MUCH_BYTES = 2**24  # of a large file, in so many records: a mistake if all of them are bad
 MANY_RECORDS = 1000
 HASH_BYTES = 16
-
-
-class Convention(NamedTuple):
-    """What a tokenizer makes of a document. JSON writes it as a list."""
-
-    before: list[int]  # tokens that stand before a document
-    after: list[int]  # and behind it, the last of them EOS
-    forbidden: list[tuple[int, str]]  # special tokens, by id and name, that text mustn't become
-    dtype: str  # of token ids: uint16 where all of the vocabulary fit into it, else int32
+SERVE = "from fabric_llm.prepare.encoding import serve; serve()"
+PACKAGE = Path(__file__).parents[2]  # what PYTHONPATH needs
+Report = Callable[[int], Any]
 
 
 class Job(NamedTuple):
     """What all pieces are encoded with."""
 
     folder: str  # the work folder
-    convention: Convention
     text_field: str
     stop_on_error: bool
-    hashes: bool
-    threads: int  # of the tokenizer in a process
+    # The tokenizer's convention:
+    before: list[int]  # tokens that stand before a document
+    after: list[int]  # and behind it, the last of them EOS
+    forbidden: dict[int, str]  # special tokens, by id and name, that text mustn't become
+    dtype: str  # of token ids: uint16 where all of the vocabulary fit into it, else int32
+    threads: int = 1  # of the tokenizer in a process
 
 
 @dataclass
 class Mark:
-    """What of a piece is on the disk."""
+    """What was made of a piece."""
 
-    done: bool = False
-    items: int = 0  # read: documents, sections of long ones, and bad records
-    documents: int = 0  # written
+    documents: int = 0
     tokens: int = 0
     characters: int = 0
     empty: int = 0
     long: int = 0  # documents that were encoded in sections
-    bad: dict[str, int] = field(default_factory=dict)  # by kind
-    named: list[tuple[int, Optional[int], str]] = field(default_factory=list)  # (part, number, message) of bad records
+    bad: dict[str, int] = field(default_factory=dict)  # records, by kind
+    named: list[tuple[int, Bad]] = field(default_factory=list)  # (number of the part, one of the first of them)
+    unreadable: list[tuple[int, int, Bad]] = field(
+        default_factory=list
+    )  # (part that has no others, how many, the first)
 
 
-def read_mark(folder: Path, number: int) -> Mark:
-    """The mark of a piece, or an empty one. A damaged one counts as none."""
+def read_mark(folder: Path, number: int) -> Optional[Mark]:
+    """The mark of a piece, None without one. A damaged one counts as none."""
     try:
         return Mark(**json.loads((folder / f"{number:06d}.json").read_bytes()))
     except (OSError, ValueError, TypeError):
-        return Mark()
-
-
-def load_backend(folder: str) -> Tokenizer:
-    """The tokenizer in the work folder. The saved file encodes, so that its hash in the manifest vouches for the rows."""
-    backend = Tokenizer.from_file(os.path.join(folder, "tokenizer", "tokenizer.json"))
-    backend.no_truncation()  # which tokenizer.json may ask for
-    backend.no_padding()
-    backend.encode_special_tokens = True  # transformers' split_special_tokens
-    return backend
-
-
-def encode_piece(piece: Piece, job: Job, backend: Tokenizer, report: Callable[[int], Any]) -> None:
-    """Encode what isn't yet encoded of a piece. report: is told how many more bytes of the inputs were read.
-
-    Raises ValueError for a bad record if the job stops on errors, and for a file of which every record is bad; Fault (73)
-    where another process has the piece.
-    """
-    with piece_files(Path(job.folder), piece.number, job) as out:
-        handles: list[BinaryIO] = []
-        told = 0
-        items = _items(piece, job, out.mark.items, handles) if not out.mark.done else ()
-        for batch, encodings in _encoded(_batches(items, job.threads), backend, job.threads):
-            _write(batch, encodings, out, job, piece)
-            told += (ahead := max(0, min(piece.bytes, _bytes_read(piece, handles)) - told))
-            report(ahead)
-            if out.characters_since_mark >= MARK_CHARACTERS and not out.open_tokens:
-                out.set_mark(done=False)
-        if not out.mark.done:
-            out.set_mark(done=True)
-        report(piece.bytes - told)
-
-
-# --------------------------------------------------------------------------- reading
-
-
-class Item(NamedTuple):
-    """A section of a document, or in place of a text why there is none."""
-
-    part: int
-    number: Optional[int]
-    text: Union[str, Bad]
-    is_last: bool
-
-
-def _items(piece: Piece, job: Job, skip: int, handles: list[BinaryIO]) -> Iterator[Item]:
-    """The items of a piece but for the first `skip`. handles: gets the files that are opened.
-
-    Raises ValueError for a file of which every record is bad.
-    """
-    count = 0
-    for number, part in enumerate(piece.parts):
-        read, bad, first = 0, 0, None
-        for record in read_part(part, job.text_field, handles):
-            failpoint("prepare.documents")
-            if isinstance(record, Bad):
-                record = record._replace(message=shown(record.message, MAX_MESSAGE))  # it may quote what the file holds
-                bad, first = bad + 1, first or record
-                item = Item(number, record.number, record, True)
-            else:
-                item = Item(number, *record)
-            read, count = read + item.is_last, count + 1
-            if count > skip:
-                yield item
-        if bad and bad == read and not part.is_one_document and _is_much(part, read):
-            raise ValueError(f"none of the {read} records of {part.path} can be read: {_sentence(part, first)}")
-
-
-def _sentence(part: Part, record: Bad) -> str:
-    return f"{where(part, record.number, lines_before(part))} {record.message}"
-
-
-def _bytes_read(piece: Piece, handles: list[BinaryIO]) -> int:
-    """About how many bytes of the piece were read; 0 for one of several parts, which are small."""
-    if len(piece.parts) > 1 or not handles or handles[-1].closed:
-        return 0
-    return handles[-1].tell() - piece.parts[0].start
-
-
-def _is_much(part: Part, records: int) -> bool:
-    """Whether a part of which every record is bad is a mistake: a whole file, or much of it. See also `counted`.
-
-    A range can hold a single record, such as a line that is too long, beside good ones.
-    """
-    if part.kind not in ("text", "json_lines", "parquet") or part.end is None:
-        return True
-    return part.kind != "parquet" and part.end - part.start >= MUCH_BYTES and records >= MANY_RECORDS
-
-
-def lines_before(part: Part) -> int:
-    """Lines of a file before the range that `part` is."""
-    if part.kind != "json_lines" or not part.start:
-        return 0
-    lines, left = 0, part.start
-    with open(part.path, "rb") as file:
-        while left and (block := file.read(min(left, 2**20))):
-            lines, left = lines + block.count(b"\n"), left - len(block)
-    return lines
-
-
-def _batches(items: Iterable[Item], threads: int) -> Iterator[list[Item]]:
-    most = max(BATCH_CHARACTERS, threads * BATCH_CHARACTERS_A_THREAD)
-    batch, characters = [], 0
-    for item in items:
-        size = len(item.text) if isinstance(item.text, str) else 0
-        if batch and (len(batch) == BATCH_DOCUMENTS or characters + size > most):
-            yield batch
-            batch, characters = [], 0
-        batch.append(item)
-        characters += size
-    if batch:
-        yield batch
-
-
-def _encoded(batches: Iterable[list[Item]], backend: Tokenizer, threads: int) -> Iterator[tuple[list[Item], list]]:
-    """Each batch with the encodings of its texts. With several threads, the next is read while one is encoded."""
-
-    def encode(batch: list[Item]) -> list:
-        # The backend itself makes no attention masks or offsets, and doesn't warn of documents longer than the model's
-        # context.
-        texts = [item.text for item in batch if isinstance(item.text, str)]
-        with without_panic():
-            return backend.encode_batch_fast(texts, add_special_tokens=False)
-
-    if threads == 1:
-        yield from ((batch, encode(batch)) for batch in batches)
-        return
-    with ThreadPoolExecutor(1) as pool:
-        waiting: Optional[tuple] = None
-        for batch in batches:
-            started = (batch, pool.submit(encode, batch))
-            if waiting is not None:
-                yield waiting[0], waiting[1].result()
-            waiting = started
-        if waiting is not None:
-            yield waiting[0], waiting[1].result()
-
-
-# --------------------------------------------------------------------------- writing
-
-
-def _write(batch: list[Item], encodings: list, out: PieceFiles, job: Job, piece: Piece) -> None:
-    """Append the documents of a batch, and count those that are left out."""
-    # Through array.array: three times as fast as numpy with a list of int.
-    ids = (np.frombuffer(array("I", encoding.ids), dtype=np.uint32) for encoding in encodings)
-    sections = [one.astype(job.convention.dtype) for one in ids]
-    names = dict(job.convention.forbidden)
-    is_special = np.isin(np.concatenate(sections), list(names)).any() if sections else False
-    following = iter(sections)
-    for item in batch:
-        part = piece.parts[item.part]
-        if isinstance(item.text, Bad):
-            out.take_back()
-            _count_bad(item, item.text, part, out.mark, job)
-        else:
-            ids = next(following)
-            if is_special and (found := [token for token in names if token in ids]) and out.special is None:
-                out.special = names[found[0]]
-            if (special := out.add(ids, item.text, item.is_last, part.own_validation, part.draws)) is not None:
-                message = (
-                    f"holds text that this tokenizer turns into its special token {shown(special)}: take it out of the text, "
-                    "or choose a byte-level tokenizer"
-                )
-                _count_bad(item, Bad(SPECIAL, item.number, message), part, out.mark, job)
-        out.mark.items += 1
-
-
-def _count_bad(item: Item, record: Bad, part: Part, mark: Mark, job: Job) -> None:
-    if job.stop_on_error:
-        raise ValueError(_sentence(part, record))
-    mark.bad[record.kind] = mark.bad.get(record.kind, 0) + 1
-    if len(mark.named) < MAX_NAMED:
-        mark.named.append((item.part, *record[1:]))
+        return None
 
 
 class PieceFiles:
-    """The files of a piece, open for appending."""
+    """The files of a piece, while documents are added to them."""
 
-    def __init__(self, number: int, opened: dict[str, BinaryIO], mark: Mark, job: Job) -> None:
-        self.tokens, self.lengths, self.hashes = opened["tokens"], opened["lengths"], opened.get("hashes")
-        self.path, self.mark = Path(job.folder, f"{number:06d}.json"), mark
-        dtype = np.dtype(job.convention.dtype)
-        self.before = np.array(job.convention.before, dtype=dtype)
-        self.after = np.array(job.convention.after, dtype=dtype)
-        self.characters_since_mark = 0
+    names = ("tokens", "lengths", "hashes")
+
+    def __init__(self, job: Job, tokens: BinaryIO, lengths: BinaryIO, hashes: BinaryIO) -> None:
+        self.tokens, self.lengths, self.hashes, self.mark = tokens, lengths, hashes, Mark()
+        self.dtype = np.dtype(job.dtype)
+        self.before, self.after = np.array(job.before, dtype=self.dtype), np.array(job.after, dtype=self.dtype)
         self._begin()
 
-    def _begin(self) -> None:
-        """Nothing is written yet of the next document."""
-        self.open_tokens, self.body_tokens, self.sections, self.visible = 0, 0, 0, False
+    def _begin(self) -> None:  # a document
+        self.open_tokens, self.body_tokens, self.sections, self.is_visible = 0, 0, 0, False
         self.digest = hashlib.blake2b(digest_size=HASH_BYTES)
-        self.special: Optional[str] = None  # a special token that its text became
 
-    def add(self, ids: np.ndarray, text: str, is_last: bool, own_validation: bool, draws: bool) -> Optional[str]:
-        """Append a section, and end the document with its last, unless it is empty or holds a special token, which is returned."""
-        self.characters_since_mark += len(text)
+    def add(self, ids: np.ndarray, text: str, is_last: bool = True, goes: int = DRAWN) -> None:
+        """Append a section of a document, and end the document with its last, unless that has no visible character."""
         self.mark.characters += len(text)
-        if self.hashes is not None:
-            self.digest.update(text.encode())
-        self.visible = self.visible or bool(text.strip())
+        self.digest.update(text.encode())
+        self.is_visible = self.is_visible or bool(text.strip())
         self.body_tokens += len(ids)
-        if is_last and (self.special is not None or not self.visible or not self.body_tokens):
-            special = self.special
-            self.mark.empty += special is None
+        if is_last and not (self.is_visible and self.body_tokens):
+            self.mark.empty += 1
             self.take_back()
-            return special
+            return
         for some in ([] if self.sections else [self.before]) + [ids] + ([self.after] if is_last else []):
-            self.tokens.write(some.data)
+            self.tokens.write(some.astype(self.dtype, copy=False).data)
             self.open_tokens += len(some)
         self.sections += 1
         if is_last:
-            self.lengths.write(Lengths.encode(self.open_tokens, own_validation, draws))
-            if self.hashes is not None:
-                self.hashes.write(self.digest.digest())
+            self.lengths.write((4 * self.open_tokens + goes).to_bytes(8, "little"))
+            self.hashes.write(self.digest.digest())
             self.mark.documents += 1
             self.mark.tokens += self.open_tokens
             self.mark.long += self.sections > 1
             self._begin()
-        return None
 
     def take_back(self) -> None:
         """Remove the sections of a document that turns out to be bad or empty."""
         if self.open_tokens:
-            self.tokens.flush()
-            end = self.tokens.tell() - self.open_tokens * self.after.itemsize
-            self.tokens.seek(end)
-            self.tokens.truncate()
+            self.tokens.truncate(self.mark.tokens * self.dtype.itemsize)
         self._begin()
 
-    def set_mark(self, done: bool) -> None:
-        """Everything so far is on the disk when this returns."""
-        for file in (self.tokens, self.lengths, self.hashes):
-            if file is not None:
-                file.flush()
-                os.fsync(file.fileno())
+
+def make_piece(number: int, job: Job, fill: Callable[[PieceFiles], Any]) -> Mark:
+    """Have the files of a piece filled, unless that is done. They are on the disk when this returns.
+
+    Raises Fault (73) where another process has the piece.
+    """
+    path = Path(job.folder, f"{number:06d}")
+    with ExitStack() as stack:
+        opened = [stack.enter_context(open(path.with_suffix(f".{name}"), "ab")) for name in PieceFiles.names]
+        lock(opened[0].fileno(), f"piece {number} in {job.folder!r} is being made by another process")
+        if (mark := read_mark(path.parent, number)) is not None:
+            return mark
+        for file in opened:
+            file.truncate(0)
+        fill(out := PieceFiles(job, *opened))
+        for file in opened:
+            file.flush()
+            os.fsync(file.fileno())
         failpoint("prepare.mark")
-        self.mark.done = done
-        files.write_atomically(self.path, json.dumps(asdict(self.mark)), durable=True)
-        self.characters_since_mark = 0
+        files.write_atomically(path.with_suffix(".json"), json.dumps(asdict(out.mark)), durable=True)
         failpoint("prepare.marked")
-
-
-class Lengths:
-    """How a document's tokens and its split are written in 8 bytes."""
-
-    @staticmethod
-    def encode(tokens: int, own_validation: bool, draws: bool) -> bytes:
-        return (tokens * 4 + 2 * own_validation + (not draws)).to_bytes(8, "little")
-
-    @staticmethod
-    def decode(words: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens, whether its dataset has put it into validation, whether its split is drawn) of each document"""
-        return (words >> 2).astype(np.int64), (words & 2).astype(bool), (words & 1) == 0
-
-
-@contextmanager
-def piece_files(folder: Path, number: int, job: Job) -> Iterator[PieceFiles]:
-    """The files of a piece, cut to its mark, which no other process has open."""
-    opened: dict[str, BinaryIO] = {}
-    try:
-        for name in ("tokens", "lengths", *(("hashes",) if job.hashes else ())):
-            descriptor = os.open(folder / f"{number:06d}.{name}", os.O_RDWR | os.O_CREAT, 0o644)
-            opened[name] = os.fdopen(descriptor, "r+b")
-        lock(opened["tokens"].fileno(), f"piece {number} in {str(folder)!r} is being made by another process")
-        mark = read_mark(folder, number)
-        sizes = {"tokens": np.dtype(job.convention.dtype).itemsize, "lengths": 8, "hashes": HASH_BYTES}
-        for name, file in opened.items():
-            end = (mark.tokens if name == "tokens" else mark.documents) * sizes[name]
-            if os.fstat(file.fileno()).st_size < end:
-                raise Fault(f"piece {number} in {str(folder)!r} is damaged: remove that folder and start again.")
-            file.truncate(end)
-            file.seek(end)
-        yield PieceFiles(number, opened, mark, job)
-    finally:
-        for file in opened.values():
-            file.close()
+        return out.mark
 
 
 def lock(descriptor: int, taken: str, shared: bool = False) -> None:
@@ -380,40 +177,266 @@ def lock(descriptor: int, taken: str, shared: bool = False) -> None:
             raise
 
 
-def counted(marks: Iterable[Mark], pieces: list[Piece]) -> dict[str, Any]:
-    """What was left out of all pieces: {"empty": documents, "bad": records by kind, "bad_records": sentences on the first ones}
+def load_backend(folder: str) -> Tokenizer:
+    """The tokenizer in the work folder: the saved file encodes, so that its hash in the manifest vouches for the rows."""
+    backend = Tokenizer.from_file(os.path.join(folder, "tokenizer", "tokenizer.json"))
+    backend.no_truncation()  # which tokenizer.json may ask for
+    backend.no_padding()
+    backend.encode_special_tokens = True  # transformers' split_special_tokens
+    return backend
+
+
+def encode_piece(piece: Piece, job: Job, backend: Tokenizer) -> None:
+    """Encode a piece, unless that is done.
+
+    Raises ValueError for a bad record if the job stops on errors, and for a file of which every record is bad; Fault (73)
+    where another process has the piece.
+    """
+    make_piece(piece.number, job, partial(_encode_documents, piece, job, backend))
+
+
+def _encode_documents(piece: Piece, job: Job, backend: Tokenizer, out: PieceFiles) -> None:
+    special: Optional[str] = None  # a special token that the text of a document became
+    readable: set[int] = set()  # parts, by their number
+    unreadable: dict[int, list] = {}  # likewise: how many bad records, the first
+
+    def leave_out(number: int, record: Bad) -> None:
+        if job.stop_on_error:
+            raise ValueError(_sentence(piece, number, record))
+        out.mark.bad[record.kind] = out.mark.bad.get(record.kind, 0) + 1
+        if len(out.mark.named) < MAX_NAMED:
+            out.mark.named.append((number, record))
+
+    for batch, encoded in _encoded(_batches(piece, job), backend):
+        is_special = bool(encoded) and np.isin(np.concatenate(encoded), list(job.forbidden)).any()
+        following = iter(encoded)
+        for number, record in batch:
+            if isinstance(record, Bad):
+                said = shown(record.message, MAX_MESSAGE)  # it may quote what the file holds
+                record = record._replace(message=said)
+                unreadable.setdefault(number, [0, record])[0] += 1
+                leave_out(number, record)
+                out.take_back()
+                special = None
+                continue
+            first, text, is_last = record
+            ids = next(following)
+            if is_special and special is None:
+                special = next((name for token, name in job.forbidden.items() if token in ids), None)
+            if special is None:
+                out.add(ids, text, is_last, piece.parts[number].goes)
+            elif is_last:
+                said = f"holds text that this tokenizer turns into its special token {shown(special)}: take it out"
+                leave_out(number, Bad(SPECIAL, first, f"{said}, or choose a byte-level tokenizer"))
+                out.take_back()
+                special = None
+            if is_last:
+                readable.add(number)
+    for number, (count, record) in unreadable.items():
+        part = piece.parts[number]
+        if number in readable or part.is_one_document:
+            continue
+        # A range can hold a single record, such as a line that is too long, beside good ones. See also `bad_records`.
+        if part.end is None or count >= MANY_RECORDS and part.end - part.start >= MUCH_BYTES:
+            raise ValueError(_none_of(count, piece, number, record))
+        out.mark.unreadable.append((number, count, record))
+
+
+def _encoded(batches: Iterator[list], backend: Tokenizer) -> Iterator[tuple[list, list[np.ndarray]]]:
+    """Each batch with the tokens of its texts. A thread encodes one while the next is read, so that a stop ends the reading."""
+
+    def encode(batch: list[tuple[int, Record]]) -> list[np.ndarray]:
+        texts = [record[1] for _, record in batch if not isinstance(record, Bad)]
+        # The backend itself makes no attention masks or offsets, and doesn't warn of documents longer than the model's
+        # context. Through array.array: three times as fast as numpy with a list of int.
+        with without_panic():
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.frombuffer(array("I", encoding.ids), dtype=np.uint32) for encoding in encodings]
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting: list[tuple] = []
+        for batch in batches:
+            waiting.append((batch, pool.submit(encode, batch)))
+            if len(waiting) == 2:
+                earlier, tokens = waiting.pop(0)
+                yield earlier, tokens.result()
+        for last, tokens in waiting:
+            yield last, tokens.result()
+
+
+def _batches(piece: Piece, job: Job) -> Iterator[list[tuple[int, Record]]]:
+    """Records, with the numbers of their parts."""
+    most = max(BATCH_CHARACTERS, job.threads * BATCH_CHARACTERS_A_THREAD)
+    batch, characters = [], 0
+    for number, part in enumerate(piece.parts):
+        for record in read_part(part, job.text_field):
+            failpoint("prepare.documents")
+            size = 0 if isinstance(record, Bad) else len(record[1])
+            if batch and (len(batch) == BATCH_DOCUMENTS or characters + size > most):
+                yield batch
+                batch, characters = [], 0
+            batch.append((number, record))
+            characters += size
+    if batch:
+        yield batch
+
+
+def _sentence(piece: Piece, number: int, record: Bad) -> str:
+    return f"{where(piece.parts[number], record.number)} {record.message}"
+
+
+def _none_of(count: int, piece: Piece, number: int, first: Bad) -> str:
+    return f"none of the {count} records of {piece.parts[number].path} can be read: {_sentence(piece, number, first)}"
+
+
+def bad_records(pieces: Sequence[Piece], marks: Sequence[Mark]) -> tuple[dict[str, int], list[str]]:
+    """(how many of each kind there are in all pieces, sentences on the first ones)
 
     Raises ValueError for a file in several pieces of which every record is bad.
     """
-    empty, bad, sentences = 0, Counter(), []
-    first_bad: dict[str, Optional[str]] = {}  # by file: its first bad record; None where something of it was read
-    for piece, mark in zip(pieces, marks, strict=True):
-        empty += mark.empty
+    bad, named = Counter(), []
+    parts = Counter(part.path for piece in pieces for part in piece.parts)
+    unreadable: dict[str, list] = {}  # by file
+    for piece, mark in zip(pieces, marks):  # documents that a program makes have no pieces
         bad.update(mark.bad)
-        records = [(piece.parts[part], Bad("", number, message)) for part, number, message in mark.named]
-        sentences += [_sentence(*record) for record in records[: MAX_NAMED - len(sentences)]]
-        if len(piece.parts) == 1 and records and not mark.documents + mark.empty:
-            first_bad.setdefault(piece.parts[0].path, _sentence(*records[0]))
-        else:
-            first_bad.update({part.path: None for part in piece.parts})
-    for path, sentence in first_bad.items():
-        if sentence is not None and sum(part.path == path for piece in pieces for part in piece.parts) > 1:
-            raise ValueError(f"none of the records of {path} can be read: {sentence}")
-    return {"empty": empty, "bad": dict(sorted(bad.items())), "bad_records": sentences}
+        named += [(piece, number, Bad(*record)) for number, record in mark.named]
+        for number, count, record in mark.unreadable:
+            unreadable.setdefault(piece.parts[number].path, []).append((count, piece, number, Bad(*record)))
+    for path, found in unreadable.items():
+        if len(found) == parts[path]:
+            raise ValueError(_none_of(sum(one[0] for one in found), *found[0][1:]))
+    return dict(sorted(bad.items())), [_sentence(*record) for record in named[:MAX_NAMED]]
 
 
 class Generated(NamedTuple):
-    """Documents that a program makes, in place of those that `--input` names: a function of `settings` alone, in one piece."""
+    """Documents that a program makes, in place of those that `--input` names: a function of `settings` alone."""
 
     settings: dict[str, Any]  # for the manifest, and what a later start has to have in common
     tokens: int  # at least
-    fill: Callable[[PieceFiles, Callable[[int], Any]], None]  # (files, told of new tokens), goes on from their mark
+    # Fills the files of a piece, of `number`, behind pieces with `before` tokens in `documents`.
+    fill: Callable[[PieceFiles, int, int, int], None]
 
-    def make(self, piece: Piece, job: Job, report: Callable[[int], Any]) -> None:
-        """Make the piece in the work folder. report: is told how many more tokens there are."""
-        with piece_files(Path(job.folder), piece.number, job) as out:
-            if out.mark.tokens:
-                print(f"Going on: {out.mark.tokens:,} of {self.tokens:,} tokens are there.", file=sys.stderr)
-            report(out.mark.tokens)
-            self.fill(out, report)
-            out.set_mark(done=True)
+
+def generate(generated: Generated, job: Job, report: Report) -> list[Mark]:
+    """Make pieces until there are enough tokens, after those that are there. report: is told how many more tokens there are."""
+    marks: list[Mark] = []
+    while (mark := read_mark(Path(job.folder), len(marks))) is not None:
+        marks.append(mark)
+    tokens, documents = sum(mark.tokens for mark in marks), sum(mark.documents + mark.empty for mark in marks)
+    if 0 < tokens < generated.tokens:
+        print(f"Going on: {tokens:,} of {generated.tokens:,} tokens are there.", file=sys.stderr)
+    report(tokens)
+    while tokens < generated.tokens:
+        fill = partial(generated.fill, number=len(marks), before=tokens, documents=documents)
+        marks.append(mark := make_piece(len(marks), job, fill))
+        tokens, documents = tokens + mark.tokens, documents + mark.documents + mark.empty
+        report(mark.tokens)
+        failpoint("prepare.sampled")
+    return marks
+
+
+def encode_locally(pieces: Sequence[Piece], job: Job, num_workers: int, report: Report) -> None:
+    """Encode by processes on this machine. What one of them raises is raised here, and the others end.
+
+    report: is told how many bytes of the inputs a finished piece was.
+    """
+    waiting = list(reversed(pieces))
+    processes: dict[Connection, subprocess.Popen] = {}
+    at_work: dict[Connection, Piece] = {}
+    try:
+        for _ in range(count := min(num_workers, len(pieces))):
+            pipe, process = _start(job._replace(threads=max(1, num_workers // count)))
+            processes[pipe], at_work[pipe] = process, waiting.pop()
+            pipe.send(at_work[pipe])
+        while processes:
+            for pipe in wait(list(processes)):
+                try:
+                    said = pipe.recv()  # an error, or None
+                except (EOFError, OSError):
+                    code = processes[pipe].wait()
+                    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+                    memory = " (for want of memory?)" if code == -signal.SIGKILL else ""
+                    said = Fault(f"a process that tokenizes {how}{memory}; the same command goes on.", PEER_LOST)
+                if said is not None:
+                    raise said
+                report(at_work[pipe].bytes)
+                at_work[pipe] = waiting.pop() if waiting else None
+                pipe.send(at_work[pipe])
+                if at_work[pipe] is None:
+                    processes.pop(pipe).wait()
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+
+
+def _start(job: Job) -> tuple[Connection, subprocess.Popen]:
+    ours, theirs = Pipe()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(PACKAGE), os.environ.get("PYTHONPATH")])),
+        "TOKENIZERS_PARALLELISM": "true" if job.threads > 1 else "false",
+        "RAYON_NUM_THREADS": str(job.threads),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-P", "-c", SERVE, str(theirs.fileno()), str(os.getpid())]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+    theirs.close()  # so that a process that dies closes the pipe
+    ours.send(job)
+    return ours, process
+
+
+def serve() -> None:
+    """A process: encodes what comes out of the pipe."""
+    die_with(int(sys.argv[2]))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # of the terminal's group; the other process ends this one
+    pipe = Connection(int(sys.argv[1]))
+    with suppress(EOFError, BrokenPipeError):
+        job = pipe.recv()
+        backend = load_backend(job.folder)
+        while (piece := pipe.recv()) is not None:
+            pipe.send(_error_of(piece, job, backend))
+
+
+def _error_of(piece: Piece, job: Job, backend: Tokenizer) -> Optional[Exception]:
+    """Encode a piece. Returns a user's error as it is, and prints the traceback of any other, which may not be sent."""
+    try:
+        encode_piece(piece, job, backend)
+    except OSError as error:
+        return OSError(error.errno, error.strerror, error.filename) if error.errno else OSError(str(error))
+    except Exception as error:
+        if type(error) in (ValueError, Fault):
+            return error
+        traceback.print_exception(error)
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return None
+
+
+def encode_on_ray(pieces: Sequence[Piece], job: Job, report: Report) -> None:
+    """Encode each piece as a task of a Ray cluster, which shares the folders with this machine.
+
+    The cluster is that of the environment (`RAY_ADDRESS`, `ray start`), else one of this machine alone.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ValueError("--engine ray needs the package ray: pip install 'fabric_llm[ray]'") from None
+    if starts := not ray.is_initialized():
+        environment = {"PYTHONPATH": str(PACKAGE), "TOKENIZERS_PARALLELISM": "false"}
+        ray.init(log_to_driver=False, runtime_env={"env_vars": environment})
+    try:
+        task = ray.remote(num_cpus=1, max_retries=3)(_on_ray)
+        running = {task.remote(piece, job): piece for piece in pieces}
+        while running:
+            [ready], _ = ray.wait(list(running), num_returns=1)
+            if (error := ray.get(ready)) is not None:  # raised there, Ray would wrap it into one of its own
+                raise error
+            report(running.pop(ready).bytes)
+    finally:
+        if starts:
+            ray.shutdown()
+
+
+def _on_ray(piece: Piece, job: Job) -> Optional[Exception]:
+    return _error_of(piece, job, load_backend(job.folder))

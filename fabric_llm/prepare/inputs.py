@@ -1,26 +1,47 @@
 """What --input names, and checks of all arguments of prepare_data.py.
 
-Nothing here imports torch, datasets or numpy, which take seconds, so that mistakes are told at once. Every check raises
-ValueError.
+The kind of a file is told by its name, and its compression by its first bytes, whatever its name. Nothing here imports torch,
+datasets or numpy, which take seconds, so that mistakes are told at once. Every check raises ValueError.
 """
 
 from __future__ import annotations
 
+import bz2
+import codecs
 import fnmatch
 import glob
+import gzip
+import importlib.util
+import io
+import lzma
 import os
 import re
-import stat
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, BinaryIO, NamedTuple, Optional
 
 from fabric_llm.base.names import is_path, nearest_of
-from fabric_llm.prepare import formats
-from fabric_llm.prepare.formats import DEFAULT_PATTERNS
 
+PACKED = (".gz", ".zst", ".bz2", ".xz")  # which each of KINDS can be
+KINDS = {
+    **dict.fromkeys((".txt", ".md", ".rst"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "json_lines"),
+    ".json": "json",
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    ".parquet": "parquet",
+    **dict.fromkeys((".wet", ".warc"), "warc"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
+}
+# Without pages, which are read where they are named: what a folder gives mustn't depend on the packages that are installed.
+DEFAULT_KINDS = [suffix for suffix, kind in KINDS.items() if kind != "html"]
+DEFAULT_PATTERNS = [f"*{suffix}{packed}" for packed in ("", *PACKED) for suffix in DEFAULT_KINDS]
+PACKAGES = {"warc": "warcio", "html": "resiliparse"}  # that a kind needs; the extra has the name of the kind
+PROBE_BYTES = 64 * 1024  # of a file of another suffix, which must be UTF-8
 LONGEST_SEPARATOR = 1000  # bytes
 SMALLEST_VOCABULARY = 257  # 256 bytes and the end of a text
 NOWHERE = "input {} is neither a file or folder here nor a dataset that can be read from the hub"
@@ -36,24 +57,26 @@ def preparation(
     num_workers: Optional[int] = None,
 ) -> None:
     """Check the arguments of `prepare` on their own, without looking at any file."""
-    if not inputs:
-        raise ValueError("no input: name at least one file, folder or hub dataset with --input")
-    if not pattern:
-        raise ValueError("no pattern: with none, no file of a folder would be read")
-    if (tokenizer is None) == (train_tokenizer is None):
-        raise ValueError(
-            f"give exactly one of --tokenizer (got {tokenizer}) and --train_tokenizer (got {train_tokenizer})"
-        )
-    if train_tokenizer is not None and train_tokenizer < SMALLEST_VOCABULARY:
-        raise ValueError(
-            f"train_tokenizer must be at least {SMALLEST_VOCABULARY} (every byte and <|endoftext|>), got {train_tokenizer}"
-        )
-    if context_length < 2:
-        raise ValueError(f"context_length must be at least 2 tokens, got {context_length}")
-    if num_workers is not None and num_workers < 1:
-        raise ValueError(f"num_workers must be at least 1, got {num_workers}")
-    if not 0 <= validation_fraction < 1:
-        raise ValueError(f"validation_fraction must be at least 0 and less than 1, got {validation_fraction}")
+    for is_wrong, said in (
+        (not inputs, "no input: name at least one file, folder or hub dataset with --input"),
+        (not pattern, "no pattern: with none, no file of a folder would be read"),
+        (
+            (tokenizer is None) == (train_tokenizer is None),
+            f"give exactly one of --tokenizer (got {tokenizer}) and --train_tokenizer (got {train_tokenizer})",
+        ),
+        (
+            train_tokenizer is not None and train_tokenizer < SMALLEST_VOCABULARY,
+            f"train_tokenizer must be at least {SMALLEST_VOCABULARY} (every byte and <|endoftext|>), got {train_tokenizer}",
+        ),
+        (context_length < 2, f"context_length must be at least 2 tokens, got {context_length}"),
+        (num_workers is not None and num_workers < 1, f"num_workers must be at least 1, got {num_workers}"),
+        (
+            not 0 <= validation_fraction < 1,
+            f"validation_fraction must be at least 0 and less than 1, got {validation_fraction}",
+        ),
+    ):
+        if is_wrong:
+            raise ValueError(said)
 
 
 def prepared_output(output: Path, overwrite: bool) -> None:
@@ -76,8 +99,33 @@ def prepared_output(output: Path, overwrite: bool) -> None:
         raise ValueError(f"output {output} holds no prepared dataset, so it is not overwritten: remove it yourself")
 
 
-@dataclass(frozen=True)
-class Source:
+def separator(given: Optional[str]) -> Optional[str]:
+    """--document_separator as a regular expression: None if it wasn't given, "" for `none`."""
+    if given in (None, "none"):
+        return None if given is None else ""
+    escapes = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+    text = re.sub(r"\\([ntr\\])", lambda found: escapes[found[1]], given)
+    if not 0 < len(text.encode()) <= LONGEST_SEPARATOR:
+        raise ValueError(f"document_separator must have 1 to {LONGEST_SEPARATOR} bytes, or be none, got {given!r}")
+    return re.escape(text)
+
+
+def shard(given: Optional[str]) -> Optional[tuple[int, int]]:
+    """--shard K/N as (K - 1, N)."""
+    if given is None:
+        return None
+    found = re.fullmatch(r"(\d+)/(\d+)", given)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"shard must be K/N, such as 1/8 to 8/8 for eight machines, got {given}")
+    return int(found[1]) - 1, int(found[2])
+
+
+def work_folder_of(output: Path) -> Path:
+    """The folder beside `output`, a resolved path, in which it is made: on the same file system."""
+    return output.with_name(f".{output.name}.preparing")
+
+
+class Source(NamedTuple):
     """A file, dataset folder or hub dataset."""
 
     name: str
@@ -93,7 +141,7 @@ class Found:
     sources: list[Source] = field(default_factory=list)
     not_read: Counter = field(default_factory=Counter)  # files of folders, by suffix
     hidden: list[str] = field(default_factory=list)  # files and folders that are left out for their names
-    # What pieces.plan notes:
+    # What corpus.plan notes:
     own_validation: list[str] = field(default_factory=list)  # datasets whose validation split stays theirs
     left_out: list[str] = field(default_factory=list)  # splits
     split_texts: list[str] = field(default_factory=list)  # files that are split at blank lines without being told to
@@ -126,13 +174,41 @@ def find_sources(
     return found
 
 
+def _expanded(given: str) -> list[str]:
+    """The paths that a glob stands for, such as 'corpus/*.jsonl', which the shell hasn't expanded; else `given` itself."""
+    found = [given]
+    if not os.path.lexists(given) and glob.has_magic(given):
+        found = sorted(glob.glob(given, recursive=True))
+        if not found:
+            raise ValueError(f"input {given}: no file or folder here has such a name")
+    for path in found:
+        # To open a pipe would wait for whoever writes into it.
+        if os.path.lexists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+            kind = "a pipe, a socket or a device"
+            if not os.path.exists(path):
+                kind = f"a link to {os.readlink(path)}, which leads nowhere"
+            raise ValueError(f"input {path} is {kind}: name a file, a folder or a dataset on the hub")
+    return found
+
+
 def _sources_of(given: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: Found) -> list[Source]:
     if not os.path.exists(given):
-        require_hub_name(given)
-        return [Source(given, "hub", None)]  # pieces.plan asks the hub
+        # What can't be the name of a dataset on the hub, such as a mistyped path, is told without asking it.
+        if address := re.match(r"(?:https?://)?(?:huggingface\.co|hf\.co)/datasets/([\w.-]+/[\w.-]+)", given):
+            raise ValueError(f"{NOWHERE.format(given)}: it is an address; take --input {address[1]}")
+        near = nearest_of(Path(given), files=True)
+        can_be = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(:[^/:]+)?", given)
+        if not can_be or _matcher(DEFAULT_PATTERNS)(given.lower()) or is_path(given) or "/" not in given and near:
+            raise ValueError(f"{NOWHERE.format(given)}.{near}" if near else NOWHERE.format(given))
+        return [Source(given, "hub", None)]  # corpus.plan asks the hub
     if os.path.isfile(given):
-        formats.named_file(given)
-        return [_file_source(given)]
+        source = _file_source(given)
+        if suffix(given) not in KINDS and not _is_text(given):
+            kinds = " ".join(KINDS)
+            raise ValueError(
+                f"input {given} is neither text in UTF-8 nor of a kind that is read ({kinds}): extract its text first"
+            )
+        return [source]
     if any(os.path.isfile(os.path.join(given, name)) for name in ("dataset_dict.json", "state.json")):
         files = [file.stat() for file in Path(given).rglob("*.arrow")]  # which `datasets.save_to_disk` wrote
         newest = max((file.st_mtime_ns for file in files), default=0)
@@ -140,74 +216,12 @@ def _sources_of(given: str, pattern: Sequence[str], exclude: Sequence[str], outp
     before = len(found.hidden)
     sources = [_file_source(path) for path in _files_of(given, pattern, exclude, output, found)]
     if not sources:
-        hidden = len(found.hidden) - before
+        words, hidden = " ".join(pattern), len(found.hidden) - before
+        if list(pattern) == DEFAULT_PATTERNS:
+            words = f"{' '.join(f'*{kind}' for kind in DEFAULT_KINDS)} (or these with {' '.join(PACKED)})"
         left_out = f" ({hidden:,} hidden files and folders were left out: name them with --input)" if hidden else ""
-        raise ValueError(
-            f"no file in {given} matches {formats.in_words(list(pattern))}: choose others with --pattern{left_out}"
-        )
+        raise ValueError(f"no file in {given} matches {words}: choose others with --pattern{left_out}")
     return sources
-
-
-def _file_source(path: str) -> Source:
-    formats.require_package(path)
-    status = os.stat(path)
-    return Source(path, formats.kind_of(path), status.st_size, status.st_mtime_ns)
-
-
-def _expanded(given: str) -> list[str]:
-    """The paths that a glob stands for, such as 'corpus/*.jsonl', which the shell hasn't expanded; else `given` itself."""
-    found = [given]
-    if not os.path.lexists(given) and glob.has_magic(given):
-        found = sorted(glob.glob(given, recursive=True))
-    if not found:
-        raise ValueError(f"input {given}: no file or folder here has such a name")
-    for path in found:
-        if kind := _what_cannot_be_read(path):
-            raise ValueError(f"input {path} is {kind}: name a file, a folder or a dataset on the hub")
-    return found
-
-
-def _what_cannot_be_read(path: str) -> Optional[str]:
-    """What a path is that is neither a file nor a folder: opening a pipe would wait for whoever writes into it."""
-    if os.path.islink(path) and not os.path.exists(path):
-        return f"a link to {os.readlink(path)}, which leads nowhere"
-    if not os.path.exists(path) or os.path.isfile(path) or os.path.isdir(path):
-        return None
-    mode = os.stat(path).st_mode
-    return "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
-
-
-def separator(given: Optional[str]) -> Optional[str]:
-    """--document_separator as a regular expression: None if it wasn't given, "" for `none`. Raises ValueError."""
-    if given is None or given == "none":
-        return None if given is None else ""
-    escapes = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
-    text = re.sub(r"\\([ntr\\])", lambda found: escapes[found[1]], given)
-    if not 0 < len(text.encode()) <= LONGEST_SEPARATOR:
-        raise ValueError(f"document_separator must have 1 to {LONGEST_SEPARATOR} bytes, or be none, got {given!r}")
-    return re.escape(text)
-
-
-def shard(given: Optional[str]) -> Optional[tuple[int, int]]:
-    """--shard K/N as (K - 1, N). Raises ValueError."""
-    if given is None:
-        return None
-    found = re.fullmatch(r"(\d+)/(\d+)", given)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise ValueError(f"shard must be K/N, such as 1/8 to 8/8 for eight machines, got {given}")
-    return int(found[1]) - 1, int(found[2])
-
-
-def require_hub_name(name: str) -> None:
-    """Raises ValueError for what can't be the name of a dataset on the hub, such as a mistyped path, without asking it."""
-    if found := re.match(r"(?:https?://)?(?:huggingface\.co|hf\.co)/datasets/([\w.-]+/[\w.-]+)", name):
-        raise ValueError(f"{NOWHERE.format(name)}: it is an address; take --input {found[1]}")
-    near = nearest_of(Path(name), files=True)
-    is_of_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(:[^/:]+)?", name) and not _matcher(DEFAULT_PATTERNS)(
-        name.lower()
-    )
-    if not is_of_hub or is_path(name) or "/" not in name and near:
-        raise ValueError(f"{NOWHERE.format(name)}.{near}" if near else NOWHERE.format(name))
 
 
 def _files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: Found) -> Iterator[str]:
@@ -216,16 +230,20 @@ def _files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], outpu
     Left out, too, are files and folders whose names begin with a dot, such as .git and .ipynb_checkpoints, which holds copies
     of what is beside it. A pattern that begins with a dot takes such files, and an input that names such a folder takes it.
     """
+
+    def refuse(error: OSError) -> None:  # without this, os.walk skips folders that it can't list
+        raise ValueError(f"folder {error.filename} cannot be read: {error.strerror}") from error
+
     left_out = {str(output), str(work_folder_of(output))}
     matches = _matcher(pattern)
-    for root, walked, names in os.walk(folder, onerror=_refuse):
+    for root, walked, names in os.walk(folder, onerror=refuse):
         directories = [
             name
-            for name in walked
+            for name in sorted(walked)
             if name not in exclude and os.path.realpath(os.path.join(root, name)) not in left_out
         ]
-        found.hidden += [os.path.join(root, name) for name in sorted(directories) if name.startswith(".")]
-        walked[:] = sorted(name for name in directories if not name.startswith("."))
+        found.hidden += [os.path.join(root, name) for name in directories if name.startswith(".")]
+        walked[:] = [name for name in directories if not name.startswith(".")]
         for name in sorted(names):
             path = os.path.join(root, name)
             if matches(name.lower()) and os.path.isfile(path):
@@ -238,17 +256,75 @@ def _files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], outpu
                 found.not_read[os.path.splitext(name)[1].lower() or "without a suffix"] += 1
 
 
-def work_folder_of(output: Path) -> Path:
-    """The folder beside `output`, a resolved path, in which it is made: on the same file system."""
-    return output.with_name(f".{output.name}.preparing")
-
-
 def _matcher(pattern: Sequence[str]) -> Callable[[str], Any]:
     """Whether a name in lower case matches one of the patterns, as a shell has it: a dot at its beginning only by a dot."""
     one_by_one = (("" if one.startswith(".") else r"(?!\.)") + fnmatch.translate(one.lower()) for one in pattern)
     return re.compile("|".join(one_by_one)).match
 
 
-def _refuse(error: OSError) -> None:
-    # Without this function os.walk silently skips folders that it can't list.
-    raise ValueError(f"folder {error.filename} cannot be read: {error.strerror}") from error
+def suffix(path: str) -> str:
+    """The suffix that says what a file holds: `.jsonl` of `a.jsonl.gz`."""
+    name = os.path.basename(path).lower()
+    for packed in PACKED:
+        name = name.removesuffix(packed)
+    return os.path.splitext(name)[1]
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _file_source(path: str) -> Source:
+    package = PACKAGES.get(kind := KINDS.get(suffix(path), "text"))
+    if package and not _is_installed(package):
+        raise ValueError(f"reading {path} needs the package {package}: pip install 'fabric_llm[{kind}]'")
+    status = os.stat(path)
+    return Source(path, kind, status.st_size, status.st_mtime_ns)
+
+
+def _is_text(path: str) -> bool:
+    with opened(path) as file:
+        try:
+            return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(file.read(PROBE_BYTES))
+        except Exception as error:
+            if isinstance(error, UnicodeDecodeError) or is_damage(error):
+                return False
+            raise
+
+
+def _open_zstandard(raw: BinaryIO) -> BinaryIO:
+    """With pyarrow: zstandard's own reader, and fsspec's, take the end of a truncated file for its end."""
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"), 2**14)
+
+
+COMPRESSIONS = {  # name: (what files begin with, a regular expression, and what opens them)
+    "gzip": (rb"\x1f\x8b", gzip.open),
+    "zstandard": (rb"\x28\xb5\x2f\xfd", _open_zstandard),
+    "bzip2": (rb"BZh[1-9]1AY&SY", bz2.open),
+    "xz": (rb"\xfd7zXZ\0", lzma.open),
+}
+
+
+def compression_of(path: str) -> Optional[str]:
+    """A name of COMPRESSIONS, by the first bytes of a file; None for one that isn't compressed."""
+    with open(path, "rb") as file:
+        head = file.read(10)
+    return next((name for name, (magic, _) in COMPRESSIONS.items() if re.match(magic, head)), None)
+
+
+@contextmanager
+def opened(path: str) -> Iterator[BinaryIO]:
+    """The content of a file, decompressed."""
+    name = compression_of(path)
+    with open(path, "rb") as raw, raw if name is None else COMPRESSIONS[name][1](raw) as file:
+        yield file
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether a file that is being decompressed ends too early or isn't what its first bytes say."""
+    if isinstance(error, OSError):  # gzip.BadGzipFile is one, too
+        return error.errno is None
+    return isinstance(error, (EOFError, zlib.error, lzma.LZMAError))

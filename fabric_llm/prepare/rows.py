@@ -1,4 +1,7 @@
-"""Documents -> rows of one length -> a folder that `datasets` opens.
+"""Encoded pieces -> two splits -> rows of one length -> a folder that `datasets` opens, in this process alone.
+
+Documents are divided by arrays, at the speed of the disk: whether one goes to validation is a function of the seed and its
+index alone. Two flat files hold the tokens of the splits, which are packed into rows:
 
 `concat`: one document behind the other, cut into rows, so that many documents begin in one row and end in the next.
 `best_fit`: only documents longer than a row are cut, and the rest of a row is filled with EOS. Ding et al. 2024, "Fewer
@@ -10,15 +13,15 @@ would be alone in another: no token before it predicts it, and behind another do
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple, Optional
 
 import datasets
 import numpy as np
@@ -26,8 +29,12 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.prepare.splits import COPY_TOKENS, Split
+from fabric_llm.data.order import splitmix64
+from fabric_llm.prepare.documents import DRAWN, TO_VALIDATION
 
+COPY_TOKENS = 4 * 2**20  # at once
+BUCKET_DOCUMENTS = 2**22  # sorted at once; each takes about 100 bytes
+HASHED = np.dtype([("index", "<u8"), ("high", "<u8"), ("low", "<u8")])  # a document and the hash of its text
 WINDOW_DOCUMENTS = 2**20  # packed together
 WINDOW_TOKENS = 2**26  # likewise: their rows are in memory
 SHARD_BYTES = 10**9
@@ -37,17 +44,175 @@ ONE_DOCUMENT = (
 )
 
 
-# --------------------------------------------------------------------------- best fit
+@dataclass(frozen=True)
+class Draw:
+    """How documents are divided between the splits."""
+
+    folder: Path  # of the pieces
+    pieces: int
+    seed: int
+    validation_fraction: float
+    repeated: Optional[np.ndarray] = None  # bool [documents], see `repeated`
+    moved: int = -1  # index of a document that goes to the other split, so that this has one
+    most_tokens: int = 0  # of the drawn documents that validation may hold, see `settled`
+
+
+class Documents(NamedTuple):
+    """The documents of a piece. Arrays [documents], of bool unless they say otherwise."""
+
+    piece: int
+    first: int  # index of the first document over all pieces
+    lengths: np.ndarray  # tokens, int64
+    draws: np.ndarray  # may be drawn for validation: its dataset has no validation split of its own
+    repeated: np.ndarray  # an earlier document equals it
+    in_validation: np.ndarray
+    held_back: np.ndarray  # drawn for validation, which would hold too much with it, and so in train
 
 
 @dataclass
-class Packed:
-    """What packing has done."""
+class Split:
+    """A split as flat files: its tokens, one document after the other, and the lengths of the documents, int64 each."""
 
-    rows: int = 0
-    padding_tokens: int = 0
-    documents_cut: int = 0
-    dropped_tokens: int = 0  # EOS of documents whose text fills whole rows
+    tokens_path: Path
+    lengths_path: Path
+    dtype: np.dtype
+    documents: int = 0
+    tokens: int = 0
+    max_token_id: int = -1
+
+
+def document_hashes(seed: int, indices: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each index of a document, uniform: a function of (seed, index). float64
+
+    The generator splitmix64, whose state goes on by a constant from one index to the next.
+    """
+    key = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big")
+    with np.errstate(over="ignore"):
+        steps = (np.asarray(indices).astype(np.uint64) - np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        return (splitmix64(steps + np.uint64(key)) >> np.uint64(11)) / 2.0**53
+
+
+def documents(draw: Draw) -> Iterator[Documents]:
+    """All documents, piece by piece, in order."""
+    first, room = 0, draw.most_tokens
+    for piece in range(draw.pieces):
+        words = np.fromfile(draw.folder / f"{piece:06d}.lengths", "<u8")
+        if not len(words):
+            continue
+        lengths, goes, indices = (words >> 2).astype(np.int64), words & 3, np.arange(first, first + len(words))
+        draws = goes == DRAWN
+        repeated = np.zeros(len(words), bool) if draw.repeated is None else np.array(draw.repeated[indices])
+        drawn = draws & ((document_hashes(draw.seed, indices) < draw.validation_fraction) ^ (indices == draw.moved))
+        # One after the other, documents are held back that don't fit into the room that is left.
+        held_back, asking = np.zeros(len(words), bool), np.flatnonzero(drawn & ~repeated)
+        if (total := int(lengths[asking].sum())) <= room:
+            room -= total
+        else:
+            for index in asking.tolist():
+                held_back[index] = lengths[index] > room
+                room -= 0 if held_back[index] else int(lengths[index])
+        in_validation = np.where(draws, drawn & ~held_back, goes == TO_VALIDATION)
+        yield Documents(piece, first, lengths, draws, repeated, in_validation, held_back)
+        first += len(words)
+
+
+def settled(draw: Draw) -> Draw:
+    """The draw with the most tokens that validation may hold, and with a document in each split.
+
+    Validation may hold twice its fraction, so that one huge document doesn't fill it; of a few documents, each of which may be
+    more than that, two of average length, but not more than half of all. All of a few documents can fall into one split: then
+    the one nearest to the other split that may go there moves there.
+    """
+    tokens, count = 0, 0
+    for some in documents(draw):
+        mine = some.draws & ~some.repeated
+        tokens, count = tokens + int(some.lengths[mine].sum()), count + int(mine.sum())
+    share = max(2 * draw.validation_fraction, min(2 / max(1, count), 0.5))
+    draw = replace(draw, most_tokens=int(tokens * share))
+    counts, nearest = np.zeros(2, np.int64), (2.0, -1)
+    for some in documents(draw):
+        counts += [(~some.repeated & ~some.in_validation).sum(), (~some.repeated & some.in_validation).sum()]
+        if counts.all():
+            return draw
+        hashes = document_hashes(draw.seed, some.first + np.arange(len(some.lengths)))
+        distance = np.abs(hashes - draw.validation_fraction)
+        distance[some.repeated | ~some.draws | (some.lengths > draw.most_tokens)] = 3.0
+        at = int(distance.argmin())
+        nearest = min(nearest, (float(distance[at]), some.first + at))
+    can_move = counts.sum() >= 2 and nearest[0] < 2 and draw.validation_fraction
+    return replace(draw, moved=nearest[1]) if can_move else draw
+
+
+def repeated(hashes: Sequence[Path], count: int, folder: Path) -> np.ndarray:
+    """True for each of `count` documents that an earlier one equals. A memory map, bool [count].
+
+    hashes: files of 16 bytes a document, one behind the other in the order of documents. folder: for files on the way, 25
+    bytes a document.
+
+    The hashes are dealt out to buckets by their leading bits, and each bucket is sorted by itself, so that memory doesn't grow
+    with the number of documents.
+    """
+    bits = max(0, (count // BUCKET_DOCUMENTS).bit_length())
+    buckets = [folder / f"bucket-{number}" for number in range(2**bits)]
+    index = 0
+    with contextlib.ExitStack() as stack:
+        out = [stack.enter_context(open(path, "wb")) for path in buckets]
+        for path in hashes:
+            words = np.fromfile(path, "<u8").reshape(-1, 2)
+            some = np.empty(len(words), HASHED)
+            some["index"] = np.arange(index, index + len(words))
+            some["high"], some["low"] = words.T
+            index += len(words)
+            bucket_of = words[:, 0] >> np.uint64(64 - bits) if bits else np.zeros(len(words), np.uint64)
+            for number in np.unique(bucket_of):
+                out[int(number)].write(some[bucket_of == number].tobytes())
+    found = np.memmap(folder / "repeated", dtype=bool, mode="w+", shape=max(1, count))
+    for path in buckets:
+        some = np.fromfile(path, HASHED)
+        path.unlink()
+        some = some[np.lexsort((some["index"], some["low"], some["high"]))]
+        same = (some["high"][1:] == some["high"][:-1]) & (some["low"][1:] == some["low"][:-1])
+        found[some["index"][1:][same]] = True
+    return found
+
+
+def split_documents(draw: Draw, dtype: str) -> tuple[dict[str, Split], dict[str, dict]]:
+    """Write each document, whole and in order, to the flat files of its split.
+
+    Returns also the documents and tokens of what was `duplicates`, and of what was `held_back` from validation.
+    """
+    apart = {name: {"documents": 0, "tokens": 0} for name in ("duplicates", "held_back")}
+    splits = {}
+    for name in ("train", "validation"):
+        paths = [draw.folder / f"{name}.{what}" for what in ("tokens", "lengths")]
+        for path in paths:
+            path.write_bytes(b"")
+        splits[name] = Split(*paths, np.dtype(dtype))
+    for some in documents(settled(draw)):
+        for count, mine in zip(apart.values(), (some.repeated, some.held_back)):
+            count["documents"] += int(mine.sum())
+            count["tokens"] += int(some.lengths[mine].sum())
+        _append(splits["train"], draw.folder, some, ~some.in_validation & ~some.repeated)
+        _append(splits["validation"], draw.folder, some, some.in_validation & ~some.repeated)
+    return splits, apart
+
+
+def _append(split: Split, folder: Path, some: Documents, mine: np.ndarray) -> None:
+    """Copy the documents that are `mine` from a piece to the files of a split, COPY_TOKENS at a time, however long one is."""
+    split.documents += int(mine.sum())
+    split.tokens += int(some.lengths[mine].sum())
+    with open(split.lengths_path, "ab") as lengths:
+        lengths.write(some.lengths[mine].astype("<i8").tobytes())
+    ends = np.cumsum(some.lengths)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mine, [False]])))  # of runs of documents
+    with open(folder / f"{some.piece:06d}.tokens", "rb") as piece, open(split.tokens_path, "ab") as out:
+        for first, after in zip(edges[::2].tolist(), edges[1::2].tolist()):
+            begin, end = int(ends[first] - some.lengths[first]), int(ends[after - 1])
+            piece.seek(begin * split.dtype.itemsize)
+            for at in range(begin, end, COPY_TOKENS):
+                tokens = np.fromfile(piece, split.dtype, min(COPY_TOKENS, end - at))
+                out.write(tokens.data)
+                split.max_token_id = max(split.max_token_id, int(tokens.max()))
 
 
 def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -77,35 +242,29 @@ def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray, in
     return row, place, count
 
 
-def _windows(lengths: np.ndarray, context: int) -> Iterator[slice]:
-    """Ranges of documents that are packed together: so many that what is left of the long ones fills WINDOW_TOKENS."""
-    begin = 0
-    while begin < len(lengths):
-        some = lengths[begin : begin + WINDOW_DOCUMENTS]
-        full = np.searchsorted(np.cumsum(np.where(some > context, some % context, some)), WINDOW_TOKENS, side="right")
-        end = begin + max(1, min(len(some), int(full)))
-        yield slice(begin, end)
-        begin = end
-
-
 def pack(
-    tokens: np.ndarray, lengths: np.ndarray, context: int, padding: int, write: Callable[[np.ndarray], None]
-) -> Packed:
+    tokens: np.ndarray, lengths: np.ndarray, context: int, padding: int, write: Callable[[np.ndarray], Any]
+) -> dict[str, Any]:
     """Pack documents, `tokens` one behind the other, and `write` rows [rows, context], a few at a time.
 
-    In each window the whole rows of long documents come first, then what is left of them among the short ones.
+    In each window the whole rows of long documents come first, then what is left of them among the short ones. Returns what
+    the manifest says of it.
     """
-    done, begin = Packed(), 0
-    for window in _windows(lengths, context):
-        some = lengths[window]
+    rows, cut, dropped, padded, done, begin = 0, 0, 0, 0, 0, 0
+    while done < len(lengths):
+        # So many documents that what is left of the long ones fills WINDOW_TOKENS.
+        some = lengths[done : done + WINDOW_DOCUMENTS]
+        filled = np.cumsum(np.where(some > context, some % context, some))
+        some = some[: max(1, int(np.searchsorted(filled, WINDOW_TOKENS, side="right")))]
+        done += len(some)
         starts = begin + np.cumsum(some) - some
         begin += int(some.sum())
         whole = np.where(some > context, some // context, 0)
-        done.documents_cut += int((some > context).sum())
         at_once = max(1, WINDOW_TOKENS // context) * context
-        for start, rows in zip(starts[whole > 0].tolist(), whole[whole > 0].tolist()):
-            for at in range(start, start + rows * context, at_once):
-                write(tokens[at : min(at + at_once, start + rows * context)].reshape(-1, context))
+        for start, count in zip(starts[whole > 0].tolist(), whole[whole > 0].tolist()):
+            end = start + count * context
+            for at in range(start, end, at_once):
+                write(tokens[at : min(at + at_once, end)].reshape(-1, context))
         rest = some - whole * context
         item_starts, item_lengths = (starts + whole * context)[rest > 1], rest[rest > 1]
         row, place, count = best_fit(item_lengths, context)
@@ -113,137 +272,105 @@ def pack(
         for start, length, to in zip(item_starts.tolist(), item_lengths.tolist(), (row * context + place).tolist()):
             packed[to : to + length] = tokens[start : start + length]
         write(packed.reshape(count, context))
-        done.rows += int(whole.sum()) + count
-        done.padding_tokens += count * context - int(item_lengths.sum())
-        done.dropped_tokens += int((rest == 1).sum())
-    return done
-
-
-# --------------------------------------------------------------------------- rows
+        rows += int(whole.sum()) + count
+        cut += int((some > context).sum())
+        padded += count * context - int(item_lengths.sum())
+        dropped += int((rest == 1).sum())
+    return {
+        "rows": rows,
+        "dropped_tokens": dropped,  # EOS of documents whose text fills whole rows
+        "padding_tokens": padded,
+        "documents_cut": cut,
+        "row_use_percent": round(100 * (1 - padded / (rows * context)), 3),
+    }
 
 
 def save_rows(
-    splits: dict[str, Split], folder: Path, context_length: int, packing: str, eos: int, progress: bool
+    splits: dict[str, Split], folder: Path, context_length: int, packing: str, eos: int, hides_bar: Optional[bool]
 ) -> dict[str, dict]:
     """Write the rows of each split as a DatasetDict into the new `folder`. Returns `splits` of the manifest.
 
     Raises ValueError for a split without a row.
     """
     failpoint("prepare.rows")
+    total = sum(split.documents for split in splits.values())
     for name, split in splits.items():
-        if split.tokens < (1 if packing == "best_fit" else context_length):
-            raise ValueError(_no_row(name, splits, context_length))
+        if split.tokens >= (1 if packing == "best_fit" else context_length):
+            continue
+        if total == 1:
+            raise ValueError(ONE_DOCUMENT)
+        raise ValueError(
+            f"the {name} split has {split.tokens} tokens in {split.documents} of {total} documents, which do not"
+            f" fill one row of context_length {context_length}: choose a smaller --context_length or a"
+            f" {'larger' if name == 'validation' else 'smaller'} --validation_fraction, or give more text (a plain-text file"
+            f" is one document unless --document_separator says otherwise, and documents are never divided between splits)"
+        )
     described = {}
     for name, split in splits.items():
         if packing == "best_fit":
-            _pack(split, context_length, eos)
+            said = _pack(split, context_length, eos)
         else:
-            split.rows = split.tokens // context_length
-            split.more = {"dropped_tokens": split.tokens - split.rows * context_length}
-        digest = _save_split(split, folder / name, context_length, progress)
-        described[name] = {
-            "documents": split.documents,
-            "tokens": split.tokens,
-            "rows": split.rows,
-            **split.more,
-            "sha256": digest,
-        }
-        split.path.unlink()
-        split.lengths.unlink()
+            rows = split.tokens // context_length
+            said = {"rows": rows, "dropped_tokens": split.tokens - rows * context_length}
+        digest = _save_split(split, said["rows"], folder / name, context_length, hides_bar)
+        described[name] = {"documents": split.documents, "tokens": split.tokens, **said, "sha256": digest}
+        split.tokens_path.unlink()
+        split.lengths_path.unlink()
     (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
     return described
 
 
-def _no_row(name: str, splits: dict[str, Split], context_length: int) -> str:
-    larger = "a larger --validation_fraction" if name == "validation" else "a smaller --validation_fraction"
-    total = sum(one.documents for one in splits.values())
-    if total == 1:
-        return ONE_DOCUMENT
-    return (
-        f"the {name} split has {splits[name].tokens} tokens in {splits[name].documents} of {total} documents, which do not"
-        f" fill one row of context_length {context_length}: choose a smaller --context_length or {larger},"
-        f" or give more text (a plain-text file is one document unless --document_separator says otherwise, and"
-        f" documents are never divided between splits)"
-    )
-
-
-def _pack(split: Split, context_length: int, eos: int) -> None:
+def _pack(split: Split, context_length: int, eos: int) -> dict[str, Any]:
     """Replace the flat file of a split by that of its packed rows."""
-    packed_path = split.path.with_suffix(".packed")
-    with open(split.path, "rb") as flat, open(split.lengths, "rb") as of_documents, open(packed_path, "wb") as file:
+    path = split.tokens_path.with_suffix(".packed")
+    with open(split.tokens_path, "rb") as flat, open(path, "wb") as file:
         tokens = mmap.mmap(flat.fileno(), 0, access=mmap.ACCESS_READ)
-        lengths = mmap.mmap(of_documents.fileno(), 0, access=mmap.ACCESS_READ)
 
         def write(rows: np.ndarray) -> None:
             file.write(np.ascontiguousarray(rows).data)
             tokens.madvise(mmap.MADV_DONTNEED)  # else all that was read would count as memory of this process
 
-        arrays = np.frombuffer(tokens, split.dtype), np.frombuffer(lengths, "<i8")
-        done = pack(*arrays, context_length, eos, write)
-    packed_path.replace(split.path)
-    split.rows = done.rows
-    split.more = {
-        "dropped_tokens": done.dropped_tokens,
-        "padding_tokens": done.padding_tokens,
-        "documents_cut": done.documents_cut,
-        "row_use_percent": round(100 * (1 - done.padding_tokens / (done.rows * context_length)), 3),
-    }
+        lengths = np.memmap(split.lengths_path, "<i8", mode="r")
+        said = pack(np.frombuffer(tokens, split.dtype), lengths, context_length, eos, write)
+    path.replace(split.tokens_path)
+    return said
 
 
-def _save_split(split: Split, folder: Path, context_length: int, progress: bool) -> str:
+def _save_split(split: Split, rows: int, folder: Path, context_length: int, hides_bar: Optional[bool]) -> str:
     """Write the rows of a flat file as `datasets.save_to_disk` would; returns the sha256 of their tokens.
 
-    `datasets` itself writes the first row, and with it all that it says of a split. The other rows are appended here, since
-    it would map the whole file into memory.
+    `datasets` itself would map the whole file into memory.
     """
-    with open(split.path, "rb") as file:
-        first = np.fromfile(file, split.dtype, context_length)
-    one_row = _fixed_size_dataset(first, context_length, folder.name)
-    hides_bars = datasets.utils.are_progress_bars_disabled()
-    datasets.utils.disable_progress_bars()
-    one_row.save_to_disk(folder)
-    if not hides_bars:
-        datasets.utils.enable_progress_bars()
-    state = json.loads((folder / "state.json").read_text())
-    [only] = state["_data_files"]
-    with pa.ipc.open_stream(str(folder / only["filename"])) as stream:
-        schema = stream.schema
-    (folder / only["filename"]).unlink()
-    shards = -(-split.rows * context_length * split.dtype.itemsize // SHARD_BYTES)
+    folder.mkdir(parents=True)
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value(str(split.dtype)), length=context_length)})
+    schema = features.arrow_schema
+    shards = -(-rows * context_length * split.dtype.itemsize // SHARD_BYTES)
     names = [f"data-{number:05d}-of-{shards:05d}.arrow" for number in range(shards)]
-    digest = hashlib.sha256()
-    show = progress and sys.stderr.isatty()
-    with open(split.path, "rb") as file, tqdm(desc=f"writing {folder.name}", total=split.rows, disable=not show) as bar:
+    at_once, digest = max(1, COPY_TOKENS // context_length), hashlib.sha256()
+    with (
+        open(split.tokens_path, "rb") as file,
+        tqdm(desc=f"writing {folder.name}", total=rows, disable=hides_bar) as bar,
+    ):
         for number, name in enumerate(names):
-            rows = split.rows * (number + 1) // shards - split.rows * number // shards
-            _write_shard(file, folder / name, schema, rows, split.dtype, digest, bar)
-    state.update(_data_files=[{"filename": name} for name in names], _fingerprint=digest.hexdigest()[:16])
-    (folder / "state.json").write_text(json.dumps(state, indent=2, sort_keys=True))
+            mine = rows * (number + 1) // shards - rows * number // shards
+            with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+                for begin in range(0, mine, at_once):
+                    count = min(at_once, mine - begin)
+                    tokens = np.fromfile(file, split.dtype, count * context_length)
+                    digest.update(tokens.data)
+                    column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), context_length)
+                    writer.write_batch(pa.record_batch([column.cast(schema.field(0).type)], schema=schema))
+                    bar.update(count)
+    info = {"citation": "", "description": "", "features": features.to_dict(), "homepage": "", "license": ""}
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": digest.hexdigest()[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": folder.name,
+    }
+    (folder / "dataset_info.json").write_text(json.dumps(info, indent=2))
+    (folder / "state.json").write_text(json.dumps(state, indent=2))
     return digest.hexdigest()
-
-
-def _write_shard(
-    file: BinaryIO, path: Path, schema: pa.Schema, rows: int, dtype: np.dtype, digest: Any, bar: tqdm
-) -> None:
-    """Append the next `rows` of a flat file to an Arrow file, some at a time."""
-    context_length = schema.field("input_ids").type.list_size
-    at_once = max(1, COPY_TOKENS // context_length)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        for begin in range(0, rows, at_once):
-            count = min(at_once, rows - begin)
-            tokens = np.fromfile(file, dtype, count * context_length)
-            digest.update(tokens.data)
-            column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), context_length)
-            writer.write_batch(pa.record_batch([column.cast(schema.field("input_ids").type)], schema=schema))
-            bar.update(count)
-
-
-def _fixed_size_dataset(tokens: np.ndarray, context_length: int, name: str) -> datasets.Dataset:
-    features = datasets.Features({"input_ids": datasets.List(datasets.Value(str(tokens.dtype)), length=context_length)})
-    column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), context_length)
-    return datasets.Dataset(
-        pa.table({"input_ids": column}),
-        info=datasets.DatasetInfo(features=features),
-        split=datasets.NamedSplit(name),
-        fingerprint="0",
-    )

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -15,7 +16,6 @@ from fabric_llm.base import hub
 from fabric_llm.base.faults import REFUSED, Fault, one_line
 from fabric_llm.base.files import check_name
 from fabric_llm.prepare import tokenizer_bounds
-from fabric_llm.prepare.encoding import Convention
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -48,9 +48,9 @@ def packing_tokenizer(name: str) -> PreTrainedTokenizerBase:
     except Fault:
         raise
     except Exception as error:
-        said = None if os.path.exists(name) else hub.answer(name, error, "tokenizer")
+        said = (None if os.path.exists(name) else hub.answer(name, error, "tokenizer")) or one_line(error)
         raise ValueError(
-            f"tokenizer {name} is neither a folder here nor one that can be read from the hub: {said or one_line(error)}"
+            f"tokenizer {name} is neither a folder here nor one that can be read from the hub: {said}"
         ) from error
     if not tokenizer.is_fast:
         raise ValueError(f"tokenizer {name} has no fast version (tokenizer.json), which preparing data needs")
@@ -68,37 +68,29 @@ def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrained
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
-    )
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
-def convention(backend: Tokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> Convention:
-    """What stands around the tokens of a document, and what mustn't be among them."""
+def convention(backend: Tokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What stands around the tokens of a document, and what mustn't be among them: arguments of `encoding.Job`."""
     eos = hf_tokenizer.eos_token_id
-    before, after = _special_tokens_around(backend)
+    with tokenizer_bounds.without_panic():
+        probe = backend.encode("a", add_special_tokens=True)
+    text = [position for position, special in enumerate(probe.special_tokens_mask) if not special]
+    before, after = probe.ids[: text[0]], probe.ids[text[-1] + 1 :]
     # A Unigram or WordLevel model, whose vocabulary holds its special tokens as words, still finds them in text. Only
     # the unknown token may come from text.
     forbidden = sorted({*hf_tokenizer.all_special_ids} - {hf_tokenizer.unk_token_id} | {eos})
     largest = max([*backend.get_vocab(with_added_tokens=True).values(), *before, *after, eos])
-    return Convention(
-        before=[token for token in before if token != eos],
-        after=[token for token in after if token != eos] + [eos],
-        forbidden=[(token, hf_tokenizer.convert_ids_to_tokens(token)) for token in forbidden],
-        dtype="uint16" if largest < 2**16 else "int32",
-    )
-
-
-def _special_tokens_around(backend: Tokenizer) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer itself puts before and after a text."""
-    with tokenizer_bounds.without_panic():
-        probe = backend.encode("a", add_special_tokens=True)
-    text = [position for position, special in enumerate(probe.special_tokens_mask) if not special]
-    return probe.ids[: text[0]], probe.ids[text[-1] + 1 :]
+    return {
+        "before": [token for token in before if token != eos],
+        "after": [token for token in after if token != eos] + [eos],
+        "forbidden": {token: hf_tokenizer.convert_ids_to_tokens(token) for token in forbidden},
+        "dtype": "uint16" if largest < 2**16 else "int32",
+    }

@@ -28,7 +28,6 @@ PROBE = (
     + " " * 200
     + "a" * 200
 )
-STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 def check_file(path: Path) -> None:
@@ -44,7 +43,7 @@ def check_file(path: Path) -> None:
     except RecursionError as error:
         raise ValueError(f"{str(path)!r} is nested too deeply to be read.") from error
     try:
-        _check(document if isinstance(document, dict) else {})
+        _check(_object(document))
     except ValueError as error:
         raise ValueError(f"{str(path)!r} {error}.") from error
 
@@ -80,48 +79,40 @@ def without_panic() -> Iterator[None]:
         os.close(nowhere)
 
 
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def _check(document: dict[str, Any]) -> None:
-    vocabulary = _part(document, "model").get("vocab")
     added = document.get("added_tokens")
-    ids = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    ids += vocabulary.values() if isinstance(vocabulary, dict) else []
+    ids = [*_object(_object(document.get("model")).get("vocab")).values()]
+    ids += [_object(token).get("id") for token in added] if isinstance(added, list) else []
     if (largest := max((number for number in ids if isinstance(number, int)), default=0)) >= MOST_TOKENS:
         raise ValueError(f"has a token with the number {largest}; at most {MOST_TOKENS:,} tokens are read")
-    padding = _part(document, "padding")
-    for number in (_part(padding, "strategy").get("Fixed"), padding.get("pad_to_multiple_of")):
+    padding = _object(document.get("padding"))
+    for number in (_object(padding.get("strategy")).get("Fixed"), padding.get("pad_to_multiple_of")):
         if isinstance(number, int) and number > MOST_PADDING:
             raise ValueError(f"pads each text to {number} tokens; at most {MOST_PADDING:,} are read")
-    for name in STEPS:
-        steps: list[dict[str, Any]] = []
-        _collect(document.get(name), name, MOST_LEVELS, steps)
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        steps = list(_objects(document.get(name), name, MOST_LEVELS))
         if len(steps) > MOST_STEPS:
             raise ValueError(f"has {len(steps)} parts in its {name}; at most {MOST_STEPS} are read")
-        if name == "normalizer" and _growth(steps) > MOST_GROWTH:
+        growth = 1.0  # how many times longer the steps may make a text, one after the other
+        for step in steps:
+            replaced, content = _object(step.get("pattern")).get("String"), step.get("content")
+            if step.get("type") == "Replace" and isinstance(content, str):
+                growth *= max(1.0, len(content) / max(1, len(replaced) if isinstance(replaced, str) else 1))
+        if name == "normalizer" and growth > MOST_GROWTH:
             raise ValueError("has a normalizer that makes texts more than a thousand times longer")
 
 
-def _part(document: dict[str, Any], name: str) -> dict[str, Any]:
-    part = document.get(name)
-    return part if isinstance(part, dict) else {}
-
-
-def _collect(value: Any, name: str, levels: int, steps: list[dict[str, Any]]) -> None:
-    """Append all objects in `value` to `steps`."""
+def _objects(value: Any, name: str, levels: int) -> Iterator[dict[str, Any]]:
+    """All objects in `value`, from the outermost on. Raises ValueError for more levels."""
     if not isinstance(value, (dict, list)):
         return
     if levels == 0:
         raise ValueError(f"has a {name} that is more than {MOST_LEVELS} levels deep")
-    steps += [value] if isinstance(value, dict) else []
+    if isinstance(value, dict):
+        yield value
     for part in value.values() if isinstance(value, dict) else value:
-        _collect(part, name, levels - 1, steps)
-
-
-def _growth(steps: list[dict[str, Any]]) -> float:
-    """How many times longer these steps may make a text, one after the other."""
-    growth = 1.0
-    for step in steps:
-        pattern, content = _part(step, "pattern").get("String"), step.get("content")
-        if step.get("type") == "Replace" and isinstance(content, str):
-            replaced = max(1, len(pattern)) if isinstance(pattern, str) else 1
-            growth *= max(1.0, len(content) / replaced)
-    return growth
+        yield from _objects(part, name, levels - 1)

@@ -2,43 +2,52 @@
 
 The process group can't say who is missing: it forms when all are there, or fails after its time-out. Later a rank that dies
 closes its connections, which gloo notices and NCCL may not, and a rank that hangs closes nothing. So each rank tells a store
-that it lives (store.py), and a thread on each rank judges what it hears there. A heartbeat says how many collectives the rank
-has entered (base/ranks.py): the rank with the fewest is the one that the others wait for. The first fault of any rank is put
-into the store as well. What the others then see, a broken connection, is a consequence, and they say whose fault came first.
+that it lives, at the address where the process group has its own, and a thread on each rank judges what it hears there. A
+heartbeat says how many collectives the rank has entered (base/ranks.py): the rank with the fewest is the one that the others
+wait for. The first fault of any rank is put into the store as well. What the others then see, a broken connection, is a
+consequence, and they say whose fault came first.
+
+Rank 0 or torchrun's agent holds the store, so that it is there before the ranks have joined, and goes with rank 0. Where
+rank 0 is frozen no answer ever comes, not even to a connection. So one thread talks to the store, and may wait for ever.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Optional
+
+import torch
+from torch.distributed import distributed_c10d
 
 from fabric_llm.base.faults import PEER_LOST, Fault
 from fabric_llm.base.ranks import waiting
 from fabric_llm.processes.launch import SECONDS_TO_END, Children
 from fabric_llm.processes.stop import at_start
-from fabric_llm.processes.store import SECONDS_TO_FIRST_WORDS, Store
 
 MOST_SECONDS_BETWEEN_BEATS = 0.5
 SECONDS_BETWEEN_LOOKS = 0.2
+MOST_SECONDS_BETWEEN_LOOKS = 5.0  # more were spent asleep, as in a job that was suspended, and count for nobody
 SECONDS_TO_MEET = 1.0  # before this rank joins: one that is lost later can be named with its host and process
+SECONDS_TO_FIRST_WORDS = 0.1  # between two questions for a rank that hasn't been heard of: it may be frozen at any time
+SECONDS_TO_ANSWER = 5.0  # for the store, before a rank that ends goes without
 MOST_SECONDS_OF_SILENCE = 10.0  # of one that is short of processor time
 SECONDS_TO_TELL = 1.25  # who is silent, after a connection broke; and for the first fault to arrive
-MOST_RANKS_NAMED = 8
 
 
 class Watch:
     """This rank among the others. `mark` says that work goes on, `report` that it ended.
 
-    on_fault(fault): called in the watching thread where the main thread can't act itself; ends the process.
-    children: the ranks that this process has started.
-    is_asked(): True once a signal asks this process to stop; a rank that waits for others in C++ doesn't hear of it.
+    on_fault(fault): ends the process, from the watching thread, where the main thread can't act itself. children: the ranks
+    that this process has started. is_asked(): whether a signal asks to stop; the main thread, in C++, doesn't hear of it.
     """
 
     def __init__(
@@ -52,46 +61,47 @@ class Watch:
         self.rank, self.world_size, self.on_fault = rank, world_size, on_fault
         self.children, self.is_asked = children or Children({}), is_asked
         self.directory: Optional[Path] = None  # of the run, on rank 0
+        self.is_joining = self.has_joined = False
         self.step, self.doing, self.marked = 0, "joining", time.monotonic()
-        self.since = self.marked  # silence of a rank that hasn't been heard of counts from here on
-        self.is_joining = False
-        self.beats = 0
         self.main_thread = threading.get_ident()
-        self.ended = threading.Event()
-        self.says_end = False  # its heartbeat says that this rank ends
-        self.claimed = threading.Lock()
-        self.lost: set[int] = set()  # ranks that were given up
-        self.store = Store(rank, world_size, self._beat, self.children.processes)
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
-
-    # ---------------------------------------------------------------- called by the main thread
+        self.ended, self.claimed = threading.Event(), threading.Lock()
+        self.says_end = False  # its heartbeat says that this rank ends
+        # What this rank has heard from the store. Times are monotonic seconds.
+        self.beats: dict[int, dict[str, Any]] = {}  # of other ranks
+        self.heard_at: dict[int, float] = {}  # when these last changed
+        self.first: Optional[tuple[int, Fault]] = None  # the first fault of the run, and whose it is
+        self.own_fault: Optional[Fault] = None  # to be told, unless another one came first
+        self.lost: set[int] = set()  # ranks that were given up
+        self.store_is_lost = False
+        self.hears_all = rank == 0  # the others hear rank 0 and those that they have started: n reads, not n squared
+        self.begun = self.done = 0  # exchanges with the store
+        self.begun_at = self.since = self.marked  # silence of a rank that hasn't been heard of counts from `since` on
+        self.interval = MOST_SECONDS_BETWEEN_BEATS
+        self.woken = threading.Event()
 
     def join(self, timeout_seconds: float, directory: Optional[Path]) -> None:
-        """This rank waits for the others. MASTER_PORT is in the environment.
+        """This rank waits for the others. MASTER_PORT is in the environment. directory: of the run, on rank 0.
 
         timeout_seconds: silence of a rank that is waited for, and time for all to connect once they are there.
-        directory: rank 0's, that of the run.
         """
         self.is_joining, self.directory = True, directory
-        self._wait_at_most(max(timeout_seconds, 1.0))
-        self._start()
+        self._start(max(timeout_seconds, 1.0))
         deadline = time.monotonic() + SECONDS_TO_MEET
-        while not self.store.knows_all() and time.monotonic() < deadline:
+        while self._unheard() and time.monotonic() < deadline:
             time.sleep(0.02)
-        # For the others to hear of this rank before it waits in the process group.
-        time.sleep(2 * SECONDS_TO_FIRST_WORDS)
+        time.sleep(2 * SECONDS_TO_FIRST_WORDS)  # in which the others hear of this rank, before it waits in the group
 
     def begin(self, timeout_seconds: float) -> None:
         """All ranks have joined. Without a mark on this rank for `timeout_seconds`, the run is taken to hang."""
         self.mark(0, "setting up")
-        self._wait_at_most(timeout_seconds)
-        self.store.has_joined, self.is_joining = True, False
-        if not self.thread.is_alive():
-            self._start()
+        self.is_joining, self.has_joined = False, True
+        self._start(timeout_seconds)
 
     def mark(self, step: int, doing: str) -> None:
         """Work goes on: `step` finished steps, and what comes now."""
         self.step, self.doing, self.marked = step, doing, time.monotonic()
+        self.hears_all = self.rank == 0
 
     def claim_end(self) -> None:
         """This rank ends. Doesn't return where another thread is ending it already."""
@@ -101,186 +111,215 @@ class Watch:
 
     def report(self, fault: Fault) -> tuple[int, Fault]:
         """Tell the others why this rank ends. Returns the fault that came first, and whose it is."""
-        if fault.code == PEER_LOST and self.store.own_fault is None:  # a consequence, which the main thread has seen
-            fault = self._first_after_a_while() or fault
+        if fault.code == PEER_LOST and self.own_fault is None:
+            # A connection broke: the fault is that of whoever broke it, or who is silent since.
+            deadline, cause = time.monotonic() + SECONDS_TO_TELL, None
+            self.hears_all = True
+            while cause is None and time.monotonic() < deadline:
+                self.woken.set()
+                time.sleep(self.interval / 4)
+                cause = self._told()
+            gone = [r for r in list(self.beats) if self._silence(r) > 1.5 * self.interval and not self._has_ended(r)]
+            if cause is None and gone:
+                cause = self._silent(max(gone, key=self._silence))
+            fault = cause or fault
         self.says_end = True
-        return self.store.put_first(fault)
+        return self.put_first(fault)
 
-    def close(self) -> None:
-        """The run is over; nobody is watched any more."""
-        self.ended.set()
-        self.says_end = True
-        self.store.refresh()
-        self.store.close()
-        self.thread.join(timeout=5)
+    def put_first(self, fault: Fault) -> tuple[int, Fault]:
+        """Tell a fault of this rank, unless there is one. Returns whose came first."""
+        self.own_fault = fault
+        self.refresh()
+        return self.first or (self.rank, fault)
 
-    def wait_for_others(self, seconds: float) -> None:
-        """Rank 0 holds the store: it leaves last, so that the others can read why."""
+    def wait_for(self, ranks: Collection[int], seconds: float) -> bool:
+        """Wait until `ranks` have said that they end, or can't any more. True if all have said so in that time."""
         deadline = time.monotonic() + seconds
-        for rank in list(self.store.heard):
-            self.wait_for(rank, deadline - time.monotonic())
-
-    def wait_for(self, rank: int, seconds: float) -> bool:
-        """True once `rank` has said that it ends; False if it hasn't in that time, or can't any more."""
-        deadline = time.monotonic() + seconds
-        while not self.has_ended(rank):
-            if time.monotonic() > deadline or rank in self.lost or self.store.is_lost:
+        while left := [rank for rank in ranks if not self._has_ended(rank)]:
+            if time.monotonic() > deadline or self.lost.issuperset(left) or self.store_is_lost:
                 return False
             time.sleep(0.05)
         return True
 
-    def has_ended(self, rank: int) -> bool:
-        """True if `rank` has said that it ends."""
-        return rank in self.store.heard and self.store.heard[rank].beat["ended"]
+    def close(self) -> None:
+        """This rank has ended; nobody is watched any more."""
+        self.ended.set()
+        self.says_end = True
+        self.refresh()
+        self.store_is_lost = True
+        self.woken.set()
 
-    # ---------------------------------------------------------------- the thread
-
-    def _wait_at_most(self, timeout_seconds: float) -> None:
+    def _start(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self.patience = min(MOST_SECONDS_OF_SILENCE, timeout_seconds / 3)  # seconds of silence of a rank that is alive
-        self.store.interval = min(MOST_SECONDS_BETWEEN_BEATS, timeout_seconds / 10)
+        self.interval = min(MOST_SECONDS_BETWEEN_BEATS, timeout_seconds / 10)
+        if not self.thread.is_alive():
+            self.since = time.monotonic()
+            # Where this process listens at the port already, before the process group wants it.
+            store = self._connect() if self.children.door is not None else None
+            threading.Thread(target=self._talk, args=[store], name="store", daemon=True).start()
+            self.thread.start()
 
-    def _start(self) -> None:
-        self.since = time.monotonic()
-        door, self.children.door = self.children.door, None
-        self.store.start(self.timeout_seconds, door)
-        self.thread.start()
+    def _talk(self, store: Optional[torch.distributed.Store]) -> None:
+        while not self.store_is_lost:
+            self.begun, self.begun_at = self.begun + 1, time.monotonic()
+            try:
+                store = store or self._connect()
+                self._exchange(store)
+                self.done = self.begun
+            except (RuntimeError, ValueError):
+                store = None  # nobody holds it yet, or any more; joining itself says what is wrong
+                if self.has_joined:  # a broken connection, which collectives see as well
+                    self.store_is_lost = True
+            self.woken.wait(min(self.interval, SECONDS_TO_FIRST_WORDS) if self._unheard() else self.interval)
+            self.woken.clear()
 
-    def _run(self) -> None:
-        while not self.ended.wait(SECONDS_BETWEEN_LOOKS):
-            fault = self._asked() or self._first() or self._lost_child()
-            fault = fault or self._missing() or self._lost_store() or self._hangs()
-            if fault is not None:
-                self._end_from_thread(self.store.put_first(fault)[1])
+    def _connect(self) -> torch.distributed.Store:
+        if self.world_size == 1:
+            return torch.distributed.HashStore()
+        if torch.distributed.is_initialized():  # the group's own is locked while somebody waits for a key
+            store = distributed_c10d._get_default_store().clone()  # there is no public way to it
+        else:
+            door, self.children.door = self.children.door, None
+            of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            store = torch.distributed.TCPStore(
+                os.environ.get("MASTER_ADDR", "127.0.0.1"),  # as Lightning has it
+                int(os.environ["MASTER_PORT"]),
+                is_master=self.rank == 0 and not of_agent,
+                timeout=timedelta(seconds=self.timeout_seconds),
+                wait_for_workers=False,
+                multi_tenant=True,  # the process group's comes to the same address
+                master_listen_fd=None if door is None else door.detach(),
+            )
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store may be that of the attempt before
+        return torch.distributed.PrefixStore(f"watch-{attempt}", store)
+
+    def _exchange(self, store: torch.distributed.Store) -> None:
+        if (own := self.own_fault) is not None:  # before the beat that may say that this rank has ended
+            told = {"rank": self.rank, "sentence": str(own), "code": own.code, "retryable": own.retryable}
+            store.compare_set("first", "", json.dumps(told))
+        if self.first is None and store.check(["first"]):  # remembered, since rank 0 takes the store with it
+            there = json.loads(store.get("first"))
+            self.first = there["rank"], Fault(there["sentence"], there["code"], there["retryable"])
+        store.set(f"beat/{self.rank}", json.dumps(self._beat()))
+        for rank in self._listened():
+            beat = json.loads(store.get(f"beat/{rank}")) if store.check([f"beat/{rank}"]) else None
+            if beat != self.beats.get(rank):
+                self.beats[rank], self.heard_at[rank] = beat, time.monotonic()
 
     def _beat(self) -> dict[str, Any]:
-        self.beats += 1
-        own = {"beats": self.beats, "host": socket.gethostname(), "pid": os.getpid(), "ended": self.says_end}
-        return {**own, **self._progress(), "directory": self.directory and str(self.directory)}
+        own = {"at": time.monotonic(), "host": socket.gethostname(), "pid": os.getpid(), "ended": self.says_end}
+        own |= {"step": self.step, "doing": self.doing, "collectives": waiting.collectives}
+        return {**own, "directory": self.directory and str(self.directory)}
 
-    def _progress(self) -> dict[str, Any]:
-        return {"step": self.step, "doing": self.doing, "collectives": waiting.collectives}
+    def _listened(self) -> set[int]:
+        return (set(range(self.world_size)) if self.hears_all else {0, *self.children.processes}) - {self.rank}
 
-    def _asked(self) -> Optional[Fault]:
-        return at_start() if self.is_joining and self.is_asked() else None
+    def _unheard(self) -> set[int]:
+        return self._listened() - self.beats.keys()
 
-    def _first(self) -> Optional[Fault]:
-        return self.store.first and self.store.first[1]
+    def refresh(self, seconds: float = SECONDS_TO_ANSWER) -> None:
+        """Tell and hear now. The store is lost where it doesn't answer in that time, or never has before the ranks joined."""
+        begun, deadline = self.begun, time.monotonic() + seconds
+        self.woken.set()
+        while self.done <= begun and not self.store_is_lost:
+            if time.monotonic() > deadline or not (self.done or self.has_joined):
+                self.store_is_lost = True
+            time.sleep(0.002)
 
-    def _lost_child(self) -> Optional[Fault]:
-        child = self.children.dead()
-        if child is None:
+    def _run(self) -> None:
+        looked_at = time.monotonic()
+        while not self.ended.wait(SECONDS_BETWEEN_LOOKS):
+            asleep = time.monotonic() - looked_at - MOST_SECONDS_BETWEEN_LOOKS
+            if asleep > 0:
+                self.marked, self.since, self.begun_at = (t + asleep for t in (self.marked, self.since, self.begun_at))
+                self.heard_at = {rank: at + asleep for rank, at in list(self.heard_at.items())}
+            looked_at = time.monotonic()
+            fault = self._told() or self._seen()
+            if fault is None or self.ended.is_set():  # the main thread ends by itself
+                continue
+            first = self.put_first(fault)[1]
+            # The main thread has time to end by itself, which it does unless it is stuck.
+            if not self.is_joining and not self._is_still() and self.ended.wait(SECONDS_TO_END):
+                return
+            self.claim_end()
+            if not self.is_joining:
+                stack = traceback.format_stack(sys._current_frames()[self.main_thread])
+                print(f"Rank {self.rank} was here:\n{''.join(stack[-8:])}", file=sys.stderr, flush=True)
+            self.on_fault(first)
+
+    def _told(self) -> Optional[Fault]:
+        """Why this rank must end, if somebody says it: a signal, the store, or the kernel of a rank that this one started."""
+        if self.is_joining and self.is_asked():
+            return at_start()
+        dead = self.children.dead() if self.first is None else None
+        if dead is not None:
+            self.refresh()  # it may have said why
+        if self.first is not None:
+            return self.first[1]
+        if dead is None or self._has_ended(dead[0]):
             return None
-        rank, how = child
-        self.store.refresh()  # it may have said why
-        if self.store.first is not None or self.has_ended(rank):
-            return self._first()
+        rank, how, code = dead
         if self.is_joining:
-            return Fault(f"rank {rank} {how} before training began.", self.children.code_of(rank))
-        beat = self.store.heard[rank].beat if rank in self.store.heard else {"step": self.step, "doing": "starting"}
+            return Fault(f"rank {rank} {how} before training began.", code)
+        beat = self.beats.get(rank, {"step": 0, "doing": "starting"})
         step = max(self.step, beat["step"])  # its last beat may be older than our last step together
         return Fault(f"rank {rank} {how} after step {step}, {beat['doing']}.", PEER_LOST)
 
-    def _missing(self) -> Optional[Fault]:
-        """Before the ranks have joined: the first that isn't heard, or isn't heard any more."""
-        if not self.is_joining:
-            return None
-        awaited, heard = self._others() if self.rank == 0 else [0], self.store.heard
-        last = {rank: heard[rank].at if rank in heard else self.since for rank in awaited}
-        silent = [rank for rank in awaited if time.monotonic() - last[rank] > self.timeout_seconds]
-        if not silent:
-            return None
-        for_so_long = f"for {self.timeout_seconds:.0f} s (--join_timeout)"
-        if known := [rank for rank in silent if rank in heard]:
-            return self._silent_fault(known[0], for_so_long)
-        self.lost.update(silent)
-        where = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT')}"
-        heard_of, verb = ("them", "haven't") if len(silent) > 1 else ("it", "hasn't")
-        answer = f"nothing was heard of {heard_of}" if self.store.done else "nobody answers"
-        return Fault(f"{_named(silent)} {verb} joined: {answer} at {where} {for_so_long}.", PEER_LOST)
-
-    def _lost_store(self) -> Optional[Fault]:
-        """Once the ranks have joined: rank 0 has gone with it, or is frozen."""
+    def _seen(self) -> Optional[Fault]:
+        """Who is missing, lost or frozen, or hangs, as far as it shows by silence; None where all is well."""
         if self.is_joining:
+            limit = f"{self.timeout_seconds:.0f} s (--join_timeout)"
+            awaited = sorted(self._listened() if self.rank == 0 else {0})
+            silence = {rank: self._silence(rank) for rank in awaited}
+            gone = [rank for rank in awaited if silence[rank] > self.timeout_seconds]
+            if known := [rank for rank in gone if rank in self.beats]:
+                return self._silent(known[0], limit)
+            if gone:
+                self.lost.update(gone)
+                who = f"rank {gone[0]}" + f" (and {len(gone) - 1} more, up to rank {gone[-1]})" * (len(gone) > 1)
+                where = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT')}"
+                answer = "nothing was heard of it" if self.done else "nobody answers"
+                return Fault(f"{who} hasn't joined: {answer} at {where} for {limit}.", PEER_LOST)
+            if self.rank != 0 or self._unheard() or max(silence.values(), default=0.0) > self.patience:
+                self.marked = time.monotonic()  # not all are there yet
+            apart = f"all ranks are there, but haven't connected to each other within {limit}: can their machines reach each "
+            apart += "other on the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names?"
+            return Fault(apart, PEER_LOST) if self._is_still() else None
+
+        # Rank 0 has gone with the store, or is frozen.
+        unanswered = time.monotonic() - self.begun_at if self.done < self.begun else 0.0
+        if self.store_is_lost or unanswered > self.timeout_seconds + SECONDS_TO_TELL + 2 * self.interval:
+            self.store_is_lost = True
+            return self._silent(0)
+
+        # Nothing has moved here. Whoever is silent, or isn't waiting for the others, is the one they wait for.
+        if self._is_still():
+            self.hears_all = True
+        if not self._is_still(self.patience + self.interval):  # in which a rank that lives is heard
             return None
-        patience = self.timeout_seconds + SECONDS_TO_TELL + 2 * self.store.interval
-        self.store.is_lost |= self.store.unanswered_seconds() > patience
-        return self._silent_fault(0) if self.store.is_lost else None
+        if gone := [rank for rank in sorted(self._listened()) if self._silence(rank) > self.patience]:
+            return self._silent(gone[0])
+        return hanging({**self.beats, self.rank: self._beat()}, self.timeout_seconds)
 
-    def _hangs(self) -> Optional[Fault]:
-        """Nothing has moved here. Whoever is silent, or isn't waiting for the others, is the one they wait for."""
-        if self.is_joining and (self.rank != 0 or not self.store.knows_all() or self._silent()):
-            self.marked = time.monotonic()  # not all are there yet, and `_missing` says who isn't
-        if not self._is_still():
-            return None
-        until = time.monotonic() + self.patience + self.store.interval
-        self.store.hears_all = True
-        while time.monotonic() < until:
-            if (first := self._first()) is not None:
-                return first
-            time.sleep(self.store.interval)
-            if not self._is_still():  # a job that was suspended goes on
-                self.store.hears_all = self.rank == 0
-                return None
-        if silent := self._silent():
-            return self._silent_fault(silent[0])
-        if self.is_joining:
-            return Fault(
-                f"all {self.world_size} ranks are there, but haven't connected to each other within "
-                f"{self.timeout_seconds:.0f} s (--join_timeout): can their machines reach each other on the interface that "
-                "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names?",
-                PEER_LOST,
-            )
-        beats = {rank: self.store.heard[rank].beat for rank in self._others()}
-        return hanging({**beats, self.rank: self._progress()}, self.timeout_seconds)
-
-    def _is_still(self) -> bool:
-        return time.monotonic() - self.marked >= self.timeout_seconds
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank != self.rank]
-
-    def _silent(self) -> list[int]:
-        """The other ranks that aren't heard, or haven't been for longer than a rank that lives."""
-        heard = self.store.heard
-        return [rank for rank in self._others() if rank not in heard or self._silence(rank) > self.patience]
+    def _is_still(self, more_seconds: float = 0.0) -> bool:
+        return time.monotonic() - self.marked >= self.timeout_seconds + more_seconds
 
     def _silence(self, rank: int) -> float:
-        return time.monotonic() - self.store.heard[rank].at
+        return time.monotonic() - self.heard_at.get(rank, self.since)
 
-    def _silent_fault(self, rank: int, for_so_long: Optional[str] = None) -> Fault:
+    def _has_ended(self, rank: int) -> bool:
+        return rank in self.beats and self.beats[rank]["ended"]
+
+    def _silent(self, rank: int, limit: str = "") -> Fault:
+        """Of a rank that is given up. limit: what it was silent for, if not for so long as it is silent."""
         self.lost.add(rank)
-        if rank not in self.store.heard:
+        if rank not in self.beats:
             return Fault(f"rank {rank} is lost or frozen: nothing was ever heard of it.", PEER_LOST)
-        beat = self.store.heard[rank].beat
+        beat, silent = self.beats[rank], limit or f"{self._silence(rank):.1f} s"
         when = "before training began" if self.is_joining else f"after step {beat['step']}, {beat['doing']}"
-        silent = f"silent {for_so_long or f'for {self._silence(rank):.1f} s'}"
-        return Fault(
-            f"rank {rank} (process {beat['pid']} on {beat['host']}) is lost or frozen: {silent}, {when}.", PEER_LOST
-        )
-
-    def _first_after_a_while(self) -> Optional[Fault]:
-        """A connection broke: the fault of whoever broke it, or who is silent since."""
-        deadline, interval = time.monotonic() + SECONDS_TO_TELL, self.store.interval
-        self.store.hears_all = True
-        while time.monotonic() < deadline:
-            if (first := self._first() or self._lost_child()) is not None:
-                return first
-            self.store.woken.set()
-            time.sleep(interval / 4)
-        gone = [r for r in list(self.store.heard) if self._silence(r) > 1.5 * interval and not self.has_ended(r)]
-        return self._silent_fault(max(gone, key=self._silence)) if gone else None
-
-    def _end_from_thread(self, first: Fault) -> None:
-        """Give the main thread time to end by itself, which it does unless it is stuck; then end the process."""
-        is_stuck = self.is_joining or self._is_still()
-        if not is_stuck and self.ended.wait(SECONDS_TO_END):
-            return
-        self.claim_end()
-        if not self.is_joining:
-            stack = traceback.format_stack(sys._current_frames()[self.main_thread])
-            print(f"Rank {self.rank} was here:\n{''.join(stack[-8:])}", file=sys.stderr, flush=True)
-        self.on_fault(first)
+        who = f"rank {rank} (process {beat['pid']} on {beat['host']})"
+        return Fault(f"{who} is lost or frozen: silent for {silent}, {when}.", PEER_LOST)
 
 
 def hanging(beats: dict[int, dict[str, Any]], seconds: float) -> Fault:
@@ -290,16 +329,6 @@ def hanging(beats: dict[int, dict[str, Any]], seconds: float) -> Fault:
     """
     behind, *ahead = sorted(beats, key=lambda rank: (beats[rank]["collectives"], rank))
     beat = beats[behind]
-    is_waited_for = bool(ahead) and beats[ahead[0]]["collectives"] > beat["collectives"]
-    wait = "; the others wait for it" if is_waited_for else ""
-    what = f"rank {behind} hangs: no progress for {seconds:.0f} s after step {beat['step']}"
-    return Fault(f"{what}, {beat['doing']}{wait} (--hang_timeout).", PEER_LOST)
-
-
-def _named(ranks: list[int]) -> str:
-    """[1] -> 'rank 1', [1, 3] -> 'ranks 1 and 3'"""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = len(ranks) - MOST_RANKS_NAMED
-    words = [str(rank) for rank in ranks[:MOST_RANKS_NAMED]] + ([f"{more} more"] if more > 0 else [])
-    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
+    wait = "; the others wait for it" if ahead and beats[ahead[0]]["collectives"] > beat["collectives"] else ""
+    since = f"after step {beat['step']}, {beat['doing']}{wait}"
+    return Fault(f"rank {behind} hangs: no progress for {seconds:.0f} s {since} (--hang_timeout).", PEER_LOST)

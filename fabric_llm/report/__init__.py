@@ -1,8 +1,6 @@
 """Runs to look at: `python -m fabric_llm.report checkpoints/RUN` writes one HTML file that needs no network.
 
-reading      `read_run`: a run directory -> `Run`, plain data
-timeline     `timeline`: what happened to a run
-certificate  `quick`, `whole`: what `python -m fabric_llm.verify` finds
-figures      `charts`, `strip`: runs as plotly's traces, thinned out so that their extremes stay
-page         `write`: what is said about runs in words and numbers, and page.html, which all of it goes into
+reading  `read_run`: a run directory -> `Run`, plain data; `timeline`: what happened to it
+figures  `charts`, `strip`: runs as plotly's traces, thinned out so that their extremes stay
+page     `write`: what is said about runs in words and numbers, and page.html, which all of it goes into
 """

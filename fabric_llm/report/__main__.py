@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn, Optional
 
-from fabric_llm.base.console import plain_output
 from fabric_llm.base.faults import Fault
+from fabric_llm.base.program import plain_output
 
 DESCRIPTION = """Write one HTML file about runs: the figures that decide, curves, events, samples, the certificate and the
 flags. It needs no network, and shows a run that is still going as far as it is."""
@@ -23,8 +23,8 @@ class Parser(argparse.ArgumentParser):
         raise Fault(f"{message}; see --help.")
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line. Raises Fault (2)."""
+def main(argv: Optional[list[str]] = None) -> int:
+    """Run the command and return its exit code."""
     parser = Parser(prog="python -m fabric_llm.report", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="checkpoints/RUN", help="one run, or several to compare")
     parser.add_argument("--output", help=f"the file to write (default: {REPORT} in the first run's directory)")
@@ -32,22 +32,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--verify",
         choices=("auto", "true"),
         default="auto",
-        help="auto: check logs and sizes of files, a moment, and show the last certificate.json of the run directory; true: "
-        "verify the runs as python -m fabric_llm.verify does, with hashes and export, and write their certificate.json",
+        help="auto: show the last certificate.json of the run directory; true: verify the runs as python -m fabric_llm.verify "
+        "does, with hashes and export, and write their certificate.json",
     )
-    given = parser.parse_args(argv)
-    if given.output is not None:
-        require_output(Path(given.output))
-    given.output = Path(given.output or Path(given.runs[0]) / REPORT)
-    return given
-
-
-def main(argv: Optional[list[str]] = None) -> int:
-    """Run the command and return its exit code."""
     try:
-        given = parse(sys.argv[1:] if argv is None else argv)
-        return page_module().write(given.runs, given.output, given.verify == "true")
-    except Fault as fault:
+        given = parser.parse_args(argv)
+        if given.output is not None:
+            require_output(Path(given.output))
+        output = Path(given.output or Path(given.runs[0]) / REPORT)
+        return page_module().write(given.runs, output, given.verify == "true")
+    except (Fault, OSError) as error:
+        fault = error if isinstance(error, Fault) else Fault(f"{str(error.filename)!r}: {error.strerror}.")
         print(f"fabric_llm.report: error: {fault}", file=sys.stderr, flush=True)
         return fault.code
 
@@ -63,10 +58,8 @@ def page_module():
 
 def require_output(output: Path) -> None:
     """Raises Fault (2) where `output` can't be a file."""
-    if output.is_dir():
-        raise Fault(f"--output {str(output)!r} is a folder: name a file, such as {str(output / REPORT)!r}.")
-    if not output.absolute().parent.is_dir():
-        raise Fault(f"{str(output.parent)!r}: there is no such folder.")
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        raise Fault(f"--output {str(output)!r} must name a file, such as {REPORT}, in a folder that is there.")
 
 
 if __name__ == "__main__":

@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
+import shutil
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from torch import Tensor
+from torch import nn
 from transformers import PreTrainedModel
 
 from fabric_llm.base import ranks
-from fabric_llm.base.command_line import Flags
+from fabric_llm.base.command_line import Flags, write_yaml
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNWRITABLE, Fault
-from fabric_llm.checkpoint import reading, state_dicts, writing
-from fabric_llm.checkpoint.writing import Background
+from fabric_llm.base.program import Console
+from fabric_llm.checkpoint import keep, reading, state_dicts, writing
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.token_bytes import bytes_of_tokens
-from fabric_llm.model import (
-    freezing,
-    language_model,
-    layers,
-    loading,
-    strategy,
-)
+from fabric_llm.model import flops, freezing, language_model, layers, loading, strategy, weights
 from fabric_llm.plan import run_directory
-from fabric_llm.plan.data import document_ends
+from fabric_llm.plan.checks import profiled_steps
+from fabric_llm.plan.make_plan import document_ends
 from fabric_llm.plan.plan import Plan
-from fabric_llm.processes.stop import Requests, StopSignal
+from fabric_llm.processes.stop import StopSignal
 from fabric_llm.processes.watch import Watch
 from fabric_llm.run import reference, save
-from fabric_llm.run.run import Run, close_log, leave_ranks, say_what_comes_next
+from fabric_llm.run.log import Log
+from fabric_llm.run.metrics import MetricsFile, Trackers
+from fabric_llm.run.run import Run, leave, say_what_comes_next
 from fabric_llm.run.samples import Samples
-from fabric_llm.run.start import open_log
-from fabric_llm.training import adamw, ema, optim
-from fabric_llm.training.evaluation import Evaluation
+from fabric_llm.training import adamw, ema
+from fabric_llm.training.evaluation import Evaluation, drift_of_run
 from fabric_llm.training.guard import Forgetting, Guard, parse_budgets
-from fabric_llm.training.updates import Drift, drift_of_run
+
+MANY_STEPS = 200  # steps that nobody wants to lose
 
 
 def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: Watch) -> Run:
@@ -50,112 +48,38 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     run = Run(fabric, flags, plan, watch, plan.start)
     run.closing.callback(say_what_comes_next, run)
     require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
-    require_room(plan, flags.training)
+
+    def require_room() -> None:
+        """Sweep, and end the run before its model is loaded where not even one checkpoint would fit on the disk."""
+        run_directory.sweep(plan.run_directory)
+        average = flags.training.ema_device if flags.training.ema_decay is not None else None
+        needed = adamw.checkpoint_bytes(_skeleton(plan).parameters(), plan.model.bf16_updates, average)
+        writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
+
+    ranks.from_rank_zero(require_room)
     failpoint("set_up")
-    build_model(run, plan.model.source, plan.resume_from)
-    run.guard = make_guard(flags)
+    build_model(run, plan.model.source)
+    evaluation, guard = flags.evaluation, flags.guard
+    forgetting = Forgetting(parse_budgets(evaluation.forgetting_budget), evaluation.forgetting_action)
+    limits = guard.max_skipped_steps, guard.spike_threshold, guard.spike_window, guard.spike_action
+    run.guard = Guard(*limits, forgetting=forgetting)
     if plan.resumed:
         restore(run, plan.resumed)
     run.batches = make_batches(run)
     run.closing.callback(run.batches.close)
     run.log = open_log(run)
-    run.closing.callback(close_log, run)
-    run.closing.callback(leave_ranks, run)  # before the log, for which other ranks needn't wait
-    run.background = Background() if flags.save.async_save else None
+    run.closing.callback(leave, run)
+    run.background = writing.Background(run.model) if flags.save.async_save else None
     run.closing.callback(save.publish, run)
     run.samples = Samples(fabric, plan, flags.logging, run.log, watch.mark)
     looks = fabric.global_rank == 0  # for all ranks
-    run.requests = Requests(signals, plan.run_directory if looks else None, flags.training.max_hours if looks else None)
+    signals.watch_for(plan.run_directory if looks else None, flags.training.max_hours if looks else None)
+    run.requests = signals
     run.closing.callback(run.requests.finish)
     run.evaluation = make_evaluation(run)
     if not plan.resumed:  # what the model says before step 1
         run.samples.take(run.model, run.progress)
     return run
-
-
-def make_guard(flags: Flags) -> Guard:
-    """What judges the steps and the evaluations of a run."""
-    evaluation, guard = flags.evaluation, flags.guard
-    forgetting = Forgetting(parse_budgets(evaluation.forgetting_budget), evaluation.forgetting_action)
-    return Guard(
-        guard.max_skipped_steps, guard.spike_threshold, guard.spike_window, guard.spike_action, forgetting=forgetting
-    )
-
-
-def make_batches(run: Run) -> Prefetch:
-    """The micro-batches of this rank."""
-    fabric, plan = run.fabric, run.plan
-    batches = Batches(
-        plan.data.dataset.train,
-        run.flags.training.seed,
-        plan.schedule.micro_batch_size,
-        plan.schedule.micro_batches,
-        rank=fabric.global_rank,
-        world_size=fabric.world_size,
-        end=plan.schedule.end,
-        mixture=plan.data.mixture,
-        document_end=plan.data.document_end,
-    )
-    copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
-    return Prefetch(batches, run.flags.data.num_workers, copies)
-
-
-def make_evaluation(run: Run) -> Evaluation:
-    """What evaluates the model on the validation sets, and on the probe of in-context learning."""
-    fabric, flags, plan, watch = run.fabric, run.flags, run.plan, run.watch
-    splits = plan.validation_splits()
-    special = [] if plan.model.tokenizer is None else plan.model.tokenizer.all_special_ids
-    sets = splits | plan.copy_set([plan.data.document_end, *special], flags.training.seed)
-    ends = document_ends(sets, plan.data.eval_data, plan.data.document_end)
-    place = {"rank": fabric.global_rank, "world_size": fabric.world_size}
-    return Evaluation(
-        fabric,
-        {name: evaluation_batches(split, flags, **place, document_end=ends[name]) for name, split in sets.items()},
-        run.requests.is_to_stop,
-        lambda: watch.mark(watch.step, "evaluating"),
-        token_bytes(plan) if flags.evaluation.eval_iters else None,
-        make_drift(run) if run.guard.forgetting.budgets else None,
-    )
-
-
-def make_drift(run: Run) -> Optional[Drift]:
-    """The distance from the base of a run, where it is known."""
-    sizes = {state_dicts.PREFIX + name: parameter.numel() for name, parameter in run.skeleton.named_parameters()}
-    return drift_of_run(run.fabric, run.model, sizes, run.plan.run_directory, run.plan.resume_from)
-
-
-def token_bytes(plan: Plan) -> Optional[Tensor]:
-    """Bytes of text of each token id, int64 [vocabulary]; None without a fast tokenizer."""
-    if plan.model.tokenizer is None or not plan.model.tokenizer.is_fast:
-        return None
-    size = max([plan.model.config.get_text_config().vocab_size, *plan.model.tokenizer.get_vocab().values()]) + 1
-    return torch.from_numpy(bytes_of_tokens(plan.model.tokenizer, size))
-
-
-def evaluation_batches(
-    validation: Any, flags: Flags, *, rank: int, world_size: int, document_end: Optional[int]
-) -> Batches:
-    """The first --eval_iters batches of a validation split, not past its end; as many on each rank."""
-    size = flags.evaluation.eval_batch_size
-    count = min(flags.evaluation.eval_iters, -(-len(validation) // size))
-    return Batches(
-        validation,
-        flags.training.seed,
-        size,
-        -(-count // world_size),
-        rank=rank,
-        world_size=world_size,
-        shuffle=False,
-        end=min(count * size, len(validation)),
-        document_end=document_end,
-    )
-
-
-def restore(run: Run, document: dict[str, Any]) -> None:
-    """What a checkpoint's progress.json holds of the run, except for its place."""
-    run.guard.restore(document["guard"])
-    if document.get("scaler"):
-        run.fabric.strategy.precision.load_state_dict(document["scaler"])
 
 
 def require_shared_directory(directory: Path, seconds: float) -> None:
@@ -170,18 +94,6 @@ def require_shared_directory(directory: Path, seconds: float) -> None:
         )
 
 
-def require_room(plan: Plan, training: Flags) -> None:
-    """Sweep, and end the run before its model is loaded where not even one checkpoint would fit on the disk."""
-
-    def look() -> None:
-        run_directory.sweep(plan.run_directory)
-        average = None if training.ema_decay is None else training.ema_device
-        needed = adamw.checkpoint_bytes(_skeleton(plan).parameters(), plan.model.bf16_updates, average)
-        writing.require_room(plan.run_directory, needed, "One checkpoint of this run")
-
-    ranks.from_rank_zero(look)
-
-
 def _skeleton(plan: Plan) -> PreTrainedModel:
     """The model of a plan on the meta device, frozen as the plan says."""
     skeleton = loading.build_skeleton(plan.model.config, loading.DTYPES[plan.model.precision])
@@ -189,45 +101,180 @@ def _skeleton(plan: Plan) -> PreTrainedModel:
     return skeleton
 
 
-def build_model(run: Run, source: str, resume_from: Optional[Path]) -> None:
+def build_model(run: Run, source: str) -> None:
     """Make `run.model`, with the weights of `source`, `run.optimizer` and `run.skeleton`. All ranks call it.
 
-    resume_from: checkpoint whose optimizer state to load. The plan's document_end is None afterwards where the model turns
-    out not to keep documents apart and needn't.
+    A checkpoint that the run resumes from gives the optimizer its state. The plan's document_end is None afterwards where the model
+    turns out not to keep documents apart and needn't.
     """
-    fabric, plan, training = run.fabric, run.plan, run.flags.training
+    fabric, plan = run.fabric, run.plan
     run.skeleton = _skeleton(plan)
     loading.set_generation_config(run.skeleton, source)
-    loaded, chosen = reference.load(plan, source, training.seed, run.flags.model)
+    opened, expected, chosen = reference.load(plan, source, run.flags.training.seed, run.flags.model)
+    document_end, attention, loss = chosen
     config = deepcopy(plan.model.config)
-    config._attn_implementation = chosen.attention
+    config._attn_implementation = attention
     run.plan = plan = replace(
-        plan,
-        model=replace(plan.model, config=config, loss=chosen.loss),
-        data=replace(plan.data, document_end=chosen.document_end),
+        plan, model=replace(plan.model, config=config, loss=loss), data=replace(plan.data, document_end=document_end)
     )
-    model = language_model.LanguageModel(
-        _skeleton(plan),
-        with_router_loss=plan.model.router_aux_loss_coef > 0,
-        chunked=plan.model.loss == "chunked",
-    )
+    chunked = loss == "chunked"
+    has_router_loss = plan.model.router_aux_loss_coef > 0
+    model = language_model.LanguageModel(_skeleton(plan), with_router_loss=has_router_loss, chunked=chunked)
+    weights.compute_buffers(model.causal_lm)
     layers.checkpoint_activations(model.causal_lm, plan.model.activation_checkpointing)
     if plan.model.compiles:
         layers.compile_layers(model)
-        # A CPU gains from it only at large vocabularies.
-        if plan.placement.kind == "cuda" and plan.model.loss == "chunked":
+        if plan.placement.kind == "cuda" and chunked:  # a CPU gains from it only at large vocabularies
             layers.compile_loss(model)
-    decayed = optim.decayed_names(model)
-    materializer = loading.Materializer(model, loaded.model, fabric.device)
-    run.model = strategy.wrap(
-        fabric, plan.placement.strategy, model, materializer, plan.model.precision, plan.placement.sharding
-    )
-    loaded, materializer = loaded._replace(model=None), None  # its memory, before gradients need some
-    optimizer = optim.make_optimizer(run.model, decayed, training, plan.model.bf16_updates)
-    ema.begin(optimizer, training.ema_decay, training.ema_device, training.ema_every, training.seed)
-    run.optimizer = fabric.setup_optimizers(optimizer)
-    if resume_from is not None:
-        thawed = freezing.thawed(run.skeleton, plan.resumed.get("schedule", {}), plan.model.frozen)
-        reading.load_optimizer(resume_from, run.model.module, run.optimizer, thawed)
+
+    def fill(model: nn.Module) -> None:
+        weights.fill(model, run.skeleton, opened)
+
+    placement = plan.placement
+    run.model = strategy.wrap(fabric, placement.strategy, model, fill, plan.model.precision, placement.sharding)
+    make_optimizer(run, plan.resume_from)
     if run.flags.model.verify_start:
-        reference.verify_start(fabric, plan, run.model, loaded)
+        reference.verify_start(fabric, plan, run.model, expected)
+
+
+def load_again(run: Run, checkpoint: Optional[Path]) -> None:
+    """Give the model that is there the weights of a checkpoint, or those that the run began with, and a new optimizer its state.
+
+    All ranks call it.
+    """
+    run.optimizer = None  # its memory, before another one takes some
+    strategy.reshard(run.model)
+    run.model.zero_grad()
+    opened: list[weights.Source] = []  # on rank 0
+    source, seed = str(checkpoint or run.flags.model.model_name), run.flags.training.seed
+    ranks.from_rank_zero(lambda: opened.append(reference.open_weights(run.plan, source, seed)))
+    weights.fill(run.model, run.skeleton, *opened)
+    make_optimizer(run, checkpoint)
+
+
+def make_optimizer(run: Run, checkpoint: Optional[Path]) -> None:
+    """Make `run.optimizer`, with the state that a checkpoint holds. All ranks call it."""
+    plan, training = run.plan, run.flags.training
+    decayed = adamw.decayed_names(language_model.LanguageModel(run.skeleton))
+    optimizer = adamw.make_optimizer(run.model, decayed, training, plan.model.bf16_updates)
+    ema.begin(optimizer, training.ema_decay, training.ema_device, training.ema_every, training.seed)
+    run.optimizer = run.fabric.setup_optimizers(optimizer)
+    if checkpoint is not None:
+        thawed = freezing.thawed(run.skeleton, plan.resumed.get("schedule", {}), plan.model.frozen)
+        reading.load_optimizer(checkpoint, run.model.module, run.optimizer, thawed)
+
+
+def restore(run: Run, document: dict[str, Any]) -> None:
+    """What a checkpoint's progress.json holds of the run, except for its place."""
+    run.guard.restore(document["guard"])
+    if document.get("scaler"):
+        run.fabric.strategy.precision.load_state_dict(document["scaler"])
+
+
+def make_batches(run: Run) -> Prefetch:
+    """The micro-batches of this rank."""
+    fabric, data, schedule = run.fabric, run.plan.data, run.plan.schedule
+    sizes = schedule.micro_batch_size, schedule.micro_batches, fabric.global_rank, fabric.world_size
+    how = {"end": schedule.end, "mixture": data.mixture, "document_end": data.document_end}
+    batches = Batches(data.dataset.train, run.flags.training.seed, *sizes, **how)
+    copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
+    return Prefetch(batches, run.flags.data.num_workers, copies)
+
+
+def make_evaluation(run: Run) -> Evaluation:
+    """What evaluates the model on the validation sets, and on the probe of in-context learning."""
+    fabric, flags, plan, watch, tokenizer = run.fabric, run.flags, run.plan, run.watch, run.plan.model.tokenizer
+    special = [] if tokenizer is None else tokenizer.all_special_ids
+    sets = plan.validation_splits() | plan.copy_set([plan.data.document_end, *special], flags.training.seed)
+    ends = document_ends(sets, plan.data.eval_data, plan.data.document_end)
+    place = fabric.global_rank, fabric.world_size
+    batches = {name: evaluation_batches(split, flags, *place, ends[name]) for name, split in sets.items()}
+    token_bytes = drift = None
+    if flags.evaluation.eval_iters and tokenizer is not None and tokenizer.is_fast:
+        size = max([plan.model.config.get_text_config().vocab_size, *tokenizer.get_vocab().values()]) + 1
+        token_bytes = torch.from_numpy(bytes_of_tokens(tokenizer, size))
+    if run.guard.forgetting.budgets:
+        sizes = {state_dicts.PREFIX + name: parameter.numel() for name, parameter in run.skeleton.named_parameters()}
+        drift = drift_of_run(fabric, run.model, sizes, plan.run_directory, plan.resume_from)
+
+    def working() -> None:
+        watch.mark(watch.step, "evaluating")
+
+    return Evaluation(fabric, batches, run.requests.is_to_stop, working, token_bytes, drift)
+
+
+def evaluation_batches(split: Any, flags: Flags, rank: int, world_size: int, document_end: Optional[int]) -> Batches:
+    """The first --eval_iters batches of a validation split, not past its end; as many on each rank."""
+    size = flags.evaluation.eval_batch_size
+    count = min(flags.evaluation.eval_iters, -(-len(split) // size))
+    sizes = flags.training.seed, size, -(-count // world_size), rank, world_size
+    return Batches(split, *sizes, shuffle=False, end=min(count * size, len(split)), document_end=document_end)
+
+
+def open_log(run: Run) -> Log:
+    """The log of a run. Rank 0 makes the run directory ready and says what the run does."""
+    flags, plan, skeleton, logging = run.flags, run.plan, run.skeleton, run.flags.logging
+    log, folder = Log(plan, run.fabric.device, flops.of_model(skeleton), run.batches), plan.run_directory
+    if run.fabric.global_rank != 0:
+        return log
+    folder.mkdir(parents=True, exist_ok=True)
+    for line in plan.changes:
+        print(line)
+    for name in keep.move_aside(folder, plan.start.step):
+        print(f"Kept as {name}: this run writes that step anew.")
+    branches = plan.resume_from is not None and not plan.has_checkpoint
+    if branches and (before := plan.resume_from.parent / "metrics.jsonl").is_file():
+        shutil.copyfile(before, folder / "metrics.jsonl")
+    write_yaml({**flags.kept(), **plan.resolved()}, folder / "arguments.yaml")
+    # What a branch's copy holds beyond its checkpoint isn't the branch's to discard.
+    file, last = folder / "metrics.jsonl", plan.start.step or -1
+    log.metrics = MetricsFile(file, last, plan.resumed, keeps_discarded=not branches)
+    run_directory.write_status(folder, None, "running", plan.start.step, True)
+    parameters, place = sum(p.numel() for p in skeleton.parameters()), plan.placement
+    is_random = plan.resume_from is None and not loading.has_weights(plan.model.source)
+    facts = {"model": type(skeleton).__name__, "parameters": parameters, "max_step": plan.schedule.max_step}
+    facts |= {"from": str(plan.resume_from or plan.model.source), "random": is_random, "torch": torch.__version__}
+    facts |= {"strategy": place.strategy, "devices": place.world_size, "kind": place.kind, "nodes": place.num_nodes}
+    begins = "started" if plan.resume_from is None else "resumed"
+    run_directory.record_event(folder, begins, plan.start.step, **facts)
+    log.trackers = Trackers(logging.logger, folder, flags.flat(), logging.entity, logging.project)
+    introduce(run, parameters, is_random)
+    log.console = Console(plan.schedule.max_step, plan.start.step)
+    log.profiled = profiled_steps(logging.profile) or (1, 0)
+    return log
+
+
+def introduce(run: Run, parameters: int, is_random: bool) -> None:
+    """Print what the run does, and what a user may not have meant."""
+    flags, plan, skeleton = run.flags, run.plan, run.skeleton
+    trained = sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
+    model = f"{type(skeleton).__name__}, {parameters / 1e6:,.1f} M parameters"
+    model += f", {trained:,} of which are trained" if trained < parameters else ""
+    attention, loss = plan.model.config._attn_implementation, plan.model.loss
+    recomputed, place = plan.model.activation_checkpointing, plan.placement
+    paths = [f"{attention} attention"] * (attention != "sdpa") + [f"{loss} loss"] * (loss != "full")
+    paths += ["compiled layers"] * plan.model.compiles
+    paths += [f"activations recomputed ({recomputed})"] * (recomputed != "none")
+    start = f"{'random weights,' if is_random else 'weights of'} {plan.model.source}"
+    start = f"resumed from {plan.resume_from}" if plan.resume_from else start
+    print(
+        f"{', '.join([model, plan.model.precision, *paths, start])}; "
+        f"{place.strategy} on {place.world_size} {place.kind} device{'s' * (place.world_size > 1)}; "
+        f"{plan.schedule.global_batch_size} sequences of {' or '.join(map(str, plan.contexts))} tokens a step, "
+        f"{plan.schedule.max_step} steps; {plan.run_directory}"
+    )
+    for line in freezing.tied_both_ways(skeleton, flags.training.freeze, flags.training.train_only):
+        print(line)
+    if plan.data.mixture is not None:
+        print(plan.mixture_in_words())
+    if plan.resume_from is None and not is_random and len(plan.data.sources) < 2:
+        print(
+            "Without replay a trained model forgets what the new text doesn't hold: --replay FOLDER reads some of what it knows "
+            "along, and --eval_data measures it (docs/forgetting.md)."
+        )
+    if flags.save.save_step_interval is None and plan.schedule.max_step - plan.start.step >= MANY_STEPS:
+        print("Warning: no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it.")
+    if said := language_model.router_warning(skeleton):
+        print(said)
+    if plan.model.router_aux_loss_coef:
+        print(f"Trained as well: the routers' auxiliary loss x {plan.model.router_aux_loss_coef}, logged as aux_loss.")

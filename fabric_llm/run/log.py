@@ -1,231 +1,284 @@
-"""What a run writes down and prints: metrics.jsonl, the trackers, the progress bar and lines. Only rank 0 writes."""
+"""What a run writes down and prints, on rank 0: metrics.jsonl, trackers, lines and a progress bar; its speed, and --profile."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Optional
+import resource
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Optional
 
+import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from fabric_llm.base.console import Console
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.checkpoint.progress import Progress
-from fabric_llm.data.batches import Prefetch
-from fabric_llm.model.flops import Flops
+from fabric_llm.base.program import Console
+from fabric_llm.checkpoint.keep import Progress
+from fabric_llm.data.batches import Prefetch, added
+from fabric_llm.model.flops import Flops, peak_tflops
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.plan import Plan
-from fabric_llm.run import trackers
-from fabric_llm.run.metrics import MetricsFile, Speed, duration, peak_memory_gib
-from fabric_llm.run.profiling import Profile
-from fabric_llm.run.trackers import Record, flat
-from fabric_llm.training.evaluation import Evaluated, Found
+from fabric_llm.run.metrics import MetricsFile, Record, Trackers, flat
+from fabric_llm.training.evaluation import Found
 from fabric_llm.training.guard import Forgetting, Guard
-from fabric_llm.training.updates import UpdateSize
 
 FEW_UPDATES, FEW_UPDATES_LOGS = 0.1, 3  # part of the weights that changes in a step; logged steps in a row
+LARGEST_COSTS = 5  # of a profile, that are printed
+MOST_EVENTS = 200_000  # of a profile's memory snapshot: allocations
 
 
 class Log:
     """The log of a run. Other ranks than 0 have one as well, which keeps the losses and writes nothing."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        device: torch.device,
-        flops: Flops,
-        batches: Prefetch,
-        metrics: Optional[MetricsFile] = None,
-        tracked: Sequence[trackers.Tracker] = (),
-        profiled: Optional[tuple[int, int]] = None,
-    ) -> None:
-        """flops: of the model. profiled: the first and the last step that a profile is made of."""
-        self.plan, self.device, self.metrics, self.tracked = plan, device, metrics, tracked
-        self.speed = Speed(flops, device, plan.placement.world_size, batches, plan.start.tokens)
+    def __init__(self, plan: Plan, device: torch.device, flops: Flops, batches: Prefetch) -> None:
+        """flops: of the model. `metrics`, `trackers`, `console` and `profiled` are for rank 0 to set."""
+        self.plan, self.device, self.progress = plan, device, plan.start  # the last: where the run is
+        self.metrics: Optional[MetricsFile] = None
+        self.trackers: Optional[Trackers] = None
+        self.console: Optional[Console] = None
+        self.profiled, self.profile = (1, 0), None  # --profile: the first and the last step; what records them
+        self.speed = Speed(flops, device, plan.placement.world_size, batches)
         self.waits, self.untimed = self.speed.waits, self.speed.other  # what is done in `untimed` isn't training
-        self.console = Console(plan.schedule.max_step, plan.start.step) if metrics is not None else None
-        self.profile = Profile(profiled, plan.run_directory / "profile", device, self.line)
         self.first_loss = self.last_loss = self.eval_loss = math.nan
         self.eval_losses: Mapping[str, float] = {}  # of the last evaluation
         self.few_updates = 0  # logged steps in a row
 
-    def step(
-        self,
-        progress: Progress,
-        *,
-        loss: float,
-        lr: float,
-        grad_norm: float,
-        aux_loss: Sequence[float] = (),
-        update: Optional[UpdateSize] = None,
-    ) -> None:
-        """One line of numbers for the step that leads to `progress`."""
-        self.first_loss = loss if math.isnan(self.first_loss) else self.first_loss
-        self.last_loss = loss
-        if self.metrics is None:
+    def begin(self, step: int) -> None:
+        """`step` comes now. The first of those to profile starts the profile."""
+        if self.profile is not None or not self.profiled[0] <= step <= self.profiled[1]:
             return
-        record = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": progress.tokens}
-        record |= (speed := self.speed.lap())
-        record["peak_memory_gib"] = memory = peak_memory_gib(self.device)
-        words = ""
-        if aux_loss:  # of a mixture of experts, where it is trained
-            record["aux_loss"] = aux_loss[0]
-            words = f"aux loss {aux_loss[0]:.4f}  "
-        if update is not None:
-            record["updated_fraction"], record["update_ratio"] = update
-            words += f"{update.fraction:.1%} of weights changed  "
-            self._warn_of_few_updates(update.fraction)
-        read, more = self._read_of_sources(progress)
-        self._write(progress.step, {**record, **read, **more_numbers(record)})
-        left = self.speed.seconds_left(self.plan.schedule.max_step - progress.step)
-        self.line(
-            f"{self._of(progress)}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  {words}"
-            f"{speed['tokens_per_second']:,.0f} tokens/s{self._of_each_device(speed)}  {memory:.2f} GiB  {duration(left)} left{more}"
-        )
-
-    def evaluation(self, progress: Progress, found: Found, forgetting: Forgetting) -> None:
-        """What an evaluation after the step that leads to `progress` has found; sources count together as they are read."""
-        self.eval_losses, forgotten = found.losses, forgetting.forgotten(found.losses)
-        self.eval_loss = self._together(progress, found.losses)
-        record, words = {"eval_loss": self.eval_loss, "eval": {}}, f"validation loss {self.eval_loss:.4f}"
-        if self.plan.data.mixture is not None:  # a mean of other shares is another number
-            record["shares"] = self.plan.shares_at(progress.position)
-        said = []
-        for name, one in found.sets.items():
-            rise, most = forgotten.get(name), forgetting.budgets.get(name)
-            known = {} if rise is None else {"forgotten": rise}
-            record["eval"][name] = {**one.as_json(), **known, **({} if most is None else {"budget": most})}
-            said.append(_of_set(name if len(found.sets) > 1 else "", one, rise, most))
-        words += f" ({', '.join(said)})" if any(said) else ""
-        if found.of_average is not None:
-            record["eval_loss_ema"] = self._together(progress, found.of_average)
-            words += f"  of the moving average {record['eval_loss_ema']:.4f}"
-        if found.drift is not None:
-            record["drift"] = found.drift
-            words += f"  drift {found.drift:.2e}"
-        self._write(progress.step, record)
-        self.line(f"{self._of(progress)}  {words}")
-        if forgetting.over:
-            self._write(
-                progress.step, {"verdict": "forgetting", "action": forgetting.action, "reason": forgetting.reason}
-            )
-            self.line(f"{self._of(progress)}  Warning: {forgetting.reason}")
-
-    def verdict(self, before: Progress, progress: Progress, guard: Guard) -> None:
-        """A step that was left out, or looked odd, and where its data is."""
-        record = {"verdict": guard.verdict, "position": before.position, "reason": guard.reason}
-        self._write(progress.step, record)
-        where = f"sequences {before.position} to {progress.position - 1}"
-        self.line(f"{self._of(progress)}  {guard.verdict}: {guard.reason}; {where}")
-
-    def rewound(self, back: Progress, plan: Plan, words: str, record: dict[str, Any]) -> None:
-        """The run is back at the step of `back`: the lines after it go, and later steps are counted by `plan`."""
-        self.plan, discarded = plan, self.speed.tokens - back.tokens
-        self.speed.go_back(back.tokens)
-        if self.metrics is not None:
-            self.metrics = MetricsFile(self.metrics.path, back.step, keeps_discarded=True)  # each step once
-            self._write(back.step, {**record, "discarded_tokens": discarded})
-            self.line(f"{self._of(back)}  {words}; {discarded:,} tokens discarded")
-
-    def saved(self, step: int, checkpoint: Path) -> None:
-        """A checkpoint is published. Called on rank 0."""
-        run_directory.record_event(self.plan.run_directory, "saved", step)
-        self.line(f"step {step}/{self.plan.schedule.max_step}  saved {checkpoint}")
-
-    def upload(self, checkpoint: Path) -> None:
-        """--log_model."""
-        for tracker in self.tracked:
-            if tracker.name == "wandb":
-                tracker.upload(checkpoint)
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
+        # acc_events: without it torch 2.11 warns of events of other cycles, of which there are none.
+        self.profile = profile(activities=activities, acc_events=True)
+        self.profiled, self.profile_began = (step, self.profiled[1]), time.monotonic()
+        self.profile.start()
 
     def advance(self, progress: Progress) -> None:
         """A step is done, that to `progress`."""
         failpoint("between_steps")
-        self.speed.tokens = progress.tokens
+        self.speed.tokens += progress.tokens - self.progress.tokens
         self.speed.steps += 1
-        if self.profile.ends(progress.step):
+        self.progress = progress
+        if progress.step >= self.profiled[1]:
             with self.untimed:
-                self.profile.write()
-        if self.console is not None:
-            self.console.advance()
-            self._tell_stage(progress)
-
-    def _tell_stage(self, progress: Progress) -> None:
-        """Say where another stage of a mixture begins."""
-        if self.plan.data.mixture is None or self.plan.is_over(progress):
+                self._write_profile()
+        if self.console is None:
             return
-        shares = self.plan.data.mixture.shares_at(progress.position)
-        if shares != self.plan.shares_at(progress.position):
-            run_directory.record_event(self.plan.run_directory, "stage", progress.step, shares=shares)
-            words = ", ".join(f"{name} {share:.4g}" for name, share in shares.items())
-            self.line(f"{self._of(progress)}  from here on {words}")
+        self.console.advance()
+        mixture = self.plan.data.mixture
+        if mixture is not None and not self.plan.is_over(progress):
+            shares = mixture.shares_at(progress.position)
+            if shares != self.plan.shares_at(progress.position):  # another stage begins
+                run_directory.record_event(self.plan.run_directory, "stage", progress.step, shares=shares)
+                self.said(f"from here on {', '.join(f'{name} {share:.4g}' for name, share in shares.items())}")
+
+    def step(
+        self, loss: float, lr: float, grad_norm: float, aux: list[float], update: Optional[tuple[float, float]]
+    ) -> None:
+        """One line of numbers for the step that is done. aux: of a mixture of experts the auxiliary loss, where it is trained."""
+        self.first_loss = loss if math.isnan(self.first_loss) else self.first_loss
+        self.last_loss = loss
+        if self.metrics is None:
+            return
+        record = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": self.progress.tokens}
+        record |= self.speed.lap()
+        record["peak_memory_gib"] = peak_memory_gib(self.device)
+        words = [f"loss {loss:.4f}", f"lr {lr:.2e}", f"grad norm {grad_norm:.3f}"]
+        if aux:
+            record["aux_loss"] = aux[0]
+            words.append(f"aux loss {aux[0]:.4f}")
+        if update is not None:
+            record["updated_fraction"], record["update_ratio"] = update
+            words.append(f"{update[0]:.1%} of weights changed")
+        more = [f"{record['tokens_per_second_per_device']:,.0f} a device"] * (self.plan.placement.world_size > 1)
+        if record.get("mfu", 0.0) >= 0.001:  # a toy's says nothing
+            more.append(f"MFU {record['mfu']:.1%}")
+        words.append(f"{record['tokens_per_second']:,.0f} tokens/s" + (f" ({', '.join(more)})" if more else ""))
+        left = self.speed.seconds_left(self.plan.schedule.max_step - self.progress.step)
+        words += [f"{record['peak_memory_gib']:.2f} GiB", f"{timedelta(seconds=int(left))} left"]
+        if self.plan.data.mixture is not None:
+            record["sources"] = read = self.plan.data.mixture.read_before(self.progress.position)
+            sources = (f"{name} {one['epochs']:.2f} epochs ({one['tokens']:,} tokens)" for name, one in read.items())
+            words.append(", ".join(sources))
+        self._write({**record, **more_numbers(record)})
+        self.said("  ".join(words))
+        # Whether training in bfloat16 has any effect.
+        if update is not None:
+            self.few_updates = self.few_updates + 1 if update[0] < FEW_UPDATES else 0
+            if self.few_updates == FEW_UPDATES_LOGS:
+                advice = "on average nothing is lost, but if the loss stalls, try a larger --lr"
+                if self.plan.model.bf16_updates == "nearest":
+                    advice = "the rest was too small for bfloat16 and is lost: take --bf16_updates stochastic"
+                few = f"Warning: only {update[0]:.1%} of the weights change in a step"
+                self.line(f"{few}; {advice} (docs/numerics.md).")
+
+    def evaluation(self, found: Found, forgetting: Forgetting) -> None:
+        """What an evaluation after the last step has found; sources count together as they are read."""
+        self.eval_losses, forgotten = found.losses, forgetting.forgotten(found.losses)
+        self.eval_loss = self._together(found.losses)
+        record: Record = {"eval_loss": self.eval_loss, "eval": {}}
+        if self.plan.data.mixture is not None:  # a mean of other shares is another number
+            record["shares"] = self.plan.shares_at(self.progress.position)
+        said = []
+        for name, one in found.sets.items():
+            record["eval"][name] = of_set = dict(one)
+            # The only set has no name in the line, nor its loss, which the line begins with.
+            words = [name, f"{one['loss']:.4f}"] if len(found.sets) > 1 else []
+            words += [f"{one['bits_per_byte']:.3f} bits/byte"] if "bits_per_byte" in one else []
+            if name in forgotten:
+                of_set["forgotten"] = forgotten[name]
+            if name in forgetting.budgets:
+                of_set["budget"] = most = forgetting.budgets[name]
+                words += [f"{forgotten[name]:+.4f} of {most:g}"] if name in forgotten else []
+            said += [" ".join(words)] if words else []
+        line = f"validation loss {self.eval_loss:.4f}" + (f" ({', '.join(said)})" if said else "")
+        if found.of_average is not None:
+            record["eval_loss_ema"] = self._together(found.of_average)
+            line += f"  of the moving average {record['eval_loss_ema']:.4f}"
+        if found.drift is not None:
+            record["drift"] = found.drift
+            line += f"  drift {found.drift:.2e}"
+        self._write(record)
+        self.said(line)
+        if forgetting.over:
+            self._write({"verdict": "forgetting", "action": forgetting.action, "reason": forgetting.reason})
+            self.said(f"Warning: {forgetting.reason}")
+
+    def _together(self, losses: Mapping[str, float]) -> float:
+        shares = self.plan.shares_at(self.progress.position)
+        return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
+
+    def verdict(self, before: Progress, guard: Guard) -> None:
+        """The last step, from `before`, was left out or looked odd."""
+        self._write({"verdict": guard.verdict, "position": before.position, "reason": guard.reason})
+        self.said(f"{guard.verdict}: {guard.reason}; sequences {before.position} to {self.progress.position - 1}")
+
+    def rewound(self, there: Progress, plan: Plan, words: str, record: Record) -> None:
+        """The run is at `there` again: the lines after its step go, and later steps are counted by `plan`."""
+        discarded, self.plan, self.progress = self.progress.tokens - there.tokens, plan, there
+        if self.metrics is not None:
+            self.metrics = MetricsFile(self.metrics.path, there.step, keeps_discarded=True)  # each step once
+            self._write({**record, "discarded_tokens": discarded})
+            self.said(f"{words}; {discarded:,} tokens discarded")
+
+    def said(self, text: str) -> None:
+        """Print a line about the last step."""
+        self.line(f"step {self.progress.step}/{self.plan.schedule.max_step}  {text}")
 
     def line(self, text: str) -> None:
-        """Print one line."""
+        """Print a line."""
         if self.console is not None:
             self.console.line(text)
 
     def close(self, seconds: float) -> None:
         """Give the trackers `seconds` for what they haven't sent yet."""
         if self.console is not None:
-            self.profile.write()
+            self._write_profile()
             self.console.close()
-            trackers.close_all(self.tracked, seconds)
+            self.trackers.close(seconds)
 
-    def _of(self, progress: Progress) -> str:
-        return f"step {progress.step}/{self.plan.schedule.max_step}"
+    def _write_profile(self) -> None:
+        """Write what was recorded, if anything is, and print the largest costs. A failure is a warning."""
+        if self.profile is None:
+            return
+        if on_device := self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        seconds, recorder, first = time.monotonic() - self.profile_began, self.profile, self.profiled[0]
+        recorder.stop()
+        self.profile, self.profiled = None, (1, 0)  # once
+        folder, steps = self.plan.run_directory / "profile", f"steps {first} to {self.progress.step}"
+        trace = folder / f"steps-{first}-{self.progress.step}.json"
+        try:
+            run_directory.no_link(folder).mkdir(exist_ok=True)
+            recorder.export_chrome_trace(str(run_directory.no_link(trace)))
+            if on_device:
+                torch.cuda.memory._dump_snapshot(str(run_directory.no_link(trace.with_suffix(".memory.pickle"))))
+        except (OSError, RuntimeError, ValueError) as error:
+            self.line(f"Warning: the profile of {steps} couldn't be written: {error}")
+            return
+        finally:
+            if on_device:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        self.line(f"Profile of {steps}, {seconds:.2f} s: {trace}. Its largest costs:")
+        # Of each operation, without what it calls.
+        time_of = "self_device_time_total" if on_device else "self_cpu_time_total"  # microseconds
+        costs = [(getattr(event, time_of), event.count, event.key) for event in recorder.key_averages()]
+        total = sum(cost for cost, *_ in costs) or 1.0
+        for cost, count, name in sorted(costs, reverse=True)[:LARGEST_COSTS]:
+            self.line(f"  {cost / total:6.1%} {cost / 1e6:9.3f} s {count:8d} x  {name}")
 
-    def _together(self, progress: Progress, losses: Mapping[str, float]) -> float:
-        shares = self.plan.shares_at(progress.position)
-        return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
-
-    def _read_of_sources(self, progress: Progress) -> tuple[Record, str]:
-        """Of a mixture: what was read of each source, for metrics.jsonl and for a line."""
-        if self.plan.data.mixture is None:
-            return {}, ""
-        read = self.plan.data.mixture.read_before(progress.position)
-        words = (f"{name} {one['epochs']:.2f} epochs ({one['tokens']:,} tokens)" for name, one in read.items())
-        return {"sources": read}, f"  {', '.join(words)}"
-
-    def _of_each_device(self, speed: Record) -> str:
-        """What a line adds to the tokens per second of all devices."""
-        words = []
-        if self.plan.placement.world_size > 1:
-            words.append(f"{speed['tokens_per_second_per_device']:,.0f} a device")
-        if speed.get("mfu", 0.0) >= 0.001:  # a toy's says nothing
-            words.append(f"MFU {speed['mfu']:.1%}")
-        return f" ({', '.join(words)})" if words else ""
-
-    def _write(self, step: int, record: dict[str, Any]) -> None:
+    def _write(self, record: Record) -> None:
         """To metrics.jsonl and, except for verdicts, which are words, to the trackers."""
         if self.metrics is not None and "verdict" in record:
-            self.metrics.write(step, {**record, "time": run_directory.now()})
+            self.metrics.write(self.progress.step, {**record, "time": run_directory.now()})
         elif self.metrics is not None:
-            self.metrics.write(step, record)
-            for tracker in self.tracked:
-                tracker.log(step, flat(record))
-
-    def _warn_of_few_updates(self, fraction: float) -> None:
-        """Warn once where the number stays low that says whether training in bfloat16 has any effect."""
-        self.few_updates = self.few_updates + 1 if fraction < FEW_UPDATES else 0
-        if self.few_updates == FEW_UPDATES_LOGS:
-            advice = (
-                "the rest was too small for bfloat16 and is lost: take --bf16_updates stochastic"
-                if self.plan.model.bf16_updates == "nearest"
-                else "on average nothing is lost, but if the loss stalls, try a larger --lr"
-            )
-            self.line(f"Warning: only {fraction:.1%} of the weights change in a step; {advice} (docs/numerics.md).")
-
-
-def _of_set(name: str, found: Evaluated, forgotten: Optional[float], budget: Optional[float]) -> str:
-    """A validation set in a line; the only one, which has no name there, without its loss, which the line begins with."""
-    words = [name, f"{found.loss:.4f}"] if name else []
-    words += [] if found.bits_per_byte is None else [f"{found.bits_per_byte:.3f} bits/byte"]
-    words += [] if budget is None or forgotten is None else [f"{forgotten:+.4f} of {budget:g}"]
-    return " ".join(words)
+            self.metrics.write(self.progress.step, record)
+            self.trackers.log(self.progress.step, flat(record))
 
 
 def more_numbers(record: dict[str, float]) -> dict[str, float]:
     """Metrics that are computed from the others of a step, for metrics.jsonl and the trackers. Yours go here."""
     return {}
+
+
+class Stopwatch:
+    """The seconds spent inside its `with` blocks."""
+
+    def __init__(self) -> None:
+        self.seconds, self._began = 0.0, 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.monotonic() - self._began
+
+
+class Speed:
+    """Tokens per second of training proper, what a device does in a second, and how long a step waits.
+
+    Each lap is an average since the one before. `tokens` and `steps` are counted by whoever trains, and time that is spent in
+    `other`, on evaluation and saving, doesn't count.
+    """
+
+    def __init__(self, flops: Flops, device: torch.device, world_size: int, batches: Prefetch) -> None:
+        """batches: of this rank, which stands for all. flops: of the model."""
+        self.flops, self.world_size, self.batches = flops, world_size, batches
+        self.peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self.tokens = self.steps = 0  # that this process has made, also those that a rewind has undone
+        self.waits, self.other, self.began = Stopwatch(), Stopwatch(), time.monotonic()
+        self.before, self.tokens_at = (0.0, 0, 0, 0.0, 0.0), np.zeros(1, dtype=np.int64)
+
+    @property
+    def seconds(self) -> float:
+        """Of training proper, so far."""
+        return time.monotonic() - self.began - self.other.seconds
+
+    def lap(self) -> Record:
+        """The metrics, with `mfu` where the device's peak is known."""
+        now = self.seconds, self.tokens, self.steps, self.batches.seconds_waited, self.waits.seconds
+        seconds, tokens, steps, read, waited = (after - before for after, before in zip(now, self.before))
+        tokens_at = added(self.batches.tokens_at, -self.tokens_at)
+        self.before, self.tokens_at = now, self.batches.tokens_at
+        total = tokens / max(seconds, 1e-9)
+        rate = total / self.world_size
+        tflops = rate * self.flops.of(tokens_at) / max(int(tokens_at.sum()), 1) / 1e12
+        record = {"tokens_per_second": total, "tokens_per_second_per_device": rate, "model_tflops_per_device": tflops}
+        record |= {} if self.peak is None else {"mfu": tflops / self.peak}
+        return {**record, "data_seconds": read / max(steps, 1), "wait_seconds": waited / max(steps, 1)}
+
+    def seconds_left(self, steps_left: int) -> float:
+        """Time that `steps_left` steps will take at the speed so far."""
+        return self.seconds / max(self.steps, 1) * steps_left
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Largest memory so far, GiB: allocated on a GPU, resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB

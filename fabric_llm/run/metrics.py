@@ -1,56 +1,65 @@
-"""Throughput, memory and metrics.jsonl. Used on rank 0."""
+"""metrics.jsonl, and the trackers that --logger names, which have what it has and are never in the way of a run. On rank 0."""
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import inspect
 import json
 import math
-import resource
-import time
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Optional
-
-import numpy as np
-import torch
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.files import fsync, write_atomically
-from fabric_llm.data.batches import Prefetch, added
-from fabric_llm.model.flops import Flops, peak_tflops
-from fabric_llm.run.trackers import Record
+from fabric_llm.base.names import nearest
+
+Record = dict[str, Any]
+MANY_LINES = 100  # that wait for the trackers
+Log, Close = Callable[[int, Record], None], Callable[[], None]
 
 
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, each with `step`. Open only while a line is written."""
 
     def __init__(
-        self,
-        path: Path,
-        resumed_step: Optional[int] = None,
-        rewinds: Optional[int] = None,
-        evaluates_again: bool = False,
-        keeps_discarded: bool = False,
+        self, path: Path, last: int = -1, resumed: Mapping[str, Any] = {}, keeps_discarded: bool = False
     ) -> None:
-        """Lines of steps after `resumed_step` belong to work that is being redone: they go.
+        """Lines of steps after `last` belong to work that is being redone: they go.
 
-        None: all go, which are those of a run that was killed before its first checkpoint. rewinds: how often the run had
-        gone back when its checkpoint was written; later times, whose lines bear the step gone back to, are undone as well.
-        evaluates_again: the evaluation of `resumed_step` is to be made, so a line that a killed run wrote of it goes.
-        keeps_discarded: lines that go are added to metrics.discarded.jsonl, for the report.
+        resumed: progress.json of the checkpoint that is resumed from. Lines of times that the run has gone back since, which
+        bear the step gone back to, go as well, and so does that of an evaluation that is to be made again. keeps_discarded:
+        lines that go are added to metrics.discarded.jsonl, for the report.
         """
-        if path.exists():
-            lines = path.read_text(errors="replace").splitlines(keepends=True)
-            kept = [line for line in lines if resumed_step is not None and _step_of(line) <= resumed_step]
-            if evaluates_again:
-                kept = [line for line in kept if _step_of(line) < resumed_step or "eval_loss" not in json.loads(line)]
-            if rewinds is not None:
-                undone = [number for number, line in enumerate(kept) if _is_rewind(line)][rewinds:]
-                kept = [line for number, line in enumerate(kept) if number not in undone]
-            if keeps_discarded:
-                stays = set(kept)
-                _keep_discarded(path, resumed_step or 0, [line for line in lines if line not in stays])
-            failpoint("metrics.replace")
-            write_atomically(path, "".join(kept), durable=True)
         self.path = path
+        if not path.exists():
+            return
+        kept, discarded = [], []
+        rewinds = resumed.get("guard", {}).get("rewinds", math.inf)
+        for line in path.read_text(errors="replace").splitlines():
+            step = _step_of(line)
+            record = json.loads(line) if step <= last else {}
+            is_rewind = record.get("verdict") == "rewind"
+            rewinds -= is_rewind
+            is_owed = "eval_loss" in record and step == last and resumed.get("owes_evaluation")
+            if step <= last and not (is_owed or is_rewind and rewinds < 0):
+                kept.append(f"{line}\n")
+            elif step < math.inf:
+                discarded.append(f"{line}\n")
+        if keeps_discarded and discarded:
+            file, added = path.with_suffix(".discarded.jsonl"), "".join(discarded)
+            before = file.read_text(errors="replace") if file.exists() else ""
+            if not before.endswith(added):  # it does where a kill came before they were taken from `path`
+                header = json.dumps({"step": max(last, 0), "discarded": len(discarded)})
+                write_atomically(file, f"{before}{header}\n{added}", durable=True)
+        failpoint("metrics.replace")
+        write_atomically(path, "".join(kept), durable=True)
 
     def write(self, step: int, record: Record) -> None:
         """Append one line."""
@@ -63,14 +72,11 @@ class MetricsFile:
         fsync(self.path)
 
 
-def _keep_discarded(path: Path, step: int, lines: list[str]) -> None:
-    """Add `lines` to metrics.discarded.jsonl beside `path`, under a line that says to which step the run went back."""
-    lines = [line.rstrip("\n") + "\n" for line in lines if _step_of(line) < math.inf]
-    file = path.with_suffix(".discarded.jsonl")
-    before, added = file.read_text(errors="replace") if file.exists() else "", "".join(lines)
-    if lines and not before.endswith(added):  # it does where a kill came before they were taken from `path`
-        header = json.dumps({"step": step, "discarded": len(lines)})
-        write_atomically(file, f"{before}{header}\n{added}", durable=True)
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):  # a line that a kill cut off, or nobody of ours wrote
+        return math.inf
 
 
 def _finite(value: Any) -> Any:
@@ -80,87 +86,164 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, RecursionError):  # a line that a kill cut off, or nobody of ours wrote
-        return float("inf")
+def flat(record: Mapping[str, Any]) -> Record:
+    """{"sources": {"new": {"tokens": 8}}} -> {"sources/new/tokens": 8}, as trackers name what belongs together."""
+    found: Record = {}
+    for name, value in record.items():
+        is_inner = isinstance(value, Mapping)
+        found |= {f"{name}/{key}": one for key, one in flat(value).items()} if is_inner else {name: value}
+    return found
 
 
-def _is_rewind(line: str) -> bool:
-    return json.loads(line).get("verdict") == "rewind"
+class Trackers:
+    """Those that --logger names, fed by one thread: what fails or is slow never delays a run, and is one warning."""
+
+    def __init__(self, names: str, folder: Path, config: Record, entity: Optional[str], project: Optional[str]) -> None:
+        """`folder` holds metrics.jsonl, up to date."""
+        self.opened: dict[str, tuple[Log, Close]] = {}
+        self.waiting: SimpleQueue[Optional[tuple[str, Callable[[], None]]]] = SimpleQueue()
+        self.warned: set[str] = set()
+        for name in named(names):
+            opened = self._try(f"--logger {name}", partial(TRACKERS[name], folder, config, entity, project))
+            self.opened |= {} if opened is None else {name: opened}
+        self.thread = Thread(target=self._work, name="trackers", daemon=True)
+        self.thread.start()
+
+    def log(self, step: int, record: Record) -> None:
+        """Returns at once. A tracker that has failed gets nothing more."""
+        for name, (log, _) in self.opened.items():
+            if f"--logger {name}" not in self.warned:
+                self.waiting.put((f"--logger {name}", partial(log, step, dict(record))))
+        if self.waiting.qsize() > MANY_LINES:
+            self._warn_once("--logger", "falls behind; the run goes on, and metrics.jsonl has every line")
+
+    def upload(self, checkpoint: Path) -> None:
+        """--log_model: returns at once."""
+        if "wandb" in self.opened:
+            self.waiting.put(("--log_model", partial(upload_to_wandb, checkpoint)))
+
+    def close(self, patience_seconds: float) -> None:
+        """Give all of them together so long for what is waiting."""
+        for name, (_, close) in self.opened.items():
+            self.waiting.put((f"--logger {name}", close))
+        self.waiting.put(None)
+        self.thread.join(patience_seconds)
+        if self.thread.is_alive():
+            self._warn_once("The trackers", "hadn't taken everything when the run ended; metrics.jsonl has every line")
+
+    def _work(self) -> None:
+        while (waiting := self.waiting.get()) is not None:
+            self._try(*waiting)
+
+    def _try(self, name: str, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Exception as error:
+            self._warn_once(name, f"failed, the run and metrics.jsonl go on: {error!r}")
+
+    def _warn_once(self, name: str, what: str) -> None:
+        if name not in self.warned:
+            self.warned.add(name)
+            warnings.warn(f"{name} {what}.", stacklevel=2)
 
 
-class Stopwatch:
-    """The seconds spent inside its `with` blocks."""
-
-    def __init__(self) -> None:
-        self.seconds, self._began = 0.0, 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.monotonic()
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds += time.monotonic() - self._began
-
-
-class Speed:
-    """Tokens per second of training proper, what a device does in a second, and how long a step waits.
-
-    Each lap is an average since the one before. `tokens` and `steps` are counted by whoever trains, and time that is spent in
-    `other`, on evaluation and saving, doesn't count.
-    """
-
-    def __init__(self, flops: Flops, device: torch.device, world_size: int, batches: Prefetch, tokens: int = 0) -> None:
-        """batches: of this rank, which stands for all. flops: of the model. tokens: those of a resumed run so far."""
-        self.flops, self.world_size, self.batches = flops, world_size, batches
-        self.peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self.tokens, self.steps = tokens, 0
-        self.waits, self.other = Stopwatch(), Stopwatch()
-        self.began = time.monotonic()
-        self.before = self._totals()
-
-    @property
-    def seconds(self) -> float:
-        """Of training proper, so far."""
-        return time.monotonic() - self.began - self.other.seconds
-
-    def lap(self) -> Record:
-        """The metrics, with `mfu` where the device's peak is known."""
-        totals = self._totals()
-        seconds, tokens, steps, read, waited = (now - before for now, before in zip(totals[:5], self.before))
-        tokens_at = added(totals[5], -self.before[5])
-        self.before = totals
-        total = tokens / max(seconds, 1e-9)
-        rate = total / self.world_size
-        tflops = rate * self.flops.of(tokens_at) / max(int(tokens_at.sum()), 1) / 1e12
-        record = {"tokens_per_second": total, "tokens_per_second_per_device": rate, "model_tflops_per_device": tflops}
-        record |= {} if self.peak is None else {"mfu": tflops / self.peak}
-        return {**record, "data_seconds": read / max(steps, 1), "wait_seconds": waited / max(steps, 1)}
-
-    def go_back(self, tokens: int) -> None:
-        """After a rewind: to the tokens of the run so far."""
-        self.before = (self.before[0], self.before[1] - self.tokens + tokens, *self.before[2:])
-        self.tokens = tokens
-
-    def _totals(self) -> tuple[float, int, int, float, float, np.ndarray]:
-        read, waited = self.batches.seconds_waited, self.waits.seconds
-        return self.seconds, self.tokens, self.steps, read, waited, self.batches.tokens_at
-
-    def seconds_left(self, steps_left: int) -> float:
-        """Time that `steps_left` steps will take at the speed so far."""
-        return self.seconds / max(self.steps, 1) * steps_left
+def named(given: str) -> list[str]:
+    """The names in --logger. Raises ValueError."""
+    names = list(dict.fromkeys(name.strip() for name in given.split(",")))
+    for name in names:
+        if name not in TRACKERS:
+            instead = "".join(f": take {close}" for close in nearest(name.lower(), TRACKERS))
+            raise ValueError(
+                f"--logger takes {', '.join(TRACKERS)}, or several of them with commas, not {name[:60]!r}{instead}."
+            )
+    if "none" in names and len(names) > 1:
+        raise ValueError(f"--logger {given[:60]}: none goes by itself.")
+    return names
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Largest memory so far, GiB: allocated on a GPU, resident in this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+def _lines_so_far(folder: Path) -> list[Record]:
+    """The lines of metrics.jsonl that a resumed run keeps."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def duration(seconds: float) -> str:
-    """3725 -> '1:02:05'"""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
+def _csv(folder: Path, *_: Any) -> tuple[Log, Close]:
+    """metrics.csv: the numbers of metrics.jsonl as a table, empty where a line doesn't have one. New columns come at the end."""
+    file = (folder / "metrics.csv").open("w+", newline="")
+    columns = ["step"]
+    table = csv.DictWriter(file, columns)
+
+    def log(step: int, record: Record) -> None:
+        if new := [name for name in record if name not in columns]:
+            file.seek(0)
+            rows = list(csv.DictReader(file))
+            columns.extend(new)
+            file.seek(0)
+            file.truncate()
+            table.writeheader()
+            table.writerows(rows)
+        table.writerow({"step": step, **record})
+        file.flush()
+
+    for line in _lines_so_far(folder):
+        if "verdict" not in line:
+            log(line.pop("step"), flat(line))
+    return log, file.close
+
+
+def _tensorboard(folder: Path, *_: Any) -> tuple[Log, Close]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    steps = [line["step"] for line in _lines_so_far(folder)]
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=max(steps) + 1 if steps else None)
+
+    def log(step: int, record: Record) -> None:
+        for key, value in record.items():
+            writer.add_scalar(key, value, step)
+
+    return log, writer.close
+
+
+def _wandb(folder: Path, config: Record, entity: Optional[str], project: Optional[str]) -> tuple[Log, Close]:
+    """A Weights & Biases run; offline, with one warning, where there is no key or no network. Never asks."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    os.environ.setdefault("WANDB_INIT_TIMEOUT", "20")  # seconds; 90 by default, and in vain where there is no network
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "600")  # seconds; after them the rest is for `wandb sync`
+    import wandb
+
+    settings = {"project": project or "fabric_llm", "entity": entity, "name": folder.name, "dir": str(folder)}
+    settings |= {"id": hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16], "resume": "allow"}
+    settings["config"] = config
+    run, reason = None, "there is no API key (set WANDB_API_KEY, or run `wandb login`)"
+    if os.environ.get("WANDB_MODE", "online") == "online":
+        has_prompt = "prompt" in inspect.signature(wandb.login).parameters  # older ones ask where there is no key
+        try:
+            if wandb.login(prompt=False, verify=False) if has_prompt else wandb.api.api_key is not None:
+                run = wandb.init(**settings)
+        except wandb.errors.Error as error:
+            reason = f"there is no connection ({str(error).splitlines()[0]})"
+            wandb.teardown()  # or the id stays in use by the run that failed
+        if run is None:
+            warnings.warn(f"Weights & Biases logs offline into {folder / 'wandb'}: {reason}.", stacklevel=2)
+            settings["mode"] = "offline"
+    run = run or wandb.init(**settings)
+    run.define_metric("*", step_metric="step")  # its own count can't go back, as a run does that rolls back or rewinds
+    return (lambda step, record: run.log({"step": step, **record})), run.finish
+
+
+def upload_to_wandb(checkpoint: Path) -> None:
+    """The checkpoint as an artifact of the current Weights & Biases run: a version of the model, with its name as an alias."""
+    import wandb
+
+    artifact = wandb.Artifact(checkpoint.parent.name, type="model", metadata={"checkpoint": checkpoint.name})
+    artifact.add_dir(str(checkpoint))
+    wandb.log_artifact(artifact, aliases=["latest", checkpoint.name])
+
+
+# --logger NAME -> what opens it: (run directory, flags, entity, project) -> (log(step, numbers), close()).
+TRACKERS: dict[str, Callable[[Path, Record, Optional[str], Optional[str]], tuple[Log, Close]]] = {
+    "none": lambda *_: ((lambda step, record: None), (lambda: None)),
+    "csv": _csv,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+}

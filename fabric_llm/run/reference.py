@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Optional
 
 import torch
 import transformers
@@ -14,103 +15,104 @@ from transformers import PreTrainedModel
 from fabric_llm.base import ranks
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
-from fabric_llm.base.faults import UNEXPECTED, as_fault
+from fabric_llm.base.faults import UNEXPECTED, as_fault, one_line
+from fabric_llm.base.program import free_memory_bytes
 from fabric_llm.checkpoint import reading
-from fabric_llm.model import capabilities, freezing, gate, language_model, loading, packed_attention
+from fabric_llm.model import fast_paths, freezing, gate, language_model, loading, weights
+from fabric_llm.model.reference import load_reference
 from fabric_llm.plan.plan import Plan
 
-
-class Reference(NamedTuple):
-    """The model as transformers loads it, on the CPU of rank 0, and what it makes of the probe. None on the other ranks."""
-
-    model: Optional[PreTrainedModel] = None
-    outputs: Optional[gate.Outputs] = None
-    gradients: Optional[gate.Gradients] = None
+Expected = tuple[Optional[gate.Outputs], Optional[gate.Gradients]]  # what the reference makes of the probe, on rank 0
+Chosen = tuple[Optional[int], str, str]  # token that ends a document, attention, loss: measured on the reference
 
 
-class Chosen(NamedTuple):
-    """What was measured on the reference, the same on all ranks."""
-
-    document_end: Optional[int]
-    attention: str
-    loss: str
-
-
-def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Reference, Chosen]:
-    """Rank 0 loads the weights, and finds out which fast paths the model takes. All ranks call it.
+def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Optional[weights.Source], Expected, Chosen]:
+    """Rank 0 opens the weights, and finds out on its CPU which fast paths the model takes. All ranks call it.
 
     What is wrong with the weights, or with the model as transformers has it, ends the run on all ranks, with one sentence.
     """
-    loaded = [Reference()]  # stays on rank 0
+    opened, expected, config = None, (None, None), plan.model.config  # the first two stay on rank 0
 
     def load() -> Chosen:
-        flash = plan.model.config._attn_implementation == "flash_attention_2"  # has no CPU kernel
-        model = loading.load_reference(
-            source,
-            loading.load_config(source) if flash else plan.model.config,
-            loading.DTYPES[plan.model.precision],
-            seed,
-            reading.sharded_weights(Path(source), loading.build_skeleton(plan.model.config, torch.float32)),
-        )
-        freezing.freeze(model, plan.model.frozen)  # so that the probe makes no gradients of what doesn't train
-        chosen = choose(model, plan, model_flags)
-        expected: tuple[Any, Any] = (None, None)
-        if model_flags.verify_start:
-            expected = computed(model, lambda: expected_of(model, source, plan, chosen.document_end))
-        loaded[0] = Reference(model, *expected)
-        return chosen
+        nonlocal opened, expected
+        flash = config._attn_implementation == "flash_attention_2"  # has no CPU kernel
+        on_cpu, dtype = loading.load_config(source) if flash else config, loading.DTYPES[plan.model.precision]
+        opened = open_weights(plan, source, seed)
+        skeleton = loading.build_skeleton(on_cpu, dtype)
+        freezing.freeze(skeleton, plan.model.frozen)  # so that the probe makes no gradients of what doesn't train
+        # Memory that nothing else will need before the reference is gone: the weights come to the devices after it.
+        model = load_reference(skeleton, opened, (free_memory_bytes() or math.inf) / 2)
+        name = type(model).__name__
+        try:
+            chosen = choose(model, plan, model_flags)
+            if not model_flags.verify_start:
+                return chosen
+            if gate.sees_ahead(model):
+                raise ValueError(
+                    f"{name}, as {source!r} configures it, isn't causal: what it says of a token depends on the tokens "
+                    "after it, so there is nothing to predict."
+                )
+            inputs, gradients = probe_of(plan, document_end=chosen[0]), None
+            outputs = gate.outputs_of(model, inputs["input_ids"], lambda ids: model(ids).logits)
+            if compares_gradients(plan):
+                with gate.attention(model, "eager"):  # plain transformers
+                    gradients = gate.gradients_of_reference(language_model.LanguageModel(model), inputs)
+            expected = outputs, gradients
+            return chosen
+        except (RuntimeError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError) as error:
+            if as_fault(error).code != UNEXPECTED:  # such as memory
+                raise
+            said = one_line(error)[:300].rstrip(".") or type(error).__name__
+            raise ValueError(
+                f"{name} as transformers {transformers.__version__} has it can't compute a probe on the CPU in "
+                f"{str(model.dtype).removeprefix('torch.')}: {said}."
+            ) from error
 
     chosen = ranks.from_rank_zero(load)
     loading.disable_progress_bar()  # from here on there is our own
-    return loaded[0], chosen
+    return opened, expected, chosen
+
+
+def open_weights(plan: Plan, source: str, seed: int) -> weights.Source:
+    """Where the weights of a run come from. Called on rank 0."""
+    config = plan.model.config
+    slices = reading.slices(Path(source), loading.build_skeleton(config, torch.float32))
+    return loading.open_weights(source, config, loading.DTYPES[plan.model.precision], seed, slices)
 
 
 def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen:
     """What the flags leave open, and this model can. Raises ValueError where it can't do what they ask for."""
-    attention, loss = plan.model.config._attn_implementation, plan.model.loss
-    chunks = loss != "full" and capabilities.chunks_its_loss(reference, plan.model.precision)
+    name, asked = type(reference).__name__, plan.model.config._attn_implementation
+    attention, loss, document_end = asked, plan.model.loss, plan.data.document_end
+    chunks = loss != "full" and gate.chunks_its_loss(reference, plan.model.precision)
     if loss == "chunked" and not chunks:
-        raise ValueError(
-            f"--loss chunked: {type(reference).__name__} in {plan.model.precision} can't; take --loss auto."
-        )
-    if model_flags.attention == "auto" and attention == "sdpa" and plan.data.document_end is not None:
+        raise ValueError(f"--loss chunked: {name} in {plan.model.precision} can't; take --loss auto.")
+    if model_flags.attention == "auto" and asked == "sdpa" and document_end is not None:
         # torch's kernel for GPUs takes 16 bits.
         kernel = plan.placement.kind == "cpu" or plan.model.precision != "32-true"
-        if kernel and capabilities.takes_packed_attention(reference):
-            attention = packed_attention.NAME
-    elif attention == packed_attention.NAME and not capabilities.takes_packed_attention(reference):
-        raise ValueError(f"--attention packed: {type(reference).__name__} can't; take --attention auto.")
-    tried = "sdpa" if attention == "flash_attention_2" else attention
-    with capabilities.attention(reference, tried):
-        document_end = plan.data.document_end if keeps_documents_apart(reference, plan) else None
+        if kernel and gate.takes_packed_attention(reference):
+            attention = fast_paths.PACKED
+    elif asked == fast_paths.PACKED and not gate.takes_packed_attention(reference):
+        raise ValueError(f"--attention packed: {name} can't; take --attention auto.")
+    if document_end is not None:
+        with gate.attention(reference, "sdpa" if attention == "flash_attention_2" else attention):
+            leak = gate.find_leak(reference)
+        if leak is not None:
+            said, document_end = f"{name} doesn't keep packed documents apart", None
+            if plan.data.document_masking is True:
+                raise ValueError(f"{said} with --attention {asked}: take another, or --document_masking false.")
+            print(
+                f"Warning: {said} (with another document before it, a document's logits change by up to {leak:.2g} of "
+                "their standard deviation): --document_masking is off."
+            )
     if document_end is None and model_flags.attention == "auto":
-        attention = plan.model.config._attn_implementation
-    return Chosen(document_end, attention, "chunked" if chunks else "full")
+        attention = asked
+    return document_end, attention, "chunked" if chunks else "full"
 
 
 def compares_gradients(plan: Plan) -> bool:
     """False where the probe's gradients would say nothing."""
     return plan.model.precision != "16-mixed" and plan.placement.strategy != "xla"
-
-
-def expected_of(
-    reference: PreTrainedModel, source: str, plan: Plan, document_end: Optional[int]
-) -> tuple[gate.Outputs, Optional[gate.Gradients]]:
-    """What the reference makes of the probe, and its gradients in plain eager transformers.
-
-    Raises ValueError where the model is nothing to train.
-    """
-    if capabilities.sees_ahead(reference):
-        raise ValueError(
-            f"{type(reference).__name__}, as {source!r} configures it, isn't causal: what it says of a token depends on the "
-            "tokens after it, so there is nothing to predict."
-        )
-    inputs = probe_of(plan, document_end)
-    outputs = gate.outputs_of(reference, inputs["input_ids"], lambda ids: reference(ids).logits)
-    if not compares_gradients(plan):
-        return outputs, None
-    with capabilities.attention(reference, "eager"):
-        return outputs, gate.gradients_of_reference(language_model.LanguageModel(reference), inputs)
 
 
 def probe_of(plan: Plan, document_end: Optional[int]) -> dict[str, Tensor]:
@@ -123,61 +125,21 @@ def probe_of(plan: Plan, document_end: Optional[int]) -> dict[str, Tensor]:
     return inputs
 
 
-def keeps_documents_apart(reference: PreTrainedModel, plan: Plan) -> bool:
-    """False, and a warning, if packed documents see each other. Raises ValueError where they mustn't."""
-    if plan.data.document_end is None:
-        return True
-    leak = computed(reference, lambda: capabilities.find_leak(reference))
-    if not leak.found:
-        return True
-    attention = plan.model.config._attn_implementation
-    if plan.data.document_masking is True:
-        raise ValueError(
-            f"{type(reference).__name__} doesn't keep packed documents apart with --attention {attention}: take another, or "
-            "--document_masking false."
-        )
-    print(
-        f"Warning: {type(reference).__name__} doesn't keep packed documents apart (with another document before it, a "
-        f"document's logits change by up to {leak.change:.2g} of their standard deviation): --document_masking is off.",
-        flush=True,
-    )
-    return False
-
-
-def computed(reference: PreTrainedModel, compute: Callable[[], Any]) -> Any:
-    """What `compute()` returns. Raises ValueError where the model itself, as transformers has it, can't."""
-    try:
-        return compute()
-    except (RuntimeError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError) as error:
-        if as_fault(error).code != UNEXPECTED:  # such as memory
-            raise
-        said = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-        raise ValueError(
-            f"{type(reference).__name__} as transformers {transformers.__version__} has it can't compute a probe on the CPU "
-            f"in {str(reference.dtype).removeprefix('torch.')}: {said}."
-        ) from error
-
-
-def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, reference: Reference) -> None:
+def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expected) -> None:
     """Stop on all ranks if the wrapped model isn't the one that transformers loads, or trains otherwise. All ranks call it."""
-    began = time.monotonic()
-    inputs = probe_of(plan, plan.data.document_end)
-    expected = reference.outputs, reference.gradients
-    with_gradients = compares_gradients(plan)
-    ours = gate.verify(fabric, wrapped, expected, inputs, with_gradients, plan.model.precision, slow_paths(plan))
-    if reference.outputs is not None:
+    began, inputs, with_gradients = time.monotonic(), probe_of(plan, plan.data.document_end), compares_gradients(plan)
+    paths = {
+        "--loss full": plan.model.loss == "chunked",
+        "--compile false": plan.model.compiles,
+        "--attention sdpa": plan.model.config._attn_implementation == fast_paths.PACKED,
+        "--activation_checkpointing none": plan.model.activation_checkpointing != "none",
+    }
+    taken = ", ".join(flag for flag, is_on in paths.items() if is_on)
+    advice = f"; to find out which part it is, turn it off: {taken}" if taken else ""
+    ours = gate.verify(fabric, wrapped, expected, inputs, with_gradients, plan.model.precision, advice)
+    if expected[0] is not None:
         words = ", and the gradients are equal to rounding" if with_gradients else ""
         print(
-            f"Start verified: loss {ours.loss:.4f} on {inputs['input_ids'].numel()} tokens, {reference.outputs.loss:.4f} in "
-            f"plain transformers{words} ({time.monotonic() - began:.1f} s).",
-            flush=True,
+            f"Start verified: loss {ours.loss:.4f} on {inputs['input_ids'].numel()} tokens, {expected[0].loss:.4f} in "
+            f"plain transformers{words} ({time.monotonic() - began:.1f} s)."
         )
-
-
-def slow_paths(plan: Plan) -> str:
-    """The flags that turn off the fast paths of a run, as the end of a sentence."""
-    flags = {"--loss full": plan.model.loss == "chunked", "--compile false": plan.model.compiles}
-    flags["--attention sdpa"] = plan.model.config._attn_implementation == packed_attention.NAME
-    flags["--activation_checkpointing none"] = plan.model.activation_checkpointing != "none"
-    taken = [flag for flag, is_on in flags.items() if is_on]
-    return f"; to find out which part it is, turn it off: {', '.join(taken)}" if taken else ""

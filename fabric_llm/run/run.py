@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.checkpoint.progress import Progress, step_directory
+from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.checkpoint.writing import Background, Pending
 from fabric_llm.data.batches import Prefetch
 from fabric_llm.model.sampling import generate
 from fabric_llm.plan.plan import Plan
-from fabric_llm.processes.stop import Requests
+from fabric_llm.processes.stop import StopSignal
 from fabric_llm.processes.watch import Watch
 from fabric_llm.run.log import Log
 from fabric_llm.run.samples import Samples
@@ -57,7 +57,7 @@ class Run:
     samples: Samples = field(init=False)
     background: Optional[Background] = None  # with --async_save: writes checkpoints while training goes on
     saving: Optional[Future[Pending]] = None  # the checkpoint that it writes
-    requests: Requests = field(init=False)
+    requests: StopSignal = field(init=False)
     evaluation: Evaluation = field(init=False)
 
     @property
@@ -65,59 +65,45 @@ class Run:
         """True once the last step is done; a run that ends before was stopped."""
         return self.plan.is_over(self.progress)
 
-    def drop_model(self) -> None:
-        """Give up the model and the optimizer, before others are built."""
-        self.model = self.optimizer = None
-
     def close(self) -> None:
         """End well: every part that build.py has registered is closed, the last one first. All ranks call it."""
         failpoint("finish")
         self.closing.close()
 
 
-def leave_ranks(run: Run) -> None:
-    """The last that the ranks do together. From here on rank 0 may take its time."""
-    if torch.distributed.is_initialized():
+def leave(run: Run) -> None:
+    """The last that the ranks do together. Then rank 0 may take its time, to send the trackers what they haven't had yet."""
+    log, has_ranks = run.log, torch.distributed.is_initialized()
+    if has_ranks:
         run.fabric.barrier()
     run.watch.close()
-    if torch.distributed.is_initialized():
+    if has_ranks:
         kept_alive.append(run)
         torch.distributed.destroy_process_group()
-
-
-def close_log(run: Run) -> None:
-    """Send the trackers what they haven't had yet."""
-    if run.is_over and run.flags.logging.log_model in (True, "last"):
-        run.log.upload(step_directory(run.plan.run_directory, run.progress.step))
-    run.log.close(SECONDS_AFTER_THE_END if run.is_over else SECONDS_AFTER_A_STOP)
+    if log.trackers is not None and run.is_over and run.flags.logging.log_model in (True, "last"):
+        log.trackers.upload(step_directory(run.plan.run_directory, run.progress.step))
+    log.close(SECONDS_AFTER_THE_END if run.is_over else SECONDS_AFTER_A_STOP)
 
 
 def say_what_comes_next(run: Run) -> None:
     """Tell the user what there is, and the next command."""
     if run.fabric.global_rank != 0:
         return
-    last, directory = step_directory(run.plan.run_directory, run.progress.step), run.plan.run_directory
+    plan, log, count = run.plan, run.log, run.flags.logging.sample_tokens
+    last, directory = step_directory(plan.run_directory, run.progress.step), plan.run_directory
     if not run.is_over:
         why = f"after --max_hours {run.flags.training.max_hours:g}" if run.requests.is_over() else "on request"
         resume = "true" if run.flags.checkpoint.checkpoint is None else "auto"  # which doesn't branch off again
         print(f"\nStopped {why}. Checkpoint: {last}")
         print(f"Next: the same command with --resume {resume} --run_name {directory.name}", flush=True)
         return
-    log = run.log
     evaluated = "" if math.isnan(log.eval_loss) else f", validation loss {log.eval_loss:.4f}"
     print(f"\nLoss {log.first_loss:.4f} -> {log.last_loss:.4f}{evaluated}")
     print(f"Checkpoint: {last}")
-    _print_sample(run, str(last))
+    if count and run.flags.fsdp.state_dict_type == "full" and plan.model.tokenizer is not None:
+        try:
+            prompt = plan.model.tokenizer.decode(plan.probe_input()[0, :16])  # how the validation split begins
+            print(f"Sample:\n{generate(str(last), prompt, count)}\n")
+        except Exception as error:  # the run is done, and saved
+            print(f"Warning: no sample could be generated: {type(error).__name__}: {error}")
     print(f"Next: python export_hf.py {directory} --output hf/{directory.name}", flush=True)
-
-
-def _print_sample(run: Run, checkpoint: str) -> None:
-    """--sample_tokens: how the trained model continues the beginning of the validation split."""
-    plan, count = run.plan, run.flags.logging.sample_tokens
-    if not count or run.flags.fsdp.state_dict_type != "full" or plan.model.tokenizer is None:
-        return
-    prompt = plan.model.tokenizer.decode(plan.probe_input()[0, :16])
-    try:
-        print(f"Sample:\n{generate(checkpoint, prompt, count)}\n")
-    except Exception as error:  # the run is done, and saved
-        print(f"Warning: no sample could be generated: {type(error).__name__}: {error}")

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fabric_llm.base import ranks
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import Fault
-from fabric_llm.checkpoint.progress import Progress
-from fabric_llm.data import prompts
+from fabric_llm.checkpoint.keep import Progress
+from fabric_llm.data.sources import read_prompts
 from fabric_llm.model.strategy import reshard
 from fabric_llm.plan.plan import Plan
 from fabric_llm.run.log import Log
@@ -36,90 +36,59 @@ class Samples:
     def __init__(self, fabric: Fabric, plan: Plan, logging: Flags, log: Log, mark: Callable[[int, str], None]) -> None:
         """logging: that group of flags. mark(step, doing): says that this rank works.
 
-        Raises Fault (2) for prompts that can't be continued.
+        Raises Fault (2) without a tokenizer, or where a sequence doesn't hold a prompt and its continuation.
         """
-        self.texts: list[str] = []
+        self.prompts: list[tuple[str, list[int]]] = []  # text, tokens
         if logging.sample_prompts is None:
             return
         self.device, self.log, self.mark = fabric.device, log, mark
         self.tokenizer, self.count = plan.model.tokenizer, logging.sample_tokens or DEFAULT_TOKENS
-        self.texts = ranks.from_rank_zero(lambda: prompts.read(logging.sample_prompts))
-        self.prompts = encoded(self.texts, self.tokenizer, self.count, min(MOST_TOKENS, *plan.contexts))
-        is_writer = fabric.global_rank == 0
-        self.file = MetricsFile(plan.run_directory / SAMPLES, plan.start.step) if is_writer else None
-        self.told = False
+        if self.tokenizer is None:
+            raise Fault("--sample_prompts needs a tokenizer, and there is none beside the model or the data.")
+        most = min(MOST_TOKENS, *plan.contexts)
+        for text in ranks.from_rank_zero(lambda: read_prompts(logging.sample_prompts)):
+            tokens = self.tokenizer(text)["input_ids"]
+            if not 0 < len(tokens) <= most - self.count:
+                many = f"--sample_prompts: {text[:40]!r} has {len(tokens)} tokens, which must be one or more"
+                raise Fault(
+                    f"{many}, and with --sample_tokens {self.count} no more than {most}: those of a sequence of the run, and "
+                    f"{MOST_TOKENS:,} at most."
+                )
+            self.prompts.append((text, tokens))
+        self.file = None
+        if fabric.global_rank == 0:
+            self.file = MetricsFile(plan.run_directory / SAMPLES, plan.start.step or -1)
 
+    @torch.no_grad()
     def take(self, model: nn.Module, progress: Progress) -> None:
-        """Continue each prompt, if there are any, and write what came out."""
-        if not self.texts:
+        """Continue each prompt, if there are any, with the tokens that the model takes for the most likely, and write them."""
+        if not self.prompts:
             return
         began, step = time.monotonic(), progress.step
+        # Rows are filled up on the right, which a causal model doesn't see, and keep their length, so that compiled layers
+        # are compiled for one shape.
+        length = max(len(prompt) for _, prompt in self.prompts) + self.count
+        size = max(1, MOST_TOKENS // length)
         with self.log.untimed:
-            rows = continued(model, self.prompts, self.count, self.device, lambda: self.mark(step, "sampling"))
+            model.eval()
+            for start in range(0, len(self.prompts), size):
+                part = self.prompts[start : start + size]
+                tokens = torch.zeros((len(part), length), dtype=torch.int64, device=self.device)
+                for row, (_, prompt) in zip(tokens, part):
+                    row[: len(prompt)] = torch.tensor(prompt, device=self.device)
+                rows = torch.arange(len(part), device=self.device)
+                ends = torch.tensor([len(prompt) for _, prompt in part], device=self.device)
+                for _ in range(self.count):
+                    tokens[rows, ends] = model(tokens)[rows, ends - 1].argmax(dim=-1)
+                    ends += 1
+                    self.mark(step, "sampling")
+                for (text, prompt), row in zip(part, tokens.tolist() if self.file is not None else []):
+                    added = continuation(self.tokenizer, prompt, row[: len(prompt) + self.count])
+                    self.file.write(step, {"prompt": text, "text": added, "tokens": self.count, "how": "greedy"})
+            model.train()
+            reshard(model)
             self.mark(step, "in the next step")
-        if self.file is not None:
-            for text, prompt, row in zip(self.texts, self.prompts, rows):
-                said = {"prompt": text, "text": continuation(self.tokenizer, prompt, row), "tokens": self.count}
-                self.file.write(step, {**said, "how": "greedy"})
-        if not self.told:
-            self.log.line(f"Samples of {len(self.texts)} prompts: {time.monotonic() - began:.1f} s, into {SAMPLES}.")
-            self.told = True
-
-
-def encoded(texts: Sequence[str], tokenizer: Any, count: int, most: int) -> list[list[int]]:
-    """The tokens of each prompt. Raises Fault (2) without a tokenizer, or where `most` tokens don't hold it and `count` more."""
-    if tokenizer is None:
-        raise Fault("--sample_prompts needs a tokenizer, and there is none beside the model or the data.")
-    found = [tokenizer(text)["input_ids"] for text in texts]
-    for text, tokens in zip(texts, found):
-        if not tokens:
-            raise Fault(f"--sample_prompts: {text[:40]!r} has no token.")
-        if len(tokens) + count > most:
-            raise Fault(
-                f"--sample_prompts: {text[:40]!r} has {len(tokens)} tokens, which with --sample_tokens {count} is more than "
-                f"{most}: those of a sequence of the run, and {MOST_TOKENS:,} at most."
-            )
-    return found
-
-
-@torch.no_grad()
-def continued(
-    model: nn.Module, given: Sequence[Sequence[int]], count: int, device: torch.device, working: Callable[[], None]
-) -> list[list[int]]:
-    """`given` token lists, each with the `count` tokens that the model takes for the most likely ones. All ranks call it.
-
-    Rows are filled up on the right, which a causal model doesn't see, and keep their length, so that compiled layers are
-    compiled for one shape. working(): called after each forward pass, to say that this rank goes on.
-    """
-    length = max(map(len, given)) + count
-    size = max(1, MOST_TOKENS // length)
-    model.eval()
-    found = []
-    for start in range(0, len(given), size):
-        found += _continue_rows(model, given[start : start + size], count, length, device, working)
-    model.train()
-    reshard(model)
-    return found
-
-
-def _continue_rows(
-    model: nn.Module,
-    given: Sequence[Sequence[int]],
-    count: int,
-    length: int,
-    device: torch.device,
-    working: Callable[[], None],
-) -> list[list[int]]:
-    tokens: Tensor = torch.zeros((len(given), length), dtype=torch.int64, device=device)
-    for row, prompt in zip(tokens, given):
-        row[: len(prompt)] = torch.tensor(prompt, device=device)
-    rows = torch.arange(len(given), device=device)
-    ends = torch.tensor([len(prompt) for prompt in given], device=device)
-    for _ in range(count):
-        tokens[rows, ends] = model(tokens)[rows, ends - 1].argmax(dim=-1)
-        ends += 1
-        working()
-    return [row[: len(prompt) + count].tolist() for row, prompt in zip(tokens, given)]
+        self.log.said(f"samples of {len(self.prompts)} prompts: {time.monotonic() - began:.1f} s, into {SAMPLES}")
 
 
 def continuation(tokenizer: Any, prompt: Sequence[int], row: Sequence[int]) -> str:

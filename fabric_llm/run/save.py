@@ -1,4 +1,4 @@
-"""When a run saves: one checkpoint at a time, in the step or in the background, published once all ranks have written it."""
+"""What is due after a step, and a save: in the step or in the background, published once all ranks have written it."""
 
 from __future__ import annotations
 
@@ -7,46 +7,80 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
-from fabric_llm.base import files, step_names
+from fabric_llm.base import files
+from fabric_llm.base.command_line import Flags
 from fabric_llm.base.ranks import gather
 from fabric_llm.checkpoint import keep, writing
-from fabric_llm.checkpoint.progress import step_directory
+from fabric_llm.checkpoint.keep import Progress, step_directory
+from fabric_llm.data.mixture_text import read_before
 from fabric_llm.data.order import RowsRead
 from fabric_llm.plan import run_directory, same_run
 from fabric_llm.plan.plan import Plan
-from fabric_llm.run.due import Due
 from fabric_llm.run.run import Run
 
 
-def save(run: Run, *, evaluated: bool, due: Due, stops: bool) -> None:
+def due_after(before: Progress, progress: Progress, plan: Plan, flags: Flags) -> tuple[bool, bool, bool]:
+    """(logs, evaluates, saves) after the step from `before` to `progress`: at its interval, and at the last step everything.
+
+    An evaluation is due in the middle and at the end of each epoch as well. What is saved or evaluated is also logged.
+    """
+
+    def at(interval: Optional[int]) -> bool:
+        return plan.is_over(progress) or interval is not None and progress.step % interval == 0
+
+    half_done = half_epochs(plan, progress.position) > half_epochs(plan, before.position)
+    evaluates, saves = half_done or at(flags.evaluation.eval_step_interval), at(flags.save.save_step_interval)
+    return saves or evaluates or before == plan.start or at(flags.logging.log_step_interval), evaluates, saves
+
+
+def half_epochs(plan: Plan, position: int) -> int:
+    """How many halves of an epoch are read before `position`; of a mixture, of the source that the run reads most rows of."""
+    if plan.data.mixture is None:
+        return 2 * position // len(plan.data.dataset.train)
+    last, now = (read_before(plan.data.mixture.stages, at) for at in (plan.end_of_run(), position))
+    source = last.index(max(last))
+    return 2 * now[source] // plan.data.mixture.rows[source]
+
+
+def evaluates_first(plan: Plan) -> bool:
+    """True if an evaluation comes before the first step: of a new run, or the one that a request to stop cut off."""
+    return plan.start.step == 0 or bool(plan.resumed.get("owes_evaluation"))
+
+
+def save(run: Run, *, evaluated: Optional[bool], stops: bool) -> None:
     """Write a checkpoint. Blocks for the last one, and always without --async_save. All ranks call it.
 
-    evaluated: the evaluation of this step was made. One that is due and wasn't is made by a resumed run.
+    evaluated: whether the evaluation that is due after this step was made; None: none is due. A resumed run makes it up.
     """
     publish(run)
-    step = run.progress.step
-    with run.log.untimed:
+    step, plan, log = run.progress.step, run.plan, run.log
+    with log.untimed:
         run.watch.mark(step, "saving")
-        in_background = run.background is not None and not (due.is_last or stops)
+        in_background = run.background is not None and not (run.is_over or stops)
+        followed = run.flags.save.keep_best_of  # the best checkpoints are kept by this loss
+        loss = log.eval_loss if followed is None else log.eval_losses.get(followed, math.nan)
+        # Which rows all ranks together have read for steps since `from_position`; `fabric_llm.verify` compares them.
+        before = plan.resumed.get("rows_read", {"from_position": plan.start.position, "count": 0, "hash_sum": 0})
+        read = sum(gather(run.batches.rows_read), RowsRead(before["count"], before["hash_sum"]))
         pending = writing.begin(
-            step_directory(run.plan.run_directory, step),
+            step_directory(plan.run_directory, step),
             run.fabric,
             run.model.module,
             run.optimizer,
             skeleton=run.skeleton,
-            tokenizer=run.plan.model.tokenizer,
+            tokenizer=plan.model.tokenizer,
             progress=run.progress,
             facts={
-                **same_run.facts(run.plan, run.flags),
+                **same_run.facts(plan, run.flags),
                 "guard": run.guard.state(),
                 "scaler": run.fabric.strategy.precision.state_dict(),
-                "eval_loss": followed_loss(run) if evaluated else None,
-                "eval_losses": run.log.eval_losses if evaluated else None,
-                "owes_evaluation": due.evaluates and not evaluated,
-                "rows_read": rows_read(run),
+                "eval_loss": loss if evaluated and math.isfinite(loss) else None,
+                "eval_losses": log.eval_losses if evaluated else None,
+                "owes_evaluation": evaluated is False,
+                "rows_read": {"from_position": before["from_position"], **asdict(read)},
             },
-            origin=origin(run.plan) if run.fabric.global_rank == 0 else {},
-            probe=writing.record_probe(run.model, run.plan.probe_input(), run.fabric.device),
+            origin=origin(plan) if run.fabric.global_rank == 0 else {},
+            probe=writing.record_probe(run.model, plan.probe_input(), run.fabric.device),
             state_dict_type=run.flags.fsdp.state_dict_type,
             copy=in_background,
         )
@@ -56,8 +90,26 @@ def save(run: Run, *, evaluated: bool, due: Due, stops: bool) -> None:
             writing.write(pending)
             _publish(run, pending)
         run.watch.mark(step, "in the next step")
-    if due.is_last or not stops:  # who asks a run to stop doesn't wait for samples
+    if run.is_over or not stops:  # who asks a run to stop doesn't wait for samples
         run.samples.take(run.model, run.progress)
+
+
+def origin(plan: Plan) -> dict[str, Any]:
+    """Hashes of what the run is made from, for manifests; of a mixture those of each source by name."""
+
+    def sha256(path: Path) -> Optional[str]:
+        return files.sha256(path) if path.is_file() else None
+
+    named = plan.data.sources or {"": plan.data.dataset}
+    data = {
+        "data_sha256": {name: sha256(source.folder / "manifest.json") for name, source in named.items()},
+        "data_fingerprint": {name: source.fingerprint for name, source in named.items()},
+    }
+    return {
+        "arguments_sha256": sha256(plan.run_directory / "arguments.yaml"),
+        "tokenizer_sha256": sha256(plan.data.dataset.folder / "tokenizer" / "tokenizer.json"),
+        **(data if plan.data.sources else {name: one[""] for name, one in data.items()}),
+    }
 
 
 def has_written(run: Run) -> bool:
@@ -78,47 +130,13 @@ def publish(run: Run, ranks_that_have_written: Optional[int] = None) -> None:
 def _publish(run: Run, pending: writing.Pending) -> None:
     """Give the written checkpoint its name, after the log of its steps is durable, and prune."""
     writing.commit(pending, before=lambda: run.log.metrics.make_durable())
-    if run.fabric.global_rank == 0:
-        step, flags, folder = step_names.step_of(pending.target), run.flags, run.plan.run_directory
-        if flags.save.keep_last is not None:
-            keep.prune(folder, flags.save.keep_last, flags.save.keep_every, flags.save.keep_best, run.plan.resume_from)
-        run_directory.write_status(folder, None, "running", step, True)
-        run.log.saved(step, pending.target)
-        if flags.logging.log_model == "all":
-            run.log.upload(pending.target)
-
-
-def rows_read(run: Run) -> dict[str, int]:
-    """Which rows all ranks together have read for steps since `from_position`; `fabric_llm.verify` compares them."""
-    none_read = {"from_position": run.plan.start.position, "count": 0, "hash_sum": 0}
-    before = run.plan.resumed.get("rows_read", none_read)
-    read = sum(gather(run.batches.rows_read), RowsRead(before["count"], before["hash_sum"]))
-    return {"from_position": before["from_position"], **asdict(read)}
-
-
-def followed_loss(run: Run) -> Optional[float]:
-    """The loss that the best checkpoints are kept by."""
-    followed = run.flags.save.keep_best_of
-    loss = run.log.eval_loss if followed is None else run.log.eval_losses.get(followed, math.nan)
-    return loss if math.isfinite(loss) else None
-
-
-def origin(plan: Plan) -> dict[str, Any]:
-    """Hashes of what the run is made from, for manifests."""
-    data = Path(plan.data.dataset.folder)
-    made_from = {
-        "arguments": plan.run_directory / "arguments.yaml",
-        "data": data / "manifest.json",
-        "tokenizer": data / "tokenizer" / "tokenizer.json",
-    }
-    hashes = {f"{name}_sha256": _sha256(path) for name, path in made_from.items()}
-    if plan.data.mixture is None:
-        return {**hashes, "data_fingerprint": plan.data.dataset.fingerprint}
-    hashes["data_sha256"] = {
-        name: _sha256(source.folder / "manifest.json") for name, source in plan.data.sources.items()
-    }
-    return {**hashes, "data_fingerprint": {name: source.fingerprint for name, source in plan.data.sources.items()}}
-
-
-def _sha256(path: Path) -> Optional[str]:
-    return files.sha256(path) if path.is_file() else None
+    if run.fabric.global_rank != 0:
+        return
+    step, flags, folder = files.step_of(pending.target), run.flags, run.plan.run_directory
+    if flags.save.keep_last is not None:
+        keep.prune(folder, flags.save.keep_last, flags.save.keep_every, flags.save.keep_best, run.plan.resume_from)
+    run_directory.write_status(folder, None, "running", step, True)
+    run_directory.record_event(folder, "saved", step)
+    run.log.line(f"step {step}/{run.plan.schedule.max_step}  saved {pending.target}")
+    if flags.logging.log_model == "all":
+        run.log.trackers.upload(pending.target)

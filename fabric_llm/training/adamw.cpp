@@ -1,4 +1,4 @@
-// adamw_plain.update for bfloat16 in one pass over memory: the same operations in the same order, so the same bits.
+// plain_update of adamw_rounded.py in one pass over memory: the same operations in the same order, so the same bits.
 // Compile without contraction (a * b + c in one rounding) and without any of -ffast-math; adamw_rounded.py does.
 
 #include <cmath>

@@ -1,4 +1,4 @@
-"""AdamW that keeps small updates in bfloat16 parameters.
+"""AdamW that keeps small updates in bfloat16 parameters, and the optimizer of a run: another goes into `make_optimizer`.
 
 A bfloat16 number has 8 significant bits, so an update smaller than 1/512 of its weight is rounded away, and at the
 learning rates of continued pretraining most are. `updates` says what is done about it:
@@ -9,42 +9,73 @@ learning rates of continued pretraining most are. `updates` says what is done ab
 | master     | a float32 master, rounded to nearest            | master and moments float32: 12       |
 | nearest    | rounded to nearest: torch.optim.AdamW           | moments bfloat16: 4                  |
 
-The arithmetic is float32 everywhere. Rounding to nearest is left to torch's fused kernel; what is rounded stochastically
-goes through adamw_rounded.py. Besides its state, a step takes at most 8 MiB on a CPU and 512 MiB on a GPU, however large
-the model.
+The arithmetic is float32 everywhere. Besides its state, a step takes at most 8 MiB on a CPU and 512 MiB on a GPU, however
+large the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fabric_llm.base.command_line import Flags
 from fabric_llm.base.failpoints import failpoint
+from fabric_llm.model import strategy
 from fabric_llm.model.strategy import local_part
-from fabric_llm.training.adamw_rounded import UPDATED, Origin, kernel_for, rounded_step
+from fabric_llm.training.adamw_rounded import Origin, fastest, plain_update, rounded_step
 
+LEAST_ELEMENTS = 2**20  # below this, plain PyTorch takes less time in ten steps than compiling a kernel would
+UPDATED = ("param", "grad", "exp_avg", "exp_avg_sq", "master")
 UPDATES = ("stochastic", "nearest", "master")
-BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}  # a CPU's block stays in its cache, a GPU's hides the launches
+BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}  # of master: a CPU's stay in its cache, a GPU's hide the launches
+
+
+def make_optimizer(wrapped: nn.Module, decayed: set[str], training: Flags, updates: str) -> torch.optim.Optimizer:
+    """The optimizer for a wrapped model. Its state must be tensors, so that checkpoints can hold it.
+
+    decayed: names of parameters, see `decayed_names`. training: the flags of that group. updates: see above.
+    """
+    named = {strategy.original_name(name): parameter for name, parameter in wrapped.module.named_parameters()}
+    groups = parameter_groups(named.items(), decayed, training.weight_decay)
+    places = strategy.shard_places(list(named.values()), strategy.shard_group(wrapped))
+    origins = {parameter: (name, offset) for (name, parameter), (offset, _) in zip(named.items(), places)}
+    betas = (training.beta1, training.beta2)
+    return AdamW(groups, lr=training.lr, betas=betas, updates=updates, seed=training.seed, origins=origins)
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay applies to: matrices, not norms and biases.
+
+    Ask the model before it is wrapped: FSDP shows each parameter as a one-dimensional piece.
+    """
+    return {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], decayed: set[str], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Two groups for an optimizer, with and without weight decay. Names are those of the unwrapped model."""
+    trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    with_decay = [parameter for name, parameter in trained if name in decayed]
+    without = [parameter for name, parameter in trained if name not in decayed]
+    settings = ((with_decay, weight_decay), (without, 0.0))
+    return [{"params": parameters, "weight_decay": decay} for parameters, decay in settings if parameters]
 
 
 class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), in the arithmetic of torch.optim.AdamW.
 
-    Parameters that aren't bfloat16 are treated as torch.optim.AdamW(fused=True) would, whatever `updates` is.
-    State of a parameter: `step` (float32 scalar, always on the CPU), `exp_avg`, `exp_avg_sq`, and under master `master`:
-    shape, device and placement (DTensor) of the parameter, dtypes as above. The moments are rounded like the parameter.
-    If they were rounded to nearest, exp_avg_sq could never fall where beta2 is above 0.998.
+    Parameters that aren't bfloat16 are treated as torch.optim.AdamW(fused=True) would, whatever `updates` is, which is one of
+    UPDATES. State of a parameter, from the beginning: `step` (float32 scalar, always on the CPU), `exp_avg`, `exp_avg_sq`, and
+    under master `master`: shape, device and placement (DTensor) of the parameter, dtypes as above. The moments are rounded like
+    the parameter: to nearest, exp_avg_sq could never fall where beta2 is above 0.998.
 
     Rounding is a function of (seed, step of the parameter, its name, tensor, index in the whole parameter): the same on CPUs
-    and GPUs, however a parameter is split over ranks. Nothing is saved for it, torch's generators stay as they are, and
-    the host never waits for a GPU. `origins` says what each parameter is a piece of; one that it doesn't name is taken
-    for whole, and for its name its place among the parameters.
-
-    Parameters and state are contiguous; gradients may have any layout and dtype.
-    Raises ValueError if `updates` is none of UPDATES.
+    and GPUs, however a parameter is split over ranks. Nothing is saved for it. `origins` says what each parameter is a piece
+    of; one that it doesn't name is taken for whole, and for its name its place among the parameters.
     """
 
     def __init__(
@@ -62,123 +93,82 @@ class AdamW(torch.optim.Optimizer):
         if updates not in UPDATES:
             raise ValueError(f"updates {updates!r} is none of {', '.join(UPDATES)}.")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.updates, self.seed, self.origins = updates, seed, dict(origins or {})
-        self.elements = sum(local_part(param).numel() for group in self.param_groups for param in group["params"])
-
-    @torch.no_grad()
-    def initialise(self) -> None:
-        """State of every parameter, as it is before a first step: saving needs no step to make it."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if not self.state[param]:
-                    self._initialise(param, self.state[param])
-
-    @torch.no_grad()
-    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
-        """One step for every parameter that has a gradient. With lr 0 parameters keep every bit."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        self.updates, self.seed, self.elements, self.origins = updates, seed, 0, {}
         for number, group in enumerate(self.param_groups):
+            for index, param in enumerate(group["params"]):
+                self.origins[param] = (origins or {}).get(param, (f"{number}.{index}", 0))
+                self.elements += local_part(param).numel()
+                wide = updates == "master" and param.dtype == torch.bfloat16
+                kept = {"dtype": torch.float32 if wide else param.dtype, "memory_format": torch.contiguous_format}
+                state = self.state[param]
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(param.detach(), **kept) for _ in range(2))
+                if wide:
+                    state["master"] = param.detach().to(**kept)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step for every parameter that has a gradient. With lr 0 parameters keep every bit."""
+        for group in self.param_groups:
             failpoint("optimizer_step")
-            for (device, dtype, step), (tensors, origins) in self._alike(group, number).items():
-                if dtype != torch.bfloat16 or self.updates == "nearest":
-                    plain_step(tensors, group, step)
-                elif self.updates == "master":
-                    master_step(tensors, group, step)
+            alike: dict[
+                Any, list[tuple[list[Tensor], Origin]]
+            ] = {}  # what one kernel takes: UPDATED, flat, and origins
+            for param in group["params"]:
+                if param.grad is not None:
+                    tensors = {"param": param, "grad": param.grad.contiguous(), **self.state[param]}
+                    step = tensors["step"].add_(1).item()
+                    flat = [local_part(tensors[name]).view(-1) for name in UPDATED if name in tensors]
+                    if flat[0].numel():  # a rank may hold nothing of a sharded parameter
+                        key = flat[0].device, param.dtype, step
+                        alike.setdefault(key, []).append((flat, self.origins[param]))
+            for (device, dtype, step), some in alike.items():
+                if dtype == torch.bfloat16 and self.updates == "stochastic":
+                    update = fastest(device) if self.elements >= LEAST_ELEMENTS else plain_update
+                    rounded_step(some, group, int(step), self.seed, update)
+                elif dtype == torch.bfloat16 and self.updates == "master":
+                    for tensors, _ in some:
+                        master_step(tensors, group, step)
                 else:
-                    rounded_step(tensors, origins, group, int(step), self.seed, kernel_for(device, self.elements))
-        return loss
-
-    def _alike(self, group: dict[str, Any], number: int) -> dict[Any, tuple[list[dict[str, Tensor]], list[Origin]]]:
-        """(device, dtype, step) -> for each parameter its flat local tensors (param, grad, state), and its origin.
-
-        Counts the step. `number` is the group's.
-        """
-        trained = [(index, param) for index, param in enumerate(group["params"]) if param.grad is not None]
-        for _, param in trained:
-            if not self.state[param]:
-                self._initialise(param, self.state[param])
-        if trained:
-            torch._foreach_add_([self.state[param]["step"] for _, param in trained], 1)
-        alike: dict[Any, tuple[list[dict[str, Tensor]], list[Origin]]] = {}
-        for index, param in trained:
-            tensors = {"param": param, "grad": param.grad.contiguous(), **self.state[param]}
-            step = tensors.pop("step").item()
-            flat = {name: local_part(tensor).view(-1) for name, tensor in tensors.items()}
-            if flat["param"].numel():  # a rank may hold nothing of a sharded parameter
-                key = flat["param"].device, param.dtype, step
-                tensors_alike, origins = alike.setdefault(key, ([], []))
-                tensors_alike.append(flat)
-                origins.append(self.origins.get(param) or Origin(f"{number}.{index}"))
-        return alike
-
-    def _initialise(self, param: Tensor, state: dict[str, Tensor]) -> None:
-        rounded = param.dtype == torch.bfloat16
-        moments = torch.float32 if rounded and self.updates == "master" else param.dtype
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(param, dtype=moments, memory_format=torch.contiguous_format)
-        if rounded and self.updates == "master":
-            state["master"] = param.detach().to(torch.float32, memory_format=torch.contiguous_format)
+                    fused_step([tensors for tensors, _ in some], group, step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch's, which rounds all state to the parameter's dtype, and then master's float32 state as it was saved."""
+        """Takes the state as it was saved, where torch's would round all of it to the parameter's dtype."""
         super().load_state_dict(state_dict)
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         params = (param for group in self.param_groups for param in group["params"])
         for number, param in zip(numbers, params, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
-                if name == "step":
-                    self.state[param][name] = torch.as_tensor(value, dtype=torch.float32, device="cpu").clone()
-                elif self.updates == "master" and param.dtype == torch.bfloat16:
-                    self.state[param][name] = value.to(device=param.device, dtype=torch.float32)
+                counts = name == "step"  # of each parameter its own, since it is added to in place
+                self.state[param][name] = value.to("cpu" if counts else param.device, copy=counts)
+
+
+def fused_step(tensors: list[list[Tensor]], group: dict[str, Any], step: float) -> None:
+    """torch.optim.AdamW(fused=True) for parameters and moments of one dtype."""
+    params, grads, exp_avgs, exp_avg_sqs = map(list, zip(*tensors))
+    grads = [grad.to(param.dtype) for grad, param in zip(grads, params)]
+    steps = [torch.full((), step, dtype=torch.float32, device=params[0].device)] * len(params)
+    options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+    options |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, "maximize": False}
+    torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], steps, **options)
+
+
+def master_step(tensors: list[Tensor], group: dict[str, Any], step: float) -> None:
+    """float32 master and moments; the parameter becomes the master, rounded to nearest."""
+    block = BLOCK_ELEMENTS["cpu" if tensors[0].device.type == "cpu" else "cuda"]
+    for param, grad, exp_avg, exp_avg_sq, master in zip(*(tensor.split(block) for tensor in tensors)):
+        fused_step([[master, grad, exp_avg, exp_avg_sq]], group, step)
+        if group["lr"] != 0:
+            param.copy_(master)
 
 
 def checkpoint_bytes(parameters: Iterable[Tensor], updates: str, ema: Optional[str] = None) -> int:
-    """Bytes of parameters and the state of those that train, after a step, on any device.
-
-    ema: device of a moving average, host or same.
-    """
+    """Bytes of parameters and the state of those that train, on any device. ema: device of a moving average, host or same."""
     total = 0
     for parameter in parameters:
-        if not parameter.requires_grad:
-            total += parameter.numel() * parameter.element_size()
-            continue
-        wide = updates == "master" and parameter.dtype == torch.bfloat16
-        total += parameter.numel() * (2 + 3 * 4 if wide else 3 * parameter.element_size())
-        if ema is not None:
-            total += parameter.numel() * (4 if ema == "host" else parameter.element_size())
+        each = own = parameter.element_size()
+        if parameter.requires_grad:
+            each = 2 + 3 * 4 if updates == "master" and parameter.dtype == torch.bfloat16 else 3 * own
+            each += {None: 0, "host": 4, "same": own}[ema]
+        total += parameter.numel() * each
     return total
-
-
-def plain_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: float) -> None:
-    """torch.optim.AdamW(fused=True) for parameters and moments of one dtype."""
-    params, grads, exp_avgs, exp_avg_sqs = ([t[name] for t in tensors] for name in UPDATED)
-    _fused(params, [grad.to(param.dtype) for grad, param in zip(grads, params)], exp_avgs, exp_avg_sqs, group, step)
-
-
-def master_step(tensors: list[dict[str, Tensor]], group: dict[str, Any], step: float) -> None:
-    """float32 master and moments; the parameter becomes the master, rounded to nearest."""
-    block = BLOCK_ELEMENTS["cpu" if tensors[0]["param"].device.type == "cpu" else "cuda"]
-    for t in tensors:
-        for param, grad, exp_avg, exp_avg_sq, master in zip(*(t[name].split(block) for name in (*UPDATED, "master"))):
-            _fused([master], [grad.float()], [exp_avg], [exp_avg_sq], group, step)
-            if group["lr"] != 0:
-                param.copy_(master)
-
-
-def _fused(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    group: dict[str, Any],
-    step: float,
-) -> None:
-    beta1, beta2 = group["betas"]
-    options = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
-    options |= {"eps": group["eps"], "amsgrad": False, "maximize": False, "grad_scale": None, "found_inf": None}
-    steps = [torch.full((), step, dtype=torch.float32, device=params[0].device)] * len(params)
-    torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], steps, **options)

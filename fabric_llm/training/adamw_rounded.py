@@ -1,115 +1,157 @@
-"""A step for bfloat16 parameters with stochastic rounding: in which pieces, and by which kernel.
+"""AdamW of bfloat16 numbers with stochastic rounding: in plain PyTorch, and by kernels that must give the same bits.
 
-That is the fastest kernel of this machine that gives the bits of plain PyTorch (adamw_plain.py): adamw.cpp or
-adamw_triton.py.
+Zamirai et al. (2020), Revisiting BFloat16 Training, arXiv:2010.06192. All arithmetic is float32 or int32, one operation
+at a time, and each operation is rounded exactly as IEEE 754 says. So the same inputs give the same bits on any device,
+and in any kernel that does the same operations in the same order: adamw.cpp on CPUs, adamw_triton.py on GPUs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import math
 import os
 import shlex
+import struct
 import subprocess
 import tempfile
 import warnings
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
 
-from fabric_llm.training import adamw_plain
-from fabric_llm.training.adamw_plain import Key, Numbers
+from fabric_llm.base.faults import one_line
 
-Update = Callable[..., None]
-UPDATED = ("param", "grad", "exp_avg", "exp_avg_sq")
+Update = Callable[..., None]  # as `plain_update`
+Key = tuple[int, int, int]  # three int32
+Origin = tuple[str, int]  # of a rank's piece of a parameter: its name, and the index of the first element in the whole
 PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # what a CPU's thread, or a launch on a GPU, does at a time
-SOURCE = Path(__file__).with_name("adamw.cpp")
+PLAIN_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}  # what plain PyTorch does: it needs 8 MiB on a CPU, 512 MiB on a GPU
 # Contraction would round a * b + c once instead of twice. Without errno, and traps that nobody catches, roots vectorise.
-COMPILER_FLAGS = ("-std=c++17", "-O3", "-funroll-loops", "-march=native")
+COMPILER_FLAGS = ("-std=c++17", "-O3", "-funroll-loops", "-march=native", "-shared", "-fPIC")
 COMPILER_FLAGS += ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-COMPILER_SECONDS = 120
-LEAST_ELEMENTS = 2**20  # below this, plain PyTorch takes less time in ten steps than compiling would
-
-
-class Origin(NamedTuple):
-    """Which piece of the model a parameter on this rank is."""
-
-    name: str  # of the whole parameter, in the unwrapped model
-    offset: int = 0  # index of the piece's first element in the whole, flattened parameter
 
 
 def rounded_step(
-    tensors: list[dict[str, Tensor]], origins: list[Origin], group: dict[str, Any], step: int, seed: int, update: Update
+    parameters: list[tuple[list[Tensor], Origin]], group: dict[str, Any], step: int, seed: int, update: Update
 ) -> None:
-    """AdamW for parameters of one device, each one's flat tensors named in UPDATED, by an `update`.
+    """AdamW by an `update`, see `plain_update`, for parameters of one device: what it takes, whole, and what that is of."""
+    numbers = numbers_of(group, step)
+    kind = "cpu" if parameters[0][0][0].device.type == "cpu" else "cuda"
+    limit = PIECE_ELEMENTS[kind]
+    pieces = [piece for tensors, origin in parameters for piece in pieces_of(tensors, origin, limit, seed, step)]
 
-    group: lr, betas, eps and weight_decay. step: how many steps these parameters have taken, with this one.
-    """
-    numbers = adamw_plain.numbers_of(group, step)
-    on_cpu = tensors[0]["param"].device.type == "cpu"
-    limit = PIECE_ELEMENTS["cpu" if on_cpu else "cuda"]
-    waiting = deque(
-        (piece, origin.name, high, low)
-        for flat, origin in zip(tensors, origins)
-        for piece, high, low in pieces_of([flat[name] for name in UPDATED], origin, limit)
-    )
-
-    def update_some() -> None:  # a task for each piece would cost as much as a small update
-        while True:
-            try:
-                (param, *others), name, high, low = waiting.popleft()
-            except IndexError:
-                return
+    def update_all(pieces: list[tuple[Sequence[Tensor], int, Key]]) -> None:
+        for tensors, first, key in pieces:
             if group["lr"] == 0:  # not even a -0.0 may change
-                param = param.clone()
-            update(param, *others, low, adamw_plain.key_of(seed, step, name, high), numbers)
+                tensors = [tensors[0].clone(), *tensors[1:]]
+            update(tensors, first, key, numbers)
 
-    threads = torch.get_num_threads() if on_cpu else 1
-    if threads == 1 or update is adamw_plain.update:  # which has torch's threads
-        return update_some()
-    with ThreadPoolExecutor(threads) as pool:
-        for task in [pool.submit(update_some) for _ in range(threads)]:
-            task.result()
+    threads = torch.get_num_threads() if kind == "cpu" and update is not plain_update else 1  # which has torch's own
+    if threads == 1:
+        return update_all(pieces)
+    with ThreadPoolExecutor(threads) as pool:  # a task for each piece would cost as much as a small update
+        list(pool.map(update_all, [pieces[first::threads] for first in range(threads)]))
 
 
-def pieces_of(tensors: list[Tensor], origin: Origin, limit: int) -> Iterator[tuple[list[Tensor], int, int]]:
-    """Pieces of at most `limit` elements of flat tensors: (one of each tensor, high and low half of the first one's index).
+def pieces_of(
+    tensors: Sequence[Tensor], origin: Origin, limit: int, seed: int, step: int
+) -> Iterator[tuple[Sequence[Tensor], int, Key]]:
+    """Pieces of at most `limit` elements of flat tensors: (one of each tensor, index modulo 2**32 of their first, key of the noise).
 
     None crosses a multiple of 2**32: kernels count indices in 32 bits, the rest goes into the key.
     """
-    start, count = 0, tensors[0].numel()
+    (name, offset), start, count = origin, 0, tensors[0].numel()
     while start < count:
-        high, low = divmod(origin.offset + start, 2**32)
-        end = min(start + limit, start + 2**32 - low)
-        whole = start == 0 and end >= count  # the usual case, and cutting takes longer than a small update
-        yield tensors if whole else [tensor[start:end] for tensor in tensors], high, low
+        high, first = divmod(offset + start, 2**32)
+        end = min(start + limit, start + 2**32 - first, count)
+        whole = end - start == count  # the usual case, and cutting takes longer than a small update
+        yield tensors if whole else [tensor[start:end] for tensor in tensors], first, key_of(seed, step, name, high)
         start = end
 
 
-def kernel_for(device: torch.device, elements: int) -> Update:
-    """An `update` as that of adamw_plain.py, for an optimizer that updates so many elements on a device."""
-    return _fastest(device) if elements >= LEAST_ELEMENTS else adamw_plain.update
+def key_of(seed: int, step: int, name: str, high: int) -> Key:
+    """The key of the noise of those elements of a parameter whose index divided by 2**32 is `high`."""
+    digest = hashlib.blake2b(repr((seed, step, name, high)).encode(), digest_size=12).digest()
+    return struct.unpack("<3i", digest)
+
+
+def numbers_of(group: dict[str, Any], step: int) -> list[float]:
+    """The numbers of an update, in float64 and rounded once to float32, on the host: the same for every device."""
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    decay, step_size = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
+    bias = 1 / math.sqrt(1 - beta2**step)
+    exact = decay, 1 - beta1, beta2, 1 - beta2, bias, group["eps"], step_size  # in the order of `plain_update`
+    return torch.tensor(exact, dtype=torch.float64).float().tolist()
+
+
+def plain_update(tensors: Sequence[Tensor], first: int, key: Key, numbers: list[float]) -> None:
+    """Update in place a piece of (param, grad, exp_avg, exp_avg_sq): flat and bfloat16, the gradient of any dtype."""
+    decay, grad_weight, beta2, square_weight, bias, eps, step_size = numbers
+    block = PLAIN_ELEMENTS["cpu" if tensors[0].device.type == "cpu" else "cuda"]
+    for start in range(0, tensors[0].numel(), block):
+        param, grad, exp_avg, exp_avg_sq = (tensor[start : start + block] for tensor in tensors)
+        p, g, m, v = (tensor.float() for tensor in (param, grad, exp_avg, exp_avg_sq))
+        m.add_((g - m).mul_(grad_weight))
+        v.mul_(beta2).add_((g * g).mul_(square_weight))
+        root = v.double().sqrt_().float()  # torch's float32 root, from MKL, misses the nearest number in 20 % of cases
+        p.mul_(decay).sub_(m.div(root.mul_(bias).add_(eps)).mul_(step_size))
+        noises = noise(first + start, p.numel(), key, p.device)
+        for target, value, bits in zip((param, exp_avg, exp_avg_sq), (p, m, v), noises):
+            target.view(torch.int16).copy_(bfloat16_bits(value, bits))
+
+
+def bfloat16_bits(values: Tensor, noise: Tensor) -> Tensor:
+    """float32 -> the bits of bfloat16s as int32 in -2**15..2**15-1, rounded stochastically, in the memory of `values`.
+
+    bfloat16 is the upper half of float32's bits, into which the noise, int32 in 0..2**16-1, carries with the probability of the
+    lower half / 2**16: the mean is exact, and what fits stays. NaNs are made canonical so that none carries into the sign.
+    """
+    torch.nan_to_num_(values, nan=math.nan, posinf=math.inf, neginf=-math.inf)
+    return values.view(torch.int32).add_(noise).bitwise_right_shift_(16)
+
+
+def noise(first: int, count: int, key: Key, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Uniform int32 [count] in 0..2**16-1 for parameter, exp_avg and exp_avg_sq: a function of (key, index) alone.
+
+    Shifts and factors are those of Wellons' hash-prospector (github.com/skeeto/hash-prospector): lowbias32, whose 32 bits serve
+    two tensors, then the last round of triple32. A key goes in before each multiplication, so that no step's noise is
+    another's, shifted. tests/test_adamw_kernels.py tests all of this.
+    """
+
+    def upper(x: Tensor, shift: int) -> Tensor:  # x >> shift of unsigned numbers
+        return (x >> shift).bitwise_and_(2 ** (32 - shift) - 1)
+
+    signed = (first + 2**31) % 2**32 - 2**31  # int32, which wraps around
+    x = torch.arange(count, dtype=torch.int32, device=device).add_(signed).bitwise_xor_(key[0])
+    x.bitwise_xor_(upper(x, 16)).mul_(0x7FEB352D).bitwise_xor_(key[1])
+    x.bitwise_xor_(upper(x, 15)).mul_(0x846CA68B - 2**32)
+    x.bitwise_xor_(upper(x, 16))
+    y = x ^ key[2]
+    y.bitwise_xor_(upper(y, 15)).mul_(0x31848BAB)
+    return upper(x, 16), x & 0xFFFF, upper(y, 16)
 
 
 @cache
-def _fastest(device: torch.device) -> Update:
-    """Compile, compare, and else say once why plain PyTorch goes on: more slowly, with the same numbers."""
+def fastest(device: torch.device) -> Update:
+    """The kernel of a device, compiled and compared; else say once why plain PyTorch goes on, with the same numbers."""
+    if device.type not in ("cpu", "cuda"):
+        return plain_update
     try:
-        update = _build(device)
-        if update is None:
-            return adamw_plain.update
+        if device.type == "cpu":
+            update = compiled()
+        else:
+            from fabric_llm.training.adamw_triton import update  # where there are GPUs there is Triton
         if equals_plain(update, device):
             return update
         reason = "its bits differ from those of plain PyTorch"
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.decode(errors="replace").strip().splitlines() or [str(error)])[0]
     except Exception as error:  # whatever a compiler may do, there is another way with the same numbers
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = one_line(getattr(error, "stderr", None) or f"{type(error).__name__}: {error}")[:400]
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         needs = "a C++ compiler" if device.type == "cpu" else "Triton and a C compiler"
         warnings.warn(
@@ -117,51 +159,27 @@ def _fastest(device: torch.device) -> Update:
             "Without it, plain PyTorch takes several times as long for the same numbers.",
             stacklevel=2,
         )
-    return adamw_plain.update
-
-
-def _build(device: torch.device) -> Optional[Update]:
-    if device.type == "cpu":
-        return compiled()
-    if device.type == "cuda":
-        from fabric_llm.training import adamw_triton  # where there are GPUs there is Triton
-
-        return adamw_triton.update
-    return None
+    return plain_update
 
 
 def compiled() -> Update:
-    """`update` of adamw_plain.py in one pass over memory: adamw.cpp, for tensors on a CPU.
+    """`plain_update` in one pass over memory: adamw.cpp, compiled by c++ or what CXX names, for tensors on a CPU.
 
     Compiling takes half a second and leaves no files. ctypes passes addresses, so no header of Python or torch is needed.
-
-    Raises OSError where there is no compiler (CXX names another one than c++) or its library doesn't load, and
-    subprocess.SubprocessError where it fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "adamw.so"
-        command = [
-            *shlex.split(os.environ.get("CXX", "c++")),
-            *COMPILER_FLAGS,
-            "-shared",
-            "-fPIC",
-            str(SOURCE),
-            "-o",
-            library,
-        ]
-        subprocess.run(command, check=True, capture_output=True, timeout=COMPILER_SECONDS)
-        function = ctypes.CDLL(str(library)).update  # it stays in memory without its file
+        source, library = Path(__file__).with_name("adamw.cpp"), f"{folder}/adamw.so"
+        command = [*shlex.split(os.environ.get("CXX", "c++")), *COMPILER_FLAGS, source, "-o", library]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        function = ctypes.CDLL(library).update  # it stays in memory without its file
     function.restype = None
     function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] + [ctypes.c_uint32] * 4 + [ctypes.c_float] * 7
 
-    def update(
-        param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, first: int, key: Key, numbers: Numbers
-    ) -> None:
-        tensors = param, grad, exp_avg, exp_avg_sq
-        if grad.dtype != torch.bfloat16:  # rare, and not worth a second function
-            return adamw_plain.update(*tensors, first, key, numbers)
+    def update(tensors: Sequence[Tensor], first: int, key: Key, numbers: list[float]) -> None:
+        if tensors[1].dtype != torch.bfloat16:  # rare, and not worth a second function
+            return plain_update(tensors, first, key, numbers)
         assert all(t.dtype == torch.bfloat16 and t.is_contiguous() and t.device.type == "cpu" for t in tensors)
-        function(*(t.data_ptr() for t in tensors), param.numel(), first, *key, *numbers)
+        function(*(t.data_ptr() for t in tensors), tensors[0].numel(), first, *key, *numbers)
 
     return update
 
@@ -172,14 +190,13 @@ def equals_plain(update: Update, device: torch.device, count: int = 2**14 + 13) 
     every = torch.randint(-(2**15), 2**15, (4, count), generator=generator).to(torch.int16)  # bits of any bfloat16
     usual = torch.randn(4, count, generator=generator).bfloat16().view(torch.int16)
     group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    for bits in (every, usual):
-        bits[3].bitwise_and_(2**15 - 1)  # exp_avg_sq has no sign
-        expected, found = bits, bits.to(device, copy=True)
+    for expected in (every, usual):
+        expected[3].bitwise_and_(2**15 - 1)  # exp_avg_sq has no sign
+        found = expected.to(device, copy=True)
         for step in (1, 2, 1000):
-            numbers = adamw_plain.numbers_of(group, step)
-            for tensors, function in ((found, update), (expected, adamw_plain.update)):
-                key = adamw_plain.key_of(0, step, "name", 1)
-                function(*tensors.view(torch.bfloat16), 2**32 - count, key, numbers)
+            numbers, key = numbers_of(group, step), key_of(0, step, "name", 1)
+            update(list(found.view(torch.bfloat16)), 2**32 - count, key, numbers)
+            plain_update(list(expected.view(torch.bfloat16)), 2**32 - count, key, numbers)
         if not torch.equal(found.cpu(), expected):
             return False
     return True

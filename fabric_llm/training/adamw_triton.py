@@ -1,23 +1,21 @@
-"""adamw_plain.update on a GPU in one pass over memory, as a Triton kernel. Only what runs on GPUs imports this."""
+"""`plain_update` of adamw_rounded.py on a GPU, in one pass over memory, as a Triton kernel. Only GPUs import this."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fabric_llm.training.adamw_plain import Key, Numbers, _int32
-
 BLOCK_ELEMENTS = 1024
 
 
-def update(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, first: int, key: Key, numbers: Numbers
-) -> None:
-    """`update` of adamw_plain.py."""
-    grid = (triton.cdiv(param.numel(), BLOCK_ELEMENTS),)
-    _kernel[grid](
-        *(param, grad, exp_avg, exp_avg_sq, param.numel(), _int32(first), *key, *numbers),
+def update(tensors: Sequence[Tensor], first: int, key: tuple[int, int, int], numbers: list[float]) -> None:
+    """As `plain_update`."""
+    count, first = tensors[0].numel(), (first + 2**31) % 2**32 - 2**31  # the int32 with the same bits
+    _kernel[(triton.cdiv(count, BLOCK_ELEMENTS),)](
+        *(*tensors, count, first, *key, *numbers),
         BLOCK=BLOCK_ELEMENTS,
         enable_fp_fusion=False,  # a * b + c is rounded twice, as in plain PyTorch
     )

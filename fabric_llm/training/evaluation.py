@@ -1,51 +1,48 @@
-"""The validation loss of each validation set: the same number on any number of devices."""
+"""What an evaluation finds: the loss of each validation set, and how far the weights are from those the run began with.
+
+Both are the same numbers on any number of devices.
+"""
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Optional
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.ranks import any_rank, sum_over_ranks
+from fabric_llm.base.files import write_atomically
+from fabric_llm.base.ranks import any_rank, from_rank_zero, sum_over_ranks
 from fabric_llm.data.batches import Batches, MicroBatch, target_count
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.sources import COPY
-from fabric_llm.model.strategy import reshard
-from fabric_llm.training.ema import average_of
-from fabric_llm.training.updates import Drift
+from fabric_llm.model.strategy import local_part, original_name, reshard, shard_group, shard_places
 
-
-@dataclass(frozen=True)
-class Evaluated:
-    """What a model makes of a validation set."""
-
-    loss: float  # mean over the targets, nats
-    bits_per_byte: Optional[float] = None  # of text; None where no tokenizer says how many bytes a token stands for
-
-    def as_json(self) -> dict[str, Any]:
-        """For metrics.jsonl."""
-        perplexity = math.exp(self.loss) if self.loss < 700 else math.inf
-        record = {"loss": self.loss, "perplexity": perplexity}
-        return record if self.bits_per_byte is None else {**record, "bits_per_byte": self.bits_per_byte}
+SAMPLE = 2**16  # weights of the whole model, whose relative distance is that of all weights to about 1 %
+FILE = "base_sample.npy"  # float32 [SAMPLE], beside the run's log
+# Wrapped model -> L2 distance of its weights from the base of the run, as a part of the base's norm. All ranks call it.
+Drift = Callable[[nn.Module], float]
 
 
 class Found(NamedTuple):
     """What an evaluation has found."""
 
-    sets: dict[str, Evaluated]  # by name
+    sets: dict[str, dict[str, float]]  # by name, see `evaluate`
     of_average: Optional[dict[str, float]]  # losses of a moving average of the weights, if there is one, nats
-    drift: Optional[float]  # L2 distance of the weights from the base, as a part of the base's norm; None: not measured
+    drift: Optional[float]  # None: not measured
 
     @property
     def losses(self) -> dict[str, float]:
         """Of each set, nats."""
-        return {name: one.loss for name, one in self.sets.items()}
+        return {name: one["loss"] for name, one in self.sets.items()}
 
 
 @dataclass
@@ -58,7 +55,7 @@ class Evaluation:
     working: Callable[[], None]  # called before each batch, to say that this rank goes on
     token_bytes: Optional[Tensor] = None  # of each id, int64 [vocabulary], see data/token_bytes.py
     drift: Optional[Drift] = None
-    was_stopped: bool = field(default=False, init=False)
+    was_stopped: bool = False
 
     @property
     def is_on(self) -> bool:
@@ -66,21 +63,18 @@ class Evaluation:
         return any(batches.micro_batches > 0 for batches in self.batches.values())
 
     def of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Optional[Found]:
-        """What the model makes of each set, and the moving average that the optimizer keeps of it, if it does.
-
-        A loss is 0 where there are no batches. None where a request to stop came before the end.
-        """
+        """What the model and its moving average make of each set: 0 without batches. None where a request to stop came first."""
         self.was_stopped, of_average = False, None
-        sets, average = self._sets(model), average_of(optimizer)
+        sets, average = self._sets(model), getattr(optimizer, "average", None)  # see ema.py
         if average is not None and not self.was_stopped:
             with average.in_place():
-                of_average = {name: one.loss for name, one in self._sets(model).items()}
+                of_average = {name: one["loss"] for name, one in self._sets(model).items()}
         if self.was_stopped:
             return None
-        return Found(sets, of_average, None if self.drift is None else self.drift.of(model))
+        return Found(sets, of_average, None if self.drift is None else self.drift(model))
 
-    def _sets(self, model: nn.Module) -> dict[str, Evaluated]:
-        found: dict[str, Evaluated] = {}
+    def _sets(self, model: nn.Module) -> dict[str, dict[str, float]]:
+        found: dict[str, dict[str, float]] = {}
         for name, batches in self.batches.items():
             batches = self._until_stopped(batches, is_first=not found)
             found[name] = evaluate(self.fabric, model, batches, None if name == COPY else self.token_bytes)
@@ -100,22 +94,76 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     fabric: Fabric, model: nn.Module, batches: Iterable[MicroBatch], token_bytes: Optional[Tensor] = None
-) -> Evaluated:
-    """Over all target tokens of all ranks' batches. Every rank gives the same number of batches."""
+) -> dict[str, float]:
+    """Loss (mean over the targets of all ranks' batches, nats), perplexity, and bits_per_byte of text with `token_bytes`.
+
+    Every rank gives the same number of batches.
+    """
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=fabric.device)
-    counts = torch.zeros(2, dtype=torch.int64, device=fabric.device)  # targets, and their bytes
+    counts = torch.zeros(2, dtype=torch.int64)  # targets, and the bytes of their text where known
     for batch in batches:
         failpoint("evaluate")
-        counts += torch.stack([target_count(batch), target_bytes(batch, token_bytes)]).to(fabric.device)
+        counts[0] += target_count(batch)
+        if token_bytes is not None:
+            labels = batch["labels"][:, 1:]
+            counts[1] += token_bytes[labels[labels != IGNORED]].sum()
         total += model(**fabric.to_device(batch))
     model.train()
     reshard(model)  # or the next step would see the outermost unit's parameters whole, and not sum their gradients
-    total, (targets, text) = sum_over_ranks(fabric, total).item(), sum_over_ranks(fabric, counts).tolist()
-    return Evaluated(total / max(targets, 1), total / text / math.log(2) if text else None)
+    total = sum_over_ranks(fabric, total).item()
+    targets, text = sum_over_ranks(fabric, counts.to(fabric.device)).tolist()
+    loss = total / max(targets, 1)
+    bits = {"bits_per_byte": total / text / math.log(2)} if text else {}
+    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, **bits}
 
 
-def target_bytes(batch: MicroBatch, token_bytes: Optional[Tensor]) -> Tensor:
-    """Bytes of the text that a batch's targets stand for, int64, scalar; 0 where that isn't known. On the CPU."""
-    labels = batch["labels"][:, 1:]
-    return torch.zeros((), dtype=torch.int64) if token_bytes is None else token_bytes[labels[labels != IGNORED]].sum()
+# ------------------------------------------------------------------------------- drift
+
+
+def drift_of_run(
+    fabric: Fabric, model: nn.Module, sizes: dict[str, int], directory: Path, resumed_from: Optional[Path]
+) -> Optional[Drift]:
+    """The measure of a run whose base is the wrapped `model`, or, where it is resumed, what was kept of it: None if nothing was.
+
+    sizes: elements of each parameter of the model. All ranks call it.
+    """
+    began = sample(fabric, model, sizes) if resumed_from is None else None
+
+    def keep() -> Optional[Tensor]:
+        base = began
+        for folder in (
+            [] if resumed_from is None else [resumed_from.parent, directory]
+        ):  # a branch's own before the other run's
+            with suppress(OSError, ValueError):
+                base = torch.from_numpy(np.load(folder / FILE))
+        if base is not None:
+            content = io.BytesIO()
+            np.save(content, base.numpy())
+            write_atomically(directory / FILE, content.getvalue())
+        return base
+
+    base = from_rank_zero(keep)
+
+    def drift(model: nn.Module) -> float:
+        changed = sample(fabric, model, sizes) - base
+        return (changed.double().norm() / base.double().norm()).item()
+
+    return None if base is None else drift
+
+
+def sample(fabric: Fabric, model: nn.Module, sizes: dict[str, int]) -> Tensor:
+    """Weights of a wrapped model, the same ones however it is sharded: float32 [SAMPLE] on the CPU. All ranks call it."""
+    named = {original_name(name): parameter for name, parameter in model.module.named_parameters()}
+    places = shard_places(list(named.values()), shard_group(model))
+    begins = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist()))
+    drawn = np.random.Generator(np.random.Philox(0)).integers(0, sum(sizes.values()), SAMPLE)
+    found = torch.zeros(2, SAMPLE, device=fabric.device)  # weights, and how many ranks hold each
+    for (name, parameter), (offset, _) in zip(named.items(), places):
+        local, first = local_part(parameter.detach()).flatten(), begins[name] + offset
+        here = np.flatnonzero((drawn >= first) & (drawn < first + local.numel()))
+        weights = local[torch.from_numpy(drawn[here] - first).to(local.device)]
+        found[0, here] = weights.float().to(fabric.device)
+        found[1, here] = 1
+    weights, holders = sum_over_ranks(fabric, found)
+    return (weights / holders).cpu()

@@ -1,7 +1,4 @@
-"""Losing well: which steps are taken, skipped or undone, and what a run may forget, from numbers that all ranks share.
-
-Nothing here imports torch.
-"""
+"""Which steps are taken, skipped or undone, and what a run may forget, from numbers that all ranks share. Without torch."""
 
 from __future__ import annotations
 
@@ -14,20 +11,17 @@ from typing import Any, Optional
 
 NUMBER = r"\d+(\.\d*)?([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?"
 ACTIONS = ("warn", "stop", "rewind")
-ROOM = 0.5  # part of a budget that may be used where a rewind begins again
+ROOM = 0.5  # part of a budget that may be used where a rewind begins: more replay needs time to tell
 ENOUGH_LOSSES = 10  # to speak of a deviation
 
 
 @dataclass
 class Forgetting:
-    """Judges each evaluation: how far the loss of a validation set may rise above its value before step 1.
-
-    `before` is in checkpoints.
-    """
+    """Judges each evaluation: how far the loss of a validation set may rise above its value before step 1."""
 
     budgets: Mapping[str, float] = field(default_factory=dict)  # of some sets, nats
     action: str = "warn"  # where a set is above its budget: one of ACTIONS
-    before: dict[str, float] = field(default_factory=dict)  # loss of each set before step 1, nats
+    before: dict[str, float] = field(default_factory=dict)  # loss of each set before step 1, nats; in checkpoints
     verdict: str = "keep"  # on the last evaluation: keep, or the action
     reason: str = ""
     over: tuple[str, ...] = ()  # sets above their budget
@@ -36,10 +30,10 @@ class Forgetting:
         """`verdict`, `reason` and `over` say what the losses after `step` steps, nats, come to. At step 0 they are kept."""
         if step == 0:
             self.before = dict(losses)
-        forgotten = self.forgotten(losses)
-        self.over = tuple(name for name, most in self.budgets.items() if not forgotten.get(name, 0.0) <= most)
+        rises = self.forgotten(losses)
+        self.over = tuple(name for name, most in self.budgets.items() if not rises.get(name, 0.0) <= most)
         words = (
-            f"{name} {self.before[name]:.4f} -> {losses[name]:.4f}, {forgotten[name]:+.4f} of {self.budgets[name]:g} nats"
+            f"{name} {self.before[name]:.4f} -> {losses[name]:.4f}, {rises[name]:+.4f} of {self.budgets[name]:g} nats"
             for name in self.over
         )
         self.verdict, self.reason = self.action if self.over else "keep", f"forgotten: {'; '.join(words)}"
@@ -49,26 +43,16 @@ class Forgetting:
         return {name: loss - self.before[name] for name, loss in losses.items() if name in self.before}
 
     def has_room(self, losses: Optional[Mapping[str, float]]) -> bool:
-        """True for the losses of a checkpoint that has used at most ROOM of each budget; None: it wasn't evaluated.
-
-        From one that has used nearly all, a run would pass it again before more replay could tell.
-        """
+        """True for the losses of a checkpoint that has used at most ROOM of each budget; None: it wasn't evaluated."""
         if losses is None or not self.budgets.keys() <= losses.keys():
             return False
-        forgotten = self.forgotten(losses)
-        return all(forgotten.get(name, 0.0) <= ROOM * most for name, most in self.budgets.items())
-
-    def restore(self, before: Mapping[str, float]) -> None:
-        """Go on from the losses before step 1."""
-        self.before, self.verdict, self.over = dict(before), "keep", ()
+        rises = self.forgotten(losses)
+        return all(rises.get(name, 0.0) <= ROOM * most for name, most in self.budgets.items())
 
 
 @dataclass
 class Guard:
-    """Judges each step by its loss and gradient norm, and each evaluation by what was forgotten.
-
-    Its state, `losses`, `skipped`, `rewinds` and that of `forgetting`, is in checkpoints.
-    """
+    """Judges each step by its loss and gradient norm, and each evaluation by what was forgotten."""
 
     max_skipped_steps: int = 10
     spike_threshold: Optional[float] = None  # standard deviations; None: no step is a spike
@@ -91,12 +75,6 @@ class Guard:
         self.skipped += 1
         return False
 
-    def accept_evaluation(self, step: int, losses: Mapping[str, float]) -> None:
-        """Judge the losses of the validation sets after `step` steps, nats. `verdict` and `reason` may be `forgetting`'s then."""
-        self.forgetting.judge(step, losses)
-        if self.forgetting.verdict in ("stop", "rewind"):
-            self.verdict, self.reason = self.forgetting.verdict, self.forgetting.reason
-
     def _judge(self, loss: float, grad_norm: float) -> tuple[str, str]:
         if self.forgetting.verdict == "rewind":  # by the evaluation with which a resumed run began
             return "rewind", self.forgetting.reason
@@ -109,11 +87,16 @@ class Guard:
                 return self.spike_action, f"loss {loss:.4f} is {score:.1f} deviations above {mean:.4f}"
         return "take", ""
 
+    def accept_evaluation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Judge the losses of the validation sets after `step` steps, nats. `verdict` and `reason` may be `forgetting`'s then."""
+        self.forgetting.judge(step, losses)
+        if self.forgetting.verdict in ("stop", "rewind"):
+            self.verdict, self.reason = self.forgetting.verdict, self.forgetting.reason
+
     def gives_up(self) -> bool:
         """True once there were more skips in a row, or with this one more rewinds, than allowed."""
-        if self.verdict == "rewind":
-            return self.rewinds + 1 > self.max_skipped_steps
-        return self.skipped > self.max_skipped_steps
+        count = self.rewinds + 1 if self.verdict == "rewind" else self.skipped
+        return count > self.max_skipped_steps
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs, for JSON."""
@@ -123,14 +106,15 @@ class Guard:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `state()`."""
         self.losses, self.skipped, self.rewinds = list(state["losses"]), state["skipped"], state["rewinds"]
-        self.forgetting.restore(state["before"])
+        forgetting = self.forgetting
+        forgetting.before, forgetting.verdict, forgetting.over = dict(state["before"]), "keep", ()
 
 
 def parse_budgets(given: Optional[str]) -> dict[str, float]:
     """--forgetting_budget as {name of a validation set: nats}. Raises ValueError."""
     budgets: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in (given or "").split(","))):
-        name, _, number = part.rpartition(":")
+    for part in [] if given is None else given.split(","):
+        name, _, number = part.strip().rpartition(":")
         if not name or not re.fullmatch(NUMBER, number):
             raise ValueError(
                 f"--forgetting_budget takes name:nats, comma-separated, such as general:0.05, not {part!r}."
@@ -138,6 +122,4 @@ def parse_budgets(given: Optional[str]) -> dict[str, float]:
         if name in budgets:
             raise ValueError(f"--forgetting_budget: {name!r} is there twice.")
         budgets[name] = float(number)
-    if given is not None and not budgets:
-        raise ValueError("--forgetting_budget is empty; it takes name:nats, such as general:0.05.")
     return budgets

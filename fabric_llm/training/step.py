@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional
 
@@ -26,11 +27,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 def count_targets(fabric: Fabric, micro_batches: list[MicroBatch]) -> Tensor:
     """Target tokens of the global batch, int64 scalar, at least 1: a batch without any target contributes 0, never 0/0."""
     counts = torch.stack([target_count(batch) for batch in micro_batches])
-    return _at_least_one(sum_over_ranks(fabric, counts.sum()))
-
-
-def _at_least_one(count: Tensor) -> Tensor:
-    return count.clamp(min=1)
+    return sum_over_ranks(fabric, counts.sum()).clamp(min=1)
 
 
 def accumulate(
@@ -42,8 +39,7 @@ def accumulate(
 ) -> Iterator[MicroBatch]:
     """The micro-batches of a step, one after the other. The caller makes one backward pass for each.
 
-    syncs_every_micro_batch: reduce gradients over ranks after each one, and not only after the last. sums_in_float32: sum the
-    gradients of low-precision weights over the micro-batches in float32 and round once.
+    syncs_every_micro_batch: reduce gradients over ranks after each one, and not only after the last. sums_in_float32: see below.
     """
     sums = GradientSums(model.parameters()) if sums_in_float32 and len(micro_batches) > 1 else None
     for index, batch in enumerate(micro_batches):
@@ -58,8 +54,7 @@ def accumulate(
 class GradientSums:
     """Sums of low-precision gradients over the micro-batches of a step, in float32: 4 bytes for each parameter held.
 
-    A bfloat16 sum rounds at each addition: over 64 micro-batches that is more error than rounding once
-    (docs/numerics.md has the numbers). float32 gradients are left to autograd.
+    A bfloat16 sum rounds at each addition: over 64 micro-batches more than once (docs/numerics.md has the numbers).
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -70,38 +65,37 @@ class GradientSums:
     def add(self, last: bool) -> None:
         """Take the gradients of one micro-batch; after the last, leave the rounded sums in their place."""
         for index, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
-                continue
-            gradient, total = local_part(parameter.grad), self.sums[index]
-            if last:
-                if total is not None:
-                    gradient.copy_(total.add_(gradient))
-                continue
-            self.sums[index] = gradient.float() if total is None else total.add_(gradient)
-            parameter.grad = None
+            total = self.sums[index]
+            if last and total is not None:
+                if parameter.grad is None:  # as of an expert that the last micro-batch hasn't asked
+                    parameter.grad = torch.zeros_like(parameter)
+                gradient = local_part(parameter.grad)
+                gradient.copy_(total.add_(gradient))
+            elif not last and parameter.grad is not None:
+                gradient = local_part(parameter.grad)
+                self.sums[index] = gradient.float() if total is None else total.add_(gradient)
+                parameter.grad = None
 
 
 def backward(fabric: Fabric, loss: Tensor) -> None:
     """Add the gradients of `loss`, float32 scalar. Strategies average gradients over ranks, while ours is a sum over them."""
     failpoint("forward")
-    with waits_for_others("backward"):
-        fabric.backward(loss * fabric.world_size)
+    waits_for_others()
+    fabric.backward(loss * fabric.world_size)
 
 
 def clip(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
     """L2 norm of the gradient of the global batch, which is then scaled down to at most `max_norm` (0: it isn't)."""
-    unwrapped = getattr(optimizer, "optimizer", optimizer)
-    fabric.strategy.precision.unscale_gradients(unwrapped)  # Fabric's scaler of 16-mixed
+    fabric.strategy.precision.unscale_gradients(optimizer.optimizer)  # by Fabric's scaler of 16-mixed
     return clip_gradients(model.parameters(), max_norm, shard_group(model))
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: Optional[ProcessGroup]) -> float:
-    """Scale all gradients so that their common L2 norm is at most `max_norm` (0: only measure).
+    """Scale all gradients so that their common L2 norm, which it returns, is at most `max_norm` (0: only measure).
 
-    `group` is the process group that the parameters are split over, None where each rank holds them whole.
-    Squares are summed in float64: the norm of n shards then equals that of the whole, and bf16 gradients don't
-    round it. Returns the norm before clipping, which the host waits for: most steps then need no scaling.
+    group: see `shard_group`. Squares are summed in float64: the norm of n shards then equals that of the whole, and bf16
+    gradients don't round it. The host waits for it: most steps then need no scaling.
     """
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     gradients = [g for g in gradients if g.numel()]
@@ -117,7 +111,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: O
 def share(fabric: Fabric, total: Tensor, asked: Sequence[int]) -> tuple[list[float], list[int]]:
     """The sums over all ranks of `total`, float32 scalar or vector, and of the small numbers that each rank asks.
 
-    Both take one collective. Reading its result, and the norm in `clip` just before, is all that the host waits for in a step.
+    Reading them, and the norm in `clip` just before, is all that the host waits for in a step.
     """
     numbers = torch.cat([total.flatten(), torch.tensor(asked, dtype=total.dtype, device=total.device)])
     summed = sum_over_ranks(fabric, numbers).tolist()
@@ -136,3 +130,28 @@ def leave_out(fabric: Fabric) -> None:
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     if scaler is not None:
         scaler.update()
+
+
+def sample_weights(parameters: Iterable[nn.Parameter], per_parameter: int = 4096) -> Tensor:
+    """Copies of evenly spaced weights of each parameter that trains, of this rank's part, one-dimensional, in their dtype."""
+    samples = []
+    for parameter in parameters:
+        if parameter.requires_grad:
+            weights = local_part(parameter.detach()).flatten()
+            if weights.numel() > per_parameter:
+                apart = 8 * -(-weights.numel() // per_parameter)  # reading 8 neighbours costs as much as one of them
+                weights = weights[: weights.numel() // apart * apart].view(-1, apart)[:, :8].flatten()
+            samples.append(weights)
+    return torch.cat(samples)
+
+
+def update_size(before: Tensor, model: nn.Module) -> tuple[float, float]:
+    """(part of a wrapped model's weights that changed, L2 norm of the change as a part of theirs) since `before`, over all ranks.
+
+    before: `sample_weights` before the step. Both say whether training in bfloat16 has an effect.
+    """
+    before, after = before.float(), sample_weights(model.parameters()).float()
+    squares = [torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in (after - before, before)]
+    numbers = torch.stack([(before != after).sum().double(), squares[0].new_tensor(before.numel()), *squares])
+    changed, total, update, weights = sum_over_shards(numbers, shard_group(model)).tolist()
+    return changed / total, math.sqrt(update / weights) if weights else 0.0

@@ -1,10 +1,7 @@
 """`python -m fabric_llm.verify checkpoints/RUN` verifies a run, and the same with `--drill` rehearses its crash.
 
-The first reads every byte of a run and reports everything that is wrong with it: hashes, names and shapes of weights and
-optimizer state, NaN, gaps in metrics.jsonl, and whether plain transformers gives the logits of training (inspect_run.py).
-It changes nothing, and prints a certificate, which `--output certificate.json` also writes as JSON. The second trains a few
-steps with the user's own flags twice, once undisturbed, once killed with SIGKILL and resumed, and compares the two runs bit
-for bit (drill.py).
+The first reads every byte of a run, changes nothing, and prints a certificate with all that is wrong (inspect_run.py). The
+second trains a few steps with the user's own flags twice, once killed and resumed, and compares bit for bit (drill.py).
 
 Exit codes: 0 all good, 2 bad arguments, 66 damaged or different, 77 refused for security.
 """
@@ -15,21 +12,21 @@ import argparse
 import json
 import platform
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 from fabric_llm.base import files
-from fabric_llm.base.console import plain_output
 from fabric_llm.base.faults import BAD_INPUT, DONE, REFUSED, Fault
 from fabric_llm.base.names import nearest_of
-from fabric_llm.checkpoint.progress import versions
+from fabric_llm.base.program import plain_output
+from fabric_llm.checkpoint.keep import versions
 from fabric_llm.processes.launch import find_launcher
-
-# torch is imported only in the functions below: it takes seconds, which --help and bad arguments don't have to wait for.
 
 DESCRIPTION = """Check everything about a run, checkpoints/RUN, and print a certificate. Or, with --drill, train a few
 steps of your own configuration, kill a rank, resume, and compare with an undisturbed run bit for bit."""
@@ -50,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line. `train_flags` is what follows `--`. Raises Fault (2)."""
+    """`train_flags` is what follows `--`. Raises Fault (2)."""
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(prog="python -m fabric_llm.verify", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("run", nargs="?", help="checkpoints/RUN; with --drill: the run whose arguments.yaml is taken")
@@ -60,9 +57,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     group.add_argument("--drill", action="store_true", help="train twice, once killed and resumed, and compare")
     group.add_argument("--steps", type=int, default=8, help="of each run, at least 3 (default: 8)")
     group.add_argument("--seed", type=int, help="of the rank and step that are killed (default: random, printed)")
-    group.add_argument(
-        "--launcher", default="", help='such as "torchrun --nproc_per_node 8" (default: train.py itself)'
-    )
+    group.add_argument("--launcher", default="", help="such as 'torchrun --nproc_per_node 8' (default: train.py alone)")
     group.add_argument("--output_dir", help="where to make the folder of the two runs (default: the temporary one)")
     group.add_argument("--keep", action="store_true", help="don't remove it afterwards")
     given = parser.parse_args(argv[:cut])
@@ -83,27 +78,29 @@ def main(argv: Optional[list[str]] = None) -> int:
     try:
         given = parse(sys.argv[1:] if argv is None else argv)
         document = (drilled(given) if given.drill else verified(given)) | versions_and_date()
-        show(document)
+        print("\nCertificate")
+        for key, value in document.items():
+            if isinstance(value, dict):
+                value = ", ".join(f"{k} {v:,}" if type(v) is int else f"{k} {v}" for k, v in value.items())
+            for line in value if isinstance(value, list) else [value]:
+                print(f"  {key:<15} {line}", flush=True)
         if given.output is not None:
             Path(given.output).write_text(json.dumps(document, indent=2) + "\n")
+        wrong, code = document["differences" if given.drill else "findings"], document["code"]
+        sentence = "".join(wrong[:1]) + (f" And {len(wrong) - 1} more." if len(wrong) > 1 else "")
     except Fault as fault:
-        return complain(str(fault), fault.code)
+        sentence, code = str(fault), fault.code
     except OSError as error:
-        return complain(f"{error.filename or ''}: {error.strerror or error}.".removeprefix(": "), BAD_INPUT)
-    wrong = document["differences" if given.drill else "findings"]
-    if not wrong:
-        return DONE
-    return complain(wrong[0] + (f" And {len(wrong) - 1} more." if len(wrong) > 1 else ""), document["code"])
-
-
-def complain(sentence: str, code: int) -> int:
-    """Print one sentence on stderr and return `code`."""
-    print(f"fabric_llm.verify: error: {sentence}", file=sys.stderr, flush=True)
+        sentence, code = f"{error.filename or ''}: {error.strerror or error}.".removeprefix(": "), BAD_INPUT
+    except KeyboardInterrupt:
+        sentence, code = "interrupted.", 130
+    if code != DONE:
+        print(f"fabric_llm.verify: error: {sentence}", file=sys.stderr, flush=True)
     return code
 
 
 def drilled(given: argparse.Namespace) -> dict[str, Any]:
-    """Make the certificate of a drill, without versions and date."""
+    """The certificate of a drill, without versions and date."""
     flags = given.train_flags
     if given.run is not None:
         arguments = Path(given.run) / "arguments.yaml"
@@ -112,11 +109,19 @@ def drilled(given: argparse.Namespace) -> dict[str, Any]:
         flags = ["--config", str(arguments), *flags]
     if given.launcher:
         find_launcher(given.launcher)
-    from fabric_llm.verify.drill import drill, workplace
+    from fabric_llm.verify.drill import drill  # imports torch, for which --help and bad arguments don't wait
 
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
-    with workplace(given.output_dir, given.keep) as folder:
+    if given.output_dir is not None:
+        Path(given.output_dir).mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="fabric_llm-drill-", dir=given.output_dir)).resolve()
+    try:
         return drill(flags, folder, steps=given.steps, seed=seed, launcher=given.launcher)
+    finally:
+        if given.keep:
+            print(f"Kept: {folder}", flush=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def verified(given: argparse.Namespace) -> dict[str, Any]:
@@ -126,12 +131,11 @@ def verified(given: argparse.Namespace) -> dict[str, Any]:
         raise Fault(f"No run at {str(run)!r}.{nearest_of(run)}")
     if (run / files.MANIFEST).is_file():
         raise Fault(f"{str(run)!r} is a checkpoint; what is verified is its run, {str(run.parent)!r}.")
-    from transformers.utils import logging
+    from transformers.utils.logging import set_verbosity_error
 
     from fabric_llm.verify.inspect_run import verify_run
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    set_verbosity_error()
     report = verify_run(run, exports=not given.no_export)
     return {
         "what": "verification of a run",
@@ -147,22 +151,7 @@ def versions_and_date() -> dict[str, Any]:
     return {"versions": {**versions(), "python": platform.python_version()}, "date_utc": now}
 
 
-def show(document: dict[str, Any]) -> None:
-    """Print a certificate, one line for each item."""
-    print("\nCertificate")
-    for key, value in document.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{k} {v:,}" if type(v) is int else f"{k} {v}" for k, v in value.items())
-        for line in value if isinstance(value, list) else [value]:
-            print(f"  {key:<15} {line}")
-    sys.stdout.flush()
-
-
 if __name__ == "__main__":
     plain_output()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that nothing is left behind
-    try:
-        code = main()
-    except KeyboardInterrupt:
-        code = complain("interrupted.", 130)
-    sys.exit(code)
+    sys.exit(main())

@@ -1,14 +1,17 @@
-"""The average of models on disk: summed in float64 tensor by tensor, written to a Hugging Face directory, and verified there."""
+"""The average of models on disk, summed in float64 tensor by tensor, verified, and evaluated beside its parts. One process."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
@@ -16,56 +19,34 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from fabric_llm.base import files
-from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, NON_FINITE, Fault
-from fabric_llm.base.files import MANIFEST
+from fabric_llm.base import command_line, files
+from fabric_llm.base.fabric import Fabric
+from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, NON_FINITE, Fault, one_line
 from fabric_llm.checkpoint import keep, reading
-from fabric_llm.checkpoint.progress import versions
-from fabric_llm.checkpoint.state_dicts import PREFIX, tied_names
-from fabric_llm.checkpoint.tensors import Tensors
+from fabric_llm.checkpoint.keep import versions
+from fabric_llm.checkpoint.reading import Tensors
+from fabric_llm.checkpoint.state_dicts import PREFIX
+from fabric_llm.data import mixture_text
+from fabric_llm.data.batches import Batches
+from fabric_llm.data.dataset import together
+from fabric_llm.data.sources import ONE_SET, open_source
+from fabric_llm.model import fast_paths, gate, loading
 from fabric_llm.model.folders import check_model_folder
-from fabric_llm.model.loading import (
-    DTYPES,
-    build_skeleton,
-    checked_skeleton,
-    load_config,
-    load_reference,
-    tokenizer_beside,
-)
-from fabric_llm.verify.model_folder import VerificationError, logits_of, opened, replacing, write_model
+from fabric_llm.model.language_model import LanguageModel
+from fabric_llm.model.reference import load_model
+from fabric_llm.model.strategy import make_fabric
+from fabric_llm.plan.make_plan import document_ends, find_document_end, open_eval_data, open_sources
+from fabric_llm.run.build import evaluation_batches
+from fabric_llm.training.evaluation import evaluate
+from fabric_llm.verify.export import VerificationError, logits_of, opened, replacing, saved_state, write_model
 
 BLOCK_ELEMENTS = 2**22  # of a tensor in float64 at a time: 32 MiB
-PROBE_TOKENS = 64  # where no part has a probe
+PROBE_TOKENS = 64
 NOTE = "average.json"
 # Fields of a configuration that don't change what the weights mean.
 NO_MATTER = re.compile(
     r"^_|dtype$|_version$|_token_id$|drop|^use_cache$|^output_|^return_|^architectures$|2id$|^id2|^init"
 )
-
-
-class Layout:
-    """Which tensors the files of a model hold for those in memory, where transformers fuses the experts of some families."""
-
-    def __init__(self, skeleton: PreTrainedModel) -> None:
-        """skeleton: the model on the meta device. Raises ValueError if a tensor in a file belongs to several tensors in memory.
-
-        No family in tests/families.py has such files.
-        """
-        self.skeleton = skeleton
-        self.left_out = tied_names(skeleton) | set(skeleton._keys_to_ignore_on_save or ())
-        state = {name: tensor for name, tensor in skeleton.state_dict().items() if name not in self.left_out}
-        apart = {name: revert_weight_conversion(skeleton, {name: tensor}) for name, tensor in state.items()}
-        self.stored = {key: tensor for tensors in apart.values() for key, tensor in tensors.items()}
-        self.memory_names = {key: name for name, tensors in apart.items() for key in tensors}
-        whole = revert_weight_conversion(skeleton, state)
-        if {key: t.shape for key, t in self.stored.items()} != {key: t.shape for key, t in whole.items()}:
-            raise ValueError(f"{type(skeleton).__name__} can't be averaged: its files can't be read tensor by tensor.")
-
-    def convert(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(name in files, tensor) for tensors by their names in memory, each tied one once."""
-        for name, tensor in state.items():
-            if name not in self.left_out:
-                yield from revert_weight_conversion(self.skeleton, {name: tensor}).items()
 
 
 @dataclass(frozen=True)
@@ -81,106 +62,91 @@ class Part:
     read: Callable[[str], Tensor]  # the tensor with a name that Hugging Face files have
 
     @property
-    def run(self) -> Optional[Path]:
-        """The run directory of a checkpoint."""
-        return None if self.progress is None else self.path.resolve().parent
-
-    @property
     def name(self) -> str:
         """Short, for a table."""
-        whole = self.path.resolve()
-        return str(Path(whole.parent.name, whole.name)) if self.run else str(self.path)
-
-
-# ----------------------------------------------------------------------------- the parts
+        return str(self.path) if self.progress is None else "/".join(self.path.resolve().parts[-2:])
 
 
 def open_parts(folders: Sequence[Path]) -> list[Part]:
     """The parts, once they are verified and of one model. Raises Fault: 66 damaged, 77 refused, 2 of different models."""
-    parts = [_open(folder) for folder in folders]
-    for other in parts[1:]:
-        _require_same_model(parts[0], other)
+    loading.disable_progress_bar()
+    first, *others = parts = [open_part(folder) for folder in folders]
+    for other in others:
+        both = f"{str(first.path)!r} and {str(other.path)!r}"
+        if type(first.config) is not type(other.config):
+            kinds = f"{first.config.model_type} and {other.config.model_type}"
+            raise ValueError(f"{both} are different models: {kinds}.")
+        one, two = ({k: v for k, v in p.config.to_dict().items() if not NO_MATTER.search(k)} for p in (first, other))
+        differing = sorted(key for key in one.keys() | two.keys() if one.get(key) != two.get(key))
+        if differing:
+            words = (f"{key} {one.get(key)}, and {two.get(key)}" for key in differing[:10])
+            raise ValueError(f"{both} are different models: {'; '.join(words)}.")
+        vocabularies = [part.tokenizer.get_vocab() for part in (first, other) if part.tokenizer is not None]
+        if vocabularies[1:] and vocabularies[0] != vocabularies[1]:
+            raise ValueError(f"{both} have different tokenizers: their embeddings don't mean the same tokens.")
     return parts
 
 
-def _open(folder: Path) -> Part:
-    progress = None
-    if (folder / MANIFEST).is_file():
+def open_part(folder: Path) -> Part:
+    progress, weights = None, []
+    if (folder / files.MANIFEST).is_file():
         progress = keep.verified(folder, hashes=True)
-        sha256 = files.sha256(folder / MANIFEST)
+        sha256 = files.sha256(folder / files.MANIFEST)
     elif (folder / "trainer" / "progress.json").is_file():
-        raise Fault(f"{str(folder)!r} isn't a checkpoint: it has no {MANIFEST}.", NO_CHECKPOINT)
+        raise Fault(f"{str(folder)!r} isn't a checkpoint: it has no {files.MANIFEST}.", NO_CHECKPOINT)
     else:
         check_model_folder(str(folder), "The part")
-        hashes = "".join(f"{path.name} {files.sha256(path)}\n" for path in _weight_files(folder))
+    is_sharded = (folder / "weights").is_dir()
+    if not is_sharded:
+        index = folder / "model.safetensors.index.json"
+        names = sorted(set(files.weight_map(index).values())) if index.is_file() else ["model.safetensors"]
+        weights = [folder / name for name in names]
+        if missing := [path.name for path in weights if not path.is_file()]:
+            raise ValueError(f"{str(folder)!r} has no weights that can be averaged: {missing[0]} is missing.")
+    if progress is None:
+        hashes = "".join(f"{path.name} {files.sha256(path)}\n" for path in weights)
         sha256 = hashlib.sha256(hashes.encode()).hexdigest()
-    config = load_config(str(folder))
+    config = loading.load_config(str(folder))
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{str(folder)!r} is quantized, and quantized weights can't be averaged.")
-    if progress is None:
-        dtype = getattr(torch, str(getattr(config, "dtype", None) or "float32").removeprefix("torch."))
+    dtype = dtype_of(config) if progress is None else loading.DTYPES[progress["fixed"]["precision"]]
+    skeleton = loading.checked_skeleton(str(folder), config, dtype)
+    layout = names_in_files(skeleton)
+    if is_sharded:  # its names are those in memory
+        stored = reading.weights(folder, skeleton)
+
+        @lru_cache(maxsize=1)  # the experts of a layer are asked for one after the other
+        def in_files(name: str) -> dict[str, Tensor]:
+            return revert_weight_conversion(skeleton, {name: stored[PREFIX + name]})
+
+        def read(name: str) -> Tensor:
+            return in_files(layout[name][0])[name]
+
     else:
-        dtype = DTYPES[progress["fixed"]["precision"]]
-    skeleton = checked_skeleton(str(folder), config, dtype)
-    read = (_of_parts if (folder / "weights").is_dir() else _of_files)(folder, Layout(skeleton))
-    return Part(folder, config, tokenizer_beside(str(folder)), skeleton.dtype, progress, sha256, read)
+        stored = Tensors(weights, BAD_INPUT)
+        if any(stored.shapes.get(name) != tuple(like.shape) for name, (_, like) in layout.items()):
+            # Names that transformers no longer writes, such as those without the prefix of the base model: it loads the whole
+            # model, which then stays in memory.
+            model = load_model(str(folder), config, skeleton.dtype)
+            stored = revert_weight_conversion(skeleton, saved_state(model))
+        read = stored.__getitem__
+    return Part(folder, config, loading.tokenizer_beside(str(folder)), skeleton.dtype, progress, sha256, read)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that hold a model's weights. Raises ValueError where there are none."""
-    index = folder / "model.safetensors.index.json"
-    names = sorted(set(files.weight_map(index).values())) if index.is_file() else ["model.safetensors"]
-    for name in names:
-        if not (folder / name).is_file():
-            raise ValueError(f"{str(folder)!r} has no weights that can be averaged: {name} is missing.")
-    return [folder / name for name in names]
+def dtype_of(config: Any) -> torch.dtype:
+    return getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
 
 
-def _of_files(folder: Path, layout: Layout) -> Callable[[str], Tensor]:
-    """Reads from a Hugging Face directory, or a full checkpoint.
+def names_in_files(skeleton: PreTrainedModel) -> dict[str, tuple[str, Tensor]]:
+    """{name in files: (name in memory, tensor)} of a model on the meta device, see `saved_state`.
 
-    If the files have names that transformers no longer writes, such as names without the prefix of the base model, transformers
-    loads the whole model, which then stays in memory. Raises ValueError if they hold another model.
+    In no family of tests/families.py a tensor in a file belongs to several in memory. Its average couldn't be opened.
     """
-    stored = Tensors(_weight_files(folder), BAD_INPUT)
-    if any(stored.shapes.get(name) != tuple(tensor.shape) for name, tensor in layout.stored.items()):
-        model = load_reference(str(folder), layout.skeleton.config, layout.skeleton.dtype, seed=0)
-        return dict(layout.convert(model.state_dict())).__getitem__
-    return stored.__getitem__
-
-
-def _of_parts(folder: Path, layout: Layout) -> Callable[[str], Tensor]:
-    """Reads from a sharded checkpoint, whose names are those in memory. Raises Fault (66) where it holds another model."""
-    stored = reading.weights(folder, layout.skeleton)
-    last: dict[str, dict[str, Tensor]] = {}  # name in memory -> its tensors by their names in files
-
-    def read(name: str) -> Tensor:
-        source = layout.memory_names[name]
-        if source not in last:  # the experts of a layer are asked for one after the other
-            last.clear()
-            last[source] = dict(layout.convert({source: stored[PREFIX + source]}))
-        return last[source][name]
-
-    return read
-
-
-def _require_same_model(first: Part, other: Part) -> None:
-    """Raises ValueError where two parts have other configurations or vocabularies: their average would be no model."""
-    both = f"{str(first.path)!r} and {str(other.path)!r}"
-    if type(first.config) is not type(other.config):
-        kinds = f"{first.config.model_type} and {other.config.model_type}"
-        raise ValueError(f"{both} are different models: {kinds}.")
-    here, there = ({k: v for k, v in p.config.to_dict().items() if not NO_MATTER.search(k)} for p in (first, other))
-    differing = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
-    if differing:
-        words = (f"{key} {here.get(key)}, and {there.get(key)}" for key in differing[:10])
-        raise ValueError(f"{both} are different models: {'; '.join(words)}.")
-    if first.tokenizer is not None and other.tokenizer is not None:
-        if first.tokenizer.get_vocab() != other.tokenizer.get_vocab():
-            raise ValueError(f"{both} have different tokenizers: their embeddings don't mean the same tokens.")
-
-
-# ----------------------------------------------------------------------------- the average
+    return {
+        stored: (name, part)
+        for name, tensor in saved_state(skeleton).items()
+        for stored, part in revert_weight_conversion(skeleton, {name: tensor}).items()
+    }
 
 
 def average(
@@ -188,102 +154,149 @@ def average(
 ) -> str:
     """Write `output`, verify it, and return what was verified, in words.
 
-    weights: one for each part; they add up to 1. how: they were given, for the note. dtype: auto or a name of torch's.
-    Raises Fault (76) for NaN in a part, and VerificationError. Nothing is then left behind.
+    weights: they add up to 1. how: they were given. Raises Fault (76) for NaN in a part, and VerificationError; nothing is then
+    left behind.
     """
     promoted = reduce(torch.promote_types, (part.dtype for part in parts))
     newest = parts[-1]  # of a run; its generation config and tokenizer are taken
-    skeleton = build_skeleton(newest.config, promoted if dtype == "auto" else getattr(torch, dtype))
-    layout = Layout(skeleton)
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in layout.stored.values())
-    with replacing(output, needed, "The average") as temporary:
-        write_model(
-            temporary,
-            newest.path,
-            newest.config,
-            skeleton.dtype,
-            {name: averaged(name, like, parts, weights) for name, like in layout.stored.items()},
-            max_shard_size,
-            named_as_stored=True,
-        )
-        _write_note(temporary, parts, weights, how, skeleton.dtype)
-        _verify(temporary, layout, parts, weights)
+    skeleton = loading.build_skeleton(newest.config, promoted if dtype == "auto" else getattr(torch, dtype))
+    layout = {name: like for name, (_, like) in names_in_files(skeleton).items()}
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in layout.values())
+    written = str(skeleton.dtype).removeprefix("torch.")
+    note = {"what": "weighted average of models, summed in float64", "weights": how, "dtype": written, "parts": []}
+    for part, weight in zip(parts, weights):
+        step = None if part.progress is None else part.progress["progress"]["step"]
+        said = {"path": str(part.path), "weight": weight, "step": step, "dtype": str(part.dtype).removeprefix("torch.")}
+        of = "weights" if part.progress is None else "manifest"
+        note["parts"].append({**said, "sha256_of": of, "sha256": part.sha256})
+    with replacing(output, needed, "The average") as folder:
+        tensors = {name: averaged(name, like, parts, weights) for name, like in layout.items()}
+        write_model(folder, newest.path, skeleton, tensors, max_shard_size, named_as_stored=True)
+        (folder / NOTE).write_text(json.dumps({**note, "versions": versions()}, indent=2) + "\n")
+        loaded = opened(folder, skeleton.dtype)
+        for name, tensor in loaded.state_dict().items():
+            for stored, one in revert_weight_conversion(skeleton, {name: tensor}).items():
+                # A tied tensor has a second name, which files don't have.
+                if stored in layout and not torch.equal(one, averaged(stored, layout[stored], parts, weights)):
+                    raise VerificationError(f"{stored} isn't the average of the parts.")
+        input_ids = torch.arange(PROBE_TOKENS)[None] % loaded.config.get_text_config().vocab_size
+        if not torch.isfinite(logits_of(loaded, input_ids)).all():
+            raise VerificationError("it gives NaN or infinity.")
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     return (
-        f"Verified with plain transformers: {len(layout.stored)} tensors, {parameters:,} parameters, each the float64 "
-        f"average rounded to {str(skeleton.dtype).removeprefix('torch.')}; logits are finite."
+        f"Verified with plain transformers: {len(layout)} tensors, {parameters:,} parameters, each the float64 average "
+        f"rounded to {written}; logits are finite."
     )
 
 
 def averaged(name: str, like: Tensor, parts: Sequence[Part], weights: Sequence[float]) -> Tensor:
     """The sum of weight x tensor over the parts, float64, rounded to the dtype of `like`, whose shape it has.
 
-    What isn't floating point is taken as it is. Raises ValueError where it differs between parts, Fault (76) for NaN or
-    infinity, in a part or because float16 is too narrow.
+    Raises Fault (76) for NaN or infinity, in a part or because float16 is too narrow.
     """
     if not like.is_floating_point():
-        return _equal(name, parts)
-    total = torch.empty(like.numel(), dtype=torch.float64)
-    used = [(part, weight) for part, weight in zip(parts, weights) if weight > 0]
-    for number, (part, weight) in enumerate(used):
+        first, *others = (part.read(name) for part in parts)
+        if not all(torch.equal(first, other) for other in others):
+            raise ValueError(f"The parts differ in {name}, which holds {like.dtype} and can't be averaged.")
+        return first
+    total = torch.full((like.numel(),), -0.0, dtype=torch.float64)  # with 0.0, a -0.0 would lose its sign
+    for part, weight in zip(parts, weights):
         flat = part.read(name).reshape(-1)
         for start in range(0, flat.numel(), BLOCK_ELEMENTS):
             block = slice(start, start + BLOCK_ELEMENTS)
             term = flat[block].double()
             if not torch.isfinite(term).all():
                 raise Fault(f"{str(part.path)!r} holds NaN or infinity in {name}.", NON_FINITE)
-            term.mul_(weight)
-            if number == 0:  # not added to zeros: the sign of -0.0 stays
-                total[block] = term
-            else:
-                total[block].add_(term)
+            total[block] += term.mul_(weight)
     rounded = total.to(like.dtype).view(like.shape)
     if not torch.isfinite(rounded).all():
         raise Fault(f"{name} has numbers that {like.dtype} can't hold: take another --dtype.", NON_FINITE)
     return rounded
 
 
-def _equal(name: str, parts: Sequence[Part]) -> Tensor:
-    first = parts[0].read(name)
-    for part in parts[1:]:
-        if not torch.equal(first, part.read(name)):
-            both = f"{str(parts[0].path)!r} and {str(part.path)!r}"
-            raise ValueError(f"{both} differ in {name}, which holds {first.dtype} and can't be averaged.")
-    return first
+def compare(parts: Sequence[Part], weights: Sequence[float], output: Path) -> None:
+    """Print the validation loss of each part and of the average, and write them into the note, or say why there are none."""
+    try:
+        run, flags, sets = as_in_run(parts)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"Not evaluated: {one_line(error)}", flush=True)
+        return
+    kind, precision = "cuda" if torch.cuda.is_available() else "cpu", flags["precision"]
+    if precision == "16-mixed" and kind == "cpu":
+        precision = "32-true"  # float16 is for GPUs
+    fabric = make_fabric("single", devices=1, num_nodes=1, kind=kind, precision=precision)
+    models = [(part.name, f"{weight:.4f}", part.path, part.dtype) for part, weight in zip(parts, weights)]
+    models.append(("average", "", output, dtype_of(loading.load_config(str(output)))))
+    width, columns = max(len(name) for name, *_ in models), {name: max(12, len(name) + 2) for name in sets}
+    heads = "".join(f"{name:>{column}}" for name, column in columns.items())
+    batches = f"up to {flags['eval_iters']} batches of {flags['eval_batch_size']}"
+    print(f"Validation loss, {batches}, as in {run}:\n{'':<{width}}  weight{heads}", flush=True)
+    found = []  # losses of each model, nats, by the names of the sets
+    for name, weight, folder, dtype in models:
+        found.append(losses_of(fabric, folder, dtype, precision, sets))
+        numbers = "".join(f"{loss:>{columns[of]}.4f}" for of, loss in found[-1].items())
+        print(f"{name:<{width}}  {weight:>6}{numbers}", flush=True)
+
+    *of_parts, of_average = found
+    note = json.loads((output / NOTE).read_text())
+    for part, losses in zip(note["parts"], of_parts):
+        part["eval_loss"] = losses
+    note |= {"eval_loss": of_average, "evaluated_as_in": str(run)}
+    files.write_atomically(output / NOTE, json.dumps(note, indent=2) + "\n")
+    worse = []
+    for name, loss in of_average.items():
+        least, best = min((round(losses[name], 4), part.name) for losses, part in zip(of_parts, parts))
+        if least < round(loss, 4):
+            worse.append(f"than {best} on {name} ({loss:.4f}, and {least:.4f})")
+    if worse:
+        print(f"The average is worse {', '.join(worse)}.", flush=True)
 
 
-def _write_note(folder: Path, parts: Sequence[Part], weights: Sequence[float], how: str, dtype: torch.dtype) -> None:
-    """Say beside the average what it is made of."""
-    note = {
-        "what": "weighted average of models, summed in float64",
-        "weights": how,
-        "dtype": str(dtype).removeprefix("torch."),
-        "parts": [
-            {
-                "path": str(part.path),
-                "weight": weight,
-                "step": None if part.progress is None else part.progress["progress"]["step"],
-                "dtype": str(part.dtype).removeprefix("torch."),
-                "sha256_of": "manifest" if part.progress is not None else "weights",
-                "sha256": part.sha256,
-            }
-            for part, weight in zip(parts, weights)
-        ],
-        "versions": versions(),
-    }
-    (folder / NOTE).write_text(json.dumps(note, indent=2) + "\n")
-
-
-def _verify(folder: Path, layout: Layout, parts: Sequence[Part], weights: Sequence[float]) -> None:
-    """Raises VerificationError unless plain transformers finds every average in `folder`, and finite logits."""
-    loaded = opened(folder, layout.skeleton.dtype)
-    for name, tensor in layout.convert(loaded.state_dict()):
-        if not torch.equal(tensor, averaged(name, layout.stored[name], parts, weights)):
-            raise VerificationError(f"{name} isn't the average of the parts.")
-    source = next((part for part in reversed(parts) if part.progress is not None), None)
-    if source is not None:
-        input_ids = reading.read_probe(source.path)["input_ids"]
+def as_in_run(parts: Sequence[Part]) -> tuple[Path, dict[str, Any], dict[str, Batches]]:
+    """(the run of the newest checkpoint, its flags, its validation sets). Raises ValueError where there are none, OSError."""
+    newest = next((part for part in reversed(parts) if part.progress is not None), None)
+    if newest is None:
+        raise ValueError("none of the parts is a checkpoint, whose run would say on which data.")
+    run = newest.path.resolve().parent
+    if not (run / "arguments.yaml").is_file():
+        raise ValueError(f"{str(run)!r} has no arguments.yaml, which would say on which data.")
+    flat = command_line.read_yaml(run / "arguments.yaml")
+    if flat["eval_iters"] == 0:
+        raise ValueError(f"{str(run)!r} was not, by --eval_iters 0.")
+    every = SimpleNamespace(**{**flat, "verify_data": "size", "context_length": None})
+    flags = SimpleNamespace(data=every, training=every, evaluation=every)
+    eval_data = open_eval_data(flags)
+    if flat["data_mix"]:
+        sources = open_sources(flags, mixture_text.parse(flat["data_mix"]))
+        dataset = together(list(sources.values()))
     else:
-        input_ids = torch.arange(PROBE_TOKENS)[None] % loaded.config.get_text_config().vocab_size
-    if not torch.isfinite(logits_of(loaded, input_ids)).all():
-        raise VerificationError("it gives NaN or infinity.")
+        dataset = open_source(Path(flat["train_data_dir"]), "size")
+        sources = {ONE_SET: dataset}
+    sets = {name: one.validation for name, one in {**sources, **eval_data}.items()}
+    masks = bool(newest.progress["schedule"]["document_masking"])
+    ends = document_ends(sets, eval_data, find_document_end(masks, dataset))
+    batches = {
+        name: evaluation_batches(split, flags, rank=0, world_size=1, document_end=ends[name])
+        for name, split in sets.items()
+    }
+    return run, flat, batches
+
+
+def losses_of(
+    fabric: Fabric, folder: Path, dtype: torch.dtype, precision: str, sets: dict[str, Batches]
+) -> dict[str, float]:
+    """Mean loss of the model in `folder` over each validation set. Its memory is free again afterwards."""
+    config = loading.load_config(str(folder))
+    config._attn_implementation = loading.resolve_attention(config, "auto", fabric.device.type)
+    slices = reading.slices(folder, loading.checked_skeleton(str(folder), config, dtype))
+    model = load_model(str(folder), config, dtype, slices)
+    masks = any(batches.document_end is not None for batches in sets.values())
+    packs = masks and gate.takes_packed_attention(model)
+    with gate.attention(model, fast_paths.PACKED) if packs else nullcontext():
+        # As runs have it, with the loss in chunks where it can.
+        wrapped = LanguageModel(model, chunked=gate.chunks_its_loss(model, precision)).to(fabric.device)
+        wrapped = fabric.setup_module(wrapped, move_to_device=False)
+        losses = {name: evaluate(fabric, wrapped, batches.stream(0))["loss"] for name, batches in sets.items()}
+    del model, wrapped
+    gc.collect()
+    return losses

@@ -1,25 +1,43 @@
-"""Export a checkpoint to a Hugging Face directory, and verify the directory. Needs one process and no GPU."""
+"""A Hugging Face directory: written beside its place, opened with plain transformers, and named once it is proven.
+
+`export` makes one of a checkpoint, and proves that it equals the trained model. Needs one process and no GPU.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import huggingface_hub
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from fabric_llm.base import files
+from fabric_llm.base.faults import UNEXPECTED, Fault, one_line
+from fabric_llm.base.program import on_disk, uninterrupted
 from fabric_llm.checkpoint import keep, reading
+from fabric_llm.checkpoint.reading import Tensors
 from fabric_llm.checkpoint.state_dicts import tied_names
-from fabric_llm.checkpoint.tensors import Tensors
-from fabric_llm.model.loading import DTYPES, checked_skeleton, load_config, load_reference
-from fabric_llm.verify.model_folder import VerificationError, bytes_of, logits_of, opened, replacing, write_model
+from fabric_llm.model import loading
+from fabric_llm.model.reference import load_model
 
 # The largest mean difference of logits that rounding explains, as a fraction of their standard deviation, by the coarser
 # of the dtypes that the two sides compute in. On a CPU the same float32 weights give 0, and their bfloat16 export 4e-3 (toy
 # Llama). The margin is for GPU kernels, which sum in another order. Logits of another model differ by about 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class VerificationError(Fault):
+    """The directory doesn't hold the model that it should. Ends a command with exit code 1."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(f"verification failed: {sentence}", UNEXPECTED)
 
 
 @dataclass(frozen=True)
@@ -38,29 +56,27 @@ class Proof:
 def export(source: Path, output: Path, *, dtype: str = "auto", max_shard_size: str = "5GB", ema: bool = False) -> Proof:
     """Write `output` from the checkpoint `source` and verify it. ema: the moving average of the weights instead of them.
 
-    Raises Fault for a damaged checkpoint, and VerificationError if the export isn't the model that was trained. Nothing is then
-    left behind, and an older `output` is unchanged. Otherwise it is replaced: whether it may be is for the caller to check.
+    Raises Fault for a damaged checkpoint, and VerificationError if the export isn't the model that was trained. An older `output`
+    is then unchanged, and else replaced.
     """
     precision = keep.verified(source, hashes=True)["fixed"]["precision"]
-    config = load_config(str(source))
-    weights = reading.sharded_weights(source, checked_skeleton(str(source), config, DTYPES[precision]))
+    config = loading.load_config(str(source))
+    slices = reading.slices(source, loading.checked_skeleton(str(source), config, loading.DTYPES[precision]))
     # Except for what transformers keeps in float32.
-    wanted = DTYPES[precision] if dtype == "auto" else getattr(torch, dtype)
-    model = load_reference(str(source), config, wanted, seed=0, state_dict=weights)
+    wanted = loading.DTYPES[precision] if dtype == "auto" else getattr(torch, dtype)
+    model = load_model(str(source), config, wanted, slices).eval()
     probe = reading.read_probe(source)
     if ema:
         reading.ema_into(source, model)
         probe["logits"] = logits_of(model, probe["input_ids"])[probe["positions"]]  # recorded are those of the weights
     with replacing(output, bytes_of(model), "The export") as temporary:
-        write_model(temporary, source, model.config, model.dtype, model.state_dict(), max_shard_size)
+        skeleton = loading.build_skeleton(model.config, model.dtype)
+        write_model(temporary, source, skeleton, model.state_dict(), max_shard_size)
         return replace(verify(temporary, model, probe, precision), of_ema=ema)
 
 
 def verify(folder: Path, trained: PreTrainedModel, probe: dict[str, Tensor], precision: str) -> Proof:
-    """Open `folder` with plain transformers, and compare it with the trained weights and the recorded logits.
-
-    trained: the model with the checkpoint's weights, in the dtype of the export. Raises VerificationError.
-    """
+    """Open `folder` with plain transformers, and compare it with the trained weights and the recorded logits."""
     loaded = opened(folder, trained.dtype)
     there = dict(loaded.named_parameters())
     for name, parameter in trained.named_parameters():
@@ -77,28 +93,110 @@ def verify(folder: Path, trained: PreTrainedModel, probe: dict[str, Tensor], pre
             f"logits differ from those in training by {difference:.2g} of their standard deviation, "
             f"more than rounding explains ({tolerance:g})."
         )
-    return Proof(
-        tensors=len(Tensors(folder.glob("*.safetensors"))),
-        parameters=sum(p.numel() for p in loaded.parameters()),
-        tied=len(tied_names(loaded)),
-        logits_difference=difference,
-        tolerance=tolerance,
-        same_next_token=(logits.argmax(-1) == recorded.argmax(-1)).float().mean().item(),
-    )
-
-
-def push(folder: Path, repository: str, private: bool = True) -> str:
-    """Upload a verified directory to the Hugging Face hub, and return its address. Can be repeated."""
-    api = huggingface_hub.HfApi()
-    api.create_repo(repository, private=private, exist_ok=True)
-    return str(api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Upload by fabric_llm"))
+    same = (logits.argmax(-1) == recorded.argmax(-1)).float().mean().item()
+    tensors, parameters = len(Tensors(folder.glob("*.safetensors"))), sum(p.numel() for p in loaded.parameters())
+    return Proof(tensors, parameters, len(tied_names(loaded)), difference, tolerance, same)
 
 
 def read_proof(proof: Proof) -> str:
-    """Describe a proof in one line."""
     compared = "of the moving average before it was written" if proof.of_ema else "in training"
     return (
         f"Verified with plain transformers: {proof.tensors} tensors, {proof.parameters:,} parameters, {proof.tied} tied; "
         f"logits differ from those {compared} by {proof.logits_difference:.1e} of their standard deviation "
         f"(limit {proof.tolerance:g}), {proof.same_next_token:.0%} of next tokens the same."
     )
+
+
+def push(folder: Path, repository: str, private: bool) -> str:
+    """Upload a verified directory to the Hugging Face hub, and return its address. Can be repeated."""
+    api = huggingface_hub.HfApi()
+    api.create_repo(repository, private=private, exist_ok=True)
+    return str(api.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Upload by fabric_llm"))
+
+
+@contextmanager
+def replacing(output: Path, needed_bytes: int, what: str) -> Iterator[Path]:
+    """The path of a temporary folder for the body to make, beside `output`, whose name it gets at the end.
+
+    Where the body raises, nothing is left behind, and an older `output` is unchanged. Raises Fault (73, 74) where it can't be
+    written. what: is written, in words.
+    """
+    temporary = output.with_name(f".tmp-{output.name}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    files.room(output.parent, needed_bytes, what, "make room, or take an --output on another disk")
+    if os.path.lexists(temporary):  # left by one that was killed, or a link, which must not be followed
+        keep.remove(temporary)
+    try:
+        with on_disk(output, temporary, f"the weights need {needed_bytes / 2**30:,.2f} GiB"):
+            yield temporary
+        with uninterrupted():
+            if output.exists():
+                shutil.rmtree(output)
+            temporary.rename(output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def bytes_of(model: PreTrainedModel) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def write_model(
+    folder: Path,
+    source: Path | str,
+    skeleton: PreTrainedModel,
+    weights: dict[str, Tensor],
+    max_shard_size: str = "5GB",
+    named_as_stored: bool = False,
+) -> None:
+    """Write a Hugging Face directory, with the generation config and the tokenizer of `source`.
+
+    skeleton: the model on the meta device; one that was loaded from a state dict would keep the names that its tensors have in
+    memory, and wouldn't use those of the hub. weights: by their names in memory, or those that the files get (named_as_stored),
+    see `saved_state`. They are taken out of the dictionary as they are written.
+    """
+    loading.set_generation_config(skeleton, str(source))
+    skeleton.save_pretrained(
+        folder, state_dict=weights, max_shard_size=max_shard_size, save_original_format=not named_as_stored
+    )
+    tokenizer = loading.tokenizer_beside(str(source))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What the files of a model hold, by its names in memory, each tied tensor once.
+
+    `revert_weight_conversion` gives it the names in files, which differ where transformers fuses the experts of some families.
+    """
+    left_out = {*tied_names(model), *(model._keys_to_ignore_on_save or ())}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+
+
+def opened(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """The model in `folder` as plain transformers opens it.
+
+    Raises VerificationError unless the files hold exactly the weights of the model of its config.json, tied as they are there.
+    """
+    # Sizes that don't match are reported below.
+    how = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
+    try:
+        loaded, info = AutoModelForCausalLM.from_pretrained(folder, **how)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise VerificationError(f"transformers can't open the export: {one_line(error)[:400]}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            raise VerificationError(f"{kind.replace('_', ' ')} in the export: {sorted(map(str, info[kind]))[:10]}.")
+    wanted = tied_names(loading.build_skeleton(loading.load_config(str(folder)), loaded.dtype))
+    if (ties := tied_names(loaded)) != wanted:
+        raise VerificationError(f"tied weights {sorted(wanted)} came out as {sorted(ties)}.")
+    return loaded
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """float32 [tokens, vocabulary]. input_ids: int64 [1, tokens]. Raises VerificationError where the model can't compute them."""
+    try:
+        return model.eval()(input_ids).logits[0].float()
+    except (IndexError, RuntimeError) as error:
+        raise VerificationError(f"it can't compute logits: {one_line(error)[:400]}.") from error

@@ -1,6 +1,7 @@
-"""Inspect what a run has logged: STATUS.json and metrics.jsonl, against its checkpoints.
+"""`Report`, what is found about a run, and the checks of what it has logged. Nothing here imports torch.
 
-The checks have the form that is described in inspect_checkpoint.py.
+A check takes a path, facts about it, and a `Report`, to which it adds everything that it finds. It returns a line that is
+shown if it has found nothing, see `Report.look`. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -8,14 +9,66 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from fabric_llm.verify.report import Report, listed
+from safetensors import SafetensorError
 
-Lines = list[tuple[int, dict[str, Any]]]  # of metrics.jsonl: (number of the line, its record)
+from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, Fault, one_line
+
+MOST_NAMED = 10  # names of one kind in a sentence
+
+
+@dataclass
+class Report:
+    """What was inspected, and what is wrong with it: the whole certificate but its versions and date."""
+
+    run: str
+    code: int = DONE  # 66 or 77 if something was found
+    findings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # worth knowing, but no failure
+    counts: dict[str, int] = field(default_factory=dict)
+    newest: Optional[dict[str, Any]] = None  # name, step and manifest_sha256 of the newest checkpoint
+    export: Optional[dict[str, Any]] = None  # export.Proof
+
+    def find(self, sentence: str, code: int = NO_CHECKPOINT) -> None:
+        """Something is wrong. A refusal for security, 77, decides the exit code."""
+        self.findings.append(sentence)
+        self.code = max(self.code, code)
+        say(f"  WRONG: {sentence}")
+
+    def note(self, sentence: str) -> None:
+        self.notes.append(sentence)
+        say(f"  Note: {sentence}")
+
+    def count(self, what: str, number: int) -> None:
+        self.counts[what] = self.counts.get(what, 0) + number
+
+    def look(self, check: Callable[..., str], path: Path, *facts: Any) -> None:
+        """Call `check(path, *facts, self)` and print its line if it finds nothing. Unreadable files are a finding."""
+        before = len(self.findings)
+        try:
+            good = check(path, *facts, self)
+        except Fault as fault:
+            self.find(str(fault), fault.code if fault.code == REFUSED else NO_CHECKPOINT)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+            self.find(f"{str(path)!r} can't be read: {one_line(error)[:400].rstrip('.')}.")
+        if len(self.findings) == before:
+            say(f"  {good}")
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def listed(names: Iterable[Any]) -> str:
+    """The first of many names, and how many more there are."""
+    words = [str(name) for name in names]
+    more = len(words) - MOST_NAMED
+    return ", ".join(words[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_status(file: Path, status: dict[str, Any], durable: int, report: Report) -> str:
@@ -38,23 +91,56 @@ def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dic
 
     over: the run has ended and saved. documents: {step: what `verify_checkpoint` returns} of each undamaged checkpoint.
     """
-    lines = read_lines(file, over, report)
+    lines, name = [], repr(str(file))
+    for number, record, is_whole in records(file):
+        if record is not None:
+            lines.append((number, record))
+        elif not is_whole and not over:
+            report.note(f"the last line of {name} was cut off by a kill; a resumed run removes it.")
+        else:
+            report.find(f"{name} line {number} isn't a JSON object with a step and, if any, whole tokens.")
     training = [(number, record) for number, record in lines if "loss" in record and "tokens" in record]
     evaluation = [(number, record) for number, record in lines if "eval_loss" in record]
-    check_order(file, training, report)
-    # Steps that the guard skipped or rolled back.
-    guarded = {record["step"] for _, record in lines if "verdict" in record}
+
+    places: dict[int, int] = {}  # step -> its line
+    before = {"step": 0, "tokens": 0}
+    for number, record in training:
+        step = record["step"]
+        if step in places:
+            report.find(f"{name} line {number} repeats step {step} of line {places[step]}.")
+        elif step <= before["step"]:
+            report.find(f"{name} line {number} goes back from step {before['step']} to step {step}.")
+        elif record["tokens"] <= before["tokens"]:
+            report.find(f"{name} line {number} has {record['tokens']} tokens, after {before['tokens']}.")
+        places.setdefault(step, number)
+        before = record
+
+    guarded = {record["step"] for _, record in lines if "verdict" in record}  # skipped, or rolled back
     taken = [(number, record) for number, record in training if record["step"] not in guarded]
     for some, key in ((taken, "loss"), (taken, "grad_norm"), (evaluation, "eval_loss")):
         if bad := [number for number, record in some if not is_finite(record.get(key))]:
-            report.find(f"{str(file)!r} has no finite {key} in line {listed(bad)}.")
+            report.find(f"{name} has no finite {key} in line {listed(bad)}.")
     evaluated = Counter(record["step"] for _, record in evaluation)
     if twice := sorted(step for step, count in evaluated.items() if count > 1):
-        report.find(f"{str(file)!r} has more than one evaluation of step {listed(twice)}.")
+        report.find(f"{name} has more than one evaluation of step {listed(twice)}.")
     if late := sorted({record["step"] for _, record in lines if record["step"] > durable}):
-        sentence = f"{str(file)!r} has lines of steps {late[0]} to {late[-1]}, after the last checkpoint"
+        sentence = f"{name} has lines of steps {late[0]} to {late[-1]}, after the last checkpoint"
         report.find(f"{sentence}.") if over else report.note(f"{sentence}: a resumed run writes them anew.")
-    check_against(file, {record["step"]: record for _, record in training}, durable, documents, report)
+
+    # Each checkpoint records the step at which its process has started, and how often it logs; a save logs as well. If all
+    # checkpoints of an earlier process were pruned, this isn't known, and no line of it is required.
+    said = {record["step"]: record for _, record in training}
+    wanted = set(documents) - {0}
+    for saved_at, document in documents.items():
+        every, after = document["logged"]["every"], document["logged"]["after"]
+        wanted |= {step for step in range(every, min(saved_at, durable) + 1, every) if step > after}
+    if missing := sorted(wanted - said.keys()):
+        report.find(f"{name} has no line of step {listed(missing)}.")
+    for step in sorted(documents.keys() & said.keys()):
+        here, there = ({key: one.get(key) for key in ("tokens", "sources")} for one in (said[step], documents[step]))
+        for key in here:
+            if here[key] != there[key]:
+                report.find(f"{name} says {here[key]} {key} at step {step}, its checkpoint {there[key]}.")
     report.count("training_lines", len(training))
     return f"{file.name}: {len(training)} training lines and {len(evaluation)} evaluations, in order"
 
@@ -64,19 +150,6 @@ def is_finite(value: Any) -> bool:
     with suppress(OverflowError):
         return isinstance(value, (int, float)) and math.isfinite(value)
     return False
-
-
-def read_lines(file: Path, over: bool, report: Report) -> Lines:
-    """The lines that are JSON objects with a step. Others are reported."""
-    lines = []
-    for number, record, is_whole in records(file):
-        if record is not None:
-            lines.append((number, record))
-        elif not is_whole and not over:
-            report.note(f"the last line of {str(file)!r} was cut off by a kill; a resumed run removes it.")
-        else:
-            report.find(f"{str(file)!r} line {number} isn't a JSON object with a step and, if any, whole tokens.")
-    return lines
 
 
 def records(file: Path) -> Iterator[tuple[int, Optional[dict[str, Any]], bool]]:
@@ -91,45 +164,3 @@ def records(file: Path) -> Iterator[tuple[int, Optional[dict[str, Any]], bool]]:
                 record = json.loads(line)
             fits = isinstance(record, dict) and type(record.get("step")) is type(record.get("tokens", 0)) is int
             yield number, record if fits else None, line.endswith("\n")
-
-
-def check_order(file: Path, training: Lines, report: Report) -> None:
-    """Check that steps and tokens only grow."""
-    seen: dict[int, int] = {}  # step -> its line
-    for (_, before), (number, record) in zip([(0, {"step": 0, "tokens": 0}), *training], training):
-        step, where = record["step"], f"{str(file)!r} line {number}"
-        if step in seen:
-            report.find(f"{where} repeats step {step} of line {seen[step]}.")
-        elif step <= before["step"]:
-            report.find(f"{where} goes back from step {before['step']} to step {step}.")
-        elif record["tokens"] <= before["tokens"]:
-            report.find(f"{where} has {record['tokens']} tokens, not more than the {before['tokens']} before.")
-        seen.setdefault(step, number)
-
-
-def check_against(
-    file: Path,
-    training: dict[int, dict[str, Any]],
-    durable: int,
-    documents: dict[int, dict[str, Any]],
-    report: Report,
-) -> None:
-    """Check that no step is missing, and that each checkpoint says the same of its step. training: {step: its training line}.
-
-    Each checkpoint records the step at which its process has started, and how often it logs. If all checkpoints of an
-    earlier process were pruned, this isn't known, and no line of it is required.
-    """
-    wanted = set(documents) - {0}  # a save after a step logs
-    for saved_at, document in documents.items():
-        every, after = document["logged"]["every"], document["logged"]["after"]
-        wanted |= {step for step in range(every, min(saved_at, durable) + 1, every) if step > after}
-    if missing := sorted(wanted - training.keys()):
-        report.find(f"{str(file)!r} has no line of step {listed(missing)}.")
-    for step in sorted(documents.keys() & training.keys()):
-        said, saved = training[step], documents[step]
-        if said["tokens"] != saved["tokens"]:
-            report.find(f"{str(file)!r} says {said['tokens']} tokens at step {step}, its checkpoint {saved['tokens']}.")
-        if said.get("sources") != saved["sources"]:  # tokens and epochs of each source of a mixture
-            report.find(
-                f"{str(file)!r} says that {said.get('sources')} was read at step {step}, its checkpoint {saved['sources']}."
-            )

@@ -14,7 +14,7 @@ import torch
 from ranks import Job, metrics, toy_run
 from safetensors.torch import load_file
 
-from fabric_llm.base import failpoints, step_names
+from fabric_llm.base import failpoints, files
 from fabric_llm.checkpoint import keep
 
 pytestmark = pytest.mark.faults
@@ -52,10 +52,10 @@ def assert_same_run(run, reference):
 
 def assert_intact(run, lost=INTERVAL):
     """Whatever bears a checkpoint's name is one, and no more than `lost` steps are gone."""
-    for path in step_names.step_directories(run):
+    for path in files.step_directories(run):
         keep.verified(path, hashes=True)
-    last = step_names.latest(run)
-    durable = 0 if last is None else step_names.step_of(last)
+    last = files.latest(run)
+    durable = 0 if last is None else files.step_of(last)
     logged = logged_steps(run)
     assert max(logged, default=0) - durable <= lost + 1  # the line of a step comes before its save
     return durable
@@ -63,8 +63,8 @@ def assert_intact(run, lost=INTERVAL):
 
 def is_complete(run):
     """Then a rank may have left in peace, while the other was killed on its way out."""
-    last = step_names.latest(run)
-    return last is not None and step_names.step_of(last) == STEPS
+    last = files.latest(run)
+    return last is not None and files.step_of(last) == STEPS
 
 
 def logged_steps(run):

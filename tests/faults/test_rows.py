@@ -23,7 +23,7 @@ from ranks import Job, metrics, toy_run
 from safetensors.torch import load_file
 
 import train
-from fabric_llm.base import step_names
+from fabric_llm.base import files
 from fabric_llm.base.faults import as_fault
 from fabric_llm.plan import run_directory
 
@@ -77,7 +77,7 @@ def end_after(job, frozen, other):
 
 
 def saved(run):
-    return [step_names.step_of(path) for path in step_names.step_directories(run)]
+    return [files.step_of(path) for path in files.step_directories(run)]
 
 
 def leftovers(run):
@@ -178,7 +178,7 @@ def test_a_save_in_the_background_writes_what_was_there_when_it_began(toys, tmp_
         from fabric_llm.checkpoint import writing
 
         write = writing.write
-        writing.write = lambda *given: (time.sleep(0.5), write(*given))
+        writing.write = lambda *given: (time.sleep(0.5), write(*given))[1]
 
     job = Job(2, *flags(toys, tmp_path, *more, "--async_save", "true"), before=slow)
     assert job.wait() == [0, 0], job.output
@@ -386,10 +386,10 @@ def test_rank_0_is_lost_just_before_another_connects_to_the_store_that_it_holds(
     """The harness's store would try to connect for five minutes, and for ever to a frozen one."""
 
     def late():
-        from fabric_llm.processes.store import Store
+        from fabric_llm.processes.watch import Watch
 
-        connect = Store._connect
-        Store._connect = lambda self, door=None: (time.sleep(int(os.environ["RANK"])), connect(self, door))[1]
+        connect = Watch._connect
+        Watch._connect = lambda self: (time.sleep(int(os.environ["RANK"])), connect(self))[1]
 
     job = Job(2, *flags(toys, tmp_path, "--hang_timeout", 6), failpoint=f"assembled:rank=0:do={action}", before=late)
     codes = end_after(job, frozen=0, other=1) if action == "stop" else job.wait()
@@ -402,12 +402,14 @@ def test_why_a_run_ended_is_told_by_rank_0_if_it_could(toys, tmp_path):
     """A rank that was too slow to hear it sees a store that has gone."""
 
     def deaf():
+        from fabric_llm.processes import watch
         from fabric_llm.processes.watch import Watch
 
         if os.environ["RANK"] == "0":
-            Watch.wait_for_others = lambda self, seconds: None
+            Watch.wait_for = lambda self, ranks, seconds: False
         else:
-            Watch._first = Watch._hangs = lambda self: None
+            Watch.first = property(lambda self: None, lambda self, first: None)
+            watch.hanging = lambda beats, seconds: None
 
     more = ("--hang_timeout", 6, "--num_workers", 0, "--save_step_interval", 100)
     job = Job(2, *flags(toys, tmp_path, *more), failpoint="read_data:rank=0:count=9:do=hang", before=deaf)
@@ -1005,7 +1007,7 @@ def test_clocks_that_jump_change_nothing(toys, tmp_path, whole):
 
     job = Job(2, *flags(toys, tmp_path), failpoint="between_steps:count=7", before=jumping)
     assert job.wait() == [-9, -9], job.output
-    for age, path in enumerate(step_names.step_directories(tmp_path / "run")):
+    for age, path in enumerate(files.step_directories(tmp_path / "run")):
         os.utime(path, (10**9 - age, 10**9 - age))  # the newest looks oldest
     job = Job(2, *flags(toys, tmp_path, "--resume", "auto"), before=jumping)
     assert job.wait() == [0, 0], job.output

@@ -5,12 +5,14 @@ import json
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import ROWS
 from ranks import Job, toy_run
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from fabric_llm.checkpoint import reading, state_dicts, writing
-from fabric_llm.checkpoint.tensors import Tensors
+from fabric_llm.checkpoint import reading, state_dicts
+from fabric_llm.checkpoint.reading import Tensors
 
 pytestmark = pytest.mark.faults
 
@@ -55,9 +57,8 @@ def watch(folder):
             ):
                 target = folder / f"loaded-{path.name}" / name
                 target.mkdir(parents=True, exist_ok=True)
-                writer = writing.HuggingFaceStorageWriter(path=str(target), save_distributed=True)
-                with state_dicts.quiet():
-                    writing.dcp.save(tensors, storage_writer=writer)
+                writer = HuggingFaceStorageWriter(path=str(target), save_distributed=True)
+                dcp.save(tensors, storage_writer=writer)
 
         fabric_llm.data.batches.Batches._micro_batch, reading.load_optimizer = logged, loaded
 

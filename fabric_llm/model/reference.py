@@ -1,0 +1,106 @@
+"""The reference: the model as transformers has it, on the CPU of one process, in no more memory than it is given.
+
+A model that is larger than that has a layer's weights only while the layer computes: they are read when its forward begins,
+and again when its backward pass does, which recomputes it. What is outside of the layers stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Callable, Optional
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fabric_llm.model.loading import build_skeleton, open_weights
+from fabric_llm.model.weights import Slice, Source, compute_buffers, layers_of, tensors_of, units
+
+
+def load_reference(model: PreTrainedModel, source: Source, limit_bytes: float = float("inf")) -> PreTrainedModel:
+    """`model`, which is on the meta device, with the weights of `source`. One process calls it.
+
+    limit_bytes: of weights that may be in memory at once, or a layer more, beside those outside of layers.
+    """
+    compute_buffers(model)
+    on_cpu: dict[int, nn.Parameter] = {}
+    for _, place, name in tensors_of(model):
+        if isinstance(tensor := place[name], nn.Parameter):
+            place[name] = on_cpu.setdefault(
+                id(tensor), nn.Parameter(_nothing(tensor), requires_grad=tensor.requires_grad)
+            )
+    names = units(model)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    streamed = set() if whole <= limit_bytes else _layers_by_themselves(model)
+    for unit in names.keys() - streamed:
+        _give(tensors, source.read(unit))
+    layers = _Layers(source, tensors, names, limit_bytes)
+    for unit in streamed:
+        layer = model.get_submodule(unit)
+        layer.forward = partial(_compute, partial(layers.hold, unit), layer.forward)
+    return model
+
+
+class _Layers:
+    """The layers that have their weights now, the one that was used last at the end."""
+
+    def __init__(
+        self, source: Source, tensors: dict[str, torch.Tensor], names: dict[str, list[str]], limit_bytes: float
+    ) -> None:
+        self.source, self.tensors, self.names, self.limit_bytes = source, tensors, names, limit_bytes
+        self.held: dict[str, int] = {}  # layer -> bytes
+
+    def hold(self, unit: str) -> None:
+        """Give a layer its weights. The layers that were used longest ago lose theirs, if there are too many."""
+        if unit not in self.held:
+            size = sum(self.tensors[name].nbytes for name in self.names[unit])
+            while self.held and sum(self.held.values()) + size > self.limit_bytes:
+                oldest = next(iter(self.held))
+                del self.held[oldest]
+                _give(self.tensors, {name: _nothing(self.tensors[name]) for name in self.names[oldest]})
+            _give(self.tensors, self.source.read(unit))
+            self.held[unit] = size
+        self.held[unit] = self.held.pop(unit)
+
+
+def _compute(hold: Callable[[], None], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a layer that gets its weights first, and is computed again for its backward pass."""
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        hold()
+        return forward(*args, **kwargs)
+
+    if not torch.is_grad_enabled():
+        return computed(*args, **kwargs)
+    return checkpoint(computed, *args, use_reentrant=False, **kwargs)
+
+
+def _layers_by_themselves(model: nn.Module) -> set[str]:
+    """The layers whose weights no other module has."""
+    layers = layers_of(model)
+    holders: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holder = next((layer for layer in layers if name.startswith(f"{layer}.")), "")
+        holders.setdefault(id(parameter), set()).add(holder)
+    shared = set().union(*(some for some in holders.values() if len(some) > 1))
+    return set(layers) - shared
+
+
+def _nothing(like: torch.Tensor) -> torch.Tensor:
+    """Of the shape of `like`, in the memory of one element."""
+    return torch.empty((), dtype=like.dtype).expand(like.shape)
+
+
+def _give(tensors: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        tensors[name].data = value
+
+
+def load_model(
+    model_name: str, config: PretrainedConfig, dtype: torch.dtype, slices: Optional[Mapping[str, Slice]] = None
+) -> PreTrainedModel:
+    """The whole model on the CPU, from its files or from `slices`, see `loading.open_weights`."""
+    return load_reference(build_skeleton(config, dtype), open_weights(model_name, config, dtype, 0, slices))

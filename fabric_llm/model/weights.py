@@ -1,0 +1,223 @@
+"""The weights of a model, one unit at a time, by the names that they have in memory, as `from_pretrained` makes them.
+
+A unit is what is read, drawn and sent at once: a layer, or a module outside of layers. One process, rank 0, has a source:
+files of Hugging Face, a checkpoint, or random numbers. `fill` gives every rank its part of it, whatever the strategy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Optional, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+from fabric_llm.base.ranks import alone, from_rank_zero, waits_for_others
+from fabric_llm.model.strategy import (
+    communication_device,
+    local_part,
+    original_name,
+    repeated_layers,
+    shard_group,
+    shard_places,
+)
+
+Held = tuple[str, dict[str, Any], str]  # name of a tensor in the model, the dictionary that holds it, its name in there
+
+
+class Slice(Protocol):
+    """A tensor in a file, which is read when it is indexed with `[...]`."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: Any) -> Tensor: ...
+
+
+class Stored:
+    """Weights in files, under the names and in the layout that transformers' conversions of the model's class take."""
+
+    def __init__(self, skeleton: PreTrainedModel, slices: Mapping[str, Slice], dtype: torch.dtype) -> None:
+        """skeleton: the model on the meta device, for the source alone. slices: name in the files -> tensor.
+
+        Raises ValueError where the files don't hold all weights of the model, in its shapes, before a tensor is read.
+        """
+        self.skeleton, self.slices, self.first = skeleton, slices, first_names(skeleton)
+        conversions = get_model_conversion_mapping(skeleton, None, None)
+        plan = skeleton._get_dtype_plan(dtype)  # routers and the like that stay float32
+        self.how = LoadStateDictConfig(dtype=dtype, dtype_plan=plan, weight_mapping=conversions)
+        self.keys = self._keys_of_units(conversions)
+        self._try_without_memory()
+
+    def _keys_of_units(self, conversions: list[Any]) -> dict[str, list[str]]:
+        """Unit -> the names in the files of what it is made from."""
+        renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+        converters = [one for one in conversions if isinstance(one, WeightConverter)]
+        expected, prefix = self.skeleton.state_dict(), self.skeleton.base_model_prefix
+        named: dict[str, list[str]] = {}  # name in memory -> names in the files
+        for key in self.slices:
+            name, _ = rename_source_key(key, renamings, converters, prefix, expected)
+            if name not in expected and key in expected:
+                name, _ = rename_source_key(key, [], [], prefix, expected)
+            named.setdefault(name, []).append(key)
+        unit_of = {name: unit for unit, names in units(self.skeleton).items() for name in names}
+        tied = getattr(self.skeleton, "all_tied_weights_keys", {})  # a weight's other name -> its own
+        found: dict[str, list[str]] = {}
+        for name, keys in named.items():
+            unit = unit_of.get(self.first.get(name, name))
+            if unit is not None and tied.get(name) not in named:  # of a weight that is there twice its own
+                found.setdefault(unit, []).extend(keys)
+        return found
+
+    def _try_without_memory(self) -> None:
+        """Raises ValueError for what transformers would say of the files, if it read them."""
+        how = replace(self.how, device_map={"": "meta"})
+        slices = {key: torch.empty(one.get_shape(), dtype=how.dtype, device="meta") for key, one in self.slices.items()}
+        said, _ = convert_and_load_state_dict_in_model(self.skeleton, slices, how)
+        loaded = {self.first.get(name, name) for name in self.skeleton.state_dict().keys() - said.missing_keys}
+        said.missing_keys = {name for name in said.missing_keys if self.first.get(name, name) not in loaded}
+        self.skeleton._adjust_missing_and_unexpected_keys(said)
+        wrong = [*said.missing_keys, *(str(key) for key in said.mismatched_keys), *said.conversion_errors]
+        if wrong:
+            raise ValueError(
+                f"{len(wrong)} of the model's weights are missing or have another shape: {', '.join(sorted(wrong)[:10])}"
+            )
+
+    def read(self, unit: str) -> dict[str, Tensor]:
+        """The parameters and saved buffers of a unit, on the CPU, by their first names in memory."""
+        wanted = {key: self.slices[key] for key in self.keys[unit]}
+        convert_and_load_state_dict_in_model(self.skeleton, wanted, self.how)
+        return {self.first.get(name, name): tensor for name, tensor in _taken(self.skeleton).items()}
+
+
+class Drawn:
+    """Random weights, by the model's own `_init_weights`: those of a unit are a function of the seed and its name."""
+
+    def __init__(self, skeleton: PreTrainedModel, seed: int) -> None:
+        """skeleton: the model on the meta device, for the source alone."""
+        self.skeleton, self.seed, self.names = skeleton, seed, units(skeleton)
+        self.whole: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def read(self, unit: str) -> dict[str, Tensor]:
+        """As of `Stored`."""
+        path = unit.split(".") if unit else []
+        above = [self.skeleton.get_submodule(".".join(path[:end])) for end in range(len(path) + 1)]
+        # The innermost model around the unit knows how its modules are drawn.
+        model = next(one for one in reversed(above) if isinstance(one, PreTrainedModel))
+        for _, place, name in tensors_of(above[-1]):
+            unknown = math.nan if place[name].is_floating_point() else 0
+            place[name] = _in_place_of(place[name], torch.full_like(place[name], unknown, device="cpu"))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{self.seed} {unit}".encode()).digest()[:8]))
+            above[-1].apply(model._init_weights)
+        drawn = _taken(self.skeleton)
+        found = {name: drawn[name] for name in self.names[unit]}
+        if any(tensor.isnan().any() for tensor in found.values()):
+            # A few constructors draw what _init_weights leaves out (Apertus, the first GPT): there the model is drawn as one.
+            self.whole = self.whole or self._drawn_whole()
+            found = {name: self.whole[name] for name in found}
+        return found
+
+    def _drawn_whole(self) -> dict[str, Tensor]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            drawn = AutoModelForCausalLM.from_config(self.skeleton.config, dtype=self.skeleton.dtype).state_dict()
+        return {name: drawn[name].to(tensor.dtype) for name, tensor in self.skeleton.state_dict().items()}
+
+
+Source = Stored | Drawn
+
+
+@torch.no_grad()
+def fill(model: nn.Module, skeleton: PreTrainedModel, source: Optional[Source] = None) -> None:
+    """Give every rank its part of the weights of `source`, which rank 0 has; it is None on the others. All ranks call it.
+
+    model: a LanguageModel on the devices, wrapped or not. skeleton: the unwrapped model on the meta device. A rank holds one
+    whole parameter beside its parts, rank 0 one unit. Raises what reading raises, on all ranks.
+    """
+    held = {original_name(name).removeprefix("causal_lm."): tensor for name, tensor in model.named_parameters()}
+    places = dict(zip(held, shard_places(list(held.values()), shard_group(model))))
+    held |= {original_name(name).removeprefix("causal_lm."): tensor for name, tensor in model.named_buffers()}
+    expected = skeleton.state_dict()
+    device = communication_device()
+    for unit, names in units(skeleton).items():
+        tensors: dict[str, Tensor] = {}  # on rank 0
+        from_rank_zero(lambda: tensors.update(source.read(unit)))
+        for name in names:
+            part = local_part(held[name])
+            whole = tensors.pop(name).contiguous() if tensors else torch.empty_like(expected[name], device=device)
+            if not alone():
+                whole = whole.to(device)
+                waits_for_others()
+                torch.distributed.broadcast(whole, src=0)
+            first = places[name][0] if name in places else 0
+            part.view(-1).copy_(whole.view(-1)[first : first + part.numel()])
+
+
+def units(model: nn.Module) -> dict[str, list[str]]:
+    """Unit -> the first names of its parameters and saved buffers, in the order of the model."""
+    first, layers = first_names(model), layers_of(model)
+    found: dict[str, list[str]] = {}
+    for name in model.state_dict():
+        if first.get(name, name) == name:
+            layer = next((layer for layer in layers if name.startswith(f"{layer}.")), name.rpartition(".")[0])
+            found.setdefault(layer, []).append(name)
+    return found
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    """Names of the repeated layers that are in no other one."""
+    repeated, layers = set(repeated_layers(model)), []
+    for name, module in model.named_modules():
+        if module in repeated and not any(name.startswith(f"{outer}.") for outer in layers):
+            layers.append(name)
+    return layers
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Name of a parameter -> the first of its names, which has the others where it is tied."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def tensors_of(model: nn.Module) -> Iterator[Held]:
+    """Every parameter and buffer, as often as modules hold it."""
+    for path, module in model.named_modules():
+        for place in (module._parameters, module._buffers):
+            for name in [name for name, tensor in place.items() if tensor is not None]:
+                yield f"{path}.{name}".lstrip("."), place, name
+
+
+@torch.no_grad()
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Give the buffers of a model on the meta device the values that its own `_init_weights` computes, on the CPU."""
+    for _, place, name in tensors_of(model):
+        if not isinstance(place[name], nn.Parameter):
+            place[name] = torch.empty_like(place[name], device="cpu")
+    model.initialize_weights()  # which writes nothing into parameters on the meta device
+
+
+def _taken(skeleton: nn.Module) -> dict[str, Tensor]:
+    """The tensors that have memory, by name. They are taken from the skeleton, which is on the meta device afterwards."""
+    found = {}
+    for full, place, name in tensors_of(skeleton):
+        if not place[name].is_meta:
+            found[full] = place[name].detach()
+            place[name] = _in_place_of(place[name], place[name].to("meta"))
+    return found
+
+
+def _in_place_of(before: Tensor, tensor: Tensor) -> Tensor:
+    return nn.Parameter(tensor, requires_grad=before.requires_grad) if isinstance(before, nn.Parameter) else tensor

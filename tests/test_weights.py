@@ -1,0 +1,193 @@
+"""Weights, unit by unit: read, drawn, spread over ranks, computed with and written, they are those of the whole model."""
+
+import json
+
+import pytest
+import torch
+from families import FAMILIES, toy_config, write_model
+from ranks import built, run_ranks, toy_run
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from fabric_llm.checkpoint import whole
+from fabric_llm.model import gate, reference, weights
+from fabric_llm.model.language_model import LanguageModel
+from fabric_llm.model.loading import build_skeleton, load_config, open_weights
+from fabric_llm.model.weights import first_names, units
+
+QUICK = ("llama", "gpt2", "mixtral", "gemma3_text")
+LONGER = pytest.mark.longer
+ALL = [family if family in QUICK else pytest.param(family, marks=LONGER) for family in FAMILIES]
+# rwkv writes into its weights when it computes, which need memory of their own for that; xlstm computes nothing at this size.
+NOT_STREAMED = ("rwkv", "xlstm")
+
+
+def opened(folder, dtype):
+    config = load_config(str(folder))
+    return open_weights(str(folder), config, dtype, seed=0), build_skeleton(config, dtype)
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_a_model_filled_unit_by_unit_is_what_from_pretrained_makes(tmp_path, family):
+    """Law 7 for every family: parameters, buffers, dtypes and ties."""
+    folder = write_model(family, tmp_path / family)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        source, skeleton = opened(folder, dtype)
+        found = reference.load_reference(skeleton, source)
+        assert_equal(found.state_dict(), expected.state_dict())
+        assert_equal(dict(found.named_buffers()), dict(expected.named_buffers()))
+        assert first_names(found) == first_names(expected)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_a_reference_without_memory_for_its_layers_computes_the_same(tmp_path, family):
+    if family in NOT_STREAMED:
+        pytest.skip("can't be computed layer by layer")
+    folder = write_model(family, tmp_path / family)
+    ids = torch.arange(20)[None] * 7 % 131
+    inputs, found = {"input_ids": ids, "labels": ids}, []
+    for limit in (float("inf"), 0):
+        source, skeleton = opened(folder, torch.float32)
+        model = reference.load_reference(skeleton, source, limit)
+        outputs = gate.outputs_of(model, ids, lambda ids, model=model: model(ids).logits)
+        found.append((outputs, gate.gradients_of_reference(LanguageModel(model), inputs)))
+    (outputs, gradients), (streamed, streamed_gradients) = found
+    assert_equal(streamed.modules, outputs.modules)
+    assert_equal(streamed_gradients.samples, gradients.samples)
+    assert (streamed.loss, streamed_gradients.loss) == (outputs.loss, gradients.loss)
+    assert streamed_gradients.squares == gradients.squares
+
+
+def test_a_reference_holds_no_more_layers_than_it_may(tmp_path):
+    source, skeleton = opened(write_model("llama", tmp_path / "llama"), torch.float32)
+    layers = [name for name in units(skeleton) if ".layers." in name]
+    size = sum(parameter.nbytes for parameter in skeleton.get_submodule(layers[0]).parameters())
+    read = source.read
+    seen, most = [], 0
+
+    def counted(unit):
+        seen.append(unit)
+        return read(unit)
+
+    source.read = counted
+    model = reference.load_reference(skeleton, source, limit_bytes=size)
+
+    def held():
+        storages = {
+            p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.model.layers.parameters()
+        }
+        return sum(storages.values())
+
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda *_: sizes.append(held()))
+    sizes = []
+    with torch.no_grad():
+        model(torch.arange(8)[None])
+    most = max(sizes)
+    assert len(layers) == 2 and most < 1.1 * size, (most, size)
+    assert [unit for unit in seen if unit in layers] == layers
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_whole_weights_are_the_files_of_save_pretrained(tmp_path, monkeypatch, family):
+    source, skeleton = opened(write_model(family, tmp_path / family), torch.bfloat16)
+    tensors = {unit: source.read(unit) for unit in units(skeleton)}
+    state = {name: tensor for one in tensors.values() for name, tensor in one.items()}
+    for number, largest in enumerate(("5GB", "20KB")):
+        monkeypatch.setattr(whole, "LARGEST_FILE", largest)
+        ours, theirs = tmp_path / f"ours-{number}", tmp_path / f"theirs-{number}"
+        ours.mkdir()
+        skeleton.save_pretrained(theirs, state_dict=dict(state), max_shard_size=largest)
+        files = whole.WeightFiles(ours, skeleton)
+        complete = [file for one in tensors.values() for file in files.write(one)]
+        assert sorted(complete) == sorted(path.name for path in ours.glob("*.safetensors"))
+        written, wanted = (
+            {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+            for folder in (ours, theirs)
+        )
+        assert_equal(written, wanted)
+        if number == 0:
+            assert complete == ["model.safetensors"] == [path.name for path in theirs.glob("*.safetensors")]
+        else:  # transformers keeps what was one tensor in memory in one file, however large
+            index = json.loads((ours / "model.safetensors.index.json").read_bytes())
+            assert all(name in load_file(ours / file) for name, file in index["weight_map"].items())
+            assert index["weight_map"].keys() == wanted.keys()
+            assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
+
+
+def test_a_file_is_byte_for_byte_that_of_safetensors(tmp_path):
+    from safetensors.torch import save_file
+
+    tensors = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(3, dtype=torch.bfloat16), "c": torch.tensor(2)}
+    save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    file = whole.TensorFile(tmp_path / "ours", tensors, {"format": "pt"})
+    assert [file.write(name, tensors[name]) for name in ("c", "a", "b")] == [False, False, True]
+    assert_equal(load_file(tmp_path / "ours"), load_file(tmp_path / "theirs"))
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def drawn(argv):
+    """The weights of a run that begins with random ones, whole."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    _, _, model, _ = built(argv)
+    state = get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True))
+    return {name: value.clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("model", ["llama-tied", "gpt2"])
+def test_random_weights_are_the_same_bits_on_any_ranks_and_strategy(toys, tmp_path, model):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_bytes((toys / model / "config.json").read_bytes())
+    argv = [*toy_run(toys, tmp_path), "--model_name", tmp_path / "empty", "--precision", "bf16-true", "--devices"]
+    argv = [str(word) for word in argv]
+    [expected] = run_ranks(1, drawn, [*argv, "1"])
+    assert not any(tensor.isnan().any() for tensor in expected.values())
+    for strategy, ranks in (("fsdp", 2), ("fsdp2", 3), ("ddp", 2)):
+        for found in run_ranks(ranks, drawn, [*argv, str(ranks), "--strategy", strategy]):
+            assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_random_weights_are_spread_as_the_models_own(family):
+    """As transformers draws them as a whole: the same constants, and about the same deviations."""
+    config = toy_config(family)
+    skeleton = build_skeleton(config, torch.float32)
+    source = weights.Drawn(build_skeleton(config, torch.float32), seed=0)
+    found = {name: tensor for unit in units(skeleton) for name, tensor in source.read(unit).items()}
+    torch.manual_seed(1)
+    expected = AutoModelForCausalLM.from_config(config).state_dict()
+    for name, tensor in found.items():
+        whole_one = expected[name].float()
+        if whole_one.std() == 0:
+            assert torch.equal(tensor, expected[name]), name
+        elif tensor.numel() > 200:
+            assert abs(tensor.std() - whole_one.std()) < 0.4 * whole_one.std(), name
+            assert abs(tensor.mean() - whole_one.mean()) < 0.4 * whole_one.std(), name
+
+
+@pytest.mark.parametrize("how", ["lacks", "shape", "truncated"])
+def test_files_that_do_not_hold_the_model_are_one_sentence_before_anything_is_read(tmp_path, monkeypatch, how):
+    from safetensors.torch import save_file
+
+    folder = write_model("llama", tmp_path / "llama")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    if how == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    else:
+        name = "model.layers.1.mlp.up_proj.weight"
+        tensors.update({name: tensors[name][:-1].contiguous()} if how == "shape" else {})
+        if how == "lacks":
+            del tensors[name]
+        save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(Exception, match="weights of .* can't be read") as raised:
+        opened(folder, torch.float32)
+    assert raised.value.code == 2 and ("up_proj" in str(raised.value)) == (how != "truncated")
