@@ -166,7 +166,7 @@ def test_random_weights_are_spread_as_the_models_own(family):
     expected = AutoModelForCausalLM.from_config(config).state_dict()
     for name, tensor in found.items():
         whole_one = expected[name].float()
-        if whole_one.std() == 0:
+        if whole_one.numel() < 2 or whole_one.std() == 0:
             assert torch.equal(tensor, expected[name]), name
         elif tensor.numel() > 200:
             assert abs(tensor.std() - whole_one.std()) < 0.4 * whole_one.std(), name

@@ -135,7 +135,8 @@ class WeightFiles:
     def __init__(self, folder: Path, skeleton: PreTrainedModel) -> None:
         first = first_names(skeleton)
         layout = {name: tensor for name, tensor in skeleton.state_dict().items() if first.get(name, name) == name}
-        layout = self.converted(skeleton, layout)
+        # A fused tensor's parts are views of it here, which would each count as the whole.
+        layout = {name: torch.empty_like(tensor) for name, tensor in self.converted(skeleton, layout).items()}
         pattern = "model{suffix}.safetensors"
         split = split_torch_state_dict_into_shards(layout, filename_pattern=pattern, max_shard_size=LARGEST_FILE)
         self.skeleton, self.file_of = skeleton, split.tensor_to_filename

@@ -222,6 +222,9 @@ def open_weights(
     if slices is None and not has_weights(model_name):
         return weights.Drawn(skeleton, seed)
     try:
+        if (quantized := getattr(config, "quantization_config", None)) is not None:
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
+            raise ValueError(f"they are quantized ({method}), and only weights in 16 or 32 bits are trained")
         return weights.Stored(skeleton, _slices(model_name, config) if slices is None else slices, dtype)
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, ImportError, SafetensorError) as error:
         raise _unreadable("The weights", model_name, error) from error

@@ -203,7 +203,8 @@ def _sources_of(given: str, pattern: Sequence[str], exclude: Sequence[str], outp
         return [Source(given, "hub", None)]  # corpus.plan asks the hub
     if os.path.isfile(given):
         source = _file_source(given)
-        if suffix(given) not in KINDS and not _is_text(given):
+        mislabeled = given.lower().endswith(PACKED) and compression_of(given) is None
+        if (suffix(given) not in KINDS or mislabeled) and not _is_text(given):
             kinds = " ".join(KINDS)
             raise ValueError(
                 f"input {given} is neither text in UTF-8 nor of a kind that is read ({kinds}): extract its text first"

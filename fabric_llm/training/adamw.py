@@ -98,13 +98,16 @@ class AdamW(torch.optim.Optimizer):
             for index, param in enumerate(group["params"]):
                 self.origins[param] = (origins or {}).get(param, (f"{number}.{index}", 0))
                 self.elements += local_part(param).numel()
-                wide = updates == "master" and param.dtype == torch.bfloat16
-                kept = {"dtype": torch.float32 if wide else param.dtype, "memory_format": torch.contiguous_format}
-                state = self.state[param]
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(param.detach(), **kept) for _ in range(2))
-                if wide:
-                    state["master"] = param.detach().to(**kept)
+                self._begin(param)
+
+    def _begin(self, param: Tensor) -> None:
+        wide = self.updates == "master" and param.dtype == torch.bfloat16
+        kept = {"dtype": torch.float32 if wide else param.dtype, "memory_format": torch.contiguous_format}
+        state = self.state[param]
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(param.detach(), **kept) for _ in range(2))
+        if wide:
+            state["master"] = param.detach().to(**kept)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -116,6 +119,8 @@ class AdamW(torch.optim.Optimizer):
             ] = {}  # what one kernel takes: UPDATED, flat, and origins
             for param in group["params"]:
                 if param.grad is not None:
+                    if not self.state[param]:  # FSDP1 loads none where a rank holds nothing of a parameter
+                        self._begin(param)
                     tensors = {"param": param, "grad": param.grad.contiguous(), **self.state[param]}
                     step = tensors["step"].add_(1).item()
                     flat = [local_part(tensors[name]).view(-1) for name in UPDATED if name in tensors]
