@@ -93,7 +93,10 @@ def test_the_hub_is_heard(heard):
 
 def test_a_repository_without_a_model(heard):
     said = heard[len(ANSWERS)][0]
-    assert "it has no config.json of a model that transformers knows; it may be an adapter" in said and len(said.splitlines()) == 1
+    assert (
+        "it has no config.json of a model that transformers knows; it may be an adapter" in said
+        and len(said.splitlines()) == 1
+    )
 
 
 def test_a_token_that_may_not(heard):
