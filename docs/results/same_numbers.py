@@ -74,18 +74,17 @@ def record(checkout: Path, folder: Path, other: Optional[Path] = None) -> None:
     if other is None:
         prepare(checkout, folder)
     else:
-        shutil.copytree(other, folder, ignore=shutil.ignore_patterns("runs", "numbers.json"))
+        shutil.copytree(other, folder, ignore=shutil.ignore_patterns("runs", "first", "numbers.json"))
     for case in CASES:
         train(checkout, folder, case)
-    if other is None and "demo" in CASES:
-        shutil.copytree(checkout / "data" / "demo", folder / "demo_data")
     (folder / "numbers.json").write_text(json.dumps({case: numbers(folder, case) for case in CASES}, indent=1))
 
 
 def prepare(checkout: Path, folder: Path) -> None:
     """Models and datasets."""
     folder.mkdir(parents=True)
-    for toy, config in TOYS.items():
+    demo = json.loads((checkout / "configs" / "demo_llama" / "config.json").read_text())
+    for toy, config in {"demo": demo, **TOYS}.items():  # with weights: how they are drawn may change
         (folder / toy).mkdir(exist_ok=True)
         (folder / toy / "config.json").write_text(json.dumps(config))
         torch.manual_seed(0)
@@ -98,6 +97,8 @@ def prepare(checkout: Path, folder: Path) -> None:
     run(checkout, folder, "prepare_data.py", "--input", *text, *common, "--train_tokenizer", 512, "--output", "data")
     tokenizer = ["--tokenizer", "data/tokenizer"]
     run(checkout, folder, "prepare_data.py", "--input", library / "asyncio", *common, *tokenizer, "--output", "old")
+    run(checkout, folder, "train.py", "--max_step", 1, "--output_dir", folder / "first")  # makes the demo's dataset
+    shutil.copytree(checkout / "data" / "demo", folder / "demo_data")
 
 
 def resume(checkout: Path, before: Path, folder: Path) -> None:
@@ -123,8 +124,8 @@ def train(checkout: Path, folder: Path, case: str, *more: str) -> None:
         flags += ["--lr", 1e-3, "--warmup_steps", 2, "--eval_iters", 4, "--eval_step_interval", 6]
         flags += ["--state_dict_type", "sharded" if strategy == "fsdp2" else "full"]
         flags += MORE[kind[0]].split() if kind else []
-    elif (folder / "demo_data").is_dir():
-        flags += ["--config", checkout / "configs" / "demo.yaml", "--model_name", checkout / "configs" / "demo_llama"]
+    else:
+        flags += ["--config", checkout / "configs" / "demo.yaml", "--model_name", folder / "demo"]
         flags += ["--train_data_dir", folder / "demo_data"]
     print(case, *more, flush=True)
     run(checkout, folder, "train.py", *flags)
