@@ -1,7 +1,7 @@
-"""Every parameter of a run, declared once: the command lines of train.py, prepare_data.py and export_hf.py.
+"""Every flag, declared once: the command lines of train.py, prepare_data.py and export_hf.py.
 
-A flag is a field with its type, its default and what else `command_line.Flag` says of it. The string below it is its line in
-`--help`, with its unit. Nothing here imports torch, so that `--help` answers at once.
+A flag is a field with a type, a default and other fields of `command_line.Flag`. The string below it is its text in `--help`,
+with the unit. Nothing here imports torch, so `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fabric_llm.training.schedule import DECAYS, SCHEDULES
 
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
-setting = partial(flag, may_change=True)  # a flag that may have another value in a run that resumes
-# What to do instead of giving a flag that other trainers have and train.py hasn't, by the flag's names.
+setting = partial(flag, may_change=True)  # a flag that may have another value in a resumed run
+# {names of flags that other trainers have, but not train.py: what to do instead}
 NOT_HERE = {
     "bf16 use_bf16 bfloat16": "take --precision bf16-true, or bf16-mixed",
     "fp16 use_fp16 half amp": "take --precision 16-mixed (on a GPU), or bf16-mixed",
@@ -86,9 +86,9 @@ class DeviceArguments:
     oversubscribe: bool = flag(False, kept=False)
     """start more processes than the CPU cores or the memory of the machine allow"""
     hang_timeout: float = setting(1800.0, above=0, also="ddp_timeout nccl_timeout")
-    """seconds without progress of a rank (set-up, a step, an evaluation's batch, a save) that end the run with 71"""
+    """seconds that a rank may take for a step, a batch of an evaluation, a save, or set-up; then the run ends with code 71"""
     join_timeout: float = setting(300.0, above=0)
-    """seconds of silence of a rank that the others wait for, before training begins, that end the run with 71"""
+    """before training: seconds that a rank may be silent while others wait for it; then the run ends with code 71"""
     tpu: bool = setting(False)
     """train on TPU cores with Fabric's XLA FSDP strategy (needs torch_xla)"""
 
@@ -97,7 +97,7 @@ class DeviceArguments:
 class DataArguments:
     """Data"""
 
-    # The folder may be moved: the fingerprint of what it holds belongs to the run.
+    # The folder may be moved. The fingerprint of its content belongs to the run.
     train_data_dir: Optional[str] = setting(None, also="data_dir data_path dataset dataset_name train_file")
     """dataset folder that prepare_data.py wrote, or any with input_ids"""
     data_mix: Optional[str] = flag(
@@ -108,7 +108,7 @@ class DataArguments:
     """instead of --train_data_dir, several of them: a YAML file (docs/mixture.md), or
     name=folder:weight[:max_epochs],... with weights that are shares of tokens, such as
     new=data/new:0.75,old=data/old:0.25:4"""
-    # What --replay and --replay_fraction come to is kept as --data_mix.
+    # Both are kept as the --data_mix that they stand for.
     replay: Optional[str] = setting(None)
     """with --train_data_dir: dataset folder of what the model knows already, read along so that it isn't forgotten; the
     short form of --data_mix new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F"""
@@ -119,19 +119,19 @@ class DataArguments:
     )
     """tokens per sequence; must be what the dataset holds (default: that)"""
     verify_data: Literal["auto", "full", "size"] = setting("auto")
-    """compare the dataset's files with prepare_data.py's hashes, or only sizes; auto: hashes up to 1 GiB"""
+    """compare the dataset's files with the hashes of prepare_data.py, or only their sizes; auto: hashes up to 1 GiB"""
     document_masking: Union[bool, Literal["auto"]] = flag("auto")
     """packed documents don't see each other: attention and positions restart (needs prepare_data.py's manifest); auto:
     where the model can, which is measured; a resumed run keeps what it had"""
     num_workers: int = setting(1, at_least=0, also="dataloader_num_workers dataset_num_proc")
-    """threads that make the next steps' batches ready, on the GPU if there is one; 0: inside the step"""
+    """threads that prepare the batches of the next steps, on the GPU if there is one; 0: within the step"""
 
 
 @dataclass
 class ModelArguments:
     """Model"""
 
-    # It may only change to another name of the same model, see plan.py.
+    # May only change to another name of the same model, see plan/make_plan.py.
     model_name: Optional[str] = setting(
         None, also="base_model checkpoint_dir hf_model init_from model_name_or_path pretrained_model_name_or_path"
     )
@@ -251,9 +251,9 @@ class TrainingArguments:
     max_step: Optional[int] = flag(None, above=0, also="max_iters num_training_steps steps total_steps train_steps")
     """steps of the whole run (default: as many as --number_epochs needs)"""
     max_hours: Optional[float] = setting(None, above=0, also="max_time max_duration time_limit")
-    """hours after the start of this process at which it asks itself to stop: it finishes the step, saves and ends with
-    exit code 75; leave the job's limit some more for that step and the save"""
-    # These two may change: the global batch that they come to belongs to the run.
+    """hours after which this process stops by itself: it finishes the step, saves and ends with exit code 75; the limit of
+    the job must leave time for that step and the save"""
+    # These two may change. The global batch, which follows from them, belongs to the run.
     micro_batch_size: Optional[int] = setting(
         None,
         above=0,
@@ -265,7 +265,7 @@ class TrainingArguments:
     global_batch_size: Optional[int] = flag(None, above=0, also="total_batch_size effective_batch_size")
     """sequences per step = micro_batch_size x gradient_accumulation_steps x devices x nodes"""
     accumulation_dtype: Literal["float32", "same"] = setting("float32")
-    """of gradients summed over micro-batches; float32 costs 4 bytes a parameter held, same: that of the weights"""
+    """dtype of gradients summed over micro-batches; float32: costs 4 bytes a parameter held; same: that of the weights"""
     grad_clip: float = flag(
         1.0,
         at_least=0,
@@ -311,7 +311,7 @@ class TrainingArguments:
     ema_device: Literal["host", "same"] = flag("host", needs="ema_decay")
     """host: the average in float32 in host memory; same: as the weights, in bfloat16 rounded stochastically"""
     ema_every: int = flag(1, above=0, needs="ema_decay")
-    """steps between updates of the average, each of which then decays as so many would"""
+    """steps between updates of the average, each with ema_decay to the power of so many"""
     router_aux_loss_coef: Optional[float] = flag(None, at_least=0)
     """mixture of experts: what the routers' load-balancing loss is multiplied by; 0: it isn't trained (default: as the
     model's configuration says, 0 unless that sets output_router_logits)"""
@@ -321,7 +321,7 @@ class TrainingArguments:
     train_only: Optional[str] = flag(None, also="unfrozen_parameters trainable_parameters")
     """the only parameters that train, in the words of --freeze, such as embeddings (docs/new_words.md)"""
     seed: int = flag(1234, at_least=0, fixed=True, also="random_seed manual_seed data_seed")
-    """of data order, dropout and random weights"""
+    """seed of data order, dropout and random weights"""
 
 
 @dataclass
@@ -532,7 +532,7 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
 
     With neither --config nor --model_name nor --train_data_dir, a resumed run goes on with its own arguments.yaml,
     and otherwise configs/demo.yaml applies.
-    Exits with code 2 and one sentence on anything it doesn't know.
+    Exits with code 2 and one sentence on anything unknown.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     named = any(re.match(r"--(config|model_name|train_data_dir|help|print_config)(=|$)|-h$", word) for word in argv)
@@ -540,14 +540,14 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     resumed = None if named else _arguments_of_resumed_run(argv)
     demo = not named and resumed is None and "data_mix" not in on_command_line
     if demo or resumed is not None:
-        # A run goes on where it is: not where its file, which may be another's, would have it.
+        # A run stays in its directory, also if it was moved since its file was written.
         place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
         argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
     description = "Train a Hugging Face causal language model. Without arguments: a demo on the standard library."
     flat = parse("train.py", description, groups(Arguments).values(), argv, NOT_HERE, of_run=resumed is not None)
     try:
         metrics.named(flat["logger"])
-        # arguments.yaml keeps the mixture itself, as its file may change.
+        # arguments.yaml keeps the mixture itself, since its file may change.
         if flat["replay"] is not None or flat["replay_fraction"] is not None:
             mix = with_replay(flat["train_data_dir"], flat["data_mix"], flat["replay"], flat["replay_fraction"])
             flat |= {"data_mix": mix, "train_data_dir": None, "replay": None, "replay_fraction": None}
@@ -556,7 +556,7 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
         flat |= branch_flags(flat) if flat["branch_decay"] is not None else {}
     except ValueError as error:
         fail("train.py", str(error), getattr(error, "code", BAD_INPUT))
-    if demo:  # the preset's paths are those of this repository, wherever it is started from
+    if demo:  # the preset's paths are relative to this repository, not to the current directory
         for name in ("model_name", "train_data_dir"):
             flat[name] = str(ROOT / flat[name])
     by_group = {
@@ -566,7 +566,7 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
 
 
 def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
-    """arguments.yaml of the run that --resume true with --run_name or --checkpoint names, None if there is none."""
+    """arguments.yaml of the run that is resumed by --run_name or --checkpoint, None if there is none."""
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("resume", "run_name", "checkpoint", "output_dir", "branch_decay"):
         names.add_argument(f"--{name}", nargs="?")

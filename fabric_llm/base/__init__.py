@@ -3,7 +3,7 @@
 faults        exit codes, `Fault`, `as_fault`, `one_line`
 files         `fsync`, `write_atomically`, `sha256`, the manifest of a folder, `latest` and other names of checkpoints
 ranks         `gather`, `from_first`, `first_fault`, `from_rank_zero`
-program       `plain_output`, `outlast_readers`, `cores`, `in_one_sentence`, `on_disk`: how programs print and end
+program       `plain_output`, `outlast_readers`, `wait_until`, `cores`, `in_one_sentence`, `on_disk`: how programs print and end
 names         `nearest`, `hub_name`, `shown`: what a mistyped flag, value, model or folder may mean
 fabric        `Fabric` and its strategies: the one import of Lightning
 hub           `answer`: what to do about an error of the Hugging Face hub

@@ -1,6 +1,6 @@
 """Command lines: dataclasses of flags -> a parser, one sentence for each mistake, and YAML files of flags.
 
-arguments.py has the flags. Functions of this package that take many of them take `Flags`, its groups, and read them by name.
+arguments.py has the flags. Functions of this package that need many of them take `Flags`, and read them by group and name.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from fabric_llm.base.names import flag_instead, value_instead
 # arguments.Arguments, which this package doesn't import. A group's flags are its fields: `flags.training.lr`.
 Flags = Any
 LONGEST_NUMBER = 100  # characters
-SECONDS_FOR_THE_FIRST = 20.0  # process of a machine, to say what is wrong; its end ends the wait
-MOST_YAML_BYTES = 64 * 2**10  # hundreds of sources with their stages; a run's arguments.yaml has 4,000
+SECONDS_FOR_THE_FIRST = 20.0  # for the first process of a machine to print a mistake
+MOST_YAML_BYTES = 64 * 2**10  # enough for hundreds of sources with stages
 MOST_DEPTH = 8
 MOST_DIGITS = 1000
 
 
 @dataclass(frozen=True)
 class Flag:
-    """What is said of a flag, once: --help, the checks, the warnings, the suggestions and resuming all read it here.
+    """The declaration of a flag, from which --help, checks, warnings, suggestions and resuming are derived.
 
     A flag belongs to the run: checkpoints hold its value, and a run that resumes with another value is refused unless
-    --resume_override names the flag. A flag for which that isn't so has `may_change`, `fixed` or `kept=False`.
+    --resume_override names the flag. `may_change`, `fixed` and `kept=False` are exceptions.
     """
 
     default: Any
     help: str
     type: Any = None
-    takes: str = ""  # the values in words, where the type doesn't say them
+    takes: str = ""  # its values in words, if the type doesn't say them
     above: Optional[float] = None  # the range of a number
     at_least: Optional[float] = None
     below: Optional[float] = None
-    may_change: bool = False  # a run that resumes may have another value
-    fixed: bool = False  # a run that resumes has the same value, whatever --resume_override says
-    kept: bool = True  # in arguments.yaml: False of what says which run it is, or concerns one process of it
-    needs: str = ""  # flags without which it has no effect: each is on, or has one of the values after it
-    also: str = ""  # its names in other trainers, unless they are so near that they would be taken for a typo
-    # What to give for values that it doesn't take, see names.value_instead.
+    may_change: bool = False  # a resumed run may have another value
+    fixed: bool = False  # a resumed run has the same value, whatever --resume_override says
+    kept: bool = True  # in arguments.yaml; False if it names the run, or concerns a single start of it
+    needs: str = ""  # "flag, flag VALUE VALUE": it has no effect unless each is on, or has one of the values
+    also: str = ""  # its names in other trainers, without those that are recognised as typos anyway
+    # What to give in place of values that it doesn't take, see names.value_instead.
     instead: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -66,7 +66,7 @@ class Flag:
 
     @property
     def kinds(self) -> list[Any]:
-        """The types of its values and the words that it takes, without None."""
+        """The types and words that it takes, without None."""
         kinds = get_args(self.type) if get_origin(self.type) is Union else [self.type]
         words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
         return [kind for kind in kinds if kind is not type(None) and get_origin(kind) is not Literal] + words
@@ -78,7 +78,7 @@ class Flag:
         return self.takes or " or ".join(str(names.get(kind, kind)) for kind in self.kinds)
 
     def out_of_range(self, value: Any) -> str:
-        """What is wrong with a number, as the end of a sentence; "" of one that is right, and of other values."""
+        """What is wrong with a number, as the end of a sentence; "" if nothing is, or for other values."""
         if not isinstance(value, (int, float)):
             return ""
         if self.above is not None and not value > self.above:
@@ -97,7 +97,7 @@ class Flag:
 
 
 def flag(default: Any, help: str = "", **said: Any) -> Any:
-    """The field of a flag. help: or the string below the field. said: as `Flag`."""
+    """A field that declares a flag. help: default is the string below the field. said: fields of `Flag`."""
     return field(default=default, metadata={"flag": Flag(default, help, **said)})
 
 
@@ -109,7 +109,7 @@ def groups(arguments_class: type) -> dict[str, type]:
 
 @cache
 def declared(group: type) -> dict[str, Flag]:
-    """Flag name -> what is said of it, in the order of --help."""
+    """Flag name -> its declaration, in the order of --help."""
     types, found = get_type_hints(group), {}
     for f in fields(group):
         help = f.metadata["flag"].help or _strings_below(inspect.getfile(group))[group.__name__, f.name]
@@ -119,7 +119,7 @@ def declared(group: type) -> dict[str, Flag]:
 
 @cache
 def _strings_below(file: str) -> dict[tuple[str, str], str]:
-    """(name of a class, name of its field) -> the string below the field, as Sphinx reads it: Python itself forgets it."""
+    """(class name, field name) -> the string below the field. Python drops it, so the source is read, as Sphinx does."""
     found = {}
     for node in ast.parse(Path(file).read_text()).body:
         for above, below in pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
@@ -135,18 +135,18 @@ def is_rank_zero() -> bool:
 
 
 def is_first_of_machine() -> bool:
-    """True in the process that does what each machine needs once."""
+    """True in one process of each machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def fail(program: str, sentence: str, code: int = BAD_INPUT) -> NoReturn:
-    """One sentence on stderr, from the first process of each machine, and an exit code."""
+    """End with an exit code, after the first process of each machine has printed a sentence on stderr."""
     sentence = printable(sentence)
     tell_torchrun(sentence)
     if is_first_of_machine():
         print(f"{program}: error: {sentence}", file=sys.stderr, flush=True)
     elif "TORCHELASTIC_RUN_ID" in os.environ and "torch" not in sys.modules and code == BAD_INPUT:
-        # Every rank finds this mistake. Whoever leaves first has torchrun end the others, also the one that says it.
+        # Every rank finds this mistake. When the first one exits, torchrun ends the others, maybe before it is printed.
         time.sleep(SECONDS_FOR_THE_FIRST)
     raise SystemExit(code)
 
@@ -159,23 +159,23 @@ def parse(
     not_here: Mapping[str, str] = MappingProxyType({}),
     of_run: bool = False,
 ) -> dict[str, Any]:
-    """Flag name -> value. Exits with code 2 and one sentence on anything that it doesn't know or that is out of range.
+    """Flag name -> value. Exits with code 2 and one sentence on anything unknown or out of range.
 
-    not_here: what to do instead of giving flags that this program doesn't have, by their names. of_run: --config is the
-    arguments.yaml of a run, which has only flags that are kept.
+    not_here: {names of flags that this program doesn't have: what to do instead}. of_run: --config is the arguments.yaml of
+    a run, which only has flags that are kept.
     """
-    import jsonargparse  # takes time, which who imports this file for something else can do without
+    import jsonargparse  # takes time, and only parsing needs it
 
     class Parser(jsonargparse.ArgumentParser):
         def error(self, message: str, ex: Optional[Exception] = None) -> NoReturn:
             fail(program, _one_sentence(message, flags, meanings))
 
-    # Of a file, and of text in it that is YAML again.
+    # For a file, and for values in it that are YAML again.
     jsonargparse.set_loader("yaml", load_yaml, exceptions=(ValueError,))
     parser = Parser(prog=program, description=description, allow_abbrev=False, default_env=False)
     parser.add_argument("--config", action="config", help="YAML file of flags; the command line wins over it")
     flags: dict[str, Flag] = {}
-    # The end of a sentence about an unknown flag, by each word that may be given for one.
+    # {word that may be given as a flag: the end of the sentence about it}
     meanings = {word: f"{said[0].upper()}{said[1:]}." for words, said in not_here.items() for word in words.split()}
     for group in flag_groups:
         title, *rest = (group.__doc__ or "").split(" (", 1)
@@ -204,7 +204,7 @@ def parse(
 
 
 def _check_config(program: str, config: str, flags: dict[str, Flag], meanings: dict[str, str]) -> None:
-    """Known keys, and values without depth."""
+    """Exit with code 2 unless the file has known keys, and values or lists of values."""
     try:
         values = read_yaml(Path(config))
     except OSError as error:
@@ -225,7 +225,7 @@ def _check_config(program: str, config: str, flags: dict[str, Flag], meanings: d
 
 
 def _one_sentence(message: str, flags: dict[str, Flag], meanings: dict[str, str]) -> str:
-    """jsonargparse's message, several lines of Python types, as one sentence with the offending value."""
+    """One sentence with the offending value, for jsonargparse's message of several lines with Python types."""
     if unknown := re.match(r"unrecognized arguments: (.*)", message, re.S):
         words = unknown[1].split()
         name = next((w for w in words if w.startswith("-")), words[0])
@@ -249,11 +249,11 @@ def write_yaml(flat: dict[str, Any], path: Path) -> None:
 
 
 class NotPlain(ValueError):
-    """It may be YAML, but such as none of these programs writes or needs, and as may be meant to do harm."""
+    """YAML that may be meant to do harm, and that none of these programs writes or needs."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses, before anything is built, what makes a few hundred bytes stand for more than any memory holds."""
+    """Refuses, before it is expanded, YAML of which a few hundred bytes can fill any memory."""
 
     depth = 0
 
@@ -277,7 +277,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: Any) -> None:
-        """Called for each mapping, to make of it what merges (`<<`) say."""
+        """Called for each mapping, to apply merges (`<<`), which are refused."""
         seen = {"<<"}
         for key, _ in node.value:
             if (name := str(key.value)) in seen:
@@ -286,7 +286,7 @@ class _Loader(yaml.SafeLoader):
             seen.add(name)
 
 
-# 2e-5 is a number, which YAML 1.1 takes for text, and a date is text.
+# Unlike in YAML 1.1, 2e-5 is a number, and a date is text.
 _DATE_OR_FLOAT = {"tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"}
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _DATE_OR_FLOAT]
@@ -297,7 +297,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), lis
 
 
 def read_yaml(path: Path) -> Any:
-    """What a file that somebody else may have written holds. Raises OSError, and ValueError as `load_yaml`."""
+    """The content of a YAML file that may come from anybody. Raises OSError, and ValueError as `load_yaml`."""
     if path.exists() and not path.is_file():  # a pipe would block, a device has no end
         raise NotPlain(f"{str(path)!r} isn't a file")
     with path.open("rb") as file:
@@ -309,7 +309,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def load_yaml(text: str, subject: str = "it") -> Any:
-    """What a text says. Raises ValueError in a sentence about `subject` that has no full stop, NotPlain for what is refused."""
+    """The content of a YAML text. Raises ValueError, in a sentence about `subject` without a full stop; NotPlain if refused."""
     if len(text) > MOST_YAML_BYTES:
         raise NotPlain(f"{subject} has more than {MOST_YAML_BYTES // 2**10} KiB, the most that is read as YAML")
     try:

@@ -1,7 +1,7 @@
 """Lightning Fabric, and nothing else of Lightning: the one place that imports it.
 
-`import lightning` brings the Trainer as well, and Fabric asks for the version of torchmetrics by importing it, with matplotlib
-where that is installed: two seconds, in each rank, for what no run uses.
+`import lightning` also imports the Trainer. Fabric imports torchmetrics to read its version, and with it matplotlib, if that is
+installed. Both take two seconds in each rank, and no run uses them.
 """
 # ruff: noqa: F401
 
@@ -24,6 +24,6 @@ finally:
     if absent:
         del sys.modules["torchmetrics"]
 
-# Both advise TF32 on each start, which rounds what 32-true says is not rounded: Lightning, and PyTorch's compiler.
+# Lightning and PyTorch's compiler advise TF32 at each start, which would round what 32-true promises not to.
 logging.getLogger("lightning_fabric.utilities.rank_zero").addFilter(lambda record: "Tensor Cores" not in record.msg)
 warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")

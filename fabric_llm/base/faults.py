@@ -1,4 +1,4 @@
-"""How a run can end: the exit codes, and `Fault`, the exception that carries one and a sentence for the user."""
+"""Exit codes, and `Fault`, the exception that carries one of them and a sentence for the user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Optional
 
 DONE = 0
-UNEXPECTED = 1  # an error that is not foreseen; its traceback is on stderr
+UNEXPECTED = 1  # any other error; its traceback is on stderr
 BAD_INPUT = 2  # arguments, config, data, or a mismatch between them, which the user can correct
 NO_CHECKPOINT = 66  # there is no complete, undamaged one
 PEER_LOST = 71  # another rank has died or hangs
@@ -52,7 +52,7 @@ def one_line(error: object) -> str:
 
 
 def printable(text: str) -> str:
-    """A sentence in one line, without what a terminal obeys, such as escape sequences in a file's name, and with an end."""
+    """`text` in one line of bounded length, with control characters, such as those in a file's name, made visible."""
     shown = "".join(c if c.isprintable() else " " if c == "\n" else repr(c)[1:-1] for c in text[:MOST_CHARACTERS])
     return shown + " ..." * (len(text) > MOST_CHARACTERS)
 
@@ -71,7 +71,7 @@ def as_fault(error: BaseException) -> Fault:
         return Fault(words, SAVE_FAILED)
     if "creating shared memory segment" in words:  # NCCL, in a container with docker's 64 MiB
         return Fault(f"{words[:300]}: start the container with more shared memory (docker run --shm-size 8g).")
-    torch = sys.modules.get("torch")  # where it is not imported, this is none of its errors
+    torch = sys.modules.get("torch")  # if it isn't imported, it hasn't raised this error
     of_group = torch is not None and isinstance(error, torch.distributed.DistError)
     if of_group or is_of_library and any(said in words for said in _PEER_WORDS):
         return Fault(words, PEER_LOST)
@@ -81,12 +81,12 @@ def as_fault(error: BaseException) -> Fault:
 
 
 def as_mistake(error: BaseException) -> Fault:
-    """`error` while flags, data or a model are read: there a ValueError is a mistake of the user."""
+    """`error` as a Fault, for code that reads flags, data or a model, in which a ValueError is a mistake of the user."""
     return Fault(str(error)) if isinstance(error, ValueError) and not isinstance(error, Fault) else as_fault(error)
 
 
 def tell_torchrun(sentence: str, is_consequence: bool = False) -> None:
-    """Write why this rank ends to the file that torchrun reads for its summary. Without torchrun nothing is written.
+    """Under torchrun, write why this rank ends to the file that torchrun reads for its summary.
 
     The format is that of torch.distributed.elastic.multiprocessing.errors: torchrun prints `py_callstack`, and takes the rank
     with the earliest timestamp for the root cause. is_consequence: another rank failed first, possibly in the same second.

@@ -1,4 +1,4 @@
-"""Files: durable and atomic writes, the manifest of a folder, which shows what was changed in it, and names of checkpoints.
+"""Files: durable and atomic writes, manifests of folders, by which changes are noticed, and names of checkpoints.
 
 A manifest, of a checkpoint or a prepared dataset, is JSON: {"files": {name: {"bytes", "sha256"}}, ..., "sha256": its own}.
 """
@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -36,7 +36,7 @@ def sha256(path: Path) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Flush a file or directory to the disk. Not every file system can flush a directory, which is no error."""
+    """Flush a file or directory to the disk. A file system that can't flush directories is no error."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -48,9 +48,9 @@ def fsync(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes | str, durable: bool = False) -> None:
-    """Replace the file `path` as a whole: a reader, or a kill, finds either the old content or the new.
+    """Replace the file `path` as a whole: readers find the old content or the new, also after a kill.
 
-    durable: it is on the disk when this returns. Raises OSError, and then leaves the old content and no other file behind.
+    durable: it is on the disk when this returns. Raises OSError, and then keeps the old content and leaves no other file.
     """
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
@@ -66,19 +66,30 @@ def write_atomically(path: Path, content: bytes | str, durable: bool = False) ->
         fsync(path.parent)
 
 
+def json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(line, the object in it) for each line of a file, if there is one. {} if a kill cut the line off, or it isn't ours."""
+    if file.is_file():  # a pipe blocks whoever opens it
+        with file.open(errors="replace") as lines:
+            for line in lines:
+                record = None
+                with suppress(ValueError, RecursionError):
+                    record = json.loads(line)
+                yield line, record if isinstance(record, dict) else {}
+
+
 def describe(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """The manifest's entries of files in `folder`. The files are on the disk when this returns."""
+    """A manifest's entries for files in `folder`, which are on the disk when this returns."""
     with Describing(folder) as describing:
         describing.start(names)
         return describing.entries()
 
 
 class Describing:
-    """Makes the entries of files in a folder while other files are still being written there."""
+    """Makes entries for complete files in a folder while others are still being written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.pool = ThreadPoolExecutor(2 * THREADS)  # a half of them may wait for the disk
+        self.pool = ThreadPoolExecutor(2 * THREADS)  # half of them may be waiting for the disk
         self.started: dict[str, tuple[Future[None], Future[str]]] = {}  # on the disk, and hashed
 
     def start(self, names: Iterable[str]) -> None:
@@ -88,7 +99,7 @@ class Describing:
             self.started[name] = self.pool.submit(fsync, path), self.pool.submit(sha256, path)
 
     def entries(self) -> dict[str, Entry]:
-        """Wait for all files. Raises what hashing or flushing any of them raised."""
+        """Wait for all files, and return their entries. Raises what hashing or flushing raised."""
         found = {}
         for name, (flushed, hashed) in self.started.items():
             flushed.result()
@@ -107,33 +118,33 @@ def files_in(folder: Path) -> list[str]:
     names = []
     for parent, folders, files in os.walk(folder):
         for name in [*folders, *files]:
-            require_no_link(Path(parent, name))
+            no_link(Path(parent, name))
         names += [str(Path(parent, name).relative_to(folder)) for name in files]
     return names
 
 
-def require_no_link(path: Path) -> None:
-    """Raises Fault (77) where `path` is a link."""
+def no_link(path: Path) -> Path:
+    """`path`. Raises Fault (77) where it is a link."""
     if path.is_symlink():
-        raise Fault(f"{str(path)!r} is a link, which may lead out of its folder: refused.", REFUSED)
+        raise Fault(f"{str(path)!r} is a link, which may lead anywhere: refused.", REFUSED)
+    return path
 
 
 def encode(document: dict[str, Any]) -> bytes:
-    """The content of a manifest's file, with the hash of the manifest itself."""
+    """A manifest as the content of its file, with its own hash."""
     own_hash = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**document, "sha256": own_hash}, indent=2) + "\n").encode()
 
 
 def is_sealed(document: dict[str, Any]) -> bool:
-    """Whether a decoded manifest holds the right hash of itself."""
+    """Whether a decoded manifest has the right hash of itself."""
     return document == json.loads(encode({key: value for key, value in document.items() if key != "sha256"}))
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`. Raises Fault (66) for one that was changed, (77) for names that lead outside."""
+    """The manifest of `folder`. Raises Fault (66) if it was changed, (77) for names that lead outside."""
     damaged = Fault(f"{str(folder)!r} is damaged: {MANIFEST} isn't what was written.", NO_CHECKPOINT)
-    path, document = folder / MANIFEST, None
-    require_no_link(path)
+    path, document = no_link(folder / MANIFEST), None
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         content = path.read_bytes() if path.stat().st_size <= LARGEST_MANIFEST_BYTES else b""
         found = json.loads(content)
@@ -146,7 +157,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def check_entries(entries: Any, where: Path, damaged: Fault) -> None:
-    """Raises `damaged`, or Fault (77) for names, where `entries` in the file `where`, sealed anew, are no entries."""
+    """Raises `damaged` if `entries` of the manifest `where` aren't entries, although sealed, and Fault (77) for their names."""
     for name, entry in entries.items() if isinstance(entries, dict) else [("", None)]:
         if not isinstance(entry, dict) or [type(entry.get(key)) for key in ("bytes", "sha256")] != [int, str]:
             raise damaged
@@ -163,7 +174,7 @@ def check_name(name: str, where: Path) -> None:
 def weight_map(index: Path) -> dict[str, str]:
     """{tensor: file beside `index`}, read from a `*.index.json` of Hugging Face weights.
 
-    Raises ValueError where it can't be read, Fault (77) for a file outside its folder.
+    Raises ValueError if it can't be read, Fault (77) for a file outside its folder.
     """
     try:
         content = index.read_bytes() if index.is_file() else b""  # a pipe would block
@@ -220,15 +231,16 @@ def room(folder: Path, needed_bytes: int, what: str, advice: str) -> None:
         raise Fault(f"{what} needs {needed / 2**30:,.2f} GiB, but {there}: {advice}.", SAVE_FAILED, retryable=False)
 
 
-def writable(output: Path) -> None:
-    """Raises Fault (73) where `output` can't be created. Leaves nothing behind."""
+def writable(output: Path, wrong: str = "") -> None:
+    """Raises Fault (73) if `output` can't be created. Leaves nothing behind. wrong: how its sentence begins."""
     place = output.absolute().parent
     while not os.path.lexists(place):
         place = place.parent
     try:
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
-        raise Fault(f"output {output} cannot be written: {error.strerror}.", UNWRITABLE) from error
+        wrong = wrong or f"output {output} cannot be written"
+        raise Fault(f"{wrong}: {error.strerror}.", UNWRITABLE) from error
 
 
 def step_of(path: Path) -> int:
@@ -237,7 +249,7 @@ def step_of(path: Path) -> int:
 
 
 def step_directories(run_directory: Path) -> list[Path]:
-    """All directories with a checkpoint's name, in the order of steps, which no clock can change."""
+    """All directories with a checkpoint's name, in the order of steps, not of times."""
     found = [p for p in run_directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name) and p.is_dir()]
     return sorted(found, key=step_of)
 

@@ -1,4 +1,4 @@
-"""Turn an error of the Hugging Face hub into a sentence that says what to do about it."""
+"""Turn errors of the Hugging Face hub into sentences that say what to do."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def answer(name: str, error: BaseException, kind: str = "model") -> Optional[str]:
-    """Why the hub doesn't give out the model, tokenizer or dataset `name`, to be put after a `:`.
+    """Why the hub doesn't give out the model, tokenizer or dataset `name`, as the end of a sentence.
 
-    error: raised by huggingface_hub, or by a library that calls it. Returns None where it isn't an error of the hub.
+    error: raised by huggingface_hub, or by a library that calls it. Returns None if it isn't an error of the hub.
     """
     chain: list[BaseException] = []
     link: Optional[BaseException] = error
@@ -68,9 +68,10 @@ def answer(name: str, error: BaseException, kind: str = "model") -> Optional[str
 
 @cache
 def reach() -> bool:
-    """Whether the Hub can be reached, found out once, within two seconds. If not, all libraries take their caches at once.
+    """Whether the Hub can be reached, tried once, for two seconds. If not, all libraries are told to use their caches.
 
-    They would try again and again, and say so, for half a minute and more. True where it isn't to be asked, or behind a proxy.
+    Otherwise they would retry, with messages, for half a minute and more. True also if the Hub isn't to be asked, and behind a
+    proxy.
     """
     address = urlsplit(constants.ENDPOINT)
     host, port = address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
@@ -82,7 +83,7 @@ def reach() -> bool:
         with suppress(OSError), socket.create_connection((host, port), SECONDS):
             answered.set()
 
-    thread = Thread(target=ask, daemon=True)  # looking up a name can't be given up otherwise
+    thread = Thread(target=ask, daemon=True)  # looking up an address has no time-out of its own
     thread.start()
     thread.join(SECONDS)
     if not answered.is_set():
@@ -91,7 +92,7 @@ def reach() -> bool:
 
 
 def require_reachable(name: str, kind: str = "model") -> None:
-    """Raises ValueError where neither the Hub nor a cache has a name: asked before what loads it is imported, for seconds."""
+    """Raises ValueError if a name isn't in a cache and the Hub can't be asked, before libraries are imported for seconds."""
     name = name.partition(":")[0]
     prepared = Path(
         os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"), name.replace("/", "___")

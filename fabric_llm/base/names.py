@@ -1,4 +1,4 @@
-"""What a mistyped name may mean: of a flag, a value, a model, a dataset or a folder; and how any name is shown."""
+"""What a mistyped flag, value, model, dataset or folder may mean, and how names are shown in messages."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any
 from fabric_llm.base.faults import printable
 
 MOST_CHARACTERS = 300  # of a path
-SHORT = 5  # letters, of which two that are swapped, as in `lod` for `old`, are a third
+SHORT = 5  # letters: in such a name two swapped letters, as in `lod` for `old`, are a large part
 LEAST_LIKENESS_OF_SHORT, LEAST_LIKENESS = 0.65, 0.8  # difflib's ratios: a wrong suggestion is worse than none
 
 
 def shown(name: object, most: int = MOST_CHARACTERS) -> str:
-    """A name that others chose, such as that of a file or a field, for a message: in one line, and cut in its middle."""
+    """A name from outside, such as that of a file or a field, for a message: in one line, and cut in the middle if it is long."""
     text = str(name)
     return printable(text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}")
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The name that `name` is most likely a typo of, in a list; [] if none is near."""
+    """[the known name that `name` is most likely a typo of], [] if none is near."""
     cutoff = LEAST_LIKENESS_OF_SHORT if len(name) <= SHORT else LEAST_LIKENESS
     return get_close_matches(name, list(known), n=1, cutoff=cutoff)
 
 
 def flag_instead(name: str, meanings: Mapping[str, str]) -> str:
-    """The end of a sentence about the unknown flag `name`. meanings: that end, by each word that a user may have meant."""
+    """The end of a sentence about the unknown flag `name`. meanings: {word that a user may have meant: that end}."""
     name = name.replace("-", "_").lower()
     same_letter = [word for word in meanings if word[0] == name[:1]]  # the first is hardly ever mistyped
     words = [name, *nearest(name, same_letter)]
@@ -40,8 +40,8 @@ def flag_instead(name: str, meanings: Mapping[str, str]) -> str:
 def value_instead(value: str, words: Iterable[Any], kinds: str, instead: Mapping[str, str]) -> str:
     """What to give instead of a value that a flag doesn't take; "" if that isn't known.
 
-    words: those that it takes. kinds: the types that it takes, such as "an integer". instead: what is known of such values,
-    by regular expressions in lower case, with {} for the value.
+    words: those that it takes. kinds: the types that it takes, such as "an integer". instead: {regular expression for values
+    in lower case: the advice, with {} for the value}.
     """
     low = value.lower().strip()
     if known := [advice for pattern, advice in instead.items() if re.fullmatch(pattern, low)]:
@@ -64,7 +64,7 @@ def value_instead(value: str, words: Iterable[Any], kinds: str, instead: Mapping
 
 
 def hub_name(flag: str, name: str, what: str = "model") -> None:
-    """Raises ValueError if `name`, which isn't a local folder, can't be a name on the hub either."""
+    """Raises ValueError if `name`, which isn't a folder here, can't be a name on the hub either."""
     if os.path.exists(name):
         raise ValueError(f"{flag} {name!r} is a file: it takes a folder, or a name on the hub such as org/name.")
     if re.fullmatch(r"[\w.-]+/[\w.-]+[@:][\w.-]+", name):
@@ -90,12 +90,12 @@ def hub_name(flag: str, name: str, what: str = "model") -> None:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name that isn't here is that of a folder, of which the parent is here, rather than one on the hub."""
+    """Whether a name that doesn't exist here means a folder rather than the hub: its parent exists here."""
     return "/" in name.rstrip("/") and os.path.isdir(os.path.dirname(name.rstrip("/")))
 
 
 def nearest_of(path: Path, files: bool = False) -> str:
-    """A folder, or a file too, with a similar name beside `path`, which doesn't exist, as the end of a message."""
+    """The end of a message about `path`, which doesn't exist: a folder, or with `files` a file, with a similar name."""
     path, beside = _missing(path), []
     with suppress(OSError):
         beside = [other.name for other in path.absolute().parent.iterdir() if files or other.is_dir()]

@@ -1,7 +1,6 @@
-"""What each program of this package does around its work: it prints, uses what it may of the machine, and ends.
+"""What each program of this package does around its work: print, find out what the machine has, and end.
 
-It ends with one sentence and an exit code of docs/faults.md, and not later than the process that it belongs to. train.py,
-which has ranks, ends by run/supervision.py.
+A program ends with one sentence and an exit code of docs/faults.md. train.py, which has ranks, ends in run/supervision.py.
 """
 
 from __future__ import annotations
@@ -15,28 +14,30 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn, Optional
+from typing import Any, NoReturn, Optional, TypeVar
 
 from fabric_llm.base import faults
 from fabric_llm.base.faults import Fault, as_fault, as_mistake, one_line
 
+T = TypeVar("T")
 SECONDS_FOR_A_READER = 5.0
 SAFE_CHARACTERS = 1000  # a pipe that is writable has room for 4096 bytes
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # never the error of an input
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # errors of writing, never of an input
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class Lasting:
-    """A stream whose reader may be gone (Ctrl-C ends `tee` too) or may not read (Ctrl-S), or whose disk may be full.
+    """A stream whose reader may be gone (Ctrl-C also ends `tee`) or may not read (Ctrl-S), or whose disk may be full.
 
-    Output is then lost. Nothing is raised, and only the first write that nobody reads waits, for at most five seconds.
+    Then its output is lost and nothing is raised. Only the first write that nobody reads waits, for at most five seconds.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -72,12 +73,20 @@ def outlast_readers() -> None:
 
 
 def plain_output() -> None:
-    """What programs call first: warnings are a sentence without file and source, and only a terminal gets libraries' bars."""
-    # Lightning replaces formatwarning when it is imported, so that this one is taken.
+    """Called first by each program. Warnings become a sentence without file and source; only a terminal gets progress bars."""
+    # Lightning replaces formatwarning when it is imported, so showwarning is set.
     warnings.showwarning = lambda message, *_, **__: print(f"Warning: {one_line(message)}", file=sys.stderr, flush=True)
     if sys.stderr is None or not sys.stderr.isatty():
         for library in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(library, "1")  # read when they are imported
+
+
+def wait_until(ask: Callable[[], T], seconds: float, pause_seconds: float = 0.05) -> T:
+    """Call `ask` until its answer is true, but not for longer than `seconds`. Returns the last answer."""
+    deadline = time.monotonic() + seconds
+    while not (answer := ask()) and time.monotonic() < deadline:
+        time.sleep(pause_seconds)
+    return answer
 
 
 class Console:
@@ -96,7 +105,7 @@ class Console:
 
 
 def cores(root: Path = Path("/")) -> int:
-    """CPU cores that this process may use, as its affinity and its control groups leave them. root: in tests."""
+    """CPU cores that this process may use by its affinity and control groups. root: for tests."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _control_groups(root):
         quota, period, *_ = *_words(group / "cpu.max"), "max", "max"  # microseconds, of every so many
@@ -106,7 +115,7 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def free_memory_bytes(root: Path = Path("/")) -> Optional[int]:
-    """Memory that this process and those that it starts may still take, files in memory left out; None where unknown."""
+    """Memory that this process and its children may still take; None if unknown. Cached files count as free."""
     words = _words(root / "proc/meminfo")
     free = [int(words[words.index("MemAvailable:") + 1]) * 2**10] if "MemAvailable:" in words else []
     for group in _control_groups(root):
@@ -118,7 +127,7 @@ def free_memory_bytes(root: Path = Path("/")) -> Optional[int]:
 
 
 def _control_groups(root: Path) -> list[Path]:
-    """The folders of this process's control group, of version 2, and of those around it, as far as it sees them."""
+    """The folders of this process's control group (version 2) and of its parents, as far as they can be seen."""
     names = [word[3:].lstrip("/") for word in _words(root / "proc/self/cgroup") if word.startswith("0::")]
     top = root / "sys/fs/cgroup"
     inside = [Path(os.path.normpath(top / name)) for name in names]
@@ -126,7 +135,7 @@ def _control_groups(root: Path) -> list[Path]:
 
 
 def _words(file: Path) -> list[str]:
-    """Of a file of the kernel; none where it isn't there."""
+    """The words in a file of the kernel; [] if there is no such file."""
     try:
         return file.read_text().split()
     except OSError:
@@ -134,20 +143,20 @@ def _words(file: Path) -> list[str]:
 
 
 def die_with(parent: int) -> None:
-    """The kernel kills this process when `parent`, which has started it, ends, however that ends. Linux only."""
+    """Have the kernel kill this process when `parent`, which started it, ends for any reason. Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the kernel knew
+        if os.getppid() != parent:  # it has ended already
             os._exit(1)
 
 
 @contextmanager
 def uninterrupted(handler: Any = signal.SIG_IGN) -> Iterator[None]:
-    """Ignore requests to stop in the body, such as two renames of which both or none must be made.
+    """Ignore signals to stop in the body, such as two renames of which both or none must be made.
 
-    handler: what takes them instead, but for those that nohup or a shell has set to be ignored.
+    handler: called instead, but not for signals that nohup or a shell has set to be ignored.
     """
-    is_main = threading.current_thread() is threading.main_thread()  # only there handlers can be set
+    is_main = threading.current_thread() is threading.main_thread()  # the only one that can set handlers
     heeded = [number for number in SIGNALS if is_main and signal.getsignal(number) != signal.SIG_IGN]
     former = {number: signal.signal(number, handler) for number in heeded}
     try:
@@ -159,9 +168,9 @@ def uninterrupted(handler: Any = signal.SIG_IGN) -> Iterator[None]:
 
 @contextmanager
 def in_one_sentence(program: str) -> Iterator[SimpleNamespace]:
-    """Print whatever ends the body, a request to stop included, as one sentence, and raise SystemExit with its code.
+    """Print whatever ends the body, also a signal to stop, in one sentence, and raise SystemExit with its code.
 
-    Gives the body an object whose `left` says in words what the program leaves behind where it is asked to stop.
+    Yields an object. The body sets its `left` to what the program leaves behind if it is stopped, in words.
     """
     ending = SimpleNamespace(left="nothing was written", asked=False)
 
@@ -175,8 +184,8 @@ def in_one_sentence(program: str) -> Iterator[SimpleNamespace]:
         except SystemExit:
             raise
         except BaseException as error:
-            with uninterrupted():  # the program ends already
-                # An interrupted import or callback may raise another exception than KeyboardInterrupt.
+            with uninterrupted():  # the program is ending
+                # Asked first: an interrupted import or callback may raise another exception than KeyboardInterrupt.
                 if ending.asked:
                     fault = Fault(f"stopped on request; {ending.left}.", faults.STOPPED)
                 elif isinstance(error, PermissionError):
@@ -193,7 +202,7 @@ def in_one_sentence(program: str) -> Iterator[SimpleNamespace]:
 def on_disk(output: Path, folder: Path, needs: str) -> Iterator[None]:
     """Raise disk errors of the body, which makes `output` in `folder`, as a Fault: 74, or 73 without permission to write.
 
-    needs: what the body needs, in words, so that the message says how much room to make.
+    needs: the space that the body needs, in words, for the message.
     """
     free = shutil.disk_usage(folder.parent).free
     try:
@@ -206,7 +215,7 @@ def on_disk(output: Path, folder: Path, needs: str) -> Iterator[None]:
             raise  # the error of an input
         if isinstance(error, PermissionError):
             raise Fault(f"output {output} cannot be written: {error.strerror}.", faults.UNWRITABLE) from error
-        cause: Optional[BaseException] = error  # a library may have wrapped the error of the disk
+        cause: Optional[BaseException] = error  # a library may have wrapped the disk's error
         while cause is not None and as_fault(cause).code != faults.SAVE_FAILED:
             cause = cause.__cause__ or cause.__context__
         if cause is None:

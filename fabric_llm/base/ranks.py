@@ -1,4 +1,4 @@
-"""What all ranks tell each other. Without a process group there is one rank."""
+"""Communication between all ranks. Without a process group there is one rank."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fabric_llm.base.faults import Fault, as_mistake
 T = TypeVar("T")
 
 
-# How many collectives this rank has entered, the same on all ranks once they have caught up with each other. The heartbeats
-# say it: a rank that hangs has entered fewer of them than those that wait for it.
+# The number of collectives that this rank has entered. Heartbeats report it: a rank that hangs has entered fewer than the
+# ranks that wait for it.
 waiting = SimpleNamespace(collectives=0)
 
 
@@ -57,9 +57,9 @@ def first_fault(problem: Optional[Fault]) -> None:
 
 
 def from_rank_zero(action: Callable[[], T]) -> T:
-    """What `action`, called on rank 0, returns. Raises, on all ranks, a Fault where it raises.
+    """Call `action` on rank 0, and return its result on all ranks. If it raises, all ranks raise a Fault.
 
-    A ValueError is a mistake in the input (2), any other exception what `as_fault` makes of it.
+    A ValueError is a mistake of the user (2), any other exception becomes what `as_fault` makes of it.
     """
     value, problem = None, None
     if alone() or torch.distributed.get_rank() == 0:
@@ -68,7 +68,7 @@ def from_rank_zero(action: Callable[[], T]) -> T:
         except Exception as error:
             problem = as_mistake(error)
             if problem is not error:
-                problem.__cause__ = error  # for the traceback, on rank 0 alone
+                problem.__cause__ = error  # for the traceback on rank 0
     value, fault = from_first((value, problem))
     if fault is not None:
         raise problem or fault
@@ -76,9 +76,9 @@ def from_rank_zero(action: Callable[[], T]) -> T:
 
 
 def sum_over_ranks(fabric: Any, tensor: Tensor) -> Tensor:
-    """The sum of all ranks' tensors, of one shape and dtype, on each of them; may be `tensor` itself, overwritten.
+    """The sum of all ranks' tensors, on each rank; all have one shape and dtype. `tensor` may be overwritten with it.
 
-    Fabric's own all_reduce has a barrier before it, for which the host waits, on GPUs as well.
+    Fabric's all_reduce makes a barrier first, for which the host waits, also on GPUs.
     """
     waits_for_others()
     if alone():  # one process, or a TPU's
@@ -88,5 +88,5 @@ def sum_over_ranks(fabric: Any, tensor: Tensor) -> Tensor:
 
 
 def any_rank(fabric: Any, flag: bool) -> bool:
-    """True on all ranks if `flag` is true on one. All ranks call it, and wait for each other."""
+    """True on all ranks if `flag` is true on any. All ranks call it, and wait for each other."""
     return sum_over_ranks(fabric, torch.tensor(int(flag), device=fabric.device)).item() > 0

@@ -1,6 +1,6 @@
-"""Flags, data and model -> what will happen: a Plan. Mistakes are found here.
+"""Flags, data and model -> a Plan of the run. Mistakes are found here.
 
-run_directory  `directory`, `lock`, `choose`: checkpoints/RUN, its name, lock, STATUS.json and the checkpoint to go on from
+run_directory  `directory`, `lock`, `choose`: checkpoints/RUN, its name, lock, STATUS.json and the checkpoint to resume from
 mixture        `lay_out`: where each stage of a mixture begins, and where the run ends
 start          `place`, `start`: devices, batches over them, and the ranks of this machine
 checks         `check_training`, `check_preparation`, `check_export`: what is checked without torch

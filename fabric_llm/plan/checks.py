@@ -1,7 +1,7 @@
-"""What is checked before torch, lightning and transformers are imported, which takes seconds: paths, names, several flags at once.
+"""Checks that need neither torch nor transformers, whose import takes seconds: paths, names, flags against each other.
 
-A single number's range is checked as the command line is parsed, devices and batches by start.py, and what the dataset or the
-model has to be opened for by make_plan.py. Each function raises ValueError in one sentence with the offending value.
+The range of a single number is checked when the command line is parsed, devices and batches by start.py, and whatever needs
+the opened dataset or the model by make_plan.py. Each function raises ValueError in one sentence with the offending value.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from fabric_llm.training.schedule import WITH_DECAY_STEPS
 
 
 def check_training(flags: Flags) -> None:
-    """A command of train.py, by itself and with the folders that it names.
+    """The flags of train.py, and the folders that they name.
 
-    Rank 0 checks the rest of a resumed run under a launcher later (run/supervision.py): other machines may not see its directory yet.
-    The model of a run whose directory is there is checked later too, so that what is wrong with it is written there.
+    A resumed run under a launcher is checked further by rank 0 (run/supervision.py), since other machines may not see its
+    directory yet. If the run directory exists, the model is checked later, so that a mistake is written into STATUS.json.
     """
     data, training, model_name = flags.data, flags.training, flags.model.model_name
     for name, value in {"model_name": model_name, "train_data_dir": data.train_data_dir or data.data_mix}.items():
@@ -62,13 +62,13 @@ def check_training(flags: Flags) -> None:
     _check_evaluation(flags, [ONE_SET] if mix is None else mix.names, mix is not None)
     freezing.check(training.freeze, training.train_only)
     overrides(flags)
-    if flags.logging.sample_prompts is not None and is_rank_zero():  # rank 0 reads them for all
+    if flags.logging.sample_prompts is not None and is_rank_zero():  # which reads them for all ranks
         read_prompts(flags.logging.sample_prompts)
     if flags.checkpoint.resume and (started_by_other() or flags.devices.num_nodes > 1):
         return
 
     folders = [data.train_data_dir] if mix is None else [source.path for source in mix.sources]
-    read = [] if flags.demo else folders  # the demo's may have to be prepared first
+    read = [] if flags.demo else folders  # the demo's may have to be made first
     for folder in (*parse_eval_data(flags.evaluation.eval_data).values(), *read):
         check_dataset_folder(folder, model_name)
         check_splits(Path(folder))
@@ -87,7 +87,7 @@ def check_training(flags: Flags) -> None:
 
 
 def check_length(flags: Flags, max_step: Optional[int]) -> None:
-    """--profile, and the phases of --lr_schedule, against a run of `max_step` steps, None where that isn't known yet."""
+    """Whether --profile and the phases of --lr_schedule fit a run of `max_step` steps; None: not known yet."""
     steps, training = profiled_steps(flags.logging.profile), flags.training
     if max_step is None:
         return
@@ -136,7 +136,7 @@ def overrides(flags: Flags) -> tuple[str, ...]:
 
 
 def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool) -> None:
-    """The names in --eval_data, --forgetting_budget and --keep_best_of. of_training: sets of the training data."""
+    """Names in --eval_data, --forgetting_budget and --keep_best_of. of_training: validation sets of the training data."""
     evaluation = flags.evaluation
     added, budgets = list(parse_eval_data(evaluation.eval_data)), parse_budgets(evaluation.forgetting_budget)
     if twice := [name for name in added if name in of_training]:
@@ -162,7 +162,7 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
 
 
 def row_length(folder: str, context_length: Optional[int], asked: Optional[int]) -> None:
-    """--context_length, `asked`, against what the rows of a dataset hold, None where that isn't known."""
+    """Raises ValueError if --context_length, `asked`, isn't the length of a dataset's rows. None: not known, or not given."""
     if None not in (asked, context_length) and asked != context_length:
         said = f"--context_length {asked}: the rows of {folder!r} hold {context_length} tokens"
         raise ValueError(f"{said}; run prepare_data.py again with --context_length {asked}.")
@@ -172,7 +172,7 @@ def row_length(folder: str, context_length: Optional[int], asked: Optional[int])
 
 
 def check_preparation(flags: Flags) -> None:
-    """Of prepare_data.py. Raises ValueError."""
+    """The flags of prepare_data.py, and what they name. Raises ValueError."""
     pattern, output = flags.pattern or DEFAULT_PATTERNS, Path(flags.output).resolve()
     if flags.self_replay is not None or flags.tokens is not None:
         if flags.self_replay is None or flags.tokens is None:
@@ -214,15 +214,15 @@ def check_preparation(flags: Flags) -> None:
 
 
 def check_reachable(name: str, kind: str = "model") -> None:
-    """What isn't here, and so a name on the hub: can it be had? Raises ValueError."""
+    """Raises ValueError if `name` isn't a path, so a name on the hub, and neither hub nor cache can be asked for it."""
     if not os.path.exists(name):
-        from fabric_llm.base import hub  # whose import takes time
+        from fabric_llm.base import hub  # the import takes time
 
         hub.require_reachable(name, kind)
 
 
 def check_export(flags: Flags) -> None:
-    """Of export_hf.py. Raises ValueError."""
+    """The flags of export_hf.py, and what they name. Raises ValueError."""
     if flags.push_to_hub is not None:
         from huggingface_hub.utils import validate_repo_id
 
@@ -233,8 +233,8 @@ def check_export(flags: Flags) -> None:
 
 
 def exported_output(output: Path, overwrite: bool) -> None:
-    """The folder that an exported model is to be. Raises ValueError where it mustn't be replaced."""
+    """Raises ValueError if the folder of an exported model exists and mustn't be replaced."""
     if output.exists() and not overwrite:
         raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
-    if output.exists() and (not (output / "config.json").is_file() or (output / MANIFEST).exists()):  # such as the run
+    if output.exists() and (not (output / "config.json").is_file() or (output / MANIFEST).exists()):  # such as a run
         raise ValueError(f"{str(output)!r} isn't an exported model, so it is not overwritten; take another --output.")

@@ -1,6 +1,7 @@
-"""Flags -> Plan: what they mean on this machine, with this dataset and model. Every mistake in them is found here.
+"""Flags -> Plan: what they mean on this machine, with this dataset and model. Mistakes that need these are found here.
 
-Each check raises ValueError in one sentence with the offending value. What all ranks would find alike, rank 0 checks alone.
+Each check raises ValueError in one sentence with the offending value. A check whose result is the same on all ranks is made
+on rank 0 only.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fabric_llm.training.guard import parse_budgets
 
 
 def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: Optional[Path]) -> Plan:
-    """The plan of a run in `directory`, from its first step or from the checkpoint `resume_from`. Raises ValueError."""
+    """The plan of a run in `directory`, new or resumed from the checkpoint `resume_from`. Raises ValueError."""
     resumed = {} if resume_from is None else keep.verified(resume_from)
     start = Progress(**resumed["progress"]) if resumed else Progress()
     with same_run.written_by_a_run(resume_from):
@@ -55,7 +56,7 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
 
 
 def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[ModelPlan, Any]:
-    """(the model and how it trains, the model on the meta device). kind: "cpu" or "cuda". Raises ValueError."""
+    """(the plan of the model, the model on the meta device). kind: "cpu" or "cuda". Raises ValueError."""
     asked, training = flags.model, flags.training
     config = loading.load_config(source)
     config._attn_implementation = loading.resolve_attention(config, asked.attention, kind)
@@ -99,7 +100,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
 
 
 def _require_whole(source: Path, hashes: bool) -> None:
-    """What a checkpoint lists must be there, when a new run starts from it; a model card beside it is fine. Raises Fault."""
+    """If a new run starts from a checkpoint, its files must be as listed; other files may be beside them. Raises Fault."""
     if (source / MANIFEST).is_file():
         listed = files.read(source)["files"]
         files.check_files(source, listed, hashes, f"{str(source)!r} is damaged", NO_CHECKPOINT)
@@ -108,7 +109,7 @@ def _require_whole(source: Path, hashes: bool) -> None:
 
 
 def _require_rows_for(text_config: Any, datasets: Sequence[TokenDataset], source: str) -> None:
-    """Raises ValueError where the model has no embedding for a token, or no position."""
+    """Raises ValueError if the model has no embedding for a token, or too few positions."""
     longest = getattr(text_config, "max_position_embeddings", None)
     rotary = getattr(text_config, "rope_parameters", None) is not None
     for dataset in datasets:
@@ -124,7 +125,7 @@ def _require_rows_for(text_config: Any, datasets: Sequence[TokenDataset], source
 
 
 def _made_with(dataset: TokenDataset, tokenizer: str) -> str:
-    """The command that makes a dataset anew with a tokenizer, as the end of a sentence."""
+    """The command that makes a dataset again with a tokenizer, as the end of a sentence."""
     inputs = [str(name) for name in (dataset.manifest.get("inputs") or ["TEXT"])[:10]]
     length = ["--context_length", str(dataset.context_length)] if dataset.manifest else []
     words = ["--input", *inputs, "--tokenizer", tokenizer, *length, "--output", f"{dataset.folder}-anew"]
@@ -132,7 +133,7 @@ def _made_with(dataset: TokenDataset, tokenizer: str) -> str:
 
 
 def _require_model_can(plan: Plan, skeleton: Any) -> None:
-    """Raises ValueError where the model can't do what the flags ask for. It is changed: nothing else uses it afterwards."""
+    """Raises ValueError if the model can't do what the flags ask for. Changes `skeleton`, which isn't used afterwards."""
     name, checkpointing = type(skeleton).__name__, plan.model.activation_checkpointing
     units = strategies.modules_to_wrap(skeleton, plan.placement.sharding.auto_wrap_policy)
     if plan.placement.strategy in ("fsdp", "fsdp2"):
@@ -163,13 +164,13 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
 def _plan_data(
     flags: Flags, batches: tuple[int, int, int], start: Progress, resumed: dict[str, Any]
 ) -> tuple[DataPlan, Schedule]:
-    """What the run reads, and how long it lasts.
+    """The data of a run, and its schedule. Raises ValueError.
 
-    batches: see `batch_sizes`. resumed: progress.json of the checkpoint, {} for a run that starts. Raises ValueError.
+    batches: see `batch_sizes`. resumed: progress.json of the checkpoint, {} for a new run.
     """
     training, evaluation, masking = flags.training, flags.evaluation, flags.data.document_masking
     if masking == "auto" and resumed and "document_masking" not in checks.overrides(flags):
-        masking = resumed["schedule"]["document_masking"]  # what the run had: all its steps are alike
+        masking = resumed["schedule"]["document_masking"]  # as in the steps before
     if flags.data.data_mix:
         read, end, max_step = _plan_mixture(flags, batches[2], start, resumed)
     else:
@@ -192,7 +193,7 @@ def _plan_data(
 
 
 def open_here(folder: str, flags: Flags) -> TokenDataset:
-    """The dataset in `folder`. One rank of each machine compares hashes. Raises ValueError."""
+    """The dataset in `folder`. Raises ValueError. Only one rank of each machine compares hashes."""
     return open_source(Path(folder), flags.data.verify_data if is_first_of_machine() else "size")
 
 
@@ -202,14 +203,14 @@ def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
 
 
 def find_document_end(masks_documents: bool, dataset: TokenDataset) -> Optional[int]:
-    """The token that ends each document of a dataset of prepare_data.py, if documents are to be kept apart."""
+    """The token that ends each document of a packed dataset, None if documents aren't to be kept apart."""
     return dataset.manifest["eos_token_id"] if masks_documents and dataset.manifest.get("packed") else None
 
 
 def document_ends(
     names: Iterable[str], eval_data: Mapping[str, TokenDataset], document_end: Optional[int]
 ) -> dict[str, Optional[int]]:
-    """The token that ends the packed documents of each set; None of a set in `eval_data` that isn't packed with the run's."""
+    """{set: token that ends its documents}: `document_end`, or None for sets in `eval_data` that end theirs otherwise."""
     apart = {name for name, dataset in eval_data.items() if find_document_end(True, dataset) != document_end}
     return {name: None if name in apart else document_end for name in names}
 
@@ -217,11 +218,11 @@ def document_ends(
 def _plan_mixture(
     flags: Flags, batch: int, start: Progress, resumed: dict[str, Any]
 ) -> tuple[dict[str, Any], Optional[int], int]:
-    """(what a DataPlan has of --data_mix, the position that the run may not pass, its last step). batch: sequences of a step."""
+    """(fields of DataPlan for --data_mix, the position that the run may not pass, its last step). batch: sequences of a step."""
     mix, training = mixture_text.parse(flags.data.data_mix), flags.training
     max_step, number_epochs = training.max_step, training.number_epochs
     had = mixture_of(resumed) if "mixture" in resumed else None
-    if had is not None:  # its sources come first, so that rows keep their numbers
+    if had is not None:  # the run's sources come first, so that their rows keep their numbers
         if missing := [name for name in had.names if name not in mix.names]:
             raise ValueError(f"--data_mix leaves out source {missing[0]!r} of the resumed run: give it weight 0.")
         mix = mix.in_order(had.names)
@@ -244,7 +245,7 @@ def _plan_mixture(
             stages, end = had.stages, resumed["mixture"]["end"]
             steps = [max_step, None if end is None else last_step(start.step, start.position, end, batch)]
             last = min(step for step in steps if step is not None)
-        else:  # it was changed on purpose: what lies behind stays
+        else:  # changed on purpose: the stages before this step stay
             here = Here(start.step, start.position, had.stages)
             stages, end, last = lay_out(mixture_text.at_least(mix, raised), rows, batch, max_step, number_epochs, here)
     read = {
@@ -258,7 +259,7 @@ def _plan_mixture(
 
 
 def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
-    """{name: its dataset}. Rank 0 checks that they go together. Raises ValueError."""
+    """{source: its dataset}. Rank 0 checks that they can be mixed. Raises ValueError."""
     sources = {source.name: open_here(source.path, flags) for source in mix.sources}
     for source in sources.values():
         checks.row_length(str(source.folder), source.context_length, flags.data.context_length)
@@ -270,7 +271,7 @@ def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
 
 
 def require_alike(first: TokenDataset, other: TokenDataset, masks_documents: bool) -> None:
-    """Raises ValueError unless rows of both can follow each other in one run."""
+    """Raises ValueError unless one run can read rows of both."""
     both = f"--data_mix: {str(first.folder)!r} and {str(other.folder)!r}"
     columns, others = (
         sorted(set(one.train[0]) - ({"labels"} if is_padded(one.train) else set())) for one in (first, other)
@@ -301,7 +302,7 @@ def _require_one_tokenizer(first: TokenDataset, other: TokenDataset, both: str) 
 
 
 def differing_tokens(one: Any, other: Any) -> str:
-    """The first tokens that two tokenizers number differently, as a part of a sentence; "" where there are none."""
+    """The first tokens whose ids differ between two tokenizers, as a part of a sentence; "" if there are none."""
     ids, others = one.get_vocab(), other.get_vocab()
     differing = sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))
     words = ", ".join(

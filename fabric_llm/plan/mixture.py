@@ -1,4 +1,4 @@
-"""A mixture over a run: at which position each of its stages begins, and where the run ends. Nothing here imports numpy."""
+"""Where each stage of a mixture begins in a run, and where the run ends. Nothing here imports numpy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fabric_llm.data.mixture_text import DataMix, Stage, position_of, read_befor
 
 
 class Here(NamedTuple):
-    """Where a run is, and the stages that it has had."""
+    """Where a run is, and its stages so far."""
 
     step: int = 0
     position: int = 0
@@ -18,7 +18,7 @@ class Here(NamedTuple):
 
 
 def last_step(step: int, position: int, end: int, batch: int) -> int:
-    """The step that comes to the position `end`, the last one with what is left of a batch, from where a run is."""
+    """The step that ends at the position `end`, counted from where a run is. It may take less than a batch."""
     return step - (position - end) // batch
 
 
@@ -27,9 +27,9 @@ def lay_out(
 ) -> tuple[tuple[Stage, ...], Optional[int], int]:
     """(the stages of a run, the position that it may not pass or None, its last step).
 
-    The run has `max_step` steps, or, without it, lasts until a source would be read more than `number_epochs` times. rows: of
-    each source's training split. A source with max_epochs may be read that often instead. Raises ValueError where a source
-    would be read more often, or a stage has no step.
+    The run has `max_step` steps or, if that is None, ends before a source would be read more than `number_epochs` times. A
+    source with max_epochs may be read that often. rows: of each source's training split. Raises ValueError if in `max_step`
+    steps a source would be read more often than its max_epochs, or if a stage has no step.
     """
     limits = [
         math.floor(source.max_epochs * count) if source.max_epochs else None if max_step else number_epochs * count
@@ -61,7 +61,7 @@ def lay_out(
 
 
 def _stages(mix: DataMix, max_step: int, batch: int, here: Here) -> tuple[Stage, ...]:
-    """Those that lie behind, and the stages from here on; a stage whose weights are already in use just goes on."""
+    """The stages so far, and those from here on. A stage with the weights of the one before it only continues it."""
     added = (0,) * (len(mix.sources) - len(here.stages[0].weights)) if here.stages else ()
     found = [Stage(old.begins, old.weights + added) for old in here.stages if old.begins < here.position]
     begins = [round(stage.begins * max_step) for stage in mix.stages]
@@ -80,9 +80,9 @@ def _first_passed(stages: Sequence[Stage], limits: Sequence[Optional[int]]) -> O
 def _until_read(
     mix: DataMix, limits: Sequence[int], batch: int, here: Here
 ) -> tuple[tuple[Stage, ...], Optional[int], int]:
-    """As many steps as fit, and one more with what is left of a batch.
+    """As `lay_out`, with as many steps as fit, and one more with the rest of a batch.
 
-    Where a stage begins depends on the length of the run, and so does what is read by then: the length is searched for.
+    Stages begin at parts of the run, so what is read depends on its length, which is found by bisection.
     """
     fits, too_many = 0, (sum(limits) - here.position) // batch + 2  # steps from here on
     while too_many - fits > 1:

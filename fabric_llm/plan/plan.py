@@ -1,9 +1,9 @@
-"""What a run will do, step by step: a Plan, which make_plan.py makes of the flags. Nothing in it is left to decide."""
+"""`Plan`: what a run will do, step by step. make_plan.py makes it from the flags."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -22,7 +22,7 @@ from fabric_llm.model import strategy as strategies
 from fabric_llm.plan.mixture import Here, last_step, lay_out
 from fabric_llm.plan.start import Placement
 
-MOST_REPLAY = Fraction(1, 2)  # of a mixture, that a rewind may come to: for strong shifts up to a half is advised
+MOST_REPLAY = Fraction(1, 2)  # largest share after a rewind: for strong shifts, up to a half is advised
 PROBE_TOKENS = 128  # of the validation split, at most
 
 
@@ -46,18 +46,23 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What is read to train, and to evaluate."""
+    """The data to train and to evaluate on."""
 
     dataset: TokenDataset  # of a mixture: all its training splits, and the validation split of its first source
     eval_data: Mapping[str, TokenDataset]  # --eval_data
     evaluated_rows: int  # of each validation set, at most
-    budgets: Mapping[str, float]  # of what some validation sets may lose, nats
+    budgets: Mapping[str, float]  # --forgetting_budget: {validation set: nats}
     document_end: Optional[int]  # token id that ends each packed document, None where documents aren't kept apart
-    document_masking: Union[bool, str]  # as given, or as the run had it; "auto": off if the model turns out not to
+    document_masking: Union[bool, str]  # as given, or as in the resumed run; "auto": if the model can
     sources: Mapping[str, TokenDataset] = field(default_factory=dict)  # of a mixture
     mix: Optional[DataMix] = None  # --data_mix
-    raised: Mapping[str, Fraction] = field(default_factory=dict)  # shares of its sources, by rewinds
-    mixture: Optional[Mixture] = None  # that over this run
+    raised: Mapping[str, Fraction] = field(default_factory=dict)  # shares of sources that rewinds have raised
+    mixture: Optional[Mixture] = None  # `mix` laid out over this run
+
+    def of_each(self, fact: Callable[[TokenDataset], Any]) -> Any:
+        """`fact` of the dataset, or of a mixture {source: fact of it}."""
+        named = {name: fact(dataset) for name, dataset in self.sources.items()}
+        return named or fact(self.dataset)
 
 
 @dataclass(frozen=True)
@@ -68,14 +73,14 @@ class Schedule:
     micro_batches: int  # per step and device
     global_batch_size: int  # sequences
     max_step: int
-    end: Optional[int]  # position that the run may not pass; None with max_step, unless a source of a mixture runs out
+    end: Optional[int]  # position that the run may not pass; None with --max_step, unless a source has max_epochs
     asked_steps: Optional[int]  # --max_step
-    number_epochs: int  # how often the data may be read without --max_step
+    number_epochs: int  # times that the data may be read without --max_step
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the flags come to: nothing is left to decide."""
+    """What a run will do. A rewind and what is measured on the model make a new Plan."""
 
     placement: Placement
     model: ModelPlan
@@ -85,16 +90,16 @@ class Plan:
     run_directory: Path
     resume_from: Optional[Path]
     resumed: Mapping[str, Any] = field(default_factory=dict)  # progress.json of `resume_from`
-    changes: Sequence[str] = ()  # what a resumed run does differently from simply going on, on rank 0
+    changes: Sequence[str] = ()  # what a resumed run changes on purpose, in sentences, on rank 0
 
     @property
     def has_checkpoint(self) -> bool:
-        """That the run can be resumed from where it starts: False for a new run, and for a branch."""
+        """Whether its own directory holds the checkpoint at which it starts: not of a new run, nor of a new branch."""
         return self.resume_from is not None and self.resume_from.parent.resolve() == self.run_directory.resolve()
 
     @property
     def syncs_every_micro_batch(self) -> bool:
-        """False where the gradients of a step can wait for each other unreduced."""
+        """False if the gradients of a step are reduced over ranks only after its last micro-batch."""
         return strategies.syncs_every_micro_batch(
             self.placement.strategy, self.model.sums_in_float32 and self.model.precision == "bf16-true"
         )
@@ -104,7 +109,7 @@ class Plan:
         return progress.step >= self.schedule.max_step or progress.position == self.schedule.end
 
     def after(self, progress: Progress) -> Progress:
-        """Where the run is one step later: a global batch, or what is left of the last epoch, is consumed."""
+        """Where the run is one step later: after a global batch, or the rest of the last epoch."""
         left = self.schedule.global_batch_size if self.schedule.end is None else self.schedule.end - progress.position
         return progress.advance(min(self.schedule.global_batch_size, left), self.context_at(progress.position))
 
@@ -114,7 +119,7 @@ class Plan:
 
     @property
     def contexts(self) -> list[int]:
-        """All tokens per sequence that the run has."""
+        """The lengths of the run's sequences, in tokens."""
         datasets = self.data.sources.values() or [self.data.dataset]
         return sorted({dataset.context_length for dataset in datasets})
 
@@ -130,9 +135,9 @@ class Plan:
         return {**(of_training or {ONE_SET: self.data.dataset.validation}), **added}
 
     def copy_set(self, left_out: Iterable[Optional[int]], seed: int) -> dict[str, Any]:
-        """The probe of in-context learning, where forgetting has a budget.
+        """{COPY: the probe of in-context learning}, {} without a budget.
 
-        left_out: ids that aren't drawn, since they stand for more than themselves.
+        left_out: ids of special tokens, which aren't drawn.
         """
         if not self.data.budgets:
             return {}
@@ -140,22 +145,22 @@ class Plan:
         return {COPY: copy_probe(split, len(split[0]["input_ids"]), ids, seed)}
 
     def _copied(self) -> str:
-        """The set whose tokens the probe of in-context learning takes: the first that has a budget."""
+        """The set from which the probe of in-context learning takes its tokens: the first that has a budget."""
         names = list(self.validation_splits())
         return next((name for name in self.data.budgets if name in names), names[0])
 
     def measured_on(self) -> dict[str, list[Any]]:
-        """Of each set, what its losses are of: losses before and after a resume compare only where that is the same."""
+        """{set: its fingerprint and evaluated rows}. Losses before and after a resume can be compared only if it is the same."""
         splits = self.validation_splits().items()
         found = {name: [fingerprint(split), min(self.data.evaluated_rows, len(split))] for name, split in splits}
         return {**found, COPY: found[self._copied()]}
 
     def shares_at(self, position: int) -> dict[str, float]:
-        """What each of the `validation_splits` counts after the step that leads to `position`."""
+        """{validation set: its weight in the common loss} after the step that leads to `position`."""
         return {ONE_SET: 1.0} if self.data.mixture is None else self.data.mixture.shares_at(max(position - 1, 0))
 
     def resolved(self) -> dict[str, Any]:
-        """What arguments.yaml holds instead of what was given: the same step on any devices that its batch divides by."""
+        """Flags that arguments.yaml holds in place of the given ones, so that other devices make the same steps."""
         return {
             "context_length": self.contexts[0] if len(self.contexts) == 1 else None,
             "global_batch_size": self.schedule.global_batch_size,
@@ -168,13 +173,13 @@ class Plan:
         return torch.tensor(self.data.dataset.validation[0]["input_ids"]).long()[None, :PROBE_TOKENS]
 
     def epochs(self) -> dict[str, float]:
-        """{source: how often the run will have read it}, {} where it has one dataset."""
+        """{source: how often the run will have read it}, {} without a mixture."""
         if self.data.mixture is None:
             return {}
         return {name: read["epochs"] for name, read in self.data.mixture.read_before(self.end_of_run()).items()}
 
     def mixture_in_words(self) -> str:
-        """What the run reads: the shares as they are used, and how often each source."""
+        """The shares of the sources from here on, and how often each will be read, in a sentence."""
         said, stages = [], self.data.mixture.stages
         for stage, after in zip(stages, [*(one.begins for one in stages[1:]), math.inf]):
             if after <= self.start.position:
@@ -187,16 +192,16 @@ class Plan:
         return f"Mixture: {'; '.join(said)}. At the end each source was read: {read}."
 
     def going_on_from(self, there: Progress) -> Plan:
-        """The plan of a run that a rewind takes to `there`: it has skipped data, so that fewer steps may be left of it."""
+        """The plan after a rewind to `there`. The rewind skips data, so fewer steps may be left."""
         if self.schedule.end is None:
             return self
         last = last_step(there.step, there.position, self.schedule.end, self.schedule.global_batch_size)
         return replace(self, schedule=replace(self.schedule, max_step=min(self.schedule.max_step, last)))
 
     def with_more_replay(self, names: Sequence[str], there: Progress) -> Plan:
-        """The plan with twice the share of the sources `names` from `there` on, at most MOST_REPLAY together.
+        """The plan with twice the share of the sources `names` from `there` on, together at most MOST_REPLAY.
 
-        Raises ValueError where they have that share already, or would be read too often.
+        Raises ValueError if they have that share already, or would be read too often.
         """
         now = self.data.mixture.shares_at(max(there.position - 1, 0))
         shares = {name: 2 * Fraction(now.get(name, 0.0)).limit_denominator(MOST_SLOTS) for name in names}

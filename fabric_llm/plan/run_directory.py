@@ -1,4 +1,4 @@
-"""checkpoints/RUN: which one the flags name, its lock, STATUS.json and events.jsonl, and the checkpoint that a run goes on from.
+"""The run directory checkpoints/RUN: its name, lock, STATUS.json and events.jsonl, and the checkpoint that a run resumes from.
 
 same_run.py compares the run with that checkpoint. Nothing here imports torch.
 """
@@ -11,8 +11,6 @@ import json
 import os
 import re
 import socket
-import tempfile
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -21,14 +19,15 @@ from typing import Any, Optional
 
 from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags
-from fabric_llm.base.faults import DONE, NO_CHECKPOINT, NON_FINITE, REFUSED, UNWRITABLE, Fault
-from fabric_llm.base.files import MANIFEST, write_atomically
+from fabric_llm.base.faults import DONE, NO_CHECKPOINT, NON_FINITE, UNWRITABLE, Fault
+from fabric_llm.base.files import MANIFEST, no_link, write_atomically
+from fabric_llm.base.program import wait_until
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.keep import read_progress
 from fabric_llm.data import mixture_text
 from fabric_llm.training.schedule import arguments_of, lr_at
 
-ENDED = (DONE, NON_FINITE)  # what a command that began nothing doesn't replace
+ENDED = (DONE, NON_FINITE)  # codes in STATUS.json that a command that trained nothing doesn't replace
 LOCK, STATUS, EVENTS = ".lock", "STATUS.json", "events.jsonl"
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network file systems
 SECONDS_OF_NFS = 70.0  # it keeps what it knows of a directory for a minute
@@ -42,20 +41,19 @@ _made: set[Path] = set()  # locked directories that weren't there before
 def directory(flags: Flags) -> Path:
     """The run directory that the flags name; nothing is created.
 
-    Without --run_name, a new run takes the first free of DEFAULT, DEFAULT-2, ..., a resumed run the newest of those that is
-    there, and --checkpoint its own. With both, a branch begins there.
-    Raises Fault for a name that leaves --output_dir (2) or is a link (77), a new run in a directory that holds checkpoints
-    (2), and a resume without a run, or a --checkpoint that is none (66).
+    Without --run_name, a new run takes the first of DEFAULT, DEFAULT-2, ... that doesn't exist, a resumed run the last that
+    exists, and a run with --checkpoint the directory of that checkpoint. --checkpoint with --run_name begins a branch.
+    Raises Fault for a name that leads out of --output_dir (2) or is a link (77), for a new run in a directory that holds
+    checkpoints (2), for a resume without a checkpoint, and for a --checkpoint that isn't one (66).
     """
     resume, name, parent = flags.checkpoint.resume, flags.checkpoint.run_name, Path(flags.checkpoint.output_dir)
     given = given_checkpoint(flags)
     if given is not None and not resume:
         raise ValueError("--checkpoint says where to resume, so it goes with --resume true.")
-    own = no_link(given.parent) if given is not None and name is None else None
-    if given is not None and not _restarted(flags):  # a command that may be the first has to begin there
+    if given is not None and not _restarted(flags):  # a restarted run may have pruned it
         require_checkpoint(given)
-    if own is not None:
-        return own
+    if given is not None and name is None:
+        return no_link(given.parent)
     if name is None:
         default = default_name(flags.model.model_name, flags.data.train_data_dir, flags.data.data_mix)
         if flags.demo and resume is True:  # which may mean other runs than the demo's
@@ -84,9 +82,9 @@ def directory(flags: Flags) -> Path:
 
 
 def default_name(model_name: str, data: Optional[str], data_mix: Optional[str] = None) -> str:
-    """MODEL-DATA from the last parts of both names; a run that starts from a checkpoint of RUN: RUN-DATA, or RUN.
+    """MODEL-DATA from the last parts of both names. With a checkpoint of RUN as the model: RUN-DATA, or RUN on the same data.
 
-    A run is called after its dataset, also where it replays another one, or after the sources of its mixture.
+    DATA is the name of the dataset, also where another one is replayed, or the names of a mixture's sources.
     """
     if data_mix:
         mix = mixture_text.parse(data_mix)
@@ -97,28 +95,16 @@ def default_name(model_name: str, data: Optional[str], data_mix: Optional[str] =
     return re.sub(rf"-{re.escape(data)}(-\d+)?$", "", name) + f"-{data}"
 
 
-def no_link(path: Path) -> Path:
-    """`path`. Raises Fault (77) where it is a link."""
-    if path.is_symlink():
-        raise Fault(f"{str(path)!r} is a link, which may lead anywhere: refused.", REFUSED)
-    return path
-
-
 # ------------------------------------------------------------------------------- who writes there
 
 
 def require_writable(folder: Path) -> None:
-    """Raises Fault (73) if files can't be made in `folder`. Leaves nothing behind but the parents of `folder`."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder if folder.exists() else folder.parent):
-            pass
-    except OSError as error:
-        raise Fault(f"The output directory {str(folder)!r} can't be written: {error.strerror}.", UNWRITABLE) from error
+    """Raises Fault (73) if files can't be made in `folder`. Leaves nothing behind."""
+    files.writable(folder / LOCK, f"The output directory {str(folder)!r} can't be written")
 
 
 def lock(folder: Path) -> None:
-    """Make `folder` and keep other runs out of it until this process ends; the kernel lets go even after a SIGKILL.
+    """Create `folder` and lock it until this process ends. The kernel releases the lock even after a SIGKILL.
 
     Raises Fault (73) where another run is in it.
     """
@@ -149,15 +135,15 @@ def lock(folder: Path) -> None:
 
 
 def unlock(folder: Path) -> None:
-    """Let other runs in: at the end of a run in a process that goes on."""
+    """Release the lock, for a process that goes on after its run has ended."""
     if folder in _locks:
         os.close(_locks.pop(folder))
 
 
 def leave(fault: Fault, has_plan: bool = True) -> None:
-    """Write into the run directory that this process has locked, if any, why its run didn't begin; unlock it.
+    """Write why the run didn't begin into the run directory that this process has locked, if any, and unlock it.
 
-    has_plan: False where the flags, the data or the model are wrong. Then a directory that was made for the run goes.
+    has_plan: False if the flags, the data or the model are wrong. A directory that was created for the run is then removed.
     """
     for folder in list(_locks):
         if not has_plan and folder in _made and not fault.retryable:
@@ -165,15 +151,15 @@ def leave(fault: Fault, has_plan: bool = True) -> None:
             (folder / LOCK).unlink(missing_ok=True)
             folder.rmdir()
             continue
-        if fault.code == DONE:  # and no other start comes
+        if fault.code == DONE:  # no later start will sweep
             sweep(folder)
-        if fault.retryable or read_status(folder).get("code") not in ENDED:  # a mistake isn't how the run ended
+        if fault.retryable or read_status(folder).get("code") not in ENDED:  # a mistaken command doesn't end a run anew
             write_status(folder, fault.code, str(fault), None, fault.retryable)
         unlock(folder)
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a killed save or prune left in the run directory `folder`, which this process has locked, and say so."""
+    """Remove what a killed save or prune has left in `folder`, which this process has locked, and print what was removed."""
     for name in keep.sweep(folder):
         print(f"Removed {name}, left by a save that was cut off.", flush=True)
 
@@ -182,9 +168,9 @@ def sweep(folder: Path) -> None:
 
 
 def write_status(folder: Path, code: Optional[int], reason: str, step: Optional[int], retryable: bool) -> None:
-    """STATUS.json, replaced as a whole: how the run ended, or that it is running (code null).
+    """Replace STATUS.json: how the run ended, or that it is running (code None).
 
-    step: finished steps, None before there is a model. retryable: the same command with --resume auto may do better.
+    step: finished steps, None before there is a model. retryable: whether the same command with --resume auto may succeed.
     """
     try:
         last = files.latest(folder)
@@ -213,29 +199,23 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def wait_for_status(folder: Path, written: dict[str, Any], seconds: float) -> bool:
-    """Whether STATUS.json comes to say what another machine has `written` there: NFS may show what was, for a minute."""
-    deadline = time.monotonic() + min(seconds, SECONDS_OF_NFS)
-    while read_status(folder) != written:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
+    """Whether STATUS.json reads as another machine has `written` it, within `seconds`: NFS may show old content for a minute."""
+    return wait_until(lambda: read_status(folder) == written, min(seconds, SECONDS_OF_NFS), 0.2)
 
 
 def record_event(folder: Path, event: str, step: Optional[int], **facts: Any) -> None:
     """Add a line to events.jsonl: when the run started, resumed, saved and ended, and on which devices. Called on rank 0.
 
-    Lines are only added, also those of work that a resumed run makes anew, while metrics.jsonl is one curve. Times come from
-    the clock of rank 0's machine and are there to be read: nothing is decided by them.
+    Unlike metrics.jsonl it is never cut back. Its times, of the clock of rank 0's machine, are for readers: no code uses them.
 
-    event: started, resumed, saved or ended. step: finished steps, None where that isn't known.
+    event: started, resumed, saved, stage or ended. step: finished steps, None if unknown.
     """
     line = json.dumps({"time": now(), "event": event, "step": step, **facts}) + "\n"
-    # A disk that is full or gone doesn't end a run because of its history; what ends it is said elsewhere.
+    # A disk that is full or gone doesn't end a run here: a save will.
     with suppress(OSError), (folder / EVENTS).open("ab+") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
-            line = line if file.read(1) == b"\n" else "\n" + line  # a kill has cut off the line before
+            line = line if file.read(1) == b"\n" else "\n" + line  # a kill cut off the last line
         file.write(line.encode())
 
 
@@ -245,23 +225,15 @@ def now() -> str:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """The events of a run directory, in order; lines that a kill has cut off are left out. [] where there are none."""
-    found = []
-    if (folder / EVENTS).is_file():  # a pipe blocks whoever opens it
-        with suppress(OSError), (folder / EVENTS).open(errors="replace") as lines:
-            for line in lines:
-                with suppress(ValueError, RecursionError):
-                    event = json.loads(line)
-                    if isinstance(event, dict) and isinstance(event.get("event"), str):
-                        found.append(event)
-    return found
+    """The events of a run directory, in order, without lines that a kill cut off."""
+    return [event for _, event in files.json_lines(folder / EVENTS) if isinstance(event.get("event"), str)]
 
 
-# ------------------------------------------------------------------------------- the checkpoint that a run goes on from
+# ------------------------------------------------------------------------------- the checkpoint that a run resumes from
 
 
 def choose(flags: Flags, directory: Path) -> Optional[Path]:
-    """The checkpoint to resume from, None for a run that starts. Damaged ones are passed over, with a warning.
+    """The checkpoint to resume from, None for a new run. Damaged ones are passed over with a warning, unless one is given.
 
     Called on rank 0, which has locked the run directory. Raises Fault.
     """
@@ -303,24 +275,24 @@ def given_checkpoint(flags: Flags) -> Optional[Path]:
 
 
 def _restarted(flags: Flags) -> bool:
-    """True if the command may not be the first of its kind: a restart loop's, or torchrun's or SLURM's again."""
+    """True if this command may have run before: with --resume auto, or restarted by torchrun or SLURM."""
     counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return flags.checkpoint.resume == "auto" or any(count != "0" for count in counts)
 
 
 def _goes_on_from(directory: Path, given: Path) -> bool:
-    """True if the run in `directory` has gone back to, or branched off, `given` already, and saved since."""
+    """True if the run in `directory` already began at `given`, by going back to it or as a branch, and has saved since."""
     for path in reversed(files.checkpoints(directory)):
-        with suppress(Fault):  # damaged: the one before it says it
+        with suppress(Fault):  # a damaged one: the checkpoint before it says the same
             return read_progress(path).get("rolled_back_to") == given.name and path.resolve() != given.resolve()
     return False
 
 
 def branch_flags(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """What --branch_decay and --checkpoint come to among the flags of train.py: `wsd` whose decay begins at the checkpoint.
+    """The flags of train.py that --branch_decay stands for: the schedule `wsd` with a decay that begins at the checkpoint.
 
-    So a branch that was stopped resumes like any other run. Raises ValueError where the rate isn't constant at the checkpoint,
-    and Fault (66) where there is none.
+    So a branch that was stopped resumes like any other run. Raises ValueError if the rate isn't constant at the checkpoint,
+    and Fault (66) if there is no checkpoint.
     """
     steps, given, name = flat["branch_decay"], flat["checkpoint"], flat["run_name"]
     if given is None or not name or Path(given).resolve().parent == Path(flat["output_dir"], name).resolve():
@@ -342,5 +314,5 @@ def branch_flags(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lr_of_run(step: int, schedule: dict[str, Any]) -> float:
-    """Learning rate of the step after `step` finished ones. schedule: flags of a run, with its last step as max_step."""
+    """Learning rate of the step that follows `step` finished ones. schedule: flags of a run, with its last step as max_step."""
     return lr_at(step, max_step=schedule["max_step"], **arguments_of(schedule))

@@ -1,4 +1,4 @@
-"""What a run must have in common with the checkpoint that it goes on from, and what it changes on purpose."""
+"""What a resumed run must have in common with its checkpoint, and what it changes on purpose."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fabric_llm.plan.run_directory import MOST_DIFFERENCES, given_checkpoint, lr
 
 @contextmanager
 def written_by_a_run(checkpoint: Optional[Path]) -> Iterator[None]:
-    """Around what reads its progress.json: Fault (66) where somebody else wrote that, with hashes that are right."""
+    """Around code that reads its progress.json: raise Fault (66) if no run wrote that file, although its hash is right."""
     try:
         yield
     except (LookupError, TypeError, AttributeError) as error:
@@ -33,7 +33,7 @@ def written_by_a_run(checkpoint: Optional[Path]) -> Iterator[None]:
 
 
 def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
-    """What a checkpoint says of its run, for those that resume from it."""
+    """What a checkpoint says of its run, to be compared by runs that resume from it."""
     flat, declared, given = flags.flat(), flags.declared(), given_checkpoint(flags)
     packed = bool(plan.data.dataset.manifest.get("packed"))
     masking = plan.data.document_end is not None if packed else bool(plan.data.document_masking)
@@ -41,15 +41,13 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
     schedule |= {"global_batch_size": plan.schedule.global_batch_size, "document_masking": masking}
     schedule |= {name: ",".join(freezing.words(flat[name])) or None for name in freezing.FLAGS}
     fixed = {name: flat[name] for name, one in declared.items() if one.fixed}
-    data = {"": plan.data.dataset} if plan.data.mixture is None else plan.data.sources
     of_data = {
-        "context_length": {name: dataset.context_length for name, dataset in data.items()},
-        "train_rows": {name: len(dataset.train) for name, dataset in data.items()},
-        "train_fingerprint": {name: dataset.fingerprint for name, dataset in data.items()},
+        "context_length": plan.data.of_each(lambda dataset: dataset.context_length),
+        "train_rows": plan.data.of_each(lambda dataset: len(dataset.train)),
+        "train_fingerprint": plan.data.of_each(lambda dataset: dataset.fingerprint),
     }
     found: dict[str, Any] = {}
     if (mixture := plan.data.mixture) is None:
-        of_data = {fact: one[""] for fact, one in of_data.items()}
         schedule.pop("data_mix")
     else:
         raised = {name: str(share) for name, share in plan.data.raised.items()}
@@ -73,11 +71,11 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
 
 
 def require_same_run(plan: Plan, flags: Flags) -> list[str]:
-    """The run as it would go on, against what its checkpoint says. Returns what it changes on purpose, a line each.
+    """Compare the run with its checkpoint. Returns what it changes on purpose, one line each.
 
-    Raises ValueError with the first differences that aren't allowed, and Fault (0) where nothing is left to do.
+    Raises ValueError with the first differences that aren't allowed, and Fault (0) if nothing is left to do.
     """
-    # Flags that have been added since the checkpoint was written count with their defaults: the run had nothing else.
+    # A flag that was declared after the checkpoint was written had its default.
     added = {name: one.default for name, one in flags.declared().items() if one.belongs_to_run and not one.needs}
     then = {**plan.resumed, "schedule": {**added, **plan.resumed["schedule"]}}
     allowed, now = overrides(flags), facts(plan, flags)
@@ -98,7 +96,7 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
             first = [f"{name} {before}, not {value}" for name, (before, value) in differing.items()][:MOST_DIFFERENCES]
             raise ValueError(f"{str(plan.resume_from)!r} was written with {'; '.join(first)}. {advice}")
     base, measured_on = then["guard"]["before"], plan.measured_on()
-    for name in plan.data.budgets if plan.start.step > 0 else ():  # else it is about to be measured
+    for name in plan.data.budgets if plan.start.step > 0 else ():  # at step 0 the losses are measured again
         if name not in base or then["measured_on"].get(name, measured_on[name]) != measured_on[name]:
             raise ValueError(
                 f"--forgetting_budget: {name!r} wasn't evaluated on these rows before step 1 of this run, so what it forgets "
@@ -118,7 +116,7 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{name: (then, now)}. Numbers of a mixture's sources count each by itself: one that is new differs from nothing."""
+    """{name: (then, now)} of what differs. Facts of sources are compared one by one; a new source is no difference."""
     found: dict[str, tuple[Any, Any]] = {}
     for name, value in now.items():
         before = then.get(name, value)
@@ -131,7 +129,7 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[A
 
 
 def _changes(plan: Plan, schedule: dict[str, tuple[Any, Any]], now: dict[str, Any]) -> list[str]:
-    """What the run does differently from simply going on, with the learning rate from here; nothing if nothing."""
+    """Lines about what the run changes on purpose, and the learning rate from here on. Without changes there are none."""
     lines, then = [], plan.resumed
     if not plan.has_checkpoint:
         lines.append(f"A branch of {plan.resume_from} in {plan.run_directory}.")
@@ -151,7 +149,7 @@ def _changes(plan: Plan, schedule: dict[str, tuple[Any, Any]], now: dict[str, An
 
 
 def _curves(plan: Plan, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The learning rate from here on and as it was to be, as a table of a few steps."""
+    """A table of the learning rate from here on and as it would have been, at a few steps."""
     first, last = plan.start.step, plan.schedule.max_step - 1
     steps = sorted({first + round(part * (last - first) / 4) for part in range(5)})
     curves = {"lr": {**now, "max_step": plan.schedule.max_step}, "lr before": then}

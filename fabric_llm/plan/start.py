@@ -1,7 +1,7 @@
-"""The devices of a run are known, rank 0 locks its directory and starts the other ranks, before any of them imports torch.
+"""Start a run: find its devices, lock its directory, and start the other ranks, before any rank imports torch.
 
-Importing takes seconds, which all ranks spend side by side. So nothing here imports what a run needs later, but where there are
-GPUs, which only torch can count.
+Importing torch takes seconds, which all ranks then spend at the same time. Here only a machine with GPUs imports it, because
+nothing else can count them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # what needs torch is imported by then
     from fabric_llm.processes.watch import Watch
 
 MOST_RANKS_A_CORE = 4  # beyond that a run on CPUs spends minutes on its start alone
-GIB_OF_A_RANK = 0.4  # of host memory, for torch and what else a rank imports, before it holds anything of the model
-# In /dev: NVIDIA's, Jetson's, AMD's, those of Windows under WSL.
+GIB_OF_A_RANK = 0.4  # host memory of a rank's imports, before it holds anything of the model
+# In /dev, of NVIDIA, Jetson, AMD, and Windows under WSL.
 GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
 
 
@@ -55,12 +55,12 @@ class Placement:
 
 @dataclass
 class ThisRank:
-    """One rank of a run, in its own process; what comes later is None until then."""
+    """One rank of a run, in its own process. Fields are None until they are known."""
 
     placement: Placement
     children: launch.Children  # the ranks that this process has started
-    directory: Optional[Path]  # of the run, locked by rank 0; on other ranks once they have joined
-    problem: Optional[Fault]  # with the directory, which others, started by somebody else, have to hear of
+    directory: Optional[Path]  # of the run, which rank 0 has locked; other ranks know it once they have joined
+    problem: Optional[Fault]  # with that directory, to be raised on all ranks once they have joined
     rank: int = 0
     fabric: Optional[Fabric] = None
     watch: Optional[Watch] = None
@@ -70,7 +70,7 @@ class ThisRank:
 def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, int]:
     """(sequences per micro-batch, micro-batches per step and device, sequences per step).
 
-    What isn't given follows from the rest. The demo takes a smaller micro-batch where its own doesn't divide. Raises
+    Flags that aren't given follow from the others. The demo takes a smaller micro-batch if its own doesn't divide. Raises
     ValueError, with all numbers, if they don't divide or disagree.
     """
     training, world_size = flags.training, devices * num_nodes
@@ -96,23 +96,23 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
 
 
 def batch_fits(folder: str, rows: int, batch: int) -> None:
-    """Raises ValueError where the training split of a dataset has fewer rows than a step takes."""
+    """Raises ValueError if the training split of a dataset has fewer rows than a step takes."""
     if batch > rows:
         raise ValueError(f"A step takes {batch} sequences, but the training split of {folder!r} has {rows}.")
 
 
 def place(flags: Flags) -> Placement:
-    """What the flags and the launcher say of devices, without a look at model or data. Raises ValueError."""
+    """Devices and strategy, from flags and launcher, without model or data. Raises ValueError."""
     fsdp, tpu, precision = flags.fsdp, flags.devices.tpu, flags.model.precision
     world = {"devices": flags.devices.devices, "num_nodes": flags.devices.num_nodes}
-    # The launcher's, where one has started the ranks. A file such as flags.yaml yields to it, the command line must agree.
+    # A launcher's numbers win over those of a --config file. Those on the command line must agree with it.
     given = {name: value for name, value in world.items() if name in flags.on_command_line}
     launched = None if tpu else launch.launched_world(given)
     asked, num_nodes = launched or world.values()
     sharding = Sharding(**{one.name: getattr(fsdp, one.name) for one in fields(Sharding)})
     strategy_rules.strategy(fsdp.strategy, None, tpu, precision, None, sharding)  # needs no torch, which counts GPUs
     gpus, accelerator = 0, flags.devices.accelerator
-    # Where the kernel shows none, PyTorch is asked only when it is imported in any case, by run/supervision.py.
+    # Without such files, torch is asked only once it is imported anyway: run/supervision.py calls this function again.
     shown = "torch" in sys.modules or sys.platform != "linux" or any(any(Path("/dev").glob(name)) for name in GPU_FILES)
     if accelerator in ("cuda", "gpu") or accelerator == "auto" and shown:
         import torch
@@ -133,10 +133,10 @@ def place(flags: Flags) -> Placement:
 
 
 def require_fit(flags: Flags, placement: Placement) -> None:
-    """Raises ValueError where this machine hasn't the cores or the memory for its ranks, unless --oversubscribe insists.
+    """Raises ValueError if this machine hasn't the cores or the memory for its ranks, unless --oversubscribe insists.
 
-    A launcher may give each rank cores of its own, and has started them: there all cores of the machine count, and memory,
-    of which each rank would see another part used, doesn't.
+    Under a launcher all cores of the machine count, since it may have bound each rank to some, and memory isn't compared,
+    since ranks that have started already use a part of it.
     """
     if flags.devices.oversubscribe or flags.devices.tpu:
         return
@@ -155,9 +155,9 @@ def require_fit(flags: Flags, placement: Placement) -> None:
 
 
 def start(flags: Flags) -> ThisRank:
-    """Start the other ranks of this machine, unless others did. Raises Fault.
+    """Lock the run directory and start the other ranks of this machine, unless a launcher did. Raises Fault.
 
-    What is wrong with the run directory ends the run before a rank is started.
+    A problem with the run directory ends the run before a rank is started.
     """
     placement = place(flags)
     require_fit(flags, placement)
@@ -167,7 +167,7 @@ def start(flags: Flags) -> ThisRank:
     if has_ranks and by_other:
         launch.require_port()
     if placement.num_nodes == 1 and not by_other:
-        os.environ.pop("NODE_RANK", None)  # of something else: this process is the first of its run
+        os.environ.pop("NODE_RANK", None)  # not of this run, of which this process is the first
     if starts and placement.num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= os.environ.keys():
         raise Fault(
             f"--num_nodes {placement.num_nodes}: start the command on each machine with torchrun and --devices auto, "
@@ -191,14 +191,15 @@ def start(flags: Flags) -> ThisRank:
 
 
 def _require_rows(flags: Flags, placement: Placement) -> None:
-    """Batches, and the length of a mixture, against the rows that manifests name, where a run starts. Raises ValueError."""
+    """Check batches, and the length of a mixture, against the rows in manifests, for a new run. Raises ValueError."""
     data, training = flags.data, flags.training
+    if flags.demo or flags.checkpoint.resume:
+        return
     batch = batch_sizes(flags, placement.devices, placement.num_nodes)[2]
     mix = mixture_text.parse(data.data_mix) if data.data_mix else None
-    said = [
-        said_of_rows(Path(folder)) for folder in ([one.path for one in mix.sources] if mix else [data.train_data_dir])
-    ]
-    if flags.demo or flags.checkpoint.resume or None in said:
+    folders = [source.path for source in mix.sources] if mix else [data.train_data_dir]
+    said = [said_of_rows(Path(folder)) for folder in folders]
+    if None in said:
         return
     if mix:
         lay_out(mix, [rows for rows, _ in said], batch, training.max_step, training.number_epochs)
@@ -208,7 +209,7 @@ def _require_rows(flags: Flags, placement: Placement) -> None:
 
 @contextmanager
 def told_in_one_sentence() -> Iterator[None]:
-    """Around all that train.py does: what no rank has told yet, since there were no ranks, is told here."""
+    """Around all of train.py: print a fault in one sentence and exit. run/supervision.py does so once there are ranks."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -223,7 +224,7 @@ def told_in_one_sentence() -> Iterator[None]:
 
 
 def leave_at_once(fault: Fault) -> NoReturn:
-    """In a signal's handler, before this rank meets the others: end, and the ranks that this process has started with it."""
+    """End this process, and with it the ranks that it has started. For a signal handler, before the ranks have joined."""
     try:
         run_directory.leave(fault)
         fail("train.py", str(fault), fault.code)
@@ -233,13 +234,13 @@ def leave_at_once(fault: Fault) -> NoReturn:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Around imports: of the million objects that they make none is garbage, so Python needn't look through them."""
-    if not gc.isenabled() or "torch" in sys.modules:  # of a process that has imported it all: there is nothing to gain
+    """Around imports: switch the garbage collector off, because none of the million objects that they make is garbage."""
+    if not gc.isenabled() or "torch" in sys.modules:  # imported already: nothing to gain
         yield
         return
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()  # nor later
+        gc.freeze()  # later collections leave these objects out, too
         gc.enable()

@@ -1,6 +1,6 @@
 """Warnings: valid flags that are probably a mistake, such as those without an effect.
 
-A flag counts as given where it differs from its default: arguments.yaml of a run that is resumed holds them all.
+A flag counts as given if it differs from its default, since arguments.yaml of a resumed run holds all flags.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from fabric_llm.model.loading import has_weights
 from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.plan import Plan
 
-# AdamW moves a weight by about the learning rate a step, and weights of language models begin, and mostly stay, around
-# 0.02 (initializer_range in transformers): above that one step replaces what they hold.
+# AdamW moves a weight by about the learning rate in a step. Weights of language models begin, and mostly stay, around 0.02
+# (initializer_range in transformers): with a larger rate, one step replaces them.
 LARGEST_LR = 0.02
 LARGEST_DECAY = 0.01  # of a weight in one step: a third is left after a hundred
-# A step of so few sequences is mostly noise, unless they are long ones.
+# The gradient of so few sequences is mostly noise, unless they have that many tokens.
 FEW_SEQUENCES, FEW_TOKENS = 2, 65_536
 # Nearly as good as new text: Muennighoff et al. 2023, Scaling Data-Constrained Language Models, arXiv 2305.16264.
 MOST_EPOCHS = 4
+MANY_STEPS = 200  # that nobody wants to lose
 
 
 def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
@@ -61,6 +62,8 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
         yield f"the run reads {', '.join(often)}: beyond {MOST_EPOCHS} epochs, text teaches less and less (arXiv 2305.16264)."
     if (interval := flat["save_step_interval"]) is not None and interval >= last:
         yield f"--save_step_interval {interval} {short}: the only checkpoint comes at the end."
+    elif interval is None and last - done >= MANY_STEPS:
+        yield "no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it."
     if (steps := profiled_steps(flat["profile"])) is not None and steps[1] <= done:
         yield f"--profile {flat['profile']} has no effect: the run goes on after step {done}."
     if flat["sample_tokens"] and flat["state_dict_type"] == "sharded" and flat["sample_prompts"] is None:
@@ -68,14 +71,14 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
 
 
 def _without_effect(flat: Mapping[str, Any], flags: Mapping[str, Flag], strategy: str) -> Iterator[str]:
-    """Flags that are given without what they need: those that miss the same share a sentence."""
+    """Flags that are given without what they need. Flags that miss the same share a sentence."""
     known = {**flat, "strategy": strategy}
     found: dict[str, list[str]] = {}
     for name, value in flat.items():
-        if value == flags[name].default or value == "NO_SHARD" and strategy in ("ddp", "single"):  # it is what they do
+        if value == flags[name].default or value == "NO_SHARD" and strategy in ("ddp", "single"):  # these don't shard
             continue
         for needed, *values in (need.split() for need in flags[name].needs.split(",") if need):
-            # Of a flag with commas, one part is enough.
+            # One part of a value with commas is enough.
             if set(str(known[needed]).lower().split(",")) & set(values) if values else known[needed]:
                 continue
             missing = f"with --{needed} {str(known[needed]).lower()}"
@@ -90,7 +93,7 @@ def _without_effect(flat: Mapping[str, Any], flags: Mapping[str, Flag], strategy
 
 
 def positions(config: Any) -> Optional[int]:
-    """Tokens that a transformers configuration with rotary positions was made for; None where it has no such number."""
+    """Tokens that a transformers configuration with rotary positions was made for; None if it doesn't say."""
     longest, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None)
     if not isinstance(longest, int) or not isinstance(rope, dict):
         return None

@@ -1,14 +1,14 @@
-"""Who failed first: each rank watches the others, from before they join until the run ends.
+"""Which rank failed first: each rank watches the others, from before they join until the run ends.
 
-The process group can't say who is missing: it forms when all are there, or fails after its time-out. Later a rank that dies
-closes its connections, which gloo notices and NCCL may not, and a rank that hangs closes nothing. So each rank tells a store
-that it lives, at the address where the process group has its own, and a thread on each rank judges what it hears there. A
-heartbeat says how many collectives the rank has entered (base/ranks.py): the rank with the fewest is the one that the others
-wait for. The first fault of any rank is put into the store as well. What the others then see, a broken connection, is a
-consequence, and they say whose fault came first.
+The process group can't say which rank is missing: it forms when all are there, or fails after its time-out. Later a rank
+that dies closes its connections, which gloo notices and NCCL may not, and a rank that hangs closes none. So each rank writes
+heartbeats into a store, at the address of the process group's own, and a thread on each rank judges those that it reads
+there. A heartbeat has the number of collectives that the rank has entered (base/ranks.py): the others wait for the rank with
+the smallest number. The first fault of any rank is written there, too. Other ranks then see a broken connection, which is
+its consequence, and say whose fault came first.
 
-Rank 0 or torchrun's agent holds the store, so that it is there before the ranks have joined, and goes with rank 0. Where
-rank 0 is frozen no answer ever comes, not even to a connection. So one thread talks to the store, and may wait for ever.
+Rank 0 or torchrun's agent holds the store, so it exists before the ranks have joined, and may end with rank 0. While rank 0
+is frozen, no request to the store returns. So a thread of its own talks to the store, and may wait for ever.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ import torch
 from torch.distributed import distributed_c10d
 
 from fabric_llm.base.faults import PEER_LOST, Fault
+from fabric_llm.base.program import wait_until
 from fabric_llm.base.ranks import waiting
 from fabric_llm.processes.launch import SECONDS_TO_END, Children
 from fabric_llm.processes.stop import at_start
 
 MOST_SECONDS_BETWEEN_BEATS = 0.5
 SECONDS_BETWEEN_LOOKS = 0.2
-MOST_SECONDS_BETWEEN_LOOKS = 5.0  # more were spent asleep, as in a job that was suspended, and count for nobody
-SECONDS_TO_MEET = 1.0  # before this rank joins: one that is lost later can be named with its host and process
-SECONDS_TO_FIRST_WORDS = 0.1  # between two questions for a rank that hasn't been heard of: it may be frozen at any time
-SECONDS_TO_ANSWER = 5.0  # for the store, before a rank that ends goes without
-MOST_SECONDS_OF_SILENCE = 10.0  # of one that is short of processor time
-SECONDS_TO_TELL = 1.25  # who is silent, after a connection broke; and for the first fault to arrive
+MOST_SECONDS_BETWEEN_LOOKS = 5.0  # after a longer time the job was suspended, which isn't held against any rank
+SECONDS_TO_MEET = 1.0  # in which ranks hear of each other before they join, so that a lost one can be named
+SECONDS_TO_FIRST_WORDS = 0.1  # between beats until all ranks have been heard of
+SECONDS_TO_ANSWER = 5.0  # for the store, before a rank that ends gives it up
+MOST_SECONDS_OF_SILENCE = 10.0  # of a rank that lives, but is short of processor time
+SECONDS_TO_TELL = 1.25  # after a connection broke: to hear of the fault that broke it, or see who is silent
 
 
 class Watch:
-    """This rank among the others. `mark` says that work goes on, `report` that it ended.
+    """Watches the other ranks for this one, and tells them of this one. `mark` says that work goes on, `report` that it ended.
 
-    on_fault(fault): ends the process, from the watching thread, where the main thread can't act itself. children: the ranks
-    that this process has started. is_asked(): whether a signal asks to stop; the main thread, in C++, doesn't hear of it.
+    on_fault(fault): called in the watching thread to end the process, if the main thread doesn't. children: the ranks that
+    this process has started. is_asked(): whether a signal asks to stop, for the time in which the main thread is in C++.
     """
 
     def __init__(
@@ -66,59 +67,59 @@ class Watch:
         self.main_thread = threading.get_ident()
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.ended, self.claimed = threading.Event(), threading.Lock()
-        self.says_end = False  # its heartbeat says that this rank ends
+        self.says_end = False  # whether its heartbeat says that this rank ends
         # What this rank has heard from the store. Times are monotonic seconds.
         self.beats: dict[int, dict[str, Any]] = {}  # of other ranks
         self.heard_at: dict[int, float] = {}  # when these last changed
         self.first: Optional[tuple[int, Fault]] = None  # the first fault of the run, and whose it is
-        self.own_fault: Optional[Fault] = None  # to be told, unless another one came first
-        self.lost: set[int] = set()  # ranks that were given up
+        self.own_fault: Optional[Fault] = None  # to be told, unless another rank's came first
+        self.lost: set[int] = set()  # ranks that this one has given up
         self.store_is_lost = False
         self.hears_all = rank == 0  # the others hear rank 0 and those that they have started: n reads, not n squared
-        self.begun = self.done = 0  # exchanges with the store
-        self.begun_at = self.since = self.marked  # silence of a rank that hasn't been heard of counts from `since` on
+        self.begun = self.done = 0  # number of exchanges with the store
+        self.begun_at = self.since = self.marked  # the silence of a rank never heard of counts from `since`
         self.interval = MOST_SECONDS_BETWEEN_BEATS
         self.woken = threading.Event()
 
     def join(self, timeout_seconds: float, directory: Optional[Path]) -> None:
-        """This rank waits for the others. MASTER_PORT is in the environment. directory: of the run, on rank 0.
+        """Begin to watch while this rank waits for the others. MASTER_PORT is in the environment.
 
-        timeout_seconds: silence of a rank that is waited for, and time for all to connect once they are there.
+        timeout_seconds: longest silence of a rank that is waited for, and time for all to connect once they are there.
+        directory: of the run, on rank 0.
         """
         self.is_joining, self.directory = True, directory
         self._start(max(timeout_seconds, 1.0))
-        deadline = time.monotonic() + SECONDS_TO_MEET
-        while self._unheard() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(2 * SECONDS_TO_FIRST_WORDS)  # in which the others hear of this rank, before it waits in the group
+        wait_until(lambda: not self._unheard(), SECONDS_TO_MEET, 0.02)
+        time.sleep(2 * SECONDS_TO_FIRST_WORDS)  # so that the others hear of this rank before it joins
 
     def begin(self, timeout_seconds: float) -> None:
-        """All ranks have joined. Without a mark on this rank for `timeout_seconds`, the run is taken to hang."""
+        """All ranks have joined. From now on the run hangs if this rank isn't marked for `timeout_seconds`."""
         self.mark(0, "setting up")
         self.is_joining, self.has_joined = False, True
         self._start(timeout_seconds)
 
     def mark(self, step: int, doing: str) -> None:
-        """Work goes on: `step` finished steps, and what comes now."""
+        """Work goes on: `step` steps are finished, and `doing` comes now."""
         self.step, self.doing, self.marked = step, doing, time.monotonic()
         self.hears_all = self.rank == 0
 
     def claim_end(self) -> None:
-        """This rank ends. Doesn't return where another thread is ending it already."""
+        """To be called by the thread that ends this rank. Never returns if another thread is ending it already."""
         self.ended.set()
         if not self.claimed.acquire(blocking=False):
             threading.Event().wait()
 
     def report(self, fault: Fault) -> tuple[int, Fault]:
-        """Tell the others why this rank ends. Returns the fault that came first, and whose it is."""
+        """Tell the others why this rank ends. Returns the rank whose fault came first, and that fault."""
         if fault.code == PEER_LOST and self.own_fault is None:
-            # A connection broke: the fault is that of whoever broke it, or who is silent since.
-            deadline, cause = time.monotonic() + SECONDS_TO_TELL, None
+            # A connection broke: look for the fault of the rank that broke it, or for a rank that is silent since.
             self.hears_all = True
-            while cause is None and time.monotonic() < deadline:
+
+            def told() -> Optional[Fault]:
                 self.woken.set()
-                time.sleep(self.interval / 4)
-                cause = self._told()
+                return self._told()
+
+            cause = wait_until(told, SECONDS_TO_TELL, self.interval / 4)
             gone = [r for r in list(self.beats) if self._silence(r) > 1.5 * self.interval and not self._has_ended(r)]
             if cause is None and gone:
                 cause = self._silent(max(gone, key=self._silence))
@@ -127,22 +128,22 @@ class Watch:
         return self.put_first(fault)
 
     def put_first(self, fault: Fault) -> tuple[int, Fault]:
-        """Tell a fault of this rank, unless there is one. Returns whose came first."""
+        """Tell a fault of this rank, unless another came first. Returns as `report`."""
         self.own_fault = fault
         self.refresh()
         return self.first or (self.rank, fault)
 
     def wait_for(self, ranks: Collection[int], seconds: float) -> bool:
-        """Wait until `ranks` have said that they end, or can't any more. True if all have said so in that time."""
-        deadline = time.monotonic() + seconds
-        while left := [rank for rank in ranks if not self._has_ended(rank)]:
-            if time.monotonic() > deadline or self.lost.issuperset(left) or self.store_is_lost:
-                return False
-            time.sleep(0.05)
-        return True
+        """Wait until `ranks` have said that they end, or can no longer say it. True if all have said so in time."""
+
+        def left() -> set[int]:
+            return {rank for rank in ranks if not self._has_ended(rank)}
+
+        wait_until(lambda: left() <= self.lost or self.store_is_lost, seconds)
+        return not left()
 
     def close(self) -> None:
-        """This rank has ended; nobody is watched any more."""
+        """This rank has ended: stop watching."""
         self.ended.set()
         self.says_end = True
         self.refresh()
@@ -151,11 +152,11 @@ class Watch:
 
     def _start(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
-        self.patience = min(MOST_SECONDS_OF_SILENCE, timeout_seconds / 3)  # seconds of silence of a rank that is alive
+        self.patience = min(MOST_SECONDS_OF_SILENCE, timeout_seconds / 3)  # seconds of silence of a rank that lives
         self.interval = min(MOST_SECONDS_BETWEEN_BEATS, timeout_seconds / 10)
         if not self.thread.is_alive():
             self.since = time.monotonic()
-            # Where this process listens at the port already, before the process group wants it.
+            # If this process holds the door, the store must take it over before the process group wants the port.
             store = self._connect() if self.children.door is not None else None
             threading.Thread(target=self._talk, args=[store], name="store", daemon=True).start()
             self.thread.start()
@@ -168,8 +169,8 @@ class Watch:
                 self._exchange(store)
                 self.done = self.begun
             except (RuntimeError, ValueError):
-                store = None  # nobody holds it yet, or any more; joining itself says what is wrong
-                if self.has_joined:  # a broken connection, which collectives see as well
+                store = None  # before the ranks have joined, it may not be there yet
+                if self.has_joined:  # a broken connection, which collectives notice, too
                     self.store_is_lost = True
             self.woken.wait(min(self.interval, SECONDS_TO_FIRST_WORDS) if self._unheard() else self.interval)
             self.woken.clear()
@@ -177,28 +178,28 @@ class Watch:
     def _connect(self) -> torch.distributed.Store:
         if self.world_size == 1:
             return torch.distributed.HashStore()
-        if torch.distributed.is_initialized():  # the group's own is locked while somebody waits for a key
+        if torch.distributed.is_initialized():  # the group's own is locked while it waits for a key
             store = distributed_c10d._get_default_store().clone()  # there is no public way to it
         else:
             door, self.children.door = self.children.door, None
             of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             store = torch.distributed.TCPStore(
-                os.environ.get("MASTER_ADDR", "127.0.0.1"),  # as Lightning has it
+                os.environ.get("MASTER_ADDR", "127.0.0.1"),  # Lightning's default
                 int(os.environ["MASTER_PORT"]),
                 is_master=self.rank == 0 and not of_agent,
                 timeout=timedelta(seconds=self.timeout_seconds),
                 wait_for_workers=False,
-                multi_tenant=True,  # the process group's comes to the same address
+                multi_tenant=True,  # the process group's store will be at the same address
                 master_listen_fd=None if door is None else door.detach(),
             )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store may be that of the attempt before
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep the store of the former attempt
         return torch.distributed.PrefixStore(f"watch-{attempt}", store)
 
     def _exchange(self, store: torch.distributed.Store) -> None:
-        if (own := self.own_fault) is not None:  # before the beat that may say that this rank has ended
+        if (own := self.own_fault) is not None:  # told before the beat that says that this rank has ended
             told = {"rank": self.rank, "sentence": str(own), "code": own.code, "retryable": own.retryable}
             store.compare_set("first", "", json.dumps(told))
-        if self.first is None and store.check(["first"]):  # remembered, since rank 0 takes the store with it
+        if self.first is None and store.check(["first"]):  # remembered, since the store may end with rank 0
             there = json.loads(store.get("first"))
             self.first = there["rank"], Fault(there["sentence"], there["code"], there["retryable"])
         store.set(f"beat/{self.rank}", json.dumps(self._beat()))
@@ -219,7 +220,7 @@ class Watch:
         return self._listened() - self.beats.keys()
 
     def refresh(self, seconds: float = SECONDS_TO_ANSWER) -> None:
-        """Tell and hear now. The store is lost where it doesn't answer in that time, or never has before the ranks joined."""
+        """Exchange with the store now. It is lost if it doesn't answer in time, or has never answered before the ranks joined."""
         begun, deadline = self.begun, time.monotonic() + seconds
         self.woken.set()
         while self.done <= begun and not self.store_is_lost:
@@ -236,10 +237,10 @@ class Watch:
                 self.heard_at = {rank: at + asleep for rank, at in list(self.heard_at.items())}
             looked_at = time.monotonic()
             fault = self._told() or self._seen()
-            if fault is None or self.ended.is_set():  # the main thread ends by itself
+            if fault is None or self.ended.is_set():  # the main thread ends this rank
                 continue
             first = self.put_first(fault)[1]
-            # The main thread has time to end by itself, which it does unless it is stuck.
+            # Unless it is stuck, the main thread sees a broken connection, and ends this rank by itself.
             if not self.is_joining and not self._is_still() and self.ended.wait(SECONDS_TO_END):
                 return
             self.claim_end()
@@ -249,7 +250,7 @@ class Watch:
             self.on_fault(first)
 
     def _told(self) -> Optional[Fault]:
-        """Why this rank must end, if somebody says it: a signal, the store, or the kernel of a rank that this one started."""
+        """Why this rank must end, as a signal, the store, or the exit of a rank that this one started says. None: no reason."""
         if self.is_joining and self.is_asked():
             return at_start()
         dead = self.children.dead() if self.first is None else None
@@ -263,11 +264,11 @@ class Watch:
         if self.is_joining:
             return Fault(f"rank {rank} {how} before training began.", code)
         beat = self.beats.get(rank, {"step": 0, "doing": "starting"})
-        step = max(self.step, beat["step"])  # its last beat may be older than our last step together
+        step = max(self.step, beat["step"])  # its last beat may be older than the last step of all ranks
         return Fault(f"rank {rank} {how} after step {step}, {beat['doing']}.", PEER_LOST)
 
     def _seen(self) -> Optional[Fault]:
-        """Who is missing, lost or frozen, or hangs, as far as it shows by silence; None where all is well."""
+        """Which rank is missing, lost or frozen, or hangs, as the heartbeats show. None: all is well."""
         if self.is_joining:
             limit = f"{self.timeout_seconds:.0f} s (--join_timeout)"
             awaited = sorted(self._listened() if self.rank == 0 else {0})
@@ -293,10 +294,10 @@ class Watch:
             self.store_is_lost = True
             return self._silent(0)
 
-        # Nothing has moved here. Whoever is silent, or isn't waiting for the others, is the one they wait for.
+        # No progress here. The others wait for a rank that is silent or, if none is, for the one that is behind.
         if self._is_still():
             self.hears_all = True
-        if not self._is_still(self.patience + self.interval):  # in which a rank that lives is heard
+        if not self._is_still(self.patience + self.interval):  # until then every rank that lives has been heard
             return None
         if gone := [rank for rank in sorted(self._listened()) if self._silence(rank) > self.patience]:
             return self._silent(gone[0])
@@ -312,7 +313,7 @@ class Watch:
         return rank in self.beats and self.beats[rank]["ended"]
 
     def _silent(self, rank: int, limit: str = "") -> Fault:
-        """Of a rank that is given up. limit: what it was silent for, if not for so long as it is silent."""
+        """The fault of a silent rank, which is given up. limit: how long it was silent, in words (default: measured)."""
         self.lost.add(rank)
         if rank not in self.beats:
             return Fault(f"rank {rank} is lost or frozen: nothing was ever heard of it.", PEER_LOST)
@@ -323,7 +324,7 @@ class Watch:
 
 
 def hanging(beats: dict[int, dict[str, Any]], seconds: float) -> Fault:
-    """The fault of ranks that all live and don't get on: the one that has entered the fewest collectives hangs.
+    """The fault of ranks that all live and make no progress: the one that has entered the fewest collectives hangs.
 
     beats: rank -> its heartbeat.
     """

@@ -139,7 +139,7 @@ def read_run(folder: Path) -> Run:
             if rise > most:
                 run.wrong.append(f"{name} is {rise:.4f} nats above its loss before step 1, and its budget is {most:g}.")
     file, samples = folder / "samples.jsonl", {}
-    for _, record, _ in records(file) if file.is_file() else ():
+    for _, record, _ in records(file):
         record = as_written(record)
         if None not in (record.get(name) for name in ("step", "prompt", "text")):
             samples[record["step"], record["prompt"]] = record  # of a step that was made twice the later ones
@@ -167,7 +167,7 @@ def read_certificate(run: Run) -> None:
 def _lines(run: Run) -> Iterator[dict[str, Any]]:
     """The lines of metrics.jsonl. A note of the run says how many can't be read."""
     file, damaged = run.folder / "metrics.jsonl", []
-    for number, record, _ in records(file) if file.is_file() else ():
+    for number, record, _ in records(file):
         if record is not None and all(0 <= record.get(name, 0) < LARGEST_COUNT for name in ("step", "tokens")):
             yield record
         else:

@@ -1,4 +1,4 @@
-"""Plan -> the objects of a run: model and optimizer on the devices, data, log, and what saves and evaluates."""
+"""Make the objects of a run from its plan: model and optimizer on the devices, data, log, evaluation."""
 
 from __future__ import annotations
 
@@ -37,20 +37,18 @@ from fabric_llm.training import adamw, ema
 from fabric_llm.training.evaluation import Evaluation, drift_of_run
 from fabric_llm.training.guard import Forgetting, Guard, parse_budgets
 
-MANY_STEPS = 200  # steps that nobody wants to lose
-
 
 def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: Watch) -> Run:
-    """All parts of a run. All ranks call it. Raises Fault on all of them where the disk isn't shared or has no room.
+    """Make all parts of a run. All ranks call it. Raises Fault on all ranks if the disk isn't shared or has no room.
 
-    What has to be closed is registered as it is made, so that a run that ends well closes it in the opposite order.
+    How a part is closed is registered when it is made. A run without a fault closes its parts in the opposite order.
     """
     run = Run(fabric, flags, plan, watch, plan.start)
     run.closing.callback(say_what_comes_next, run)
     require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
 
     def require_room() -> None:
-        """Sweep, and end the run before its model is loaded where not even one checkpoint would fit on the disk."""
+        """Sweep, and end the run before its model is loaded if the disk has no room for one checkpoint."""
         run_directory.sweep(plan.run_directory)
         average = flags.training.ema_device if flags.training.ema_decay is not None else None
         needed = adamw.checkpoint_bytes(_skeleton(plan).parameters(), plan.model.bf16_updates, average)
@@ -72,18 +70,20 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     run.background = writing.Background(run.model) if flags.save.async_save else None
     run.closing.callback(save.publish, run)
     run.samples = Samples(fabric, plan, flags.logging, run.log, watch.mark)
-    looks = fabric.global_rank == 0  # for all ranks
-    signals.watch_for(plan.run_directory if looks else None, flags.training.max_hours if looks else None)
+    if fabric.global_rank == 0:  # looks for all ranks
+        signals.watch_for(plan.run_directory, flags.training.max_hours)
+    else:
+        signals.watch_for(None, None)
     run.requests = signals
     run.closing.callback(run.requests.finish)
     run.evaluation = make_evaluation(run)
-    if not plan.resumed:  # what the model says before step 1
+    if not plan.resumed:  # samples of the model before step 1
         run.samples.take(run.model, run.progress)
     return run
 
 
 def require_shared_directory(directory: Path, seconds: float) -> None:
-    """End the run before its model is loaded where a rank would write to another disk than rank 0 reads from."""
+    """Raises Fault (73), before the model is loaded, if a rank doesn't write to the disk that rank 0 reads."""
     written = ranks.from_rank_zero(lambda: run_directory.read_status(directory))
     sees = run_directory.wait_for_status(directory, written, seconds / 2)
     if blind := [rank for rank, there in enumerate(ranks.gather(sees)) if not there]:
@@ -102,10 +102,10 @@ def _skeleton(plan: Plan) -> PreTrainedModel:
 
 
 def build_model(run: Run, source: str) -> None:
-    """Make `run.model`, with the weights of `source`, `run.optimizer` and `run.skeleton`. All ranks call it.
+    """Make `run.skeleton`, `run.model` with the weights of `source`, and `run.optimizer`. All ranks call it.
 
-    A checkpoint that the run resumes from gives the optimizer its state. The plan's document_end is None afterwards where the model
-    turns out not to keep documents apart and needn't.
+    A resumed run loads the optimizer's state from its checkpoint. The plan gets what was measured on the model: attention, loss,
+    and document_end, which is None if the model doesn't keep documents apart and needn't.
     """
     fabric, plan = run.fabric, run.plan
     run.skeleton = _skeleton(plan)
@@ -138,11 +138,11 @@ def build_model(run: Run, source: str) -> None:
 
 
 def load_again(run: Run, checkpoint: Optional[Path]) -> None:
-    """Give the model that is there the weights of a checkpoint, or those that the run began with, and a new optimizer its state.
+    """Load a checkpoint, or the start of the run if it is None, into the model that is there and into a new optimizer.
 
     All ranks call it.
     """
-    run.optimizer = None  # its memory, before another one takes some
+    run.optimizer = None  # frees its memory before the new one is made
     strategy.reshard(run.model)
     run.model.zero_grad()
     opened: list[weights.Source] = []  # on rank 0
@@ -153,7 +153,7 @@ def load_again(run: Run, checkpoint: Optional[Path]) -> None:
 
 
 def make_optimizer(run: Run, checkpoint: Optional[Path]) -> None:
-    """Make `run.optimizer`, with the state that a checkpoint holds. All ranks call it."""
+    """Make `run.optimizer`, with the state in a checkpoint, unless that is None. All ranks call it."""
     plan, training = run.plan, run.flags.training
     decayed = adamw.decayed_names(language_model.LanguageModel(run.skeleton))
     optimizer = adamw.make_optimizer(run.model, decayed, training, plan.model.bf16_updates)
@@ -165,14 +165,14 @@ def make_optimizer(run: Run, checkpoint: Optional[Path]) -> None:
 
 
 def restore(run: Run, document: dict[str, Any]) -> None:
-    """What a checkpoint's progress.json holds of the run, except for its place."""
+    """Restore guard and scaler from a checkpoint's progress.json."""
     run.guard.restore(document["guard"])
     if document.get("scaler"):
         run.fabric.strategy.precision.load_state_dict(document["scaler"])
 
 
 def make_batches(run: Run) -> Prefetch:
-    """The micro-batches of this rank."""
+    """What gives this rank its micro-batches."""
     fabric, data, schedule = run.fabric, run.plan.data, run.plan.schedule
     sizes = schedule.micro_batch_size, schedule.micro_batches, fabric.global_rank, fabric.world_size
     how = {"end": schedule.end, "mixture": data.mixture, "document_end": data.document_end}
@@ -212,7 +212,7 @@ def evaluation_batches(split: Any, flags: Flags, rank: int, world_size: int, doc
 
 
 def open_log(run: Run) -> Log:
-    """The log of a run. Rank 0 makes the run directory ready and says what the run does."""
+    """The log of a run. Rank 0 also prepares the run directory and prints what the run does."""
     flags, plan, skeleton, logging = run.flags, run.plan, run.skeleton, run.flags.logging
     log, folder = Log(plan, run.fabric.device, flops.of_model(skeleton), run.batches), plan.run_directory
     if run.fabric.global_rank != 0:
@@ -226,7 +226,7 @@ def open_log(run: Run) -> Log:
     if branches and (before := plan.resume_from.parent / "metrics.jsonl").is_file():
         shutil.copyfile(before, folder / "metrics.jsonl")
     write_yaml({**flags.kept(), **plan.resolved()}, folder / "arguments.yaml")
-    # What a branch's copy holds beyond its checkpoint isn't the branch's to discard.
+    # Lines after the checkpoint of a branch belong to the run that it left, which still has them.
     file, last = folder / "metrics.jsonl", plan.start.step or -1
     log.metrics = MetricsFile(file, last, plan.resumed, keeps_discarded=not branches)
     run_directory.write_status(folder, None, "running", plan.start.step, True)
@@ -245,7 +245,7 @@ def open_log(run: Run) -> Log:
 
 
 def introduce(run: Run, parameters: int, is_random: bool) -> None:
-    """Print what the run does, and what a user may not have meant."""
+    """Print what the run does, and advice on it."""
     flags, plan, skeleton = run.flags, run.plan, run.skeleton
     trained = sum(p.numel() for p in skeleton.parameters() if p.requires_grad)
     model = f"{type(skeleton).__name__}, {parameters / 1e6:,.1f} M parameters"
@@ -272,8 +272,6 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
             "Without replay a trained model forgets what the new text doesn't hold: --replay FOLDER reads some of what it knows "
             "along, and --eval_data measures it (docs/forgetting.md)."
         )
-    if flags.save.save_step_interval is None and plan.schedule.max_step - plan.start.step >= MANY_STEPS:
-        print("Warning: no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it.")
     if said := language_model.router_warning(skeleton):
         print(said)
     if plan.model.router_aux_loss_coef:

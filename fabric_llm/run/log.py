@@ -1,4 +1,4 @@
-"""What a run writes down and prints, on rank 0: metrics.jsonl, trackers, lines and a progress bar; its speed, and --profile."""
+"""The log of a run, on rank 0: metrics.jsonl, trackers, printed lines and a progress bar; speed and --profile."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ MOST_EVENTS = 200_000  # of a profile's memory snapshot: allocations
 
 
 class Log:
-    """The log of a run. Other ranks than 0 have one as well, which keeps the losses and writes nothing."""
+    """The log of a run. On other ranks than 0 it only keeps the losses."""
 
     def __init__(self, plan: Plan, device: torch.device, flops: Flops, batches: Prefetch) -> None:
         """flops: of the model. `metrics`, `trackers`, `console` and `profiled` are for rank 0 to set."""
-        self.plan, self.device, self.progress = plan, device, plan.start  # the last: where the run is
+        self.plan, self.device, self.progress = plan, device, plan.start
         self.metrics: Optional[MetricsFile] = None
         self.trackers: Optional[Trackers] = None
         self.console: Optional[Console] = None
-        self.profiled, self.profile = (1, 0), None  # --profile: the first and the last step; what records them
+        self.profiled, self.profile = (1, 0), None  # --profile: the first and the last step, and the recorder
         self.speed = Speed(flops, device, plan.placement.world_size, batches)
-        self.waits, self.untimed = self.speed.waits, self.speed.other  # what is done in `untimed` isn't training
+        self.waits, self.untimed = self.speed.waits, self.speed.other  # time in `untimed` doesn't count as training
         self.first_loss = self.last_loss = self.eval_loss = math.nan
         self.eval_losses: Mapping[str, float] = {}  # of the last evaluation
         self.few_updates = 0  # logged steps in a row
 
     def begin(self, step: int) -> None:
-        """`step` comes now. The first of those to profile starts the profile."""
+        """`step` begins. Starts the profile at the first step of --profile."""
         if self.profile is not None or not self.profiled[0] <= step <= self.profiled[1]:
             return
         activities = [ProfilerActivity.CPU]
@@ -59,7 +59,7 @@ class Log:
         self.profile.start()
 
     def advance(self, progress: Progress) -> None:
-        """A step is done, that to `progress`."""
+        """The step to `progress` is done."""
         failpoint("between_steps")
         self.speed.tokens += progress.tokens - self.progress.tokens
         self.speed.steps += 1
@@ -80,7 +80,10 @@ class Log:
     def step(
         self, loss: float, lr: float, grad_norm: float, aux: list[float], update: Optional[tuple[float, float]]
     ) -> None:
-        """One line of numbers for the step that is done. aux: of a mixture of experts the auxiliary loss, where it is trained."""
+        """Write and print a line about the step that is done. aux: the auxiliary loss of a mixture of experts, if it is trained.
+
+        update: see `training.step.update_size`; None if it wasn't measured.
+        """
         self.first_loss = loss if math.isnan(self.first_loss) else self.first_loss
         self.last_loss = loss
         if self.metrics is None:
@@ -96,7 +99,7 @@ class Log:
             record["updated_fraction"], record["update_ratio"] = update
             words.append(f"{update[0]:.1%} of weights changed")
         more = [f"{record['tokens_per_second_per_device']:,.0f} a device"] * (self.plan.placement.world_size > 1)
-        if record.get("mfu", 0.0) >= 0.001:  # a toy's says nothing
+        if record.get("mfu", 0.0) >= 0.001:  # that of a toy model says nothing
             more.append(f"MFU {record['mfu']:.1%}")
         words.append(f"{record['tokens_per_second']:,.0f} tokens/s" + (f" ({', '.join(more)})" if more else ""))
         left = self.speed.seconds_left(self.plan.schedule.max_step - self.progress.step)
@@ -118,16 +121,16 @@ class Log:
                 self.line(f"{few}; {advice} (docs/numerics.md).")
 
     def evaluation(self, found: Found, forgetting: Forgetting) -> None:
-        """What an evaluation after the last step has found; sources count together as they are read."""
+        """Write and print what an evaluation after the last step has found. The losses of sources are averaged by their shares."""
         self.eval_losses, forgotten = found.losses, forgetting.forgotten(found.losses)
         self.eval_loss = self._together(found.losses)
         record: Record = {"eval_loss": self.eval_loss, "eval": {}}
-        if self.plan.data.mixture is not None:  # a mean of other shares is another number
+        if self.plan.data.mixture is not None:  # without the shares, the average can't be compared
             record["shares"] = self.plan.shares_at(self.progress.position)
         said = []
         for name, one in found.sets.items():
             record["eval"][name] = of_set = dict(one)
-            # The only set has no name in the line, nor its loss, which the line begins with.
+            # The line begins with the loss of the only set, which needs no name.
             words = [name, f"{one['loss']:.4f}"] if len(found.sets) > 1 else []
             words += [f"{one['bits_per_byte']:.3f} bits/byte"] if "bits_per_byte" in one else []
             if name in forgotten:
@@ -154,12 +157,12 @@ class Log:
         return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
 
     def verdict(self, before: Progress, guard: Guard) -> None:
-        """The last step, from `before`, was left out or looked odd."""
+        """Write and print that the last step, from `before`, was left out, or is a spike."""
         self._write({"verdict": guard.verdict, "position": before.position, "reason": guard.reason})
         self.said(f"{guard.verdict}: {guard.reason}; sequences {before.position} to {self.progress.position - 1}")
 
     def rewound(self, there: Progress, plan: Plan, words: str, record: Record) -> None:
-        """The run is at `there` again: the lines after its step go, and later steps are counted by `plan`."""
+        """The run went back to `there` and goes on by `plan`. Lines of later steps are removed."""
         discarded, self.plan, self.progress = self.progress.tokens - there.tokens, plan, there
         if self.metrics is not None:
             self.metrics = MetricsFile(self.metrics.path, there.step, keeps_discarded=True)  # each step once
@@ -176,14 +179,14 @@ class Log:
             self.console.line(text)
 
     def close(self, seconds: float) -> None:
-        """Give the trackers `seconds` for what they haven't sent yet."""
+        """Close trackers and bar. The trackers have `seconds` for what they haven't sent yet."""
         if self.console is not None:
             self._write_profile()
             self.console.close()
             self.trackers.close(seconds)
 
     def _write_profile(self) -> None:
-        """Write what was recorded, if anything is, and print the largest costs. A failure is a warning."""
+        """Write the profile, if one is being recorded, and print the largest costs. A failure is a warning."""
         if self.profile is None:
             return
         if on_device := self.device.type == "cuda":
@@ -205,7 +208,7 @@ class Log:
             if on_device:
                 torch.cuda.memory._record_memory_history(enabled=None)
         self.line(f"Profile of {steps}, {seconds:.2f} s: {trace}. Its largest costs:")
-        # Of each operation, without what it calls.
+        # The time of an operation without those that it calls.
         time_of = "self_device_time_total" if on_device else "self_cpu_time_total"  # microseconds
         costs = [(getattr(event, time_of), event.count, event.key) for event in recorder.key_averages()]
         total = sum(cost for cost, *_ in costs) or 1.0
@@ -213,7 +216,7 @@ class Log:
             self.line(f"  {cost / total:6.1%} {cost / 1e6:9.3f} s {count:8d} x  {name}")
 
     def _write(self, record: Record) -> None:
-        """To metrics.jsonl and, except for verdicts, which are words, to the trackers."""
+        """Write to metrics.jsonl and, except for verdicts, which are words, to the trackers."""
         if self.metrics is not None and "verdict" in record:
             self.metrics.write(self.progress.step, {**record, "time": run_directory.now()})
         elif self.metrics is not None:
@@ -222,7 +225,7 @@ class Log:
 
 
 def more_numbers(record: dict[str, float]) -> dict[str, float]:
-    """Metrics that are computed from the others of a step, for metrics.jsonl and the trackers. Yours go here."""
+    """Metrics of a step that are computed from its others, for metrics.jsonl and the trackers. Yours go here."""
     return {}
 
 
@@ -240,27 +243,26 @@ class Stopwatch:
 
 
 class Speed:
-    """Tokens per second of training proper, what a device does in a second, and how long a step waits.
+    """Tokens and FLOPs per second, and how long a step waits. Each lap is an average since the one before.
 
-    Each lap is an average since the one before. `tokens` and `steps` are counted by whoever trains, and time that is spent in
-    `other`, on evaluation and saving, doesn't count.
+    The log counts `tokens` and `steps`. Time in `other`, of evaluations and saves, doesn't count.
     """
 
     def __init__(self, flops: Flops, device: torch.device, world_size: int, batches: Prefetch) -> None:
-        """batches: of this rank, which stands for all. flops: of the model."""
+        """flops: of the model. batches: of this rank, whose wait for data stands for all ranks'."""
         self.flops, self.world_size, self.batches = flops, world_size, batches
         self.peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self.tokens = self.steps = 0  # that this process has made, also those that a rewind has undone
+        self.tokens = self.steps = 0  # of this process, also those that a rewind has undone
         self.waits, self.other, self.began = Stopwatch(), Stopwatch(), time.monotonic()
         self.before, self.tokens_at = (0.0, 0, 0, 0.0, 0.0), np.zeros(1, dtype=np.int64)
 
     @property
     def seconds(self) -> float:
-        """Of training proper, so far."""
+        """Seconds of training so far, without `other`."""
         return time.monotonic() - self.began - self.other.seconds
 
     def lap(self) -> Record:
-        """The metrics, with `mfu` where the device's peak is known."""
+        """Metrics of the steps since the last lap, with `mfu` if the device's peak is known."""
         now = self.seconds, self.tokens, self.steps, self.batches.seconds_waited, self.waits.seconds
         seconds, tokens, steps, read, waited = (after - before for after, before in zip(now, self.before))
         tokens_at = added(self.batches.tokens_at, -self.tokens_at)
@@ -273,7 +275,7 @@ class Speed:
         return {**record, "data_seconds": read / max(steps, 1), "wait_seconds": waited / max(steps, 1)}
 
     def seconds_left(self, steps_left: int) -> float:
-        """Time that `steps_left` steps will take at the speed so far."""
+        """Seconds that `steps_left` steps will take at the average speed so far."""
         return self.seconds / max(self.steps, 1) * steps_left
 
 

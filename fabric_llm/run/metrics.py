@@ -1,4 +1,4 @@
-"""metrics.jsonl, and the trackers that --logger names, which have what it has and are never in the way of a run. On rank 0."""
+"""metrics.jsonl, and the trackers of --logger, which get the same numbers and never delay or end a run. On rank 0."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from threading import Thread
 from typing import Any, Optional
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.files import fsync, write_atomically
+from fabric_llm.base.files import fsync, json_lines, write_atomically
 from fabric_llm.base.names import nearest
 
 Record = dict[str, Any]
-MANY_LINES = 100  # that wait for the trackers
+MANY_LINES = 100  # waiting for the trackers
 Log, Close = Callable[[int, Record], None], Callable[[], None]
 
 
@@ -31,31 +31,30 @@ class MetricsFile:
     def __init__(
         self, path: Path, last: int = -1, resumed: Mapping[str, Any] = {}, keeps_discarded: bool = False
     ) -> None:
-        """Lines of steps after `last` belong to work that is being redone: they go.
+        """Remove the lines of steps after `last`, since this work is done again, and lines that aren't whole.
 
-        resumed: progress.json of the checkpoint that is resumed from. Lines of times that the run has gone back since, which
-        bear the step gone back to, go as well, and so does that of an evaluation that is to be made again. keeps_discarded:
-        lines that go are added to metrics.discarded.jsonl, for the report.
+        resumed: progress.json of the checkpoint that is resumed from. The lines of later rewinds, whose step is the one they
+        went back to, are removed as well, and so is an evaluation that is made again. keeps_discarded: removed lines are added
+        to metrics.discarded.jsonl.
         """
         self.path = path
         if not path.exists():
             return
         kept, discarded = [], []
         rewinds = resumed.get("guard", {}).get("rewinds", math.inf)
-        for line in path.read_text(errors="replace").splitlines():
-            step = _step_of(line)
-            record = json.loads(line) if step <= last else {}
-            is_rewind = record.get("verdict") == "rewind"
+        for line, record in json_lines(path):
+            step = _step_of(record)
+            is_rewind = step <= last and record.get("verdict") == "rewind"
             rewinds -= is_rewind
             is_owed = "eval_loss" in record and step == last and resumed.get("owes_evaluation")
             if step <= last and not (is_owed or is_rewind and rewinds < 0):
-                kept.append(f"{line}\n")
+                kept.append(f"{line.rstrip()}\n")
             elif step < math.inf:
-                discarded.append(f"{line}\n")
+                discarded.append(f"{line.rstrip()}\n")
         if keeps_discarded and discarded:
             file, added = path.with_suffix(".discarded.jsonl"), "".join(discarded)
             before = file.read_text(errors="replace") if file.exists() else ""
-            if not before.endswith(added):  # it does where a kill came before they were taken from `path`
+            if not before.endswith(added):  # it does if a kill came before they were removed from `path`
                 header = json.dumps({"step": max(last, 0), "discarded": len(discarded)})
                 write_atomically(file, f"{before}{header}\n{added}", durable=True)
         failpoint("metrics.replace")
@@ -67,16 +66,14 @@ class MetricsFile:
             file.write(json.dumps({"step": step, **_finite(record)}) + "\n")
 
     def make_durable(self) -> None:
-        """On the disk, before a checkpoint says that these steps are done."""
-        self.path.touch()  # before step 1 there may be no line
+        """Flush the file to the disk, before a checkpoint says that these steps are done."""
+        self.path.touch()  # before step 1 there may be no file
         fsync(self.path)
 
 
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, RecursionError):  # a line that a kill cut off, or nobody of ours wrote
-        return math.inf
+def _step_of(record: Record) -> float:
+    step = record.get("step")
+    return step if isinstance(step, int) else math.inf
 
 
 def _finite(value: Any) -> Any:
@@ -87,7 +84,7 @@ def _finite(value: Any) -> Any:
 
 
 def flat(record: Mapping[str, Any]) -> Record:
-    """{"sources": {"new": {"tokens": 8}}} -> {"sources/new/tokens": 8}, as trackers name what belongs together."""
+    """{"sources": {"new": {"tokens": 8}}} -> {"sources/new/tokens": 8}, by which trackers group numbers."""
     found: Record = {}
     for name, value in record.items():
         is_inner = isinstance(value, Mapping)
@@ -96,10 +93,10 @@ def flat(record: Mapping[str, Any]) -> Record:
 
 
 class Trackers:
-    """Those that --logger names, fed by one thread: what fails or is slow never delays a run, and is one warning."""
+    """The trackers of --logger, fed by a thread. One that fails or is slow doesn't delay the run, and causes one warning."""
 
     def __init__(self, names: str, folder: Path, config: Record, entity: Optional[str], project: Optional[str]) -> None:
-        """`folder` holds metrics.jsonl, up to date."""
+        """folder: the run directory, with metrics.jsonl. config: all flags."""
         self.opened: dict[str, tuple[Log, Close]] = {}
         self.waiting: SimpleQueue[Optional[tuple[str, Callable[[], None]]]] = SimpleQueue()
         self.warned: set[str] = set()
@@ -110,7 +107,7 @@ class Trackers:
         self.thread.start()
 
     def log(self, step: int, record: Record) -> None:
-        """Returns at once. A tracker that has failed gets nothing more."""
+        """Returns at once. A tracker that has failed gets no more numbers."""
         for name, (log, _) in self.opened.items():
             if f"--logger {name}" not in self.warned:
                 self.waiting.put((f"--logger {name}", partial(log, step, dict(record))))
@@ -123,7 +120,7 @@ class Trackers:
             self.waiting.put(("--log_model", partial(upload_to_wandb, checkpoint)))
 
     def close(self, patience_seconds: float) -> None:
-        """Give all of them together so long for what is waiting."""
+        """Close all trackers. Together they have `patience_seconds` for what is waiting."""
         for name, (_, close) in self.opened.items():
             self.waiting.put((f"--logger {name}", close))
         self.waiting.put(None)
@@ -161,14 +158,8 @@ def named(given: str) -> list[str]:
     return names
 
 
-def _lines_so_far(folder: Path) -> list[Record]:
-    """The lines of metrics.jsonl that a resumed run keeps."""
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def _csv(folder: Path, *_: Any) -> tuple[Log, Close]:
-    """metrics.csv: the numbers of metrics.jsonl as a table, empty where a line doesn't have one. New columns come at the end."""
+    """metrics.csv: the numbers of metrics.jsonl as a table. New columns are added at the end."""
     file = (folder / "metrics.csv").open("w+", newline="")
     columns = ["step"]
     table = csv.DictWriter(file, columns)
@@ -185,16 +176,16 @@ def _csv(folder: Path, *_: Any) -> tuple[Log, Close]:
         table.writerow({"step": step, **record})
         file.flush()
 
-    for line in _lines_so_far(folder):
-        if "verdict" not in line:
-            log(line.pop("step"), flat(line))
+    for _, record in json_lines(folder / "metrics.jsonl"):  # what a resumed run keeps
+        if "verdict" not in record:
+            log(record.pop("step"), flat(record))
     return log, file.close
 
 
 def _tensorboard(folder: Path, *_: Any) -> tuple[Log, Close]:
     from torch.utils.tensorboard import SummaryWriter
 
-    steps = [line["step"] for line in _lines_so_far(folder)]
+    steps = [record["step"] for _, record in json_lines(folder / "metrics.jsonl")]
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=max(steps) + 1 if steps else None)
 
     def log(step: int, record: Record) -> None:
@@ -205,10 +196,10 @@ def _tensorboard(folder: Path, *_: Any) -> tuple[Log, Close]:
 
 
 def _wandb(folder: Path, config: Record, entity: Optional[str], project: Optional[str]) -> tuple[Log, Close]:
-    """A Weights & Biases run; offline, with one warning, where there is no key or no network. Never asks."""
+    """A Weights & Biases run; without a key or network an offline one, with one warning. Never prompts."""
     os.environ.setdefault("WANDB_SILENT", "true")
-    os.environ.setdefault("WANDB_INIT_TIMEOUT", "20")  # seconds; 90 by default, and in vain where there is no network
-    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "600")  # seconds; after them the rest is for `wandb sync`
+    os.environ.setdefault("WANDB_INIT_TIMEOUT", "20")  # seconds; without a network the default, 90, is waited in vain
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", "600")  # seconds; `wandb sync` can send the rest later
     import wandb
 
     settings = {"project": project or "fabric_llm", "entity": entity, "name": folder.name, "dir": str(folder)}
@@ -227,7 +218,7 @@ def _wandb(folder: Path, config: Record, entity: Optional[str], project: Optiona
             warnings.warn(f"Weights & Biases logs offline into {folder / 'wandb'}: {reason}.", stacklevel=2)
             settings["mode"] = "offline"
     run = run or wandb.init(**settings)
-    run.define_metric("*", step_metric="step")  # its own count can't go back, as a run does that rolls back or rewinds
+    run.define_metric("*", step_metric="step")  # its own step can't go back, as those of a rewind do
     return (lambda step, record: run.log({"step": step, **record})), run.finish
 
 

@@ -1,4 +1,4 @@
-"""What a run holds, and how it is closed when it ends well."""
+"""`Run`, which holds the objects of a run, and how they are closed when it ends without a fault."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from fabric_llm.run.samples import Samples
 from fabric_llm.training.evaluation import Evaluation
 from fabric_llm.training.guard import Guard
 
-# Tracker flush timeouts. The second is short, because a scheduler that asked a run to stop may kill the process soon.
+# Time for the trackers to send what is left. After a stop it is short, because the scheduler may soon kill the process.
 SECONDS_AFTER_THE_END, SECONDS_AFTER_A_STOP = 660.0, 10.0
 
-# Finished runs. The last reference to a model takes the process group with it, and gloo's destructor, run while Python
-# holds its lock, can wait for ever for a thread that needs the lock to drop a tensor. So they live as long as the process.
+# Finished runs are kept as long as the process lives. The last reference to a model also frees the process group, and gloo's
+# destructor, which runs while Python holds its lock, can wait for ever for a thread that needs this lock to free a tensor.
 kept_alive: list[Any] = []
 
 
@@ -39,7 +39,7 @@ kept_alive: list[Any] = []
 class Run:
     """The objects of a run on this rank, in the order in which build.py makes them.
 
-    Nothing else keeps the model and the optimizer: a rewind drops both before it builds them anew, for there is no room for two.
+    Nothing else may keep the optimizer: a rewind frees it before it makes another, since memory may not hold two.
     """
 
     fabric: Fabric
@@ -47,7 +47,7 @@ class Run:
     plan: Plan  # a rewind, and what was measured on the model, replace it
     watch: Watch
     progress: Progress  # where the run is
-    closing: ExitStack = field(default_factory=ExitStack)  # closed by a run that ends well; one that fails just leaves
+    closing: ExitStack = field(default_factory=ExitStack)  # a run that fails doesn't close it
     model: nn.Module = field(init=False)  # wrapped
     optimizer: torch.optim.Optimizer = field(init=False)
     skeleton: PreTrainedModel = field(init=False)  # the unwrapped model on the meta device, without memory
@@ -66,13 +66,13 @@ class Run:
         return self.plan.is_over(self.progress)
 
     def close(self) -> None:
-        """End well: every part that build.py has registered is closed, the last one first. All ranks call it."""
+        """Close every part that build.py has registered, the last one first. All ranks call it."""
         failpoint("finish")
         self.closing.close()
 
 
 def leave(run: Run) -> None:
-    """The last that the ranks do together. Then rank 0 may take its time, to send the trackers what they haven't had yet."""
+    """Take leave of the other ranks. Then rank 0 may take its time to send the trackers what they haven't received."""
     log, has_ranks = run.log, torch.distributed.is_initialized()
     if has_ranks:
         run.fabric.barrier()
@@ -86,14 +86,14 @@ def leave(run: Run) -> None:
 
 
 def say_what_comes_next(run: Run) -> None:
-    """Tell the user what there is, and the next command."""
+    """Print loss, checkpoint and the next command."""
     if run.fabric.global_rank != 0:
         return
     plan, log, count = run.plan, run.log, run.flags.logging.sample_tokens
     last, directory = step_directory(plan.run_directory, run.progress.step), plan.run_directory
     if not run.is_over:
-        why = f"after --max_hours {run.flags.training.max_hours:g}" if run.requests.is_over() else "on request"
-        resume = "true" if run.flags.checkpoint.checkpoint is None else "auto"  # which doesn't branch off again
+        why = f"after --max_hours {run.flags.training.max_hours:g}" if run.requests.is_out_of_time() else "on request"
+        resume = "true" if run.flags.checkpoint.checkpoint is None else "auto"  # "true" would branch off again
         print(f"\nStopped {why}. Checkpoint: {last}")
         print(f"Next: the same command with --resume {resume} --run_name {directory.name}", flush=True)
         return

@@ -1,8 +1,8 @@
-"""--sample_prompts: what the model in training makes of a few prompts, at step 0 and with each checkpoint.
+"""--sample_prompts: continue a few prompts with the model in training, at step 0 and with each checkpoint.
 
-All ranks take part, with the wrapped model as it is, so that nothing is gathered or loaded for it: any strategy will do. Each
-token is one forward pass over whole rows, and how many passes that are follows from the flags alone, so that no rank waits for
-another. The most likely token is taken each time, and nothing random is drawn: training goes on as it would have without.
+All ranks take part, with the wrapped model, so nothing is gathered or loaded, under any strategy. Each token is one forward
+pass over whole rows, and the number of passes follows from the flags, so all ranks make the same. The most likely token is
+taken each time: no random numbers are drawn, so training goes on as it would have without samples.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from fabric_llm.run.metrics import MetricsFile
 
 SAMPLES = "samples.jsonl"
 DEFAULT_TOKENS = 64
-MOST_TOKENS = 1024  # of a prompt and its continuation, and of the rows of a forward pass: it bounds the logits' memory
+MOST_TOKENS = 1024  # of a prompt and its continuation, and of a forward pass, which bounds the memory of the logits
 
 
 class Samples:
     """The samples of a run. All ranks call its methods; rank 0 writes samples.jsonl."""
 
     def __init__(self, fabric: Fabric, plan: Plan, logging: Flags, log: Log, mark: Callable[[int, str], None]) -> None:
-        """logging: that group of flags. mark(step, doing): says that this rank works.
+        """logging: the group of flags. mark: see `Watch.mark`.
 
-        Raises Fault (2) without a tokenizer, or where a sequence doesn't hold a prompt and its continuation.
+        Raises Fault (2) without a tokenizer, or if a prompt and its continuation are longer than a sequence.
         """
         self.prompts: list[tuple[str, list[int]]] = []  # text, tokens
         if logging.sample_prompts is None:
@@ -61,12 +61,12 @@ class Samples:
 
     @torch.no_grad()
     def take(self, model: nn.Module, progress: Progress) -> None:
-        """Continue each prompt, if there are any, with the tokens that the model takes for the most likely, and write them."""
+        """Continue each prompt, if there are any, with the most likely tokens, and write the texts. All ranks call it."""
         if not self.prompts:
             return
         began, step = time.monotonic(), progress.step
-        # Rows are filled up on the right, which a causal model doesn't see, and keep their length, so that compiled layers
-        # are compiled for one shape.
+        # Rows are padded on the right, which a causal model doesn't see, and all have one length, for which layers are
+        # compiled once.
         length = max(len(prompt) for _, prompt in self.prompts) + self.count
         size = max(1, MOST_TOKENS // length)
         with self.log.untimed:
@@ -96,6 +96,6 @@ def continuation(tokenizer: Any, prompt: Sequence[int], row: Sequence[int]) -> s
     added = list(row[len(prompt) :])
     if tokenizer.eos_token_id in added:
         added = added[: added.index(tokenizer.eos_token_id)]
-    # Decoded together: spaces depend on what is before.
+    # Decoded with the prompt: whether a space comes first depends on what is before.
     whole, before = tokenizer.decode([*prompt, *added]), tokenizer.decode(prompt)
     return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(added)

@@ -1,4 +1,4 @@
-"""What is due after a step, and a save: in the step or in the background, published once all ranks have written it."""
+"""What is due after a step, and saving: within the step or in the background, published once all ranks have written."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from fabric_llm.run.run import Run
 
 
 def due_after(before: Progress, progress: Progress, plan: Plan, flags: Flags) -> tuple[bool, bool, bool]:
-    """(logs, evaluates, saves) after the step from `before` to `progress`: at its interval, and at the last step everything.
+    """(logs, evaluates, saves): what is due after the step from `before` to `progress`.
 
-    An evaluation is due in the middle and at the end of each epoch as well. What is saved or evaluated is also logged.
+    Each is due at its interval and after the last step, and an evaluation also in the middle and at the end of each epoch. A
+    step after which the run saves or evaluates is logged.
     """
 
     def at(interval: Optional[int]) -> bool:
@@ -34,7 +35,7 @@ def due_after(before: Progress, progress: Progress, plan: Plan, flags: Flags) ->
 
 
 def half_epochs(plan: Plan, position: int) -> int:
-    """How many halves of an epoch are read before `position`; of a mixture, of the source that the run reads most rows of."""
+    """Half epochs that are read before `position`. Those of a mixture are its source's of which the run reads most rows."""
     if plan.data.mixture is None:
         return 2 * position // len(plan.data.dataset.train)
     last, now = (read_before(plan.data.mixture.stages, at) for at in (plan.end_of_run(), position))
@@ -43,23 +44,23 @@ def half_epochs(plan: Plan, position: int) -> int:
 
 
 def evaluates_first(plan: Plan) -> bool:
-    """True if an evaluation comes before the first step: of a new run, or the one that a request to stop cut off."""
+    """True if an evaluation comes before the first step: in a new run, or after one that a request to stop cut off."""
     return plan.start.step == 0 or bool(plan.resumed.get("owes_evaluation"))
 
 
 def save(run: Run, *, evaluated: Optional[bool], stops: bool) -> None:
     """Write a checkpoint. Blocks for the last one, and always without --async_save. All ranks call it.
 
-    evaluated: whether the evaluation that is due after this step was made; None: none is due. A resumed run makes it up.
+    evaluated: whether the evaluation that is due was made; None: none is due. If it is False, a resumed run makes it.
     """
     publish(run)
     step, plan, log = run.progress.step, run.plan, run.log
     with log.untimed:
         run.watch.mark(step, "saving")
         in_background = run.background is not None and not (run.is_over or stops)
-        followed = run.flags.save.keep_best_of  # the best checkpoints are kept by this loss
+        followed = run.flags.save.keep_best_of  # the set by whose loss the best checkpoints are kept
         loss = log.eval_loss if followed is None else log.eval_losses.get(followed, math.nan)
-        # Which rows all ranks together have read for steps since `from_position`; `fabric_llm.verify` compares them.
+        # The rows that all ranks have read since `from_position`, which `fabric_llm.verify` compares with the data.
         before = plan.resumed.get("rows_read", {"from_position": plan.start.position, "count": 0, "hash_sum": 0})
         read = sum(gather(run.batches.rows_read), RowsRead(before["count"], before["hash_sum"]))
         pending = writing.begin(
@@ -90,37 +91,33 @@ def save(run: Run, *, evaluated: Optional[bool], stops: bool) -> None:
             writing.write(pending)
             _publish(run, pending)
         run.watch.mark(step, "in the next step")
-    if run.is_over or not stops:  # who asks a run to stop doesn't wait for samples
+    if run.is_over or not stops:  # a stop doesn't wait for samples
         run.samples.take(run.model, run.progress)
 
 
 def origin(plan: Plan) -> dict[str, Any]:
-    """Hashes of what the run is made from, for manifests; of a mixture those of each source by name."""
+    """Hashes of what the run is made from, for manifests; those of data are by source in a mixture."""
 
     def sha256(path: Path) -> Optional[str]:
         return files.sha256(path) if path.is_file() else None
 
-    named = plan.data.sources or {"": plan.data.dataset}
-    data = {
-        "data_sha256": {name: sha256(source.folder / "manifest.json") for name, source in named.items()},
-        "data_fingerprint": {name: source.fingerprint for name, source in named.items()},
-    }
     return {
         "arguments_sha256": sha256(plan.run_directory / "arguments.yaml"),
         "tokenizer_sha256": sha256(plan.data.dataset.folder / "tokenizer" / "tokenizer.json"),
-        **(data if plan.data.sources else {name: one[""] for name, one in data.items()}),
+        "data_sha256": plan.data.of_each(lambda dataset: sha256(dataset.folder / "manifest.json")),
+        "data_fingerprint": plan.data.of_each(lambda dataset: dataset.fingerprint),
     }
 
 
 def has_written(run: Run) -> bool:
-    """True once this rank's part of a checkpoint is written in the background; it waits to be published."""
+    """True once this rank's part of a checkpoint is written in the background, and waits to be published."""
     return run.saving is not None and run.saving.done()
 
 
 def publish(run: Run, ranks_that_have_written: Optional[int] = None) -> None:
-    """Publish the checkpoint that was written in the background, if there is one, and if all ranks have written it.
+    """Publish the checkpoint that was written in the background, if there is one and all ranks have written it.
 
-    None: wait until they have. All ranks call it.
+    ranks_that_have_written: how many; None: wait for all. All ranks call it.
     """
     if run.saving is not None and ranks_that_have_written in (None, run.fabric.world_size):
         pending, run.saving = run.saving.result(), None
@@ -128,7 +125,7 @@ def publish(run: Run, ranks_that_have_written: Optional[int] = None) -> None:
 
 
 def _publish(run: Run, pending: writing.Pending) -> None:
-    """Give the written checkpoint its name, after the log of its steps is durable, and prune."""
+    """Give the written checkpoint its name, once the log of its steps is durable, and prune."""
     writing.commit(pending, before=lambda: run.log.metrics.make_durable())
     if run.fabric.global_rank != 0:
         return

@@ -1,5 +1,5 @@
-"""A run among its ranks: they join, plan, train and end. Whatever ends a rank becomes one sentence for the user, an exit code,
-and STATUS.json. processes/watch.py says which rank failed first; here it is told.
+"""The ranks of a run join, plan, train and end. Whatever ends a rank becomes one sentence for the user, an exit code, and
+STATUS.json. processes/watch.py finds out which rank failed first.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from fabric_llm.processes.stop import StopSignal, interrupt
 from fabric_llm.processes.watch import Watch
 from fabric_llm.run.log import peak_memory_gib
 
-SECONDS_FOR_OTHERS = 5.0  # to read why rank 0, which holds the store, goes; and for children to end by themselves
+SECONDS_FOR_OTHERS = 5.0  # rank 0, which holds the store, waits until the others have read its fault, or children end
 SECONDS_FOR_RANK_0 = launch.SECONDS_TO_END + SECONDS_FOR_OTHERS  # its main thread may need all of the first
-SECONDS_FOR_CHILDREN = 60.0  # to end after a run that went well
+SECONDS_FOR_CHILDREN = 60.0  # to end after a run without a fault
 
 
 def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[[], bool]) -> None:
     """Join the other ranks, plan, and run `body()`, which returns whether the run was asked to stop. All ranks call it.
 
-    Raises SystemExit with the code of the table in docs/faults.md, unless the run is done, or has stopped under a
-    torchrun that would start it again.
+    Raises SystemExit with a code of docs/faults.md, unless the run is done, or has stopped under a torchrun that would
+    restart it.
     """
 
     def stuck(fault: Fault) -> NoReturn:
-        """In the watching thread: the main thread won't come back."""
+        """Called in the watching thread, when the main thread is stuck."""
         code = faults.PEER_LOST
         try:
             code = _end(this, flags, fault, is_stuck=True)
@@ -61,7 +61,7 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         precision=flags.model.precision,
         timeout_seconds=flags.devices.hang_timeout,
     )
-    watched = 1 if flags.devices.tpu else placement.world_size  # ranks of a TPU have no store
+    watched = 1 if flags.devices.tpu else placement.world_size  # on TPUs there is no store
     this.rank = int(os.environ["RANK"]) if watched > 1 else 0
     this.watch = Watch(this.rank, watched, stuck, this.children, signals.is_asked)
     try:
@@ -76,7 +76,7 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
             fault = _out_of_memory(this, fault)
         if fault.code == faults.UNEXPECTED:
             traceback.print_exc()
-        if fault.code != faults.PEER_LOST:  # before the others hear of it: torchrun names whoever failed first
+        if fault.code != faults.PEER_LOST:  # before the others hear of it: torchrun names the earliest
             tell_torchrun(f"{traceback.format_exc()}{fault}" if fault.code == faults.UNEXPECTED else str(fault))
         code = _end(this, flags, fault)
     else:
@@ -87,7 +87,7 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
         this.children.end(SECONDS_FOR_CHILDREN)
         if stopped:
             tell_torchrun("stopped on request")
-    this.watch.close()  # its threads would go on in a process that does
+    this.watch.close()  # as in tests, the process may go on
     if this.directory is not None:
         run_directory.unlock(this.directory)
     if code != faults.DONE:
@@ -95,10 +95,10 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
 
 
 def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
-    """Wait for all ranks. `this.directory` is rank 0's from then on. Raises Fault, rank 0's problem on all ranks."""
+    """Wait for all ranks, and set `this.directory` to rank 0's. Raises Fault; a problem of rank 0 is raised on all ranks."""
     fabric, watch = this.fabric, this.watch
     if "SLURM_STEP_NODELIST" in os.environ and launch.started_by_other() and "MASTER_ADDR" not in os.environ:
-        # In a task of srun. Lightning knows how SLURM writes the names of hosts.
+        # A task of srun. Lightning can read SLURM's lists of host names.
         os.environ["MASTER_ADDR"] = SLURMEnvironment.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"])
     if watch.world_size > 1:
         signals.end_by(None)  # the watch hears them
@@ -111,8 +111,8 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         this.directory, problem = fabric.broadcast((this.directory, this.problem))
         if problem is not None:
             raise problem
-        given = ranks.gather(flags.flat())  # nobody leaves before all are there
-        for rank, own in enumerate(given):  # two jobs at one address would train in each other's runs
+        given = ranks.gather(flags.flat())
+        for rank, own in enumerate(given):  # ranks of two jobs may have met at one address
             for name in (name for name, value in given[0].items() if own[name] != value):
                 ours, others = (f"--{name} {json.dumps(one[name], default=str)}" for one in (own, given[0]))
                 raise Fault(f"rank {rank} was started with {ours}, rank 0 with {others}: start all with one command.")
@@ -127,12 +127,12 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         raise Fault(f"another rank was lost before training began: {fault}", fault.code) from error
     assert fabric.world_size == this.placement.world_size, (fabric.world_size, this.placement.world_size)
     watch.begin(flags.devices.hang_timeout)
-    signals.end_by(interrupt)  # the others hear of it when this rank ends
+    signals.end_by(interrupt)  # the watch tells the others when this rank ends
 
 
 def _plan_together(this: ThisRank, flags: Flags) -> None:
-    """`this.plan` of the run, on all ranks. Raises Fault on all ranks alike."""
-    # Rank 0 alone chooses the checkpoint: other machines may see fewer of them, or not have compared hashes.
+    """Set `this.plan`, on all ranks. Raises the same Fault on all ranks."""
+    # Rank 0 alone chooses the checkpoint: it compares hashes, and other machines may not see the newest yet.
     resume_from, problem = ranks.from_rank_zero(lambda: run_directory.choose(flags, this.directory)), None
     try:
         plan = make_plan(flags, this.placement, this.directory, resume_from)
@@ -147,9 +147,9 @@ def _plan_together(this: ThisRank, flags: Flags) -> None:
 
 
 def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> int:
-    """Tell the others and the user why this rank ends. Returns its exit code.
+    """Tell the other ranks and the user why this rank ends. Returns its exit code.
 
-    own: this rank's fault. is_stuck: the watching thread ends it, for a fault that it has seen or heard of.
+    own: this rank's fault. is_stuck: the watching thread calls this, for a fault that it has seen or been told.
     """
     rank, watch = this.rank, this.watch
     first_rank, first = watch.report(own)
@@ -158,7 +158,7 @@ def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> in
     if not is_first and first.code != faults.PEER_LOST:
         first = Fault(f"rank {first_rank}: {first}", first.code, first.retryable)
 
-    # One sentence: from rank 0, and from a rank whose own error nobody else has seen. To torchrun from each.
+    # Rank 0 prints the first fault. Another rank prints its own error, which only it has seen, or that rank 0 is lost.
     if own is first or own.code == faults.PEER_LOST:
         tell_torchrun(str(first), is_consequence=True)
     if first.code == faults.DONE:
@@ -169,10 +169,10 @@ def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> in
     elif own.code in (faults.UNEXPECTED, faults.OUT_OF_MEMORY) or first.code == faults.PEER_LOST:
         print(f"train.py: rank {rank}: {first if own.code == faults.PEER_LOST else own}", file=sys.stderr, flush=True)
 
-    # STATUS.json: by rank 0, and in its place where it is lost, frozen or never came.
+    # Rank 0 writes STATUS.json, or another rank, if rank 0 is lost, frozen or never joined.
     if rank == 0:
         if this.plan is None:  # nothing was done in the run directory
-            run_directory.leave(first, has_plan=watch.is_joining)  # flags, data and model are looked at after joining
+            run_directory.leave(first, has_plan=watch.is_joining)  # a plan can only be wrong after joining
         else:
             run_directory.write_status(this.directory, first.code, str(first), watch.step, first.retryable)
         watch.wait_for(list(watch.beats), SECONDS_FOR_OTHERS)
@@ -182,18 +182,18 @@ def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> in
             launch.kill_parent()
     this.children.end(SECONDS_FOR_OTHERS)
 
-    # The rank that failed first ends with its own code, and so does the process that has started the others.
+    # The rank that failed first exits with its own code. So does the process that started the others, for its user.
     if is_first and not is_stuck:
         return own.code
     return first.code if first.code == faults.STOPPED or this.children.processes else faults.PEER_LOST
 
 
 def _write_for_rank_0(this: ThisRank, flags: Flags, first: Fault) -> None:
-    """STATUS.json in place of rank 0, unless it has said why this run ends."""
+    """Write STATUS.json in place of rank 0, unless rank 0 has written why this run ends."""
     of_rank_0 = this.watch.beats.get(0, {})
     with suppress(ValueError, OSError):
         directory = Path(this.directory or of_rank_0.get("directory") or run_directory.directory(flags))
-        if not of_rank_0 and not launch.has_parent():  # rank 0 holds no lock, or that of another run
+        if not of_rank_0 and not launch.has_parent():  # rank 0 never came, so it doesn't hold the lock
             run_directory.lock(directory)
         said = run_directory.read_status(directory)
         if directory.is_dir() and (said.get("code") is None or said.get("pid") != of_rank_0.get("pid")):
@@ -201,7 +201,7 @@ def _write_for_rank_0(this: ThisRank, flags: Flags, first: Fault) -> None:
 
 
 def _out_of_memory(this: ThisRank, fault: Fault) -> Fault:
-    """With the peak, what the run holds, and what to change."""
+    """`fault` with the peak of memory, what takes it, and what to change."""
     plan, watch, device, total = this.plan, this.watch, this.fabric.device, ""
     if device.type == "cuda":
         total = f" of {torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB"

@@ -1,4 +1,4 @@
-"""What follows a step that the guard didn't simply take: a line, the end of the run, or a rewind."""
+"""What follows if the guard didn't take a step, or warns of it: a line, the end of the run, or a rewind."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fabric_llm.training.guard import Guard
 
 
 def report(run: Run, before: Progress) -> None:
-    """Say that the step from `before` was left out or looked odd, and where its data is.
+    """Log that the step from `before` was left out or is a spike, and which sequences it read.
 
-    Raises Fault (76) once there were too many.
+    Raises Fault (76) after too many such steps.
     """
     guard = run.guard
     if guard.verdict == "take":
         return
     run.log.verdict(before, guard)
     if guard.gives_up():
-        save.publish(run)  # the pending checkpoint: it predates the bad steps
+        save.publish(run)  # a checkpoint in the background is older than these steps
         many = f"{guard.skipped} steps in a row were left out"
         if guard.verdict == "rewind":
             many = f"the run would go back for the {guard.rewinds + 1}. time"
@@ -36,17 +36,17 @@ def report(run: Run, before: Progress) -> None:
 
 
 def require_budget(run: Run) -> None:
-    """Raises Fault (76) where a run ends with more forgotten than it may."""
+    """Raises Fault (76) if a run ends with more forgotten than --forgetting_budget, unless that only warns."""
     if run.guard.forgetting.verdict in ("stop", "rewind"):
         reason = f"{run.guard.forgetting.reason} (--forgetting_budget: more replay or a larger budget may help)"
         raise _fault(run, reason, forgot=True)
 
 
 def rewind(run: Run) -> None:
-    """Go back to the state of the last checkpoint, and on with the data after that of the step just made.
+    """Go back to the last checkpoint, and go on with the data after the step that was just made. All ranks call it.
 
-    Where too much was forgotten: to the last that had used at most half of each budget, or to the beginning, and on with more
-    of what was forgotten. All ranks call it. Raises Fault (76) without a checkpoint, or where no more is to be had of a source.
+    If too much was forgotten, go back to the last checkpoint that had used at most half of each budget, or to the beginning of
+    the run, and go on with more replay. Raises Fault (76) without a checkpoint, or if a source can't be read more often.
     """
     save.publish(run)
     guard, position = run.guard, run.progress.position
@@ -70,14 +70,14 @@ def rewind(run: Run) -> None:
     state = {**document["guard"], "rewinds": guard.rewinds + 1, "before": guard.forgetting.before}
     restore(run, {**document, "guard": state})
     if run.fabric.global_rank == 0:
-        keep.move_aside(run.plan.run_directory, there.step)  # those that are damaged, or have forgotten
+        keep.move_aside(run.plan.run_directory, there.step)  # later checkpoints are damaged, or have forgotten
     run.log.rewound(there, run.plan, words, record)
 
 
 def choose_checkpoint(run: Run, forgot: bool) -> tuple[Optional[Path], dict[str, Any]]:
-    """(the newest whole checkpoint, its progress.json). Called on rank 0.
+    """(the newest whole checkpoint that `suits`, its progress.json). Called on rank 0.
 
-    Where the run forgot, one that has room; the beginning of the run is one as well: (None, what would be its progress.json).
+    A run that forgot may also go back to its beginning: (None, what its progress.json would be).
     """
     plan, step, is_one = run.plan, run.progress.step, suits(run, forgot)
     hashes = run.flags.checkpoint.verify_checkpoints == "full"
@@ -95,12 +95,12 @@ def choose_checkpoint(run: Run, forgot: bool) -> tuple[Optional[Path], dict[str,
 
 
 def suits(run: Run, forgot: bool) -> Callable[[dict[str, Any]], bool]:
-    """Whether the checkpoint of a progress.json is one to go back to: of a run that forgot, with at most half of each budget used."""
+    """Whether a run may go back to the checkpoint of a progress.json. If it forgot, at most half of each budget may be used there."""
     return lambda document: not forgot or run.guard.forgetting.has_room(document.get("eval_losses"))
 
 
 def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
-    """76, with the command that goes on from the newest checkpoint that suits, or starts again, at half the rate."""
+    """Fault (76) with the next command: go on from the newest checkpoint that `suits`, or start again, at half the rate."""
     folder, half = run.plan.run_directory, f"--lr {run.flags.training.lr / 2:g}"
     last, _ = keep.newest_valid(folder, False, suits(run, forgot))
     following = f"Start again: the same command with --run_name {folder.name}-2 {half}"

@@ -1,7 +1,7 @@
-"""AdamW that keeps small updates in bfloat16 parameters, and the optimizer of a run: another goes into `make_optimizer`.
+"""AdamW that keeps small updates of bfloat16 parameters. `make_optimizer` makes the optimizer of a run.
 
-A bfloat16 number has 8 significant bits, so an update smaller than 1/512 of its weight is rounded away, and at the
-learning rates of continued pretraining most are. `updates` says what is done about it:
+A bfloat16 number has 8 significant bits, so an update smaller than 1/512 of its weight is rounded away. At the learning rates
+of continued pretraining most updates are. `updates` says what is done:
 
 | updates    | a new bfloat16 parameter is                     | state, bytes a parameter             |
 |------------|-------------------------------------------------|--------------------------------------|
@@ -9,8 +9,7 @@ learning rates of continued pretraining most are. `updates` says what is done ab
 | master     | a float32 master, rounded to nearest            | master and moments float32: 12       |
 | nearest    | rounded to nearest: torch.optim.AdamW           | moments bfloat16: 4                  |
 
-The arithmetic is float32 everywhere. Besides its state, a step takes at most 8 MiB on a CPU and 512 MiB on a GPU, however
-large the model.
+All arithmetic is float32. Besides its state, a step takes at most 8 MiB on a CPU and 512 MiB on a GPU for any model.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from fabric_llm.training.adamw_rounded import Origin, fastest, plain_update, rou
 LEAST_ELEMENTS = 2**20  # below this, plain PyTorch takes less time in ten steps than compiling a kernel would
 UPDATED = ("param", "grad", "exp_avg", "exp_avg_sq", "master")
 UPDATES = ("stochastic", "nearest", "master")
-BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}  # of master: a CPU's stay in its cache, a GPU's hide the launches
+BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}  # of master: on a CPU they fit its cache, on a GPU they hide launches
 
 
 def make_optimizer(wrapped: nn.Module, decayed: set[str], training: Flags, updates: str) -> torch.optim.Optimizer:
@@ -47,9 +46,9 @@ def make_optimizer(wrapped: nn.Module, decayed: set[str], training: Flags, updat
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay applies to: matrices, not norms and biases.
+    """Names of the parameters with weight decay: matrices, but not norms and biases.
 
-    Ask the model before it is wrapped: FSDP shows each parameter as a one-dimensional piece.
+    model: unwrapped, because FSDP shows each parameter as a one-dimensional piece.
     """
     return {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
 
@@ -114,9 +113,8 @@ class AdamW(torch.optim.Optimizer):
         """One step for every parameter that has a gradient. With lr 0 parameters keep every bit."""
         for group in self.param_groups:
             failpoint("optimizer_step")
-            alike: dict[
-                Any, list[tuple[list[Tensor], Origin]]
-            ] = {}  # what one kernel takes: UPDATED, flat, and origins
+            # What one kernel takes: the flat tensors of UPDATED, and what they are pieces of.
+            alike: dict[Any, list[tuple[list[Tensor], Origin]]] = {}
             for param in group["params"]:
                 if param.grad is not None:
                     if not self.state[param]:  # FSDP1 loads none where a rank holds nothing of a parameter
@@ -124,7 +122,7 @@ class AdamW(torch.optim.Optimizer):
                     tensors = {"param": param, "grad": param.grad.contiguous(), **self.state[param]}
                     step = tensors["step"].add_(1).item()
                     flat = [local_part(tensors[name]).view(-1) for name in UPDATED if name in tensors]
-                    if flat[0].numel():  # a rank may hold nothing of a sharded parameter
+                    if flat[0].numel():  # else this rank holds nothing of a sharded parameter
                         key = flat[0].device, param.dtype, step
                         alike.setdefault(key, []).append((flat, self.origins[param]))
             for (device, dtype, step), some in alike.items():
@@ -138,13 +136,13 @@ class AdamW(torch.optim.Optimizer):
                     fused_step([tensors for tensors, _ in some], group, step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state as it was saved, where torch's would round all of it to the parameter's dtype."""
+        """Load the state as it was saved. torch's own would round it to the parameter's dtype."""
         super().load_state_dict(state_dict)
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         params = (param for group in self.param_groups for param in group["params"])
         for number, param in zip(numbers, params, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
-                counts = name == "step"  # of each parameter its own, since it is added to in place
+                counts = name == "step"  # copied, since each parameter's is incremented in place
                 self.state[param][name] = value.to("cpu" if counts else param.device, copy=counts)
 
 
@@ -168,7 +166,7 @@ def master_step(tensors: list[Tensor], group: dict[str, Any], step: float) -> No
 
 
 def checkpoint_bytes(parameters: Iterable[Tensor], updates: str, ema: Optional[str] = None) -> int:
-    """Bytes of parameters and the state of those that train, on any device. ema: device of a moving average, host or same."""
+    """Bytes of all parameters and of the state of those that train. ema: device of the moving average, host or same."""
     total = 0
     for parameter in parameters:
         each = own = parameter.element_size()

@@ -32,7 +32,7 @@ Key = tuple[int, int, int]  # three int32
 Origin = tuple[str, int]  # of a rank's piece of a parameter: its name, and the index of the first element in the whole
 PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # what a CPU's thread, or a launch on a GPU, does at a time
 PLAIN_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}  # what plain PyTorch does: it needs 8 MiB on a CPU, 512 MiB on a GPU
-# Contraction would round a * b + c once instead of twice. Without errno, and traps that nobody catches, roots vectorise.
+# Contraction would round a * b + c once instead of twice. Roots are vectorised only without errno and traps.
 COMPILER_FLAGS = ("-std=c++17", "-O3", "-funroll-loops", "-march=native", "-shared", "-fPIC")
 COMPILER_FLAGS += ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
@@ -40,7 +40,7 @@ COMPILER_FLAGS += ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 def rounded_step(
     parameters: list[tuple[list[Tensor], Origin]], group: dict[str, Any], step: int, seed: int, update: Update
 ) -> None:
-    """AdamW by an `update`, see `plain_update`, for parameters of one device: what it takes, whole, and what that is of."""
+    """A step of AdamW by an `update`, see `plain_update`. parameters: (tensors that it takes, their origin), on one device."""
     numbers = numbers_of(group, step)
     kind = "cpu" if parameters[0][0][0].device.type == "cpu" else "cuda"
     limit = PIECE_ELEMENTS[kind]
@@ -52,37 +52,38 @@ def rounded_step(
                 tensors = [tensors[0].clone(), *tensors[1:]]
             update(tensors, first, key, numbers)
 
-    threads = torch.get_num_threads() if kind == "cpu" and update is not plain_update else 1  # which has torch's own
+    # plain_update has threads of torch.
+    threads = torch.get_num_threads() if kind == "cpu" and update is not plain_update else 1
     if threads == 1:
         return update_all(pieces)
-    with ThreadPoolExecutor(threads) as pool:  # a task for each piece would cost as much as a small update
+    with ThreadPoolExecutor(threads) as pool:  # one task for each thread, since a task costs as much as a small update
         list(pool.map(update_all, [pieces[first::threads] for first in range(threads)]))
 
 
 def pieces_of(
     tensors: Sequence[Tensor], origin: Origin, limit: int, seed: int, step: int
 ) -> Iterator[tuple[Sequence[Tensor], int, Key]]:
-    """Pieces of at most `limit` elements of flat tensors: (one of each tensor, index modulo 2**32 of their first, key of the noise).
+    """Cut flat tensors into pieces of at most `limit` elements: (a piece of each, first index modulo 2**32, key of the noise).
 
-    None crosses a multiple of 2**32: kernels count indices in 32 bits, the rest goes into the key.
+    No piece crosses a multiple of 2**32, because kernels count indices in 32 bits; the higher bits go into the key.
     """
     (name, offset), start, count = origin, 0, tensors[0].numel()
     while start < count:
         high, first = divmod(offset + start, 2**32)
         end = min(start + limit, start + 2**32 - first, count)
-        whole = end - start == count  # the usual case, and cutting takes longer than a small update
+        whole = end - start == count  # the usual case; cutting would take longer than a small update
         yield tensors if whole else [tensor[start:end] for tensor in tensors], first, key_of(seed, step, name, high)
         start = end
 
 
 def key_of(seed: int, step: int, name: str, high: int) -> Key:
-    """The key of the noise of those elements of a parameter whose index divided by 2**32 is `high`."""
+    """The key of the noise for the elements of a parameter with index // 2**32 == high."""
     digest = hashlib.blake2b(repr((seed, step, name, high)).encode(), digest_size=12).digest()
     return struct.unpack("<3i", digest)
 
 
 def numbers_of(group: dict[str, Any], step: int) -> list[float]:
-    """The numbers of an update, in float64 and rounded once to float32, on the host: the same for every device."""
+    """The numbers of an update, computed in float64 on the host and rounded to float32: the same for every device."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     decay, step_size = 1 - lr * group["weight_decay"], lr / (1 - beta1**step)
     bias = 1 / math.sqrt(1 - beta2**step)
@@ -109,8 +110,8 @@ def plain_update(tensors: Sequence[Tensor], first: int, key: Key, numbers: list[
 def bfloat16_bits(values: Tensor, noise: Tensor) -> Tensor:
     """float32 -> the bits of bfloat16s as int32 in -2**15..2**15-1, rounded stochastically, in the memory of `values`.
 
-    bfloat16 is the upper half of float32's bits, into which the noise, int32 in 0..2**16-1, carries with the probability of the
-    lower half / 2**16: the mean is exact, and what fits stays. NaNs are made canonical so that none carries into the sign.
+    bfloat16 is the upper half of float32's bits. Adding noise, int32 in 0..2**16-1, carries into it with probability lower half /
+    2**16, so the mean is exact, and bfloat16 numbers stay. NaNs are made canonical so that none carries into the sign.
     """
     torch.nan_to_num_(values, nan=math.nan, posinf=math.inf, neginf=-math.inf)
     return values.view(torch.int32).add_(noise).bitwise_right_shift_(16)
@@ -139,7 +140,7 @@ def noise(first: int, count: int, key: Key, device: torch.device) -> tuple[Tenso
 
 @cache
 def fastest(device: torch.device) -> Update:
-    """The kernel of a device, compiled and compared; else say once why plain PyTorch goes on, with the same numbers."""
+    """The kernel of a device, if it compiles and has the right bits. Otherwise warn, and return `plain_update`, with the same bits."""
     if device.type not in ("cpu", "cuda"):
         return plain_update
     try:
@@ -150,7 +151,7 @@ def fastest(device: torch.device) -> Update:
         if equals_plain(update, device):
             return update
         reason = "its bits differ from those of plain PyTorch"
-    except Exception as error:  # whatever a compiler may do, there is another way with the same numbers
+    except Exception as error:  # whatever a compiler does, plain PyTorch has the same bits
         reason = one_line(getattr(error, "stderr", None) or f"{type(error).__name__}: {error}")[:400]
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         needs = "a C++ compiler" if device.type == "cpu" else "Triton and a C compiler"
@@ -163,7 +164,7 @@ def fastest(device: torch.device) -> Update:
 
 
 def compiled() -> Update:
-    """`plain_update` in one pass over memory: adamw.cpp, compiled by c++ or what CXX names, for tensors on a CPU.
+    """`plain_update` in one pass over memory, for a CPU: adamw.cpp, compiled by c++ or by what CXX names.
 
     Compiling takes half a second and leaves no files. ctypes passes addresses, so no header of Python or torch is needed.
     """
@@ -176,7 +177,7 @@ def compiled() -> Update:
     function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] + [ctypes.c_uint32] * 4 + [ctypes.c_float] * 7
 
     def update(tensors: Sequence[Tensor], first: int, key: Key, numbers: list[float]) -> None:
-        if tensors[1].dtype != torch.bfloat16:  # rare, and not worth a second function
+        if tensors[1].dtype != torch.bfloat16:  # a gradient of another dtype is rare
             return plain_update(tensors, first, key, numbers)
         assert all(t.dtype == torch.bfloat16 and t.is_contiguous() and t.device.type == "cpu" for t in tensors)
         function(*(t.data_ptr() for t in tensors), tensors[0].numel(), first, *key, *numbers)

@@ -1,7 +1,7 @@
 """An exponential moving average (EMA) of the weights: --ema_decay.
 
-After each step `ema += (1 - decay) * (weights - ema)`. It begins as a copy of the weights, so it needs no correction of a bias
-towards zero. --ema_every N updates it every N steps, with decay**N, so that it reaches as far back.
+After each step `ema += (1 - decay) * (weights - ema)`. It begins as a copy of the weights, so it needs no bias correction.
+--ema_every N updates it every N steps with decay**N, so that it reaches as far back.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ BLOCK_ELEMENTS = 2**22  # that are updated at a time: 16 MiB in float32
 
 
 class Average(torch.optim.Optimizer):
-    """The EMA of all parameters that an optimizer trains, with their shapes, and split over ranks as they are.
+    """The EMA of all parameters that an optimizer trains, in their shapes, and sharded as they are.
 
-    It is an Optimizer in form, with a state `ema` for each parameter, so that checkpoints name, shard and restore it as they do
-    moments; one of its own since FSDP wants all state of an optimizer in one dtype.
+    It has the form of an Optimizer, with a state `ema` for each parameter, so that checkpoints name, shard and restore it like
+    moments. It isn't part of the other optimizer's state, since FSDP wants all state of an optimizer in one dtype.
 
-    device: host, float32 in the memory of the CPU; same, in dtype and on the device of the parameter, where bfloat16 is rounded
-    stochastically, as by the optimizer and independent of it: to nearest, no average with a decay above 0.998 could move.
+    device: host, float32 in host memory; same, in the dtype and on the device of the parameter. There bfloat16 is rounded
+    stochastically, by other noise than the optimizer's: to nearest, an average with a decay above 0.998 couldn't move.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, decay: float, device: str, every: int, seed: int) -> None:
@@ -43,17 +43,17 @@ class Average(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take the weights after the run's step `step` in. Does nothing where that isn't a multiple of `every`."""
+        """Update the average by the weights after the run's step `step`, if that is a multiple of `every`."""
         if step % self.every:
             return
         weight = 1 - self.decay**self.every
         for (name, offset), (param, ema) in zip(self.origins, self._tensors()):
-            if weight == 1:  # the difference and the sum below would be rounded
+            if weight == 1:  # the arithmetic below would round
                 ema.copy_(param)
                 continue
             origin = f"{NAME} of {name}", offset
             for (old, new), first, key in pieces_of([ema, param], origin, BLOCK_ELEMENTS, self.seed, step):
-                # Each operation is rounded by itself: a fused one would give other bits at the end of a vector, so with other shards.
+                # No fused operations: they give other bits at the end of a vector, and so with other shards.
                 wide = old.float()
                 moved = new.to(old.device, torch.float32).sub(wide).mul_(weight).add_(wide)
                 if ema.dtype == torch.bfloat16:
@@ -65,7 +65,7 @@ class Average(torch.optim.Optimizer):
     @contextmanager
     @torch.no_grad()
     def in_place(self) -> Iterator[None]:
-        """In the body the model has the average, rounded to nearest, as its weights; a copy of them comes back."""
+        """In the body, the model has the average, rounded to nearest, as its weights. They are restored from a copy."""
         kept = [(param, param.clone()) for param, _ in self._tensors()]
         for param, ema in self._tensors():
             param.copy_(ema)
@@ -76,10 +76,10 @@ class Average(torch.optim.Optimizer):
                 param.copy_(weights)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the averages, which stay on their device and in their dtype. torch's would give them those of the parameters."""
+        """Load the averages into their device and dtype. torch's own would move them to those of the parameters."""
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         for number, (_, ema) in zip(numbers, self._tensors(), strict=True):
-            if ema.numel():  # a rank may hold nothing of a sharded parameter
+            if ema.numel():  # else this rank holds nothing of a sharded parameter
                 ema.copy_(local_part(state_dict["state"][number][NAME]).view(-1))
 
     def _tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -89,7 +89,7 @@ class Average(torch.optim.Optimizer):
 
 
 def begin(optimizer: torch.optim.Optimizer, decay: Optional[float], device: str, every: int, seed: int) -> None:
-    """Give the optimizer of a run, as its attribute `average`, an `Average` of the weights as they are; without decay none."""
+    """Give an optimizer an `Average` of its weights, as its attribute `average`, unless decay is None."""
     if decay is not None:
         optimizer.average = Average(optimizer, decay=decay, device=device, every=every, seed=seed)
 

@@ -1,6 +1,6 @@
-"""What an evaluation finds: the loss of each validation set, and how far the weights are from those the run began with.
+"""Evaluation: the loss of each validation set, and the drift, how far the weights are from those at the start of the run.
 
-Both are the same numbers on any number of devices.
+Both are the same on any number of devices.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.sources import COPY
 from fabric_llm.model.strategy import local_part, original_name, reshard, shard_group, shard_places
 
-SAMPLE = 2**16  # weights of the whole model, whose relative distance is that of all weights to about 1 %
+SAMPLE = 2**16  # weights, whose relative distance is that of all weights to about 1 %
 FILE = "base_sample.npy"  # float32 [SAMPLE], beside the run's log
-# Wrapped model -> L2 distance of its weights from the base of the run, as a part of the base's norm. All ranks call it.
+# Wrapped model -> L2 distance of its weights from the base of the run, divided by the base's norm. All ranks call it.
 Drift = Callable[[nn.Module], float]
 
 
@@ -36,12 +36,12 @@ class Found(NamedTuple):
     """What an evaluation has found."""
 
     sets: dict[str, dict[str, float]]  # by name, see `evaluate`
-    of_average: Optional[dict[str, float]]  # losses of a moving average of the weights, if there is one, nats
+    of_average: Optional[dict[str, float]]  # losses of the moving average of the weights, if there is one, nats
     drift: Optional[float]  # None: not measured
 
     @property
     def losses(self) -> dict[str, float]:
-        """Of each set, nats."""
+        """{set: its loss, nats}."""
         return {name: one["loss"] for name, one in self.sets.items()}
 
 
@@ -50,20 +50,20 @@ class Evaluation:
     """Evaluates a model on the first batches of validation sets."""
 
     fabric: Fabric
-    batches: Mapping[str, Batches]  # of this rank, read from position 0, of each set by name
-    is_asked_to_stop: Callable[[], bool]  # this rank; the request of one ends the evaluation on all
-    working: Callable[[], None]  # called before each batch, to say that this rank goes on
+    batches: Mapping[str, Batches]  # {set: this rank's batches}, read from position 0
+    is_asked_to_stop: Callable[[], bool]  # of this rank; a request to one rank ends the evaluation on all
+    working: Callable[[], None]  # called before each batch, to mark that this rank makes progress
     token_bytes: Optional[Tensor] = None  # of each id, int64 [vocabulary], see data/token_bytes.py
     drift: Optional[Drift] = None
     was_stopped: bool = False
 
     @property
     def is_on(self) -> bool:
-        """False where there is nothing to evaluate."""
+        """False if there is nothing to evaluate."""
         return any(batches.micro_batches > 0 for batches in self.batches.values())
 
     def of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Optional[Found]:
-        """What the model and its moving average make of each set: 0 without batches. None where a request to stop came first."""
+        """Evaluate the model and its moving average; the loss of a set without batches is 0. None if asked to stop before the end."""
         self.was_stopped, of_average = False, None
         sets, average = self._sets(model), getattr(optimizer, "average", None)  # see ema.py
         if average is not None and not self.was_stopped:
@@ -95,13 +95,13 @@ class Evaluation:
 def evaluate(
     fabric: Fabric, model: nn.Module, batches: Iterable[MicroBatch], token_bytes: Optional[Tensor] = None
 ) -> dict[str, float]:
-    """Loss (mean over the targets of all ranks' batches, nats), perplexity, and bits_per_byte of text with `token_bytes`.
+    """Loss (mean over the targets of all ranks' batches, nats), perplexity and, with `token_bytes`, bits_per_byte of text.
 
-    Every rank gives the same number of batches.
+    All ranks have the same number of batches.
     """
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=fabric.device)
-    counts = torch.zeros(2, dtype=torch.int64)  # targets, and the bytes of their text where known
+    counts = torch.zeros(2, dtype=torch.int64)  # targets, and bytes of their text
     for batch in batches:
         failpoint("evaluate")
         counts[0] += target_count(batch)
@@ -110,7 +110,7 @@ def evaluate(
             counts[1] += token_bytes[labels[labels != IGNORED]].sum()
         total += model(**fabric.to_device(batch))
     model.train()
-    reshard(model)  # or the next step would see the outermost unit's parameters whole, and not sum their gradients
+    reshard(model)  # otherwise the next step would find the outermost unit gathered, and not reduce its gradients
     total = sum_over_ranks(fabric, total).item()
     targets, text = sum_over_ranks(fabric, counts.to(fabric.device)).tolist()
     loss = total / max(targets, 1)
@@ -124,7 +124,7 @@ def evaluate(
 def drift_of_run(
     fabric: Fabric, model: nn.Module, sizes: dict[str, int], directory: Path, resumed_from: Optional[Path]
 ) -> Optional[Drift]:
-    """The measure of a run whose base is the wrapped `model`, or, where it is resumed, what was kept of it: None if nothing was.
+    """What measures the drift from the wrapped `model` or, in a resumed run, from the sample that was kept; None without one.
 
     sizes: elements of each parameter of the model. All ranks call it.
     """
@@ -132,9 +132,8 @@ def drift_of_run(
 
     def keep() -> Optional[Tensor]:
         base = began
-        for folder in (
-            [] if resumed_from is None else [resumed_from.parent, directory]
-        ):  # a branch's own before the other run's
+        # The last that is there: a branch's own, once it has one, before that of the run that it left.
+        for folder in [] if resumed_from is None else [resumed_from.parent, directory]:
             with suppress(OSError, ValueError):
                 base = torch.from_numpy(np.load(folder / FILE))
         if base is not None:

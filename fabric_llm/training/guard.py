@@ -1,4 +1,4 @@
-"""Which steps are taken, skipped or undone, and what a run may forget, from numbers that all ranks share. Without torch."""
+"""Decides which steps are taken, skipped or undone, and what a run may forget, by numbers that all ranks share."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any, Optional
 
 NUMBER = r"\d+(\.\d*)?([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?"
 ACTIONS = ("warn", "stop", "rewind")
-ROOM = 0.5  # part of a budget that may be used where a rewind begins: more replay needs time to tell
-ENOUGH_LOSSES = 10  # to speak of a deviation
+ROOM = 0.5  # part of a budget that may be used at a checkpoint to rewind to: more replay needs time to work
+ENOUGH_LOSSES = 10  # for a standard deviation
 
 
 @dataclass
 class Forgetting:
-    """Judges each evaluation: how far the loss of a validation set may rise above its value before step 1."""
+    """Judges each evaluation by how far the losses of validation sets rose above their values before step 1."""
 
     budgets: Mapping[str, float] = field(default_factory=dict)  # of some sets, nats
-    action: str = "warn"  # where a set is above its budget: one of ACTIONS
+    action: str = "warn"  # one of ACTIONS, when a set is above its budget
     before: dict[str, float] = field(default_factory=dict)  # loss of each set before step 1, nats; in checkpoints
     verdict: str = "keep"  # on the last evaluation: keep, or the action
     reason: str = ""
     over: tuple[str, ...] = ()  # sets above their budget
 
     def judge(self, step: int, losses: Mapping[str, float]) -> None:
-        """`verdict`, `reason` and `over` say what the losses after `step` steps, nats, come to. At step 0 they are kept."""
+        """Set `verdict`, `reason` and `over` by the losses after `step` steps, nats. Those at step 0 become `before`."""
         if step == 0:
             self.before = dict(losses)
         rises = self.forgotten(losses)
@@ -39,11 +39,11 @@ class Forgetting:
         self.verdict, self.reason = self.action if self.over else "keep", f"forgotten: {'; '.join(words)}"
 
     def forgotten(self, losses: Mapping[str, float]) -> dict[str, float]:
-        """How far each loss is above its value before step 1, nats, where that is known."""
+        """{set: nats that its loss is above its value before step 1}, of sets for which that is known."""
         return {name: loss - self.before[name] for name, loss in losses.items() if name in self.before}
 
     def has_room(self, losses: Optional[Mapping[str, float]]) -> bool:
-        """True for the losses of a checkpoint that has used at most ROOM of each budget; None: it wasn't evaluated."""
+        """Whether a checkpoint with these losses has used at most ROOM of each budget. None: it wasn't evaluated."""
         if losses is None or not self.budgets.keys() <= losses.keys():
             return False
         rises = self.forgotten(losses)
@@ -61,12 +61,12 @@ class Guard:
     losses: list[float] = field(default_factory=list)  # of the last steps taken, at most spike_window
     skipped: int = 0  # steps in a row
     rewinds: int = 0  # of the whole run
-    forgetting: Forgetting = field(default_factory=Forgetting)  # judges evaluations
+    forgetting: Forgetting = field(default_factory=Forgetting)
     verdict: str = "take"  # on the last step: take, warn, skip or rewind; after its evaluation it may be stop as well
     reason: str = ""
 
     def accept(self, loss: float, grad_norm: float) -> bool:
-        """True if the step is to be taken; `verdict` and `reason` say more."""
+        """Whether the step is to be taken. Sets `verdict` and `reason`."""
         self.verdict, self.reason = self._judge(loss, grad_norm)
         if self.verdict in ("take", "warn"):
             self.skipped = 0
@@ -88,13 +88,13 @@ class Guard:
         return "take", ""
 
     def accept_evaluation(self, step: int, losses: Mapping[str, float]) -> None:
-        """Judge the losses of the validation sets after `step` steps, nats. `verdict` and `reason` may be `forgetting`'s then."""
+        """Judge the losses of the validation sets after `step` steps, nats. May set `verdict` and `reason`."""
         self.forgetting.judge(step, losses)
         if self.forgetting.verdict in ("stop", "rewind"):
             self.verdict, self.reason = self.forgetting.verdict, self.forgetting.reason
 
     def gives_up(self) -> bool:
-        """True once there were more skips in a row, or with this one more rewinds, than allowed."""
+        """Whether more steps in a row were skipped, or the run would rewind more often, than allowed."""
         count = self.rewinds + 1 if self.verdict == "rewind" else self.skipped
         return count > self.max_skipped_steps
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
-# Name -> shape of a decay: from the part of it that is done, 0 to 1, to the part of the rate that is left.
+# Name -> shape of a decay: a function from the part of it that is done, 0 to 1, to the part of the rate that is left.
 DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),  # Loshchilov and Hutter (2017)
     "linear": lambda done: 1 - done,
@@ -17,22 +17,22 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 
 class AfterWarmup(NamedTuple):
-    """A place in a run behind its warm-up."""
+    """A place in a run after its warm-up."""
 
     step: int  # finished steps since the warm-up
-    done: float  # the part of the steps behind the warm-up that is done, 0 to 1
-    last_decay: float  # what the decay of the last steps has left: 1 before it, and 0 at its end
-    cooldown: float  # what the way down to the constant rate has left: 1, and at its end that rate's part of the peak's
+    done: float  # the part of the steps after the warm-up that is done, 0 to 1
+    last_decay: float  # the factor of --decay_steps: 1 before them, falling to 0
+    cooldown: float  # the factor of --cooldown_steps: 1 at their beginning, falling to that of the constant rate
     warmup_steps: int
 
 
-# Name -> schedule: from the place behind the warm-up to what is left of the peak rate, 1 to 0, both above min_lr.
+# Name -> schedule: a function from the place after the warm-up to x in lr(x) = min_lr + x (lr - min_lr).
 SCHEDULES: dict[str, Callable[[AfterWarmup], float]] = {
     "cosine": lambda at: DECAYS["cosine"](at.done),
     "linear": lambda at: DECAYS["linear"](at.done),
     "constant": lambda at: 1.0,
     "wsd": lambda at: at.last_decay,  # warm-up, stable, decay: Hu et al. (2024), arXiv 2404.06395
-    # Down to a constant rate, on which a run of any length stays until it decays: Singh et al. (2025), arXiv 2503.02844.
+    # Falls to a constant rate, at which a run of any length stays until its last decay: Singh et al. (2025), arXiv 2503.02844.
     "infinite": lambda at: at.cooldown * at.last_decay,
     "inverse_sqrt": lambda at: math.sqrt(max(1, at.warmup_steps) / (max(1, at.warmup_steps) + at.step)),
 }
@@ -55,10 +55,10 @@ def lr_at(
 ) -> float:
     """Learning rate of the step that follows `step` finished ones.
 
-    It rises linearly from lr/warmup_steps to lr over the warm-up and then follows SCHEDULES[lr_schedule] down to min_lr, which it
-    would reach one step after the last. decay_steps: last steps, in which wsd and infinite decay in the shape of DECAYS
-    (default: a tenth of the run). cooldown_steps: after the warm-up, in which infinite comes down to constant_lr (defaults: a
-    quarter of the run, and the mean of lr and min_lr, as in the paper).
+    It rises linearly from lr/warmup_steps to lr over the warm-up. Then it follows SCHEDULES[lr_schedule] down to min_lr, which
+    it would reach one step after the last. decay_steps: the last steps, over which wsd and infinite decay in a shape of DECAYS
+    (default: a tenth of the run). cooldown_steps: steps after the warm-up over which infinite falls to constant_lr (defaults:
+    a quarter of the run, and the mean of lr and min_lr, as in the paper).
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
@@ -82,5 +82,5 @@ def lr_at(
 
 
 def arguments_of(flags: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `lr_at` among the flags of a run, whose names they have; without `max_step`, which a run may extend."""
+    """The flags of a run that are arguments of `lr_at`, except `max_step`, since a run may be extended."""
     return {name: flags[name] for name in inspect.signature(lr_at).parameters if name not in ("step", "max_step")}

@@ -1,4 +1,4 @@
-"""The parts of an optimizer step that train.py puts together: seed, targets, micro-batches, backward, clip, share, update."""
+"""The parts of an optimizer step, from which train.py composes the step: seed, targets, backward, clip, share, update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def count_targets(fabric: Fabric, micro_batches: list[MicroBatch]) -> Tensor:
-    """Target tokens of the global batch, int64 scalar, at least 1: a batch without any target contributes 0, never 0/0."""
+    """Target tokens of the global batch, int64 scalar, at least 1, so that the loss of a batch without targets isn't 0/0."""
     counts = torch.stack([target_count(batch) for batch in micro_batches])
     return sum_over_ranks(fabric, counts.sum()).clamp(min=1)
 
@@ -37,9 +37,10 @@ def accumulate(
     syncs_every_micro_batch: bool,
     sums_in_float32: bool,
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of a step, one after the other. The caller makes one backward pass for each.
+    """Yield the micro-batches of a step. The caller makes one backward pass for each.
 
-    syncs_every_micro_batch: reduce gradients over ranks after each one, and not only after the last. sums_in_float32: see below.
+    syncs_every_micro_batch: reduce gradients over ranks after each micro-batch, instead of after the last. sums_in_float32: see
+    `GradientSums`.
     """
     sums = GradientSums(model.parameters()) if sums_in_float32 and len(micro_batches) > 1 else None
     for index, batch in enumerate(micro_batches):
@@ -52,9 +53,9 @@ def accumulate(
 
 
 class GradientSums:
-    """Sums of low-precision gradients over the micro-batches of a step, in float32: 4 bytes for each parameter held.
+    """Sums of low-precision gradients over the micro-batches of a step, in float32: 4 bytes for each parameter of this rank.
 
-    A bfloat16 sum rounds at each addition: over 64 micro-batches more than once (docs/numerics.md has the numbers).
+    A bfloat16 sum would be rounded at each addition (docs/numerics.md has the numbers).
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -63,11 +64,11 @@ class GradientSums:
 
     @torch.no_grad()
     def add(self, last: bool) -> None:
-        """Take the gradients of one micro-batch; after the last, leave the rounded sums in their place."""
+        """Add the gradients of one micro-batch and free them. After the last one, the rounded sums take their place."""
         for index, parameter in enumerate(self.parameters):
             total = self.sums[index]
             if last and total is not None:
-                if parameter.grad is None:  # as of an expert that the last micro-batch hasn't asked
+                if parameter.grad is None:  # as of an expert that got no token of the last micro-batch
                     parameter.grad = torch.zeros_like(parameter)
                 gradient = local_part(parameter.grad)
                 gradient.copy_(total.add_(gradient))
@@ -78,40 +79,40 @@ class GradientSums:
 
 
 def backward(fabric: Fabric, loss: Tensor) -> None:
-    """Add the gradients of `loss`, float32 scalar. Strategies average gradients over ranks, while ours is a sum over them."""
+    """Add the gradients of `loss`, float32 scalar. Strategies average gradients over ranks, but here they are to be summed."""
     failpoint("forward")
     waits_for_others()
     fabric.backward(loss * fabric.world_size)
 
 
 def clip(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
-    """L2 norm of the gradient of the global batch, which is then scaled down to at most `max_norm` (0: it isn't)."""
-    fabric.strategy.precision.unscale_gradients(optimizer.optimizer)  # by Fabric's scaler of 16-mixed
+    """Scale the gradient of the global batch down to an L2 norm of `max_norm` (0: don't). Returns the norm before."""
+    fabric.strategy.precision.unscale_gradients(optimizer.optimizer)  # only 16-mixed has a scaler
     return clip_gradients(model.parameters(), max_norm, shard_group(model))
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: Optional[ProcessGroup]) -> float:
-    """Scale all gradients so that their common L2 norm, which it returns, is at most `max_norm` (0: only measure).
+    """Scale all gradients down to a common L2 norm of `max_norm` (0: only measure). Returns the norm before.
 
-    group: see `shard_group`. Squares are summed in float64: the norm of n shards then equals that of the whole, and bf16
-    gradients don't round it. The host waits for it: most steps then need no scaling.
+    group: see `shard_group`. Squares are summed in float64, so that the norm doesn't depend on the number of shards, or on
+    rounding to bfloat16. The host waits for the norm, because most steps need no scaling.
     """
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     gradients = [g for g in gradients if g.numel()]
     squares = [square(g) for g in gradients] or [torch.zeros((), dtype=torch.float64)]
     norm = sum_over_shards(torch.stack(squares).sum(), group).sqrt().item()
     if max_norm > 0 and gradients and not norm + 1e-6 <= max_norm:  # NaN as well
-        # In float32, so that another order of the sums above, 1e-16 apart, can't change a gradient's last bit.
+        # Rounded to float32, so that another order of the sums, 1e-16 apart, doesn't change a gradient's last bit.
         coefficient = torch.tensor(max_norm / (norm + 1e-6), dtype=torch.float32).item()
         torch._foreach_mul_(gradients, coefficient)
     return norm
 
 
 def share(fabric: Fabric, total: Tensor, asked: Sequence[int]) -> tuple[list[float], list[int]]:
-    """The sums over all ranks of `total`, float32 scalar or vector, and of the small numbers that each rank asks.
+    """The sums over all ranks of `total`, float32 scalar or vector, and of the small integers `asked`.
 
-    Reading them, and the norm in `clip` just before, is all that the host waits for in a step.
+    In a step the host waits only for these sums, and for the norm in `clip` just before.
     """
     numbers = torch.cat([total.flatten(), torch.tensor(asked, dtype=total.dtype, device=total.device)])
     summed = sum_over_ranks(fabric, numbers).tolist()
@@ -126,29 +127,29 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> float:
 
 
 def leave_out(fabric: Fabric) -> None:
-    """After a step that isn't taken: 16-mixed lowers the factor that it scales the loss with, which may have overflowed."""
+    """After a step that isn't taken: 16-mixed lowers the scale of its loss, which may have caused an overflow."""
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     if scaler is not None:
         scaler.update()
 
 
 def sample_weights(parameters: Iterable[nn.Parameter], per_parameter: int = 4096) -> Tensor:
-    """Copies of evenly spaced weights of each parameter that trains, of this rank's part, one-dimensional, in their dtype."""
+    """Copies of evenly spaced weights of this rank's part of each parameter that trains, one-dimensional, in their dtype."""
     samples = []
     for parameter in parameters:
         if parameter.requires_grad:
             weights = local_part(parameter.detach()).flatten()
             if weights.numel() > per_parameter:
-                apart = 8 * -(-weights.numel() // per_parameter)  # reading 8 neighbours costs as much as one of them
+                apart = 8 * -(-weights.numel() // per_parameter)  # reading 8 neighbours costs as much as reading one
                 weights = weights[: weights.numel() // apart * apart].view(-1, apart)[:, :8].flatten()
             samples.append(weights)
     return torch.cat(samples)
 
 
 def update_size(before: Tensor, model: nn.Module) -> tuple[float, float]:
-    """(part of a wrapped model's weights that changed, L2 norm of the change as a part of theirs) since `before`, over all ranks.
+    """(fraction of weights that a step changed, L2 norm of the change divided by theirs), over all ranks.
 
-    before: `sample_weights` before the step. Both say whether training in bfloat16 has an effect.
+    before: `sample_weights` before the step. model: wrapped. Both show whether training in bfloat16 has an effect.
     """
     before, after = before.float(), sample_weights(model.parameters()).float()
     squares = [torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in (after - before, before)]

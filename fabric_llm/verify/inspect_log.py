@@ -6,7 +6,6 @@ shown if it has found nothing, see `Report.look`. Nothing is changed.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +17,7 @@ from typing import Any, Optional
 from safetensors import SafetensorError
 
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, Fault, one_line
+from fabric_llm.base.files import json_lines
 
 MOST_NAMED = 10  # names of one kind in a sentence
 
@@ -157,10 +157,6 @@ def records(file: Path) -> Iterator[tuple[int, Optional[dict[str, Any]], bool]]:
 
     The record is None where the line isn't a JSON object with a step and, if any, whole tokens.
     """
-    with file.open(errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            record = None
-            with suppress(ValueError, RecursionError):
-                record = json.loads(line)
-            fits = isinstance(record, dict) and type(record.get("step")) is type(record.get("tokens", 0)) is int
-            yield number, record if fits else None, line.endswith("\n")
+    for number, (line, record) in enumerate(json_lines(file), 1):
+        fits = type(record.get("step")) is type(record.get("tokens", 0)) is int
+        yield number, record if fits else None, line.endswith("\n")
