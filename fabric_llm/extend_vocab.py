@@ -49,18 +49,17 @@ def main(argv: Optional[list[str]] = None) -> None:
         given = ExtendArguments(**parse(PROGRAM, DESCRIPTION, [ExtendArguments], words))
         ending.left = f"nothing was written to {given.output}"
         output = Path(given.output)
-        taken = {"pattern": given.pattern or DEFAULT_PATTERNS, "exclude": given.exclude or []}
         check_model_folder(given.model_name)
-        inputs.separator(given.document_separator)
+        separator = inputs.separator(given.document_separator)
         exported_output(output, given.overwrite)
         files.writable(output)
-        inputs.find_sources(given.input, output=output.resolve(), **taken)
+        chosen = {"pattern": given.pattern or DEFAULT_PATTERNS, "exclude": given.exclude or []}
+        found = inputs.find_sources(given.input, output=output.resolve(), **chosen)
         # These import torch, for which --help and mistakes don't wait.
         from fabric_llm.prepare import corpus
         from fabric_llm.verify.extend import extend
 
-        taken |= {"text_field": given.text_field, "document_separator": given.document_separator}
-        texts = corpus.read(given.input, output=output, **taken)
+        texts = corpus.read(found, given.text_field, separator)
         print(corpus.summary(texts), flush=True)
         print("\n".join(extend(given.model_name, texts, output, given.tokens)))
         ending.left = f"{given.output} is complete"

@@ -22,16 +22,6 @@ def test_every_row_has_one_place(rows):
         assert sorted(permuted(np.arange(rows), rows, seed, epoch)) == list(range(rows))
 
 
-@pytest.mark.parametrize("rows", [1, 5, 44, 64, 100, 1000, 2**15 + 1, BILLION])
-def test_few_places_and_many_are_computed_alike(rows, monkeypatch):
-    """In Python's integers, and with numpy."""
-    places = np.arange(min(rows, 500))
-    monkeypatch.setattr(order, "FEW", 0)
-    many = permuted(places, rows, 9, 2)
-    monkeypatch.setattr(order, "FEW", 500)
-    assert (permuted(places, rows, 9, 2) == many).all()
-
-
 def test_a_place_does_not_depend_on_the_others():
     whole, places = permuted(np.arange(100), 100, 5, 1), np.array([[99, 0, 3], [3, 50, 7]])
     assert (permuted(places, 100, 5, 1) == whole[places]).all()

@@ -127,7 +127,7 @@ def corpus(tmp_path):
 
 
 def made(corpus, output, **changes):
-    given = dict(train_tokenizer=300, context_length=64, validation_fraction=0.1, packing="best_fit", progress=False)
+    given = dict(train_tokenizer=300, context_length=64, validation_fraction=0.1, packing="best_fit")
     return prepare(inputs=[corpus], output=output, **{**given, **changes})
 
 

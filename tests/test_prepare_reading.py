@@ -312,9 +312,7 @@ def test_a_broken_json_array(tmp_path, cut):
 @pytest.fixture
 def make(tmp_path):
     def make(*paths, **changes):
-        given = dict(
-            train_tokenizer=300, context_length=8, validation_fraction=0.3, progress=False, output=tmp_path / "o"
-        )
+        given = dict(train_tokenizer=300, context_length=8, validation_fraction=0.3, output=tmp_path / "o")
         return prepare(inputs=list(paths), **{**given, **changes})
 
     return make

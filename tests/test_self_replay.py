@@ -117,7 +117,7 @@ def test_no_more_is_sampled_than_asked_for_and_short_documents_are_not_favoured(
 
 @pytest.mark.parametrize("action", ["term", pytest.param("kill", marks=pytest.mark.longer)])
 def test_a_stop_keeps_what_was_sampled_and_goes_on_to_the_same_bytes(models, tmp_path, action):
-    options = {"tokenizer": str(models / "gpt2"), "context_length": CONTEXT, "progress": False, "inputs": []}
+    options = {"tokenizer": str(models / "gpt2"), "context_length": CONTEXT, "inputs": []}
     whole = prepare(self_replay(str(models / "gpt2"), 3000, CONTEXT, 1234), output=tmp_path / "whole", **options)
     words = ["--self_replay", models / "gpt2", "--tokens", 3000, "--context_length", CONTEXT]
     command = [sys.executable, ROOT / "prepare_data.py", *words, "--output", tmp_path / "again"]
@@ -139,7 +139,7 @@ def test_a_stop_keeps_what_was_sampled_and_goes_on_to_the_same_bytes(models, tmp
 
 def test_a_split_without_a_row_keeps_what_was_sampled(models, tmp_path):
     """No document of gpt2's fills a row, and a single one is drawn."""
-    options = {"tokenizer": str(models / "gpt2"), "context_length": CONTEXT, "progress": False, "inputs": []}
+    options = {"tokenizer": str(models / "gpt2"), "context_length": CONTEXT, "inputs": []}
     options |= {"output": tmp_path / "data"}
     generated = self_replay(str(models / "gpt2"), 300, CONTEXT, seed=3)
     with pytest.raises(ValueError, match="a larger --validation_fraction"):

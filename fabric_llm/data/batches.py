@@ -137,7 +137,7 @@ class PinnedCopies:
         return copies
 
     def hand_out(self, micro_batches: list[MicroBatch]) -> None:
-        """Their memory isn't used again for another copy before the model's stream has done with it. Called in the step."""
+        """Keep the memory of the copies until the model's stream has used them. Called in the step."""
         for tensor in (tensor for batch in micro_batches for tensor in batch.values()):
             tensor.record_stream(torch.cuda.current_stream(self.stream.device))
 
@@ -173,7 +173,7 @@ class Prefetch:
         return micro_batches
 
     def _ready(self, position: int) -> tuple[list[MicroBatch], RowsRead, np.ndarray]:
-        """(the micro-batches, on the device of `copies`, the rows in them, their `token_places`)."""
+        """(the micro-batches of a position, on the device of `copies`, a record of their rows, their `token_places`)."""
         micro_batches, read = self.batches.read(position)
         tokens_at = token_places(micro_batches)
         return micro_batches if self.copies is None else self.copies(micro_batches), read, tokens_at
@@ -191,7 +191,7 @@ class Prefetch:
 
 
 def token_places(micro_batches: list[MicroBatch]) -> np.ndarray:
-    """How many tokens have k others before them that they see: those of their document, or row. int64 [context], for each k."""
+    """How many tokens see k tokens before them, those of their document or row: int64 [context], for each k."""
     places = []
     for batch in micro_batches:
         rows, context = batch["input_ids"].shape

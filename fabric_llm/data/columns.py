@@ -73,25 +73,10 @@ def is_padded(rows: Any) -> bool:
     return isinstance(rows, Rows) and bool((rows.padding != NO_PADDING).any())
 
 
-class Passages:
-    """Rows of a passage and the same passage again, of which only the second one is a target."""
+def copy_probe(split: Any, context_length: int, left_out: Sequence[int], seed: int) -> Rows:
+    """Rows of a passage and the same passage again, of which only the second one is a target.
 
-    def __init__(self, passages: np.ndarray) -> None:
-        """passages: int64 [rows, tokens]"""
-        self.passages = passages
-
-    def __len__(self) -> int:
-        return len(self.passages)
-
-    def __getitem__(self, numbers: Any) -> dict[str, np.ndarray]:
-        once = self.passages[numbers]
-        labels = np.concatenate([np.full_like(once, IGNORED), once], axis=-1)
-        labels[..., once.shape[-1]] = IGNORED  # nothing has said yet that the passage comes again
-        return {"input_ids": np.concatenate([once, once], axis=-1), "labels": labels}
-
-
-def copy_probe(split: Any, context_length: int, left_out: Sequence[int], seed: int) -> Passages:
-    """Random passages of the tokens of a split's first rows, without those of `left_out`, such as a document's end.
+    The passages are random tokens of a split's first rows, without those of `left_out`, such as a document's end.
 
     A probe of in-context learning that needs no labels: how well a model copies a passage that it has just read. Its tokens
     are drawn one by one, as often as they are in a text, so nothing but the first time tells the second, of which the loss is
@@ -102,4 +87,7 @@ def copy_probe(split: Any, context_length: int, left_out: Sequence[int], seed: i
     ids = ids[~np.isin(ids, left_out)]
     length = max(1, min(LONGEST_PASSAGE, context_length // 2))
     generator = np.random.Generator(np.random.Philox(seed))
-    return Passages(generator.choice(ids, (PASSAGES, length)).astype(np.int64))
+    passages = generator.choice(ids, (PASSAGES, length)).astype(np.int64)
+    labels = np.concatenate([np.full_like(passages, IGNORED), passages], axis=1)
+    labels[:, length] = IGNORED  # nothing has said yet that the passage comes again
+    return Rows([{"input_ids": np.concatenate([passages, passages], axis=1), "labels": labels}])

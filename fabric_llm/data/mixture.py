@@ -67,7 +67,7 @@ class Mixture:
         return {name: weight / sum(weights) for name, weight in zip(self.names, weights) if weight}
 
     def read_before(self, position: int) -> dict[str, dict[str, Any]]:
-        """{name: {"tokens", "epochs"}} that were read of each source before `position`, also where a run went back since."""
+        """{name: {"tokens", "epochs"}} of each source that was read before `position`, including what a rewind has undone."""
         counts = mixture_text.read_before(self.stages, position)
         return {
             name: {"tokens": count * context, "epochs": count / rows}

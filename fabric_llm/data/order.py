@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 ROW_ORDER = "feistel"  # the name of this order in progress.json
 POSITIONS_AT_ONCE = 2**18
-FEW, MASK = 32, 2**64 - 1  # places for which Python is faster than numpy
 ROUNDS, LEAST_BITS = 8, 6  # with fewer, small permutations aren't uniform
 
 
@@ -23,41 +21,18 @@ def permuted(offsets: np.ndarray, row_count: int, seed: int, epoch: int) -> np.n
     et al. 2014), and not with a library's generator, so that no release of a library can change the order of a run.
     """
     bits = max((row_count - 1).bit_length(), LEAST_BITS)
-    half, masks = bits // 2, (2 ** (bits - bits // 2) - 1, 2 ** (bits // 2) - 1)  # the halves differ if bits is odd
-    keys = _keys(seed, epoch)
-    if offsets.size <= FEW:
-        rows = [_row(place, row_count, half, masks, keys) for place in offsets.ravel().tolist()]
-        return np.array(rows, dtype=np.int64).reshape(offsets.shape)
+    half = np.uint64(bits // 2)
+    masks = [np.uint64(2**width - 1) for width in (bits - bits // 2, bits // 2)]  # the halves differ if bits is odd
     rows, outside = offsets.astype(np.uint64), np.ones(offsets.shape, dtype=bool)
     with np.errstate(over="ignore"):
+        keys = splitmix64(random_key(seed, epoch) + np.arange(ROUNDS, dtype=np.uint64))
         while outside.any():
-            left, right = rows[outside] >> np.uint64(half), rows[outside] & np.uint64(masks[1])
+            left, right = rows[outside] >> half, rows[outside] & masks[1]
             for number, key in enumerate(keys):
-                left, right = right, (left ^ splitmix64(right + np.uint64(key))) & np.uint64(masks[number % 2])
-            rows[outside] = (left << np.uint64(half)) | right
+                left, right = right, (left ^ splitmix64(right + key)) & masks[number % 2]
+            rows[outside] = (left << half) | right
             outside = rows >= row_count
     return rows.astype(np.int64)
-
-
-def _row(place: int, row_count: int, half: int, masks: tuple[int, int], keys: Sequence[int]) -> int:
-    """The same for one place, in Python's integers: a micro-batch has so few that calls of numpy would cost more."""
-    while True:
-        left, right = place >> half, place & masks[1]
-        for number, key in enumerate(keys):
-            x = (right + key + 0x9E3779B97F4A7C15) & MASK
-            x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-            x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-            left, right = right, (left ^ x ^ (x >> 31)) & masks[number & 1]
-        place = (left << half) | right
-        if place < row_count:
-            return place
-
-
-@lru_cache(maxsize=256)
-def _keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """Of the rounds of `permuted`."""
-    with np.errstate(over="ignore"):
-        return tuple(splitmix64(random_key(seed, epoch) + np.arange(ROUNDS, dtype=np.uint64)).tolist())
 
 
 def rows_at(positions: np.ndarray, row_count: int, seed: int) -> np.ndarray:

@@ -188,15 +188,7 @@ def check_preparation(flags: Flags) -> None:
                 f"--tokens {flags.tokens} don't fill a row of {flags.context_length} tokens to train on and one to validate: "
                 f"ask for {least} at least, or take a smaller --context_length"
             )
-    preparation(
-        flags.input or flags.self_replay,
-        flags.tokenizer or flags.self_replay,
-        flags.train_tokenizer,
-        flags.context_length,
-        flags.validation_fraction,
-        pattern,
-        flags.num_workers,
-    )
+    preparation(flags, flags.input or flags.self_replay, flags.tokenizer or flags.self_replay)
     separator(flags.document_separator)
     shard(flags.shard)
     prepared_output(output, flags.overwrite)
@@ -207,7 +199,6 @@ def check_preparation(flags: Flags) -> None:
             check_reachable(given, "dataset")
     if flags.tokenizer is not None and os.path.isdir(flags.tokenizer):
         tokenizer_bounds.check_file(Path(flags.tokenizer, "tokenizer.json"))
-        tokenizer_bounds.try_out(Path(flags.tokenizer, "tokenizer.json"))
     elif flags.tokenizer is not None:
         hub_name("--tokenizer", flags.tokenizer, "tokenizer")
         check_reachable(flags.tokenizer, "tokenizer")

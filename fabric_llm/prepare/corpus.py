@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Optional
 
 from fabric_llm.prepare import inputs
@@ -28,17 +27,17 @@ from fabric_llm.prepare.documents import (
 )
 
 PIECE_BYTES = 32 * 2**20  # of a large corpus
-# Of a small one, at least. Many pieces keep all cores busy to the end, but each is flushed to the disk, which takes 50 ms.
+# Of a small one. Many pieces keep all cores busy to the end, but flushing each to the disk takes 50 ms.
 SMALL_PIECE_BYTES = 4 * 2**20
 PIECES = 256
 LONG_TEXT_BYTES = 16 * 2**20  # a text file from this size on is split at blank lines unless told otherwise
 OWN_VALIDATION = ("validation", "valid", "dev")  # names of splits
-MOST_BYTES = 2**26  # of text that are taken into memory, evenly over the inputs
-ONE_OF = 20  # texts is held out
+MOST_BYTES = 2**26  # of text in memory; of more, texts are taken evenly over the inputs
+ONE_OF = 20  # one of so many texts is held out
 
 
 class Piece(NamedTuple):
-    """What one process reads and encodes, in order. JSON writes it as a list."""
+    """What one process reads and encodes, in order."""
 
     number: int
     bytes: int  # on disk
@@ -96,9 +95,7 @@ def _parts_of(
         with open(part.path, "rb") as file:
             while start < size:
                 end, place = size, start + piece_bytes
-                if (
-                    size - start >= 1.5 * piece_bytes
-                ):  # the last isn't small, so that a process doesn't have little to do
+                if size - start >= 1.5 * piece_bytes:  # so that the last isn't small
                     file.seek(place)
                     rest = cut_text(file, part._replace(start=place, separator=part.separator or "\n"))
                     end = next((begin for begin, _, _ in rest if begin > place), size)
@@ -142,18 +139,9 @@ class Corpus(NamedTuple):
     every: int  # one of so many texts of the inputs was taken
 
 
-def read(
-    given: Sequence[str],
-    *,
-    pattern: Sequence[str],
-    exclude: Sequence[str],
-    text_field: str,
-    document_separator: Optional[str],
-    output: Path,
-) -> Corpus:
-    """The documents of the inputs of prepare_data.py, long ones in sections. Raises ValueError where there are too few."""
-    found = inputs.find_sources(given, pattern=pattern, exclude=exclude, output=output.resolve())
-    parts = [part for piece in plan(found, inputs.separator(document_separator)) for part in piece.parts]
+def read(found: inputs.Found, text_field: str, separator: Optional[str]) -> Corpus:
+    """The documents of all sources, long ones in sections. Raises ValueError where there are too few."""
+    parts = [part for piece in plan(found, separator) for part in piece.parts]
     every = max(1, -(-sum(source.bytes or 0 for source in found.sources) // MOST_BYTES))
     taken, size = [], 0
     for text in itertools.islice(texts(parts, text_field), 0, None, every):

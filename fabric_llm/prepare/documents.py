@@ -1,8 +1,8 @@
 """Read the documents of one part of the inputs, in order: a file or a range of it, rows of a dataset, a stream of the hub.
 
 A reader yields, for each document, (number, text, True), or, where it is longer than SECTION_CHARACTERS, its sections with
-False for all but the last; and `Bad` in place of a record that can't be read. A `Bad` after sections takes these back.
-What it holds in memory is at most a block, or one record of at most RECORD_BYTES.
+False for all but the last; and `Bad` in place of a record that can't be read. A `Bad` after sections cancels these.
+A reader holds at most a block in memory, or one record of at most RECORD_BYTES.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ PARQUET_ROWS = 256  # read at once
 MAX_FIELDS = 20  # named
 BLANK_LINES = r"\r?\n(?:[ \t\r]*\n)+"  # where a text is split into documents by default
 WHITE = codecs.BOM_UTF8 + b" \t\r\n"  # before the first record of a JSON file
-NO_TEXT = [
-    "nav",
-    "aside",
-    "footer",
-]  # elements of a page that hold menus and the like; scripts and styles are never text
+NO_TEXT = ["nav", "aside", "footer"]  # of a page: menus and the like; scripts and styles are never text
 
 # Kinds of bad records, as the manifest counts them.
 NOT_UTF8 = "not valid UTF-8"
@@ -54,7 +50,7 @@ DRAWN, TO_TRAIN, TO_VALIDATION = 0, 1, 2
 
 
 class Part(NamedTuple):
-    """What is read in one go. JSON writes it as a list."""
+    """A file, or a range of it, that is read in one go."""
 
     path: str  # or name on the hub
     kind: str  # of READERS
@@ -99,7 +95,7 @@ def read_part(part: Part, text_field: str) -> Iterator[Record]:
 
 
 def where(part: Part, number: Optional[int]) -> str:
-    """The place of a record, for messages. In a range of JSON lines, all lines before it are counted, which takes time."""
+    """The place of a record, for messages. For one in a range of a file, all lines before the range are counted, which is slow."""
     path = shown(part.path)
     if number is None or part.is_one_document:
         return path
@@ -126,15 +122,11 @@ def sections(number: int, text: str) -> Iterator[Record]:
     """A document, in sections that end with a line where they can."""
     begin = 0
     while len(text) - begin > SECTION_CHARACTERS:
-        cut = _section_end(text, begin)
+        end = begin + SECTION_CHARACTERS
+        cut = text.rfind("\n", begin, end) + 1 or end
         yield number, text[begin:cut], False
         begin = cut
     yield number, text[begin:] if begin else text, True
-
-
-def _section_end(text: str, begin: int) -> int:
-    end = begin + SECTION_CHARACTERS
-    return text.rfind("\n", begin, end) + 1 or end
 
 
 def _read_text(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
@@ -148,26 +140,25 @@ def _read_text(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
             text += decode(data, is_last)
         except UnicodeDecodeError:
             broken = True
-        while len(text) > SECTION_CHARACTERS and not broken:
-            cut = _section_end(text, 0)
-            yield number, text[:cut], False
-            text = text[cut:]
+        *whole, (_, text, _) = sections(number, text)
+        if not broken:
+            yield from whole
         if is_last:
-            yield Bad(NOT_UTF8, number, "is not valid UTF-8") if broken else (number, text, True)
+            yield _not_utf8(number) if broken else (number, text, True)
             decode = None
 
 
 def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, bytes, bool]]:
-    """(first byte of a document, the next bytes of it, whether they are its last). `file` stands where `part` starts."""
+    """(place of a document's first byte, its next bytes, whether these are its last). `file` is at the start of `part`."""
     separator = None if part.separator is None else re.compile(part.separator.encode())
-    # `buffer` begins at `place`, in the document that begins at `begin`.
+    # `buffer` holds what was read from `place` on, in the document that begins at `begin`.
     begin, place, buffer = part.start, part.start, b""
     while True:
         room = BLOCK_BYTES if part.end is None else min(BLOCK_BYTES, part.end - place - len(buffer))
         block = file.read(room)
         buffer, at = buffer + block, 0
         for match in separator.finditer(buffer) if separator else ():
-            if match.end() == len(buffer) and block:  # it may be longer
+            if match.end() == len(buffer) and block:  # the separator may go on in the next block
                 break
             yield begin, buffer[at : match.start()], True
             at = match.end()
@@ -192,24 +183,23 @@ def _text_of(record: Any, text_field: str, number: int, place: str = "field") ->
         kind = type(text).__name__
         yield Bad(NOT_STRING, number, f'holds {kind}, not a string, in its {place} "{text_field}"')
     else:
-        yield from _checked(number, text)
+        yield from _document(number, text)
 
 
-def _checked(number: int, text: str) -> Iterator[Record]:
-    # JSON can hold half of a surrogate pair ("\ud800"), which UTF-8 can't; and csv gets bytes that aren't UTF-8 as such.
-    if not text.isascii() and re.search("[\ud800-\udfff]", text):
-        yield Bad(NOT_UTF8, number, "is not valid UTF-8")
-    else:
-        yield from sections(number, text)
-
-
-def _decoded(number: int, data: bytes) -> Iterator[Record]:
+def _document(number: int, content: str | bytes) -> Iterator[Record]:
+    """A document in sections, if it is valid UTF-8. A str isn't where JSON has half of a surrogate pair, such as "\\ud800"."""
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        yield Bad(NOT_UTF8, number, "is not valid UTF-8")
+        text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+        if not text.isascii():
+            text.encode()
+    except UnicodeError:
+        yield _not_utf8(number)
     else:
         yield from sections(number, text)
+
+
+def _not_utf8(number: int) -> Bad:
+    return Bad(NOT_UTF8, number, "is not valid UTF-8")
 
 
 def _no_field(text_field: str, present: Iterable[str]) -> str:
@@ -232,7 +222,7 @@ def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Re
             try:
                 record = json.loads(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
-                yield Bad(NOT_UTF8, number, "is not valid UTF-8")
+                yield _not_utf8(number)
             except (ValueError, RecursionError) as error:
                 yield Bad(BROKEN, number, f"is not valid JSON: {one_line(error)}")
             else:
@@ -290,7 +280,7 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
             if row and len(row) != len(names):
                 yield Bad(BROKEN, number, f"has {len(row)} fields, and the first line {len(names)}")
             elif row:
-                yield from _checked(number, row[column])
+                yield from _document(number, row[column])
 
 
 @contextmanager
@@ -325,7 +315,7 @@ def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
                 # As bytes: pyarrow doesn't check that strings are valid, and an invalid one must not end the others. A
                 # null is an empty document.
                 for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()):
-                    yield from _decoded(number, value.as_py() or b"")
+                    yield from _document(number, value.as_py() or b"")
                     number += 1
         except (pa.ArrowException, OSError) as error:
             yield Bad(BROKEN, number, f"can't be read, and what comes after it: {one_line(error)}")
@@ -392,7 +382,7 @@ def _read_warc(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
             kind = (headers and headers.get_header("Content-Type")) or ""
             if record.rec_type == "conversion" or kind.startswith("text/plain"):
                 of_text += 1
-                yield from _decoded(number, record.content_stream().read(RECORD_BYTES))
+                yield from _document(number, record.content_stream().read(RECORD_BYTES))
     except (ArchiveLoadFailed, AttributeError, ValueError) as error:  # warcio raises all three
         yield Bad(BROKEN, number + 1, f"can't be read, and what comes after it: {one_line(error)}")
     if number and not of_text:
@@ -409,7 +399,7 @@ def _read_html(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
         yield Bad(TOO_LONG, None, f"is longer than {RECORD_BYTES >> 20} MiB")
     else:
         page = bytes_to_str(data, detect_encoding(data, from_html_meta=True))
-        yield from _checked(0, extract_plain_text(page, skip_elements=NO_TEXT))
+        yield from _document(0, extract_plain_text(page, skip_elements=NO_TEXT))
 
 
 READERS: dict[str, Callable[[Part, str, Any], Iterator[Record]]] = {

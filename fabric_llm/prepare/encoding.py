@@ -7,8 +7,8 @@ In the work folder a piece with number 7 is:
     000007.hashes   16 bytes for each document, the hash of its text
     000007.json     the mark: all of them are on the disk, and what was read for them
 
-A piece without a mark is made again from its beginning. Imports neither torch nor transformers: a process for each core does
-nothing else, takes one piece after the other from a pipe, and dies with the process that has started it.
+A piece without a mark is made again from its beginning. Worker processes take one piece after the other from a pipe, and end
+with the process that has started them. This module imports neither torch nor transformers, so that they start quickly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import traceback
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -46,15 +46,14 @@ from fabric_llm.prepare.corpus import Piece
 from fabric_llm.prepare.documents import DRAWN, SPECIAL, Bad, Record, read_part, where
 from fabric_llm.prepare.tokenizer_bounds import without_panic
 
-# Many documents in a batch keep all cores of the tokenizer busy, few characters keep its working memory small: it takes
-# about 120 bytes a character.
+# Many documents in a batch keep all threads of the tokenizer busy. Its working memory is about 120 bytes a character.
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 1_000_000
 BATCH_CHARACTERS_A_THREAD = 500_000
 MAX_NAMED = 20  # bad records
 MAX_MESSAGE = 2000  # characters
-MUCH_BYTES = 2**24  # of a large file, in so many records: a mistake if all of them are bad
-MANY_RECORDS = 1000
+# A range of a large file with so many bytes and records, all of them bad, ends the preparation at once.
+MUCH_BYTES, MANY_RECORDS = 2**24, 1000
 HASH_BYTES = 16
 SERVE = "from fabric_llm.prepare.encoding import serve; serve()"
 PACKAGE = Path(__file__).parents[2]  # what PYTHONPATH needs
@@ -70,8 +69,8 @@ class Job(NamedTuple):
     # The tokenizer's convention:
     before: list[int]  # tokens that stand before a document
     after: list[int]  # and behind it, the last of them EOS
-    forbidden: dict[int, str]  # special tokens, by id and name, that text mustn't become
-    dtype: str  # of token ids: uint16 where all of the vocabulary fit into it, else int32
+    forbidden: dict[int, str]  # {id: name} of the special tokens that text mustn't become
+    dtype: str  # of token ids: uint16 if the whole vocabulary fits into it, else int32
     threads: int = 1  # of the tokenizer in a process
 
 
@@ -86,9 +85,8 @@ class Mark:
     long: int = 0  # documents that were encoded in sections
     bad: dict[str, int] = field(default_factory=dict)  # records, by kind
     named: list[tuple[int, Bad]] = field(default_factory=list)  # (number of the part, one of the first of them)
-    unreadable: list[tuple[int, int, Bad]] = field(
-        default_factory=list
-    )  # (part that has no others, how many, the first)
+    # Parts of which every record is bad: (number of the part, how many, the first of them).
+    unreadable: list[tuple[int, int, Bad]] = field(default_factory=list)
 
 
 def read_mark(folder: Path, number: int) -> Optional[Mark]:
@@ -115,7 +113,7 @@ class PieceFiles:
         self.digest = hashlib.blake2b(digest_size=HASH_BYTES)
 
     def add(self, ids: np.ndarray, text: str, is_last: bool = True, goes: int = DRAWN) -> None:
-        """Append a section of a document, and end the document with its last, unless that has no visible character."""
+        """Append a section of a document. The last one ends the document, which is left out if no character is visible."""
         self.mark.characters += len(text)
         self.digest.update(text.encode())
         self.is_visible = self.is_visible or bool(text.strip())
@@ -144,7 +142,7 @@ class PieceFiles:
 
 
 def make_piece(number: int, job: Job, fill: Callable[[PieceFiles], Any]) -> Mark:
-    """Have the files of a piece filled, unless that is done. They are on the disk when this returns.
+    """Make the files of a piece with `fill`, unless that is done. They are on the disk when this returns.
 
     Raises Fault (73) where another process has the piece.
     """
@@ -178,7 +176,7 @@ def lock(descriptor: int, taken: str, shared: bool = False) -> None:
 
 
 def load_backend(folder: str) -> Tokenizer:
-    """The tokenizer in the work folder: the saved file encodes, so that its hash in the manifest vouches for the rows."""
+    """The tokenizer as it is saved in the work folder, and so in the dataset, with its hash in the manifest."""
     backend = Tokenizer.from_file(os.path.join(folder, "tokenizer", "tokenizer.json"))
     backend.no_truncation()  # which tokenizer.json may ask for
     backend.no_padding()
@@ -196,31 +194,29 @@ def encode_piece(piece: Piece, job: Job, backend: Tokenizer) -> None:
 
 
 def _encode_documents(piece: Piece, job: Job, backend: Tokenizer, out: PieceFiles) -> None:
-    special: Optional[str] = None  # a special token that the text of a document became
+    special: Optional[str] = None  # a special token that the text of this document became
     readable: set[int] = set()  # parts, by their number
     unreadable: dict[int, list] = {}  # likewise: how many bad records, the first
 
     def leave_out(number: int, record: Bad) -> None:
+        nonlocal special
         if job.stop_on_error:
             raise ValueError(_sentence(piece, number, record))
         out.mark.bad[record.kind] = out.mark.bad.get(record.kind, 0) + 1
         if len(out.mark.named) < MAX_NAMED:
             out.mark.named.append((number, record))
+        out.take_back()
+        special = None
 
     for batch, encoded in _encoded(_batches(piece, job), backend):
-        is_special = bool(encoded) and np.isin(np.concatenate(encoded), list(job.forbidden)).any()
-        following = iter(encoded)
-        for number, record in batch:
+        is_special = np.isin(np.concatenate(encoded), list(job.forbidden)).any()
+        for (number, record), ids in zip(batch, encoded):
             if isinstance(record, Bad):
-                said = shown(record.message, MAX_MESSAGE)  # it may quote what the file holds
-                record = record._replace(message=said)
+                record = record._replace(message=shown(record.message, MAX_MESSAGE))  # it may quote what the file holds
                 unreadable.setdefault(number, [0, record])[0] += 1
                 leave_out(number, record)
-                out.take_back()
-                special = None
                 continue
             first, text, is_last = record
-            ids = next(following)
             if is_special and special is None:
                 special = next((name for token, name in job.forbidden.items() if token in ids), None)
             if special is None:
@@ -228,40 +224,35 @@ def _encode_documents(piece: Piece, job: Job, backend: Tokenizer, out: PieceFile
             elif is_last:
                 said = f"holds text that this tokenizer turns into its special token {shown(special)}: take it out"
                 leave_out(number, Bad(SPECIAL, first, f"{said}, or choose a byte-level tokenizer"))
-                out.take_back()
-                special = None
             if is_last:
                 readable.add(number)
     for number, (count, record) in unreadable.items():
         part = piece.parts[number]
         if number in readable or part.is_one_document:
             continue
-        # A range can hold a single record, such as a line that is too long, beside good ones. See also `bad_records`.
+        # The other ranges of a file may be good, such as beside a line that is too long: see `bad_records`.
         if part.end is None or count >= MANY_RECORDS and part.end - part.start >= MUCH_BYTES:
             raise ValueError(_none_of(count, piece, number, record))
         out.mark.unreadable.append((number, count, record))
 
 
 def _encoded(batches: Iterator[list], backend: Tokenizer) -> Iterator[tuple[list, list[np.ndarray]]]:
-    """Each batch with the tokens of its texts. A thread encodes one while the next is read, so that a stop ends the reading."""
+    """Each batch with the tokens of its records. A thread encodes one while the next is read, so that a stop ends the reading."""
 
     def encode(batch: list[tuple[int, Record]]) -> list[np.ndarray]:
-        texts = [record[1] for _, record in batch if not isinstance(record, Bad)]
-        # The backend itself makes no attention masks or offsets, and doesn't warn of documents longer than the model's
-        # context. Through array.array: three times as fast as numpy with a list of int.
+        texts = ["" if isinstance(record, Bad) else record[1] for _, record in batch]
+        # The backend makes no attention masks and offsets, and doesn't warn of long documents. numpy takes an array.array
+        # three times as fast as a list of int.
         with without_panic():
             encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.frombuffer(array("I", encoding.ids), dtype=np.uint32) for encoding in encodings]
 
     with ThreadPoolExecutor(1) as pool:
-        waiting: list[tuple] = []
-        for batch in batches:
-            waiting.append((batch, pool.submit(encode, batch)))
-            if len(waiting) == 2:
-                earlier, tokens = waiting.pop(0)
-                yield earlier, tokens.result()
-        for last, tokens in waiting:
-            yield last, tokens.result()
+        started = ((batch, pool.submit(encode, batch)) for batch in batches)
+        earlier = next(started, None)
+        while earlier is not None:
+            (batch, tokens), earlier = earlier, next(started, None)
+            yield batch, tokens.result()
 
 
 def _batches(piece: Piece, job: Job) -> Iterator[list[tuple[int, Record]]]:
@@ -296,12 +287,12 @@ def bad_records(pieces: Sequence[Piece], marks: Sequence[Mark]) -> tuple[dict[st
     """
     bad, named = Counter(), []
     parts = Counter(part.path for piece in pieces for part in piece.parts)
-    unreadable: dict[str, list] = {}  # by file
-    for piece, mark in zip(pieces, marks):  # documents that a program makes have no pieces
+    unreadable: defaultdict[str, list] = defaultdict(list)  # by file
+    for piece, mark in zip(pieces, marks):  # no pieces where a program makes the documents: none of these is bad
         bad.update(mark.bad)
         named += [(piece, number, Bad(*record)) for number, record in mark.named]
         for number, count, record in mark.unreadable:
-            unreadable.setdefault(piece.parts[number].path, []).append((count, piece, number, Bad(*record)))
+            unreadable[piece.parts[number].path].append((count, piece, number, Bad(*record)))
     for path, found in unreadable.items():
         if len(found) == parts[path]:
             raise ValueError(_none_of(sum(one[0] for one in found), *found[0][1:]))
@@ -311,14 +302,14 @@ def bad_records(pieces: Sequence[Piece], marks: Sequence[Mark]) -> tuple[dict[st
 class Generated(NamedTuple):
     """Documents that a program makes, in place of those that `--input` names: a function of `settings` alone."""
 
-    settings: dict[str, Any]  # for the manifest, and what a later start has to have in common
+    settings: dict[str, Any]  # goes into the manifest; a later start with the same settings goes on
     tokens: int  # at least
     # Fills the files of a piece, of `number`, behind pieces with `before` tokens in `documents`.
     fill: Callable[[PieceFiles, int, int, int], None]
 
 
 def generate(generated: Generated, job: Job, report: Report) -> list[Mark]:
-    """Make pieces until there are enough tokens, after those that are there. report: is told how many more tokens there are."""
+    """Make pieces until there are enough tokens, after those that are there. report: takes the tokens of each."""
     marks: list[Mark] = []
     while (mark := read_mark(Path(job.folder), len(marks))) is not None:
         marks.append(mark)
@@ -338,18 +329,24 @@ def generate(generated: Generated, job: Job, report: Report) -> list[Mark]:
 def encode_locally(pieces: Sequence[Piece], job: Job, num_workers: int, report: Report) -> None:
     """Encode by processes on this machine. What one of them raises is raised here, and the others end.
 
-    report: is told how many bytes of the inputs a finished piece was.
+    report: takes the bytes of the inputs of each piece that is done.
     """
-    waiting = list(reversed(pieces))
+    waiting, count = list(reversed(pieces)), min(num_workers, len(pieces))
     processes: dict[Connection, subprocess.Popen] = {}
     at_work: dict[Connection, Piece] = {}
-    try:
-        for _ in range(count := min(num_workers, len(pieces))):
-            pipe, process = _start(job._replace(threads=max(1, num_workers // count)))
-            processes[pipe], at_work[pipe] = process, waiting.pop()
+
+    def hand_out(pipe: Connection) -> None:
+        if waiting:
+            at_work[pipe] = waiting.pop()
             pipe.send(at_work[pipe])
-        while processes:
-            for pipe in wait(list(processes)):
+
+    try:
+        for _ in range(count):
+            pipe, process = _start(job._replace(threads=max(1, num_workers // count)))
+            processes[pipe] = process
+            hand_out(pipe)
+        while at_work:
+            for pipe in wait(list(at_work)):
                 try:
                     said = pipe.recv()  # an error, or None
                 except (EOFError, OSError):
@@ -359,11 +356,8 @@ def encode_locally(pieces: Sequence[Piece], job: Job, num_workers: int, report: 
                     said = Fault(f"a process that tokenizes {how}{memory}; the same command goes on.", PEER_LOST)
                 if said is not None:
                     raise said
-                report(at_work[pipe].bytes)
-                at_work[pipe] = waiting.pop() if waiting else None
-                pipe.send(at_work[pipe])
-                if at_work[pipe] is None:
-                    processes.pop(pipe).wait()
+                report(at_work.pop(pipe).bytes)
+                hand_out(pipe)
     finally:
         for process in processes.values():
             process.kill()
@@ -395,12 +389,12 @@ def serve() -> None:
     with suppress(EOFError, BrokenPipeError):
         job = pipe.recv()
         backend = load_backend(job.folder)
-        while (piece := pipe.recv()) is not None:
-            pipe.send(_error_of(piece, job, backend))
+        while True:
+            pipe.send(_error_of(pipe.recv(), job, backend))
 
 
 def _error_of(piece: Piece, job: Job, backend: Tokenizer) -> Optional[Exception]:
-    """Encode a piece. Returns a user's error as it is, and prints the traceback of any other, which may not be sent."""
+    """Encode a piece. Returns its error; prints the traceback of an unexpected one, which a pipe may not be able to send."""
     try:
         encode_piece(piece, job, backend)
     except OSError as error:
@@ -414,9 +408,9 @@ def _error_of(piece: Piece, job: Job, backend: Tokenizer) -> Optional[Exception]
 
 
 def encode_on_ray(pieces: Sequence[Piece], job: Job, report: Report) -> None:
-    """Encode each piece as a task of a Ray cluster, which shares the folders with this machine.
+    """Encode each piece as a task of a Ray cluster whose machines share the inputs and the output with this one.
 
-    The cluster is that of the environment (`RAY_ADDRESS`, `ray start`), else one of this machine alone.
+    It is the cluster of the environment (`RAY_ADDRESS`, `ray start`), or else a new one on this machine alone.
     """
     try:
         import ray

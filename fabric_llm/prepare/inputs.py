@@ -37,7 +37,7 @@ KINDS = {
     **dict.fromkeys((".wet", ".warc"), "warc"),
     **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
 }
-# Without pages, which are read where they are named: what a folder gives mustn't depend on the packages that are installed.
+# HTML is read only where a pattern or an input names it: what a folder gives mustn't depend on the packages that are installed.
 DEFAULT_KINDS = [suffix for suffix, kind in KINDS.items() if kind != "html"]
 DEFAULT_PATTERNS = [f"*{suffix}{packed}" for packed in ("", *PACKED) for suffix in DEFAULT_KINDS]
 PACKAGES = {"warc": "warcio", "html": "resiliparse"}  # that a kind needs; the extra has the name of the kind
@@ -47,36 +47,27 @@ SMALLEST_VOCABULARY = 257  # 256 bytes and the end of a text
 NOWHERE = "input {} is neither a file or folder here nor a dataset that can be read from the hub"
 
 
-def preparation(
-    inputs: Sequence[str | Path],
-    tokenizer: Optional[str],
-    train_tokenizer: Optional[int],
-    context_length: int,
-    validation_fraction: float,
-    pattern: Sequence[str],
-    num_workers: Optional[int] = None,
-) -> None:
-    """Check the arguments of `prepare` on their own, without looking at any file."""
-    for is_wrong, said in (
-        (not inputs, "no input: name at least one file, folder or hub dataset with --input"),
-        (not pattern, "no pattern: with none, no file of a folder would be read"),
-        (
-            (tokenizer is None) == (train_tokenizer is None),
-            f"give exactly one of --tokenizer (got {tokenizer}) and --train_tokenizer (got {train_tokenizer})",
-        ),
-        (
-            train_tokenizer is not None and train_tokenizer < SMALLEST_VOCABULARY,
-            f"train_tokenizer must be at least {SMALLEST_VOCABULARY} (every byte and <|endoftext|>), got {train_tokenizer}",
-        ),
-        (context_length < 2, f"context_length must be at least 2 tokens, got {context_length}"),
-        (num_workers is not None and num_workers < 1, f"num_workers must be at least 1, got {num_workers}"),
-        (
-            not 0 <= validation_fraction < 1,
-            f"validation_fraction must be at least 0 and less than 1, got {validation_fraction}",
-        ),
-    ):
-        if is_wrong:
-            raise ValueError(said)
+def preparation(given: Any, inputs: Any, tokenizer: Optional[str]) -> None:
+    """Check the arguments of `prepare`, or the flags of prepare_data.py, on their own, without looking at any file.
+
+    inputs, tokenizer: those of `given`, or the model whose samples are prepared.
+    """
+    size, fraction = given.train_tokenizer, given.validation_fraction
+    if not inputs:
+        raise ValueError("no input: name at least one file, folder or hub dataset with --input")
+    if given.pattern is not None and not given.pattern:
+        raise ValueError("no pattern: with none, no file of a folder would be read")
+    if (tokenizer is None) == (size is None):
+        raise ValueError(f"give exactly one of --tokenizer (got {tokenizer}) and --train_tokenizer (got {size})")
+    if size is not None and size < SMALLEST_VOCABULARY:
+        least = f"at least {SMALLEST_VOCABULARY} (every byte and <|endoftext|>)"
+        raise ValueError(f"train_tokenizer must be {least}, got {size}")
+    if given.context_length < 2:
+        raise ValueError(f"context_length must be at least 2 tokens, got {given.context_length}")
+    if given.num_workers is not None and given.num_workers < 1:
+        raise ValueError(f"num_workers must be at least 1, got {given.num_workers}")
+    if not 0 <= fraction < 1:
+        raise ValueError(f"validation_fraction must be at least 0 and less than 1, got {fraction}")
 
 
 def prepared_output(output: Path, overwrite: bool) -> None:
@@ -193,7 +184,7 @@ def _expanded(given: str) -> list[str]:
 
 def _sources_of(given: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: Found) -> list[Source]:
     if not os.path.exists(given):
-        # What can't be the name of a dataset on the hub, such as a mistyped path, is told without asking it.
+        # The hub isn't asked for what can't be the name of a dataset there, such as a mistyped path.
         if address := re.match(r"(?:https?://)?(?:huggingface\.co|hf\.co)/datasets/([\w.-]+/[\w.-]+)", given):
             raise ValueError(f"{NOWHERE.format(given)}: it is an address; take --input {address[1]}")
         near = nearest_of(Path(given), files=True)
@@ -258,7 +249,7 @@ def _files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], outpu
 
 
 def _matcher(pattern: Sequence[str]) -> Callable[[str], Any]:
-    """Whether a name in lower case matches one of the patterns, as a shell has it: a dot at its beginning only by a dot."""
+    """Whether a name in lower case matches one of the patterns, as in a shell: only a dot matches a dot at its beginning."""
     one_by_one = (("" if one.startswith(".") else r"(?!\.)") + fnmatch.translate(one.lower()) for one in pattern)
     return re.compile("|".join(one_by_one)).match
 

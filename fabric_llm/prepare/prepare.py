@@ -17,6 +17,7 @@ don't fill a last row are dropped and counted: in each split tokens = rows * con
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ import secrets
 import shutil
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -76,15 +78,10 @@ class Options:
     shard: str | None = None
     engine: str = "local"
     overwrite: bool = False
-    progress: bool = True  # show a bar where stderr is a terminal
 
     @property
     def tokenizer_name(self) -> str:
         return f"trained:{self.train_tokenizer}" if self.tokenizer is None else str(self.tokenizer)
-
-    @property
-    def hides_bar(self) -> Optional[bool]:  # None: tqdm hides it where stderr is no terminal
-        return None if self.progress else True
 
 
 def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
@@ -98,15 +95,8 @@ def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
     Raises ValueError for everything that a user can correct, with a sentence that says how.
     """
     options = Options(**arguments)
-    inputs.preparation(
-        options.inputs if generated is None else [generated.settings["model"]],
-        options.tokenizer,
-        options.train_tokenizer,
-        options.context_length,
-        options.validation_fraction,
-        options.pattern,
-        options.num_workers,
-    )
+    given = options.inputs if generated is None else generated.settings["model"]
+    inputs.preparation(options, given, options.tokenizer)
     target = Path(options.output).resolve()  # a link to a larger disk stays a link
     inputs.prepared_output(target, options.overwrite)
     shard = inputs.shard(options.shard)
@@ -136,8 +126,7 @@ def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
             if generated is None:
                 marks = _encode(pieces, job, shard, options)
             else:
-                bar = tqdm(desc="sampling", total=generated.tokens, unit=" tokens", disable=options.hides_bar)
-                with bar:
+                with tqdm(desc="sampling", total=generated.tokens, unit=" tokens", disable=None) as bar:
                     marks = encoding.generate(generated, job, bar.update)
             if shard is not None:
                 left = marks.count(None)
@@ -155,7 +144,7 @@ def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
                 files.fsync(target.parent)
                 remove(folder)
         except BaseException as error:
-            # Work is kept for a later start, but for a mistake in what is quick to make again from the inputs.
+            # A later start goes on with the pieces, unless all are encoded and the mistake is in what comes after.
             is_mistake = isinstance(error, ValueError) and getattr(error, "code", BAD_INPUT) == BAD_INPUT
             if shard is None and (not has_work(folder) or is_mistake and is_encoded):
                 remove(folder)
@@ -165,7 +154,7 @@ def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
 
 @contextmanager
 def work_folder(output: Path, shared: bool) -> Iterator[Path]:
-    """The folder beside an output in which it is made, locked. shared: others may work in it, on other pieces.
+    """Make and lock the folder beside `output` in which it is made. shared: others may work in it, on other pieces.
 
     Raises Fault (73) where it can't be made, or another process works in it.
     """
@@ -191,7 +180,7 @@ def has_work(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Killed in the middle of it, what is left looks like the work of others, which the next start throws away."""
+    """Remove a work folder, its key first: after a kill in the middle, the next start doesn't take what is left for its own."""
     with suppress(OSError):
         (folder / KEY).unlink(missing_ok=True)
         files.fsync(folder)
@@ -205,12 +194,10 @@ def _begin(
     tokenizer: Optional[PreTrainedTokenizerBase],
     parts: Sequence[Part],
 ) -> PreTrainedTokenizerBase:
-    """Put the tokenizer into the work folder, which is emptied if it was begun with another `key`."""
-    saved, filling = folder / "tokenizer", folder / f"tokenizer-{secrets.token_hex(4)}"
+    """Empty the work folder if its pieces were made with another `key`, and put the tokenizer into it."""
     if tokenizer is not None:
-        tokenizer.save_pretrained(filling)
-        key["tokenizer_sha256"] = files.sha256(filling / "tokenizer.json")
-    key, former = json.loads(json.dumps(key)), None
+        key["tokenizer_sha256"] = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    former = None
     with suppress(OSError, ValueError):
         former = json.loads((folder / KEY).read_bytes())
     if former != key:
@@ -226,21 +213,20 @@ def _begin(
             (folder / KEY).unlink(missing_ok=True)  # first, see `remove`
             files.fsync(folder)
             for path in folder.iterdir():
-                if path.name not in ("lock", filling.name):
+                if path.name != "lock":
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         files.write_atomically(folder / KEY, json.dumps(key), durable=True)
+    saved, filling = folder / "tokenizer", folder / f"tokenizer-{secrets.token_hex(4)}"
     if not saved.is_dir():
         if tokenizer is None:
-            some = texts(parts, options.text_field)
-            bar = tqdm(some, "training the tokenizer", unit=" documents", disable=options.hides_bar)
-            tokenizer = train_byte_level_bpe(bar, vocab_size=options.train_tokenizer)
-            tokenizer.save_pretrained(filling)
+            some = tqdm(texts(parts, options.text_field), "training the tokenizer", unit=" documents", disable=None)
+            tokenizer = train_byte_level_bpe(some, vocab_size=options.train_tokenizer)
+        tokenizer.save_pretrained(filling)
         try:
             filling.rename(saved)
         except OSError:  # another shard has made it in the meantime
             if not saved.is_dir():
                 raise
-    shutil.rmtree(filling, ignore_errors=True)
     return tokenizer or packing_tokenizer(str(saved))
 
 
@@ -252,15 +238,8 @@ def _encode(pieces: list[Piece], job: Job, shard: Optional[tuple[int, int]], opt
     if 0 < len(left) < len(chosen):
         print(f"Going on: {len(chosen) - len(left)} of {len(chosen)} pieces are done.", file=sys.stderr)
     total, left_bytes = (sum(piece.bytes for piece in some) for some in (chosen, left))
-    bar = tqdm(
-        desc="tokenizing",
-        total=total,
-        initial=total - left_bytes,
-        unit="B",
-        unit_scale=True,
-        disable=options.hides_bar,
-    )
-    with bar:
+    done = total - left_bytes
+    with tqdm(desc="tokenizing", total=total, initial=done, unit="B", unit_scale=True, disable=None) as bar:
         if options.engine == "ray":
             encoding.encode_on_ray(left, job, bar.update)
         elif left_bytes <= LITTLE_BYTES and options.num_workers is None:
@@ -309,7 +288,7 @@ def _make_dataset(
         hashes = [folder / f"{number:06d}.hashes" for number in range(len(marks))]
         same = repeated(hashes, sum(mark.documents for mark in marks), folder)
     splits, apart = split_documents(Draw(folder, len(marks), options.seed, options.validation_fraction, same), dtype)
-    saved = save_rows(splits, made, options.context_length, options.packing, tokenizer.eos_token_id, options.hides_bar)
+    saved = save_rows(splits, made, options.context_length, options.packing, tokenizer.eos_token_id)
     shutil.copytree(folder / "tokenizer", made / "tokenizer")
     sources = found.sources
     packages = ["pyarrow", "datasets", "tokenizers", "transformers"]  # that the rows depend on
@@ -376,16 +355,14 @@ def summary(manifest: dict) -> str:
     def some(names: Sequence[str], total: int) -> str:
         return ", ".join(map(shown, names[:3])) + (f" and {total - 3:,} more" if total > 3 else "")
 
-    lines = []  # (what it is about, what is said of it)
-    context_length, skipped = manifest["context_length"], manifest["skipped"]
+    context_length, skipped, lines = manifest["context_length"], manifest["skipped"], []
     for name, split in manifest["splits"].items():
-        line = f"{split['documents']:>12,} documents {split['tokens']:>15,} tokens {split['rows']:>12,} rows of {context_length}"
-        if "padding_tokens" not in split:
-            lines.append((name, f"{line} ({split['dropped_tokens']} tokens of the last, unfilled row dropped)"))
-            continue
-        alone = f", {split['dropped_tokens']:,} of them without their end" if split["dropped_tokens"] else ""
-        used = f"{split['row_use_percent']} % of them text, {split['documents_cut']:,} documents cut{alone}"
-        lines.append((name, f"{line} ({used})"))
+        rows = f"{split['documents']:>12,} documents {split['tokens']:>15,} tokens {split['rows']:>12,} rows of {context_length}"
+        said = f"{split['dropped_tokens']} tokens of the last, unfilled row dropped"
+        if "padding_tokens" in split:
+            alone = f", {split['dropped_tokens']:,} of them without their end" if split["dropped_tokens"] else ""
+            said = f"{split['row_use_percent']} % of them text, {split['documents_cut']:,} documents cut{alone}"
+        lines.append((name, f"{rows} ({said})"))
     if (sampled := manifest.get("self_replay")) is not None:
         said = f"{sampled['tokens']:,} tokens or more of {sampled['model']}, seed {sampled['seed']}"
         lines.append(("sampled", said))
@@ -394,10 +371,11 @@ def summary(manifest: dict) -> str:
         lines.append(("skipped", f"{skipped['empty']:,} empty documents{bad}"))
         lines += [("", sentence) for sentence in skipped["bad_records"]]
     if manifest["deduplicate"] != "none":
-        dropped = manifest["duplicates"]
-        lines.append(("repeated", f"{dropped['documents']:,} documents, {dropped['tokens']:,} tokens, dropped"))
+        lines.append(
+            ("repeated", "{documents:,} documents, {tokens:,} tokens, dropped".format(**manifest["duplicates"]))
+        )
     if suffixes := skipped["files_by_suffix"]:
-        most = sorted(suffixes.items(), key=lambda item: -item[1])[:10]
+        most = Counter(suffixes).most_common(10)
         named = ", ".join(f"{count:,} {shown(name, 30)}" for name, count in most)
         lines.append(("not read", f"{named}; choose with --pattern"))
     if skipped["hidden"]:

@@ -1,14 +1,14 @@
 """Encoded pieces -> two splits -> rows of one length -> a folder that `datasets` opens, in this process alone.
 
-Documents are divided by arrays, at the speed of the disk: whether one goes to validation is a function of the seed and its
-index alone. Two flat files hold the tokens of the splits, which are packed into rows:
+Whether a document is drawn for validation is a function of the seed and its index alone. Two flat files hold the tokens of the
+splits, which are then packed into rows:
 
 `concat`: one document behind the other, cut into rows, so that many documents begin in one row and end in the next.
 `best_fit`: only documents longer than a row are cut, and the rest of a row is filled with EOS. Ding et al. 2024, "Fewer
 Truncations Improve Language Modeling", arXiv 2404.10830: from the longest on, each goes into the fullest row that has room.
 
-Exactly one EOS ends each document, so that EOS after EOS is padding. Where the text of a document fills whole rows, its EOS
-would be alone in another: no token before it predicts it, and behind another document it would pass for padding. It is dropped.
+Exactly one EOS ends each document, so that EOS after EOS is padding. Where the text of a document fills whole rows exactly, its
+EOS would come into another row, where no token predicts it, and where it would pass for padding. It is dropped.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Draw:
     seed: int
     validation_fraction: float
     repeated: Optional[np.ndarray] = None  # bool [documents], see `repeated`
-    moved: int = -1  # index of a document that goes to the other split, so that this has one
-    most_tokens: int = 0  # of the drawn documents that validation may hold, see `settled`
+    moved: int = -1  # index of a document that changes its split, because all others are in it; -1: none
+    most_tokens: int = 0  # that validation may hold of the drawn documents, see `settled`
 
 
 class Documents(NamedTuple):
@@ -66,7 +66,7 @@ class Documents(NamedTuple):
     draws: np.ndarray  # may be drawn for validation: its dataset has no validation split of its own
     repeated: np.ndarray  # an earlier document equals it
     in_validation: np.ndarray
-    held_back: np.ndarray  # drawn for validation, which would hold too much with it, and so in train
+    held_back: np.ndarray  # drawn, but left in train, because validation would hold too much with it
 
 
 @dataclass
@@ -103,14 +103,10 @@ def documents(draw: Draw) -> Iterator[Documents]:
         draws = goes == DRAWN
         repeated = np.zeros(len(words), bool) if draw.repeated is None else np.array(draw.repeated[indices])
         drawn = draws & ((document_hashes(draw.seed, indices) < draw.validation_fraction) ^ (indices == draw.moved))
-        # One after the other, documents are held back that don't fit into the room that is left.
-        held_back, asking = np.zeros(len(words), bool), np.flatnonzero(drawn & ~repeated)
-        if (total := int(lengths[asking].sum())) <= room:
-            room -= total
-        else:
-            for index in asking.tolist():
-                held_back[index] = lengths[index] > room
-                room -= 0 if held_back[index] else int(lengths[index])
+        held_back = np.zeros(len(words), bool)
+        for index in np.flatnonzero(drawn & ~repeated).tolist():
+            held_back[index] = lengths[index] > room
+            room -= 0 if held_back[index] else int(lengths[index])
         in_validation = np.where(draws, drawn & ~held_back, goes == TO_VALIDATION)
         yield Documents(piece, first, lengths, draws, repeated, in_validation, held_back)
         first += len(words)
@@ -119,9 +115,9 @@ def documents(draw: Draw) -> Iterator[Documents]:
 def settled(draw: Draw) -> Draw:
     """The draw with the most tokens that validation may hold, and with a document in each split.
 
-    Validation may hold twice its fraction, so that one huge document doesn't fill it; of a few documents, each of which may be
-    more than that, two of average length, but not more than half of all. All of a few documents can fall into one split: then
-    the one nearest to the other split that may go there moves there.
+    Validation may hold twice its fraction of the tokens, so that one huge document doesn't fill it. Where that is less than two
+    documents of average length, it may hold these, but not more than half of all tokens. If all documents fall into one split,
+    the one whose hash is nearest to the fraction, of those that may move, moves to the other.
     """
     tokens, count = 0, 0
     for some in documents(draw):
@@ -149,8 +145,7 @@ def repeated(hashes: Sequence[Path], count: int, folder: Path) -> np.ndarray:
     hashes: files of 16 bytes a document, one behind the other in the order of documents. folder: for files on the way, 25
     bytes a document.
 
-    The hashes are dealt out to buckets by their leading bits, and each bucket is sorted by itself, so that memory doesn't grow
-    with the number of documents.
+    Files of hashes with the same leading bits are sorted one by one, so that memory doesn't grow with the number of documents.
     """
     bits = max(0, (count // BUCKET_DOCUMENTS).bit_length())
     buckets = [folder / f"bucket-{number}" for number in range(2**bits)]
@@ -179,7 +174,7 @@ def repeated(hashes: Sequence[Path], count: int, folder: Path) -> np.ndarray:
 def split_documents(draw: Draw, dtype: str) -> tuple[dict[str, Split], dict[str, dict]]:
     """Write each document, whole and in order, to the flat files of its split.
 
-    Returns also the documents and tokens of what was `duplicates`, and of what was `held_back` from validation.
+    Returns also how many documents and tokens were left out as `duplicates`, and `held_back` from validation.
     """
     apart = {name: {"documents": 0, "tokens": 0} for name in ("duplicates", "held_back")}
     splits = {}
@@ -218,7 +213,8 @@ def _append(split: Split, folder: Path, some: Documents, mine: np.ndarray) -> No
 def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray, int]:
     """(row of each item, its place in that row, number of rows) for items of `lengths` tokens, each at most `room`.
 
-    The rooms that rows have left are the bits of one integer: the lowest bit from `length` on is the fullest row with room.
+    Bit n of `bits` says that a row has room for n more tokens: the lowest one at or above `length` is that of the fullest row
+    with enough room.
     """
     rows_with: defaultdict[int, list[int]] = defaultdict(list)  # by tokens that are left
     bits, count = 0, 0
@@ -285,9 +281,7 @@ def pack(
     }
 
 
-def save_rows(
-    splits: dict[str, Split], folder: Path, context_length: int, packing: str, eos: int, hides_bar: Optional[bool]
-) -> dict[str, dict]:
+def save_rows(splits: dict[str, Split], folder: Path, context_length: int, packing: str, eos: int) -> dict[str, dict]:
     """Write the rows of each split as a DatasetDict into the new `folder`. Returns `splits` of the manifest.
 
     Raises ValueError for a split without a row.
@@ -312,7 +306,7 @@ def save_rows(
         else:
             rows = split.tokens // context_length
             said = {"rows": rows, "dropped_tokens": split.tokens - rows * context_length}
-        digest = _save_split(split, said["rows"], folder / name, context_length, hides_bar)
+        digest = _save_split(split, said["rows"], folder / name, context_length)
         described[name] = {"documents": split.documents, "tokens": split.tokens, **said, "sha256": digest}
         split.tokens_path.unlink()
         split.lengths_path.unlink()
@@ -336,7 +330,7 @@ def _pack(split: Split, context_length: int, eos: int) -> dict[str, Any]:
     return said
 
 
-def _save_split(split: Split, rows: int, folder: Path, context_length: int, hides_bar: Optional[bool]) -> str:
+def _save_split(split: Split, rows: int, folder: Path, context_length: int) -> str:
     """Write the rows of a flat file as `datasets.save_to_disk` would; returns the sha256 of their tokens.
 
     `datasets` itself would map the whole file into memory.
@@ -347,10 +341,7 @@ def _save_split(split: Split, rows: int, folder: Path, context_length: int, hide
     shards = -(-rows * context_length * split.dtype.itemsize // SHARD_BYTES)
     names = [f"data-{number:05d}-of-{shards:05d}.arrow" for number in range(shards)]
     at_once, digest = max(1, COPY_TOKENS // context_length), hashlib.sha256()
-    with (
-        open(split.tokens_path, "rb") as file,
-        tqdm(desc=f"writing {folder.name}", total=rows, disable=hides_bar) as bar,
-    ):
+    with open(split.tokens_path, "rb") as file, tqdm(desc=f"writing {folder.name}", total=rows, disable=None) as bar:
         for number, name in enumerate(names):
             mine = rows * (number + 1) // shards - rows * number // shards
             with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
