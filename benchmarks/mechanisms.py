@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import re
 import shutil
@@ -108,6 +109,13 @@ def own_problem_alone(original, pending, problems):
 def without_background_problem(original, pending, *args, **more):
     pending.problem = None
     return original(pending, *args, **more)
+
+
+@wrapping
+def without_copies(original, *args, copy=False, **more):
+    pending = original(*args, **more)
+    pending.copies = (0, math.inf) if copy else None  # as if they had been made
+    return pending
 
 
 @wrapping
@@ -268,11 +276,10 @@ MECHANISMS = [Mechanism(*entry) for entry in [
      CHECKPOINT, "killed_save_left"),
     ("kill in a save", "published with what all have written", "checkpoint.writing:_require_seen",
      ROWS, "published_only"),
-    ("kill in a prune", "renamed before it is removed", "checkpoint.keep:_trash_of",
-     CHECKPOINT, "prune_that_is_cut_off", is_now(lambda path: path)),
+    ("kill in a prune", "renamed before it is removed", "checkpoint.keep:_discard",
+     CHECKPOINT, "prune_that_is_cut_off", wrapping(lambda original, path, renamed=False: original(path))),
     ("kill in a background save", "a copy is written", "checkpoint.writing:begin",
-     ROWS, "save_in_the_background_writes",
-     wrapping(lambda original, *args, **more: original(*args, **{**more, "copy": False}))),
+     ROWS, "save_in_the_background_writes", without_copies),
     ("a save raises", "on all ranks", "checkpoint.writing:_agree", ROWS, "save_that_raises", own_problem_alone),
     ("a save raises", "in the background as well", "checkpoint.writing:commit", ROWS, "save_that_raises",
      without_background_problem),

@@ -324,6 +324,43 @@ def test_logits_that_overflow_are_no_checkpoint(toys, tmp_path, monkeypatch, cap
     assert not list((tmp_path / "run").glob("step-*"))
 
 
+def test_copies_of_an_asynchronous_save_are_said_and_not_made_where_there_is_no_memory_for_them(
+    toys, tmp_path, monkeypatch, capsys
+):
+    flags = ("--async_save", "true", "--save_step_interval", 1, "--max_step", 3)
+    sizes, write = [], writing.Background.write
+
+    def measured(background, pending):
+        held = [*pending.parts.values(), pending.pieces.held]
+        sizes.append(sum(one.tensor.nbytes for some in held for one in some.values()))
+        return write(background, pending)
+
+    monkeypatch.setattr(writing.Background, "write", measured)
+    for name, free in (("copied", 2**40), ("waited", 1000)):
+        monkeypatch.setattr(writing, "free_memory_bytes", lambda free=free: free)
+        one_rank(toys, tmp_path, "--run_name", name, *flags)
+    copied, waited = capsys.readouterr().out.split("/waited", 1)
+    assert (
+        copied.count(f"its copies take {sizes[0] / 2**30:.2f} GiB of a host's memory.") == 1
+        and "Warning: --async" not in copied
+    )
+    assert len(sizes) == 2, "the last save is waited for"
+    assert waited.count("of which 0.00 GiB are free: training waits for the save of step") == 2
+    for step in (1, 2, 3):
+        ours, theirs = (tmp_path / name / f"step-{step:08d}" for name in ("copied", "waited"))
+        assert all(
+            file.read_bytes() == (ours / file.relative_to(theirs)).read_bytes() for file in theirs.rglob("shard-*")
+        )
+        assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+
+
+def test_ranks_share_the_memory_of_their_host():
+    free = {"a": 100, "b": 40, "c": None}
+    sizes = [(host, size, free[host]) for host, size in (("a", 60), ("a", 50), ("b", 30), ("c", 5))]
+    assert writing.of_fullest_host(sizes) == (110, 100)
+    assert writing.of_fullest_host(sizes[1:]) == (30, 40)
+
+
 # ------------------------------------------------------------------------------- latest, prune, rollback
 
 

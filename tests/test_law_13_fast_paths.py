@@ -269,7 +269,7 @@ def break_compiled_layers():
     """Layers are compiled to something else."""
 
     def compile_layers(model):
-        for layer in layers.repeated_layers(model):
+        for layer in layers.repeated_layers(model).values():
             layer.register_forward_hook(lambda module, inputs, output: output * (1 + 0.5 * torch.is_grad_enabled()))
 
     layers.compile_layers = compile_layers

@@ -18,8 +18,7 @@ from fabric_llm.model.weights import first_names, units
 QUICK = ("llama", "gpt2", "mixtral", "gemma3_text")
 LONGER = pytest.mark.longer
 ALL = [family if family in QUICK else pytest.param(family, marks=LONGER) for family in FAMILIES]
-# rwkv writes into its weights when it computes, which need memory of their own for that; xlstm computes nothing at this size.
-NOT_STREAMED = ("rwkv", "xlstm")
+NOT_STREAMED = ("xlstm",)  # computes nothing at this size
 
 
 def opened(folder, dtype):
@@ -191,3 +190,20 @@ def test_files_that_do_not_hold_the_model_are_one_sentence_before_anything_is_re
     with pytest.raises(Exception, match="weights of .* can't be read") as raised:
         opened(folder, torch.float32)
     assert raised.value.code == 2 and ("up_proj" in str(raised.value)) == (how != "truncated")
+
+
+@pytest.mark.parametrize("family", ["apertus", "openai-gpt", "gpt2"])
+def test_weights_that_are_drawn_as_a_whole_are_said_once(capsys, family):
+    """A few constructors draw what `_init_weights` leaves out."""
+    skeleton = build_skeleton(toy_config(family), torch.float32)
+    source = weights.Drawn(build_skeleton(toy_config(family), torch.float32), seed=0)
+    for unit in units(skeleton):
+        source.read(unit)
+    assert capsys.readouterr().out.count("rank 0 draws the whole model at once") == (family != "gpt2")
+
+
+def test_a_reference_that_needs_all_weights_at_once_says_so(tmp_path, capsys):
+    source, skeleton = opened(write_model("rwkv", tmp_path / "rwkv"), torch.float32)
+    reference.load_reference(skeleton, source, limit_bytes=0)
+    said = capsys.readouterr().out
+    assert said.startswith("The layers of RwkvForCausalLM can't be computed one by one") and said.count("\n") == 1

@@ -16,8 +16,8 @@ import time
 
 VARIABLE = "FABRIC_LLM_FAILPOINT"
 NAMES = (
-    *("joining", "joined", "assembled", "set_up", "read_data", "forward", "between_micro_batches", "optimizer_step"),
-    *("between_steps", "evaluate", "finish"),
+    *("joining", "joined", "assembled", "set_up", "fill", "read_data", "forward", "between_micro_batches"),
+    *("optimizer_step", "between_steps", "evaluate", "finish"),
     *("save.begin", "save.parts", "save.rest", "save.hash"),
     *("publish.begin", "publish.manifest", "publish.before_rename", "publish.renamed", "publish.done"),
     *("prepare.documents", "prepare.mark", "prepare.marked", "prepare.rows", "prepare.publish", "prepare.sampled"),

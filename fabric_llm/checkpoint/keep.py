@@ -150,7 +150,7 @@ def prune(
         if every or is_pinned(path) or step_of(path) in best or path.resolve() == resumed_from:
             continue
         failpoint("prune.begin")
-        if _discard(path, _trash_of(path)):
+        if _discard(path, renamed=True):
             removed.append(path)
     failpoint("prune.done")
     return removed
@@ -169,11 +169,6 @@ def _eval_loss(path: Path) -> float:
     return loss if isinstance(loss, float) else math.inf
 
 
-def _trash_of(path: Path) -> Path:
-    """The name of a checkpoint that is being removed, which no reader takes for a checkpoint's."""
-    return path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
-
-
 def sweep(run_directory: Path) -> list[str]:
     """Remove what a killed save or prune left, and return its names."""
     leftovers = [p for p in run_directory.glob(".*") if re.match(r"\.((tmp|trash)-step|STATUS\.json)-", p.name)]
@@ -182,11 +177,12 @@ def sweep(run_directory: Path) -> list[str]:
     return sorted(path.name for path in leftovers)
 
 
-def _discard(path: Path, trash: Optional[Path] = None) -> bool:
-    """Remove, renamed to `trash` before. What can't go now, as on NFS while somebody reads it, goes at the next start."""
+def _discard(path: Path, renamed: bool = False) -> bool:
+    """Remove, `renamed` before to what no reader takes for a checkpoint. What can't go now, as on NFS while somebody reads it,
+    goes at the next start."""
     try:
-        if trash is not None:
-            path = path.rename(trash)
+        if renamed:
+            path = path.rename(path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}"))
             failpoint("prune.renamed")
         remove(path)
     except OSError as error:

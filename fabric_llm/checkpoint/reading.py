@@ -89,17 +89,12 @@ def readable(path: Path, code: int = NO_CHECKPOINT) -> Iterator[None]:
     """Raise what is wrong with the content of files, which hashes don't tell where somebody made them so, as Fault (`code`)."""
     try:
         yield
-    except (Exception, dcp.CheckpointException) as error:
-        first = first_failure(error)
+    except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
+        failures = getattr(error, "failures", None)  # of dcp: rank -> (exception, traceback)
+        first = min(failures.items())[1][0] if failures else error
         if as_fault(first).code in (PEER_LOST, OUT_OF_MEMORY, STOPPED):
             raise as_fault(first) from error
         raise Fault(f"{str(path)!r} can't be read: {one_line(first)[:400]}.", code) from error
-
-
-def first_failure(error: BaseException) -> BaseException:
-    """The error of the first rank that failed, where torch.distributed.checkpoint has collected them."""
-    failures = getattr(error, "failures", None)  # rank -> (exception, traceback)
-    return min(failures.items())[1][0] if failures else error
 
 
 class Slice(NamedTuple):

@@ -12,17 +12,20 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-PREFIX = "causal_lm."  # of parameter names in model.LanguageModel
+from fabric_llm.base.ranks import alone
+from fabric_llm.model.strategy import PREFIX, local_part
+from fabric_llm.model.weights import saved
+
 EMA = "ema"  # the state of a parameter that is its moving average
 # What torch warns of here is intended: one device has no process group, and NO_SHARD shards nothing.
 for words in ("torch.distributed is disabled, unavailable or uninitialized", "When using ``NO_SHARD``"):
     warnings.filterwarnings("ignore", message=words)
 
 
-def is_finite(tensor: Any) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """False if this rank's part of a tensor holds NaN or infinity: no checkpoint may."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if not isinstance(local, Tensor) or not local.numel():
+    local = local_part(tensor)
+    if not local.numel():
         return True
     return bool(torch.isfinite(torch.stack(local.aminmax())).all())  # isfinite of it all makes copies of it all
 
@@ -34,13 +37,9 @@ class Part(NamedTuple):
     offsets: tuple[int, ...]
 
 
-def own_parts(tensors: dict[str, Any], copy: bool) -> dict[str, Part]:
-    """What this rank writes of all ranks' tensors: its part of each DTensor, and of those that all hold alike every n-th.
-
-    copy: on the CPU, so that training can go on.
-    """
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    rank = torch.distributed.get_rank() if ranks > 1 else 0
+def own_parts(tensors: dict[str, Any]) -> dict[str, Part]:
+    """What this rank writes of all ranks' tensors: its part of each DTensor, and of those that all hold alike every n-th."""
+    rank, ranks = (0, 1) if alone() else (torch.distributed.get_rank(), torch.distributed.get_world_size())
     found = {}
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         offsets = (0,) * tensor.ndim
@@ -52,7 +51,7 @@ def own_parts(tensors: dict[str, Any], copy: bool) -> dict[str, Part]:
         else:
             own = number % ranks == rank
         if own and tensor.numel():
-            found[name] = Part(tensor.detach().to("cpu", copy=True) if copy else tensor.detach(), tuple(offsets))
+            found[name] = Part(tensor.detach(), tuple(offsets))
     return found
 
 
@@ -64,15 +63,13 @@ def tied_names(model: nn.Module) -> set[str]:
 
 def saved_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Name -> shape of what is saved: each tied parameter once, and buffers such as an expert router's correction."""
-    again = tied_names(model)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in again}
+    return {name: tuple(tensor.shape) for name, tensor in saved(model).items()}
 
 
 def model_tensors(model: nn.Module, skeleton: PreTrainedModel) -> dict[str, Any]:
     """Name in files, behind PREFIX -> this rank's part as DTensor; each tied one once."""
-    again = {PREFIX + name for name in tied_names(skeleton)}
     tensors = get_model_state_dict(model)
-    return {name: tensor for name, tensor in tensors.items() if name not in again}
+    return {PREFIX + name: tensors[PREFIX + name] for name in saved(skeleton)}
 
 
 def optimizer_tensors(

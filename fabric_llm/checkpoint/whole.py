@@ -6,10 +6,9 @@ The files are those of `save_pretrained`, which would take all weights at once, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -18,85 +17,67 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from fabric_llm.base.ranks import waits_for_others
+from fabric_llm.base.ranks import alone, waits_for_others
 from fabric_llm.checkpoint.reading import DTYPE_NAMES
-from fabric_llm.checkpoint.state_dicts import PREFIX
-from fabric_llm.model.strategy import communication_device, local_part, original_name, shard_counts, shard_group
-from fabric_llm.model.weights import first_names, units
+from fabric_llm.model.strategy import (
+    PREFIX,
+    communication_device,
+    local_part,
+    original_name,
+    shard_group,
+    shard_ranks,
+    shards,
+)
+from fabric_llm.model.weights import first_names, saved, units
 
 LARGEST_FILE = "5GB"
 
 
-@dataclass
+class Piece(NamedTuple):
+    """What this rank has of a weight."""
+
+    tensor: Tensor  # flattened
+    counts: list[int]  # elements that each rank of its group has, in their order
+
+
 class Pieces:
-    """What this rank holds of each weight, flattened, and how many elements each rank of its group holds."""
+    """What this rank has of each weight, to send it to rank 0, which writes the weights whole."""
 
-    skeleton: PreTrainedModel
-    held: dict[str, Tensor]
-    counts: dict[str, list[int]]
-    group: Optional[ProcessGroup]  # None where every rank holds all
+    def __init__(self, model: nn.Module, skeleton: PreTrainedModel) -> None:
+        """model: wrapped. All ranks call it."""
+        self.skeleton, self.ranks, self.group = skeleton, shard_ranks(model), shard_group(model)
+        held = {name: (local_part(shard.parameter), shard.counts) for name, shard in shards(model).items()}
+        here = self.ranks.index(0 if alone() else torch.distributed.get_rank())
+        for name, buffer in model.named_buffers():  # each rank has all of it, so the first one gives it
+            counts = [buffer.numel()] + [0] * (len(self.ranks) - 1)
+            held[original_name(name)] = buffer.flatten()[: counts[here]], counts
+        self.held: dict[str, Piece] = {}
+        for name in saved(skeleton) if 0 in self.ranks else ():  # another group has the same
+            tensor, counts = held[PREFIX + name]
+            self.held[name] = Piece(tensor.detach().flatten(), counts)
 
-    def own(self) -> list[tuple[str, Tensor]]:
-        """The pieces that are this rank's to save, where all hold the same those of rank 0."""
-        first = self.group is not None or shard_ranks(None) == [0]
-        return list(self.held.items()) if first else []
-
-    def of_units(self, group: Optional[ProcessGroup] = None) -> Iterator[Callable[[], dict[str, Tensor]]]:
-        """For one unit after the other what makes its whole weights, on rank 0. All ranks of the group call it.
+    def of_units(self, group: Optional[ProcessGroup] = None) -> Iterator[dict[str, Tensor]]:
+        """The whole weights of one unit after the other, on rank 0. All ranks call it.
 
         group: of the same ranks, to use instead of the model's own, whose device the pieces are on.
         """
-        shapes = {name: tensor.shape for name, tensor in self.skeleton.state_dict().items()}
+        expected = self.skeleton.state_dict()
         for names in units(self.skeleton).values() if self.held else ():
-            parts = self._sent(names, group or self.group)
+            found = {name: self._sent(name, group or self.group) for name in names}
+            yield {name: weight.view(expected[name].shape) for name, weight in found.items() if weight is not None}
 
-            def whole(names: list[str] = names, parts: list[list[Tensor]] = parts) -> dict[str, Tensor]:
-                flat = (torch.cat(of_ranks).view(self.held[name].dtype) for name, of_ranks in zip(names, parts))
-                return {name: one.view(shapes[name]) for name, one in zip(names, flat)}
-
-            yield whole
-
-    def _sent(self, names: list[str], group: Optional[ProcessGroup]) -> list[list[Tensor]]:
-        """The pieces of each weight, uint8, by rank, on the rank that is first in the group."""
-        own = [self.held[name].contiguous().view(-1).view(torch.uint8) for name in names]
+    def _sent(self, name: str, group: Optional[ProcessGroup]) -> Optional[Tensor]:
+        """The pieces of all ranks together, flattened, on rank 0, which is the first in its group."""
+        piece, counts = self.held[name]
         if self.group is None:
-            return [[piece] for piece in own]
-        widths = [self.held[name].element_size() for name in names]
-        counts = zip(*(self.counts[name] for name in names))
-        sizes = [[count * width for count, width in zip(of_rank, widths)] for of_rank in counts]
-        together = torch.cat(own).to(communication_device(group))
-        together = torch.nn.functional.pad(together, (0, max(map(sum, sizes)) - len(together)))
-        first = torch.distributed.get_rank(group) == 0
-        parts = [torch.empty_like(together) for _ in sizes] if first else None
+            return piece
+        piece, is_first = piece.to(communication_device(group)), torch.distributed.get_rank(group) == 0
+        nothing = [0] * len(counts)
+        weight = piece.new_empty(sum(counts) if is_first else 0)
         waits_for_others()
-        torch.distributed.gather(together, parts, group=group, group_dst=0)
-        return [list(each) for each in zip(*(part[: sum(size)].split(size) for part, size in zip(parts or (), sizes)))]
-
-
-def take(model: nn.Module, skeleton: PreTrainedModel, copy: bool) -> Pieces:
-    """The pieces of a wrapped model. copy: on the CPU, so that training can go on. All ranks call it."""
-    group = shard_group(model)
-    held = {original_name(name).removeprefix(PREFIX): local_part(p).detach() for name, p in model.named_parameters()}
-    counts = dict(zip(held, shard_counts(list(model.parameters()), group).T.tolist()))
-    ranks = 1 if group is None else torch.distributed.get_world_size(group)
-    first = group is None or torch.distributed.get_rank(group) == 0
-    saved = skeleton.state_dict()
-    for name, buffer in model.named_buffers():
-        if (name := original_name(name).removeprefix(PREFIX)) in saved:  # every rank has it
-            held[name] = buffer if first else buffer.flatten()[:0]
-            counts[name] = [buffer.numel()] + [0] * (ranks - 1)
-    if 0 not in shard_ranks(group):
-        held = {}  # another group has the same
-    if copy:
-        held = {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
-    return Pieces(skeleton, held, counts, group)
-
-
-def shard_ranks(group: Optional[ProcessGroup]) -> list[int]:
-    """The ranks of a `shard_group`; this rank alone where there is none."""
-    if group is not None:
-        return torch.distributed.get_process_group_ranks(group)
-    return [torch.distributed.get_rank() if torch.distributed.is_initialized() else 0]
+        to_first = [len(piece), *nothing[1:]]
+        torch.distributed.all_to_all_single(weight, piece, counts if is_first else nothing, to_first, group=group)
+        return weight if is_first else None
 
 
 class TensorFile:

@@ -19,6 +19,7 @@ The rename is the one commit point. A failure on any rank is raised on all of th
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -28,10 +29,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from socket import gethostname
 from typing import Any, Callable, Optional
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -48,12 +49,12 @@ from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import NON_FINITE, OUT_OF_MEMORY, PEER_LOST, SAVE_FAILED, STOPPED, Fault, as_fault, one_line
 from fabric_llm.base.files import MANIFEST, fsync
+from fabric_llm.base.program import free_memory_bytes
 from fabric_llm.base.ranks import alone, from_first, gather
 from fabric_llm.checkpoint import whole
 from fabric_llm.checkpoint.keep import Progress, versions
-from fabric_llm.checkpoint.reading import first_failure
 from fabric_llm.checkpoint.state_dicts import Part, is_finite, model_tensors, optimizer_parts, own_parts
-from fabric_llm.model.strategy import reshard, shard_group
+from fabric_llm.model.strategy import reshard, shard_ranks
 
 MANY_BYTES = 2**25  # of one rank
 
@@ -69,8 +70,15 @@ class Pending:
     pieces: Optional[whole.Pieces]  # of the weights that rank 0 writes whole
     rest: Callable[[], None]  # writes all other files, on rank 0
     manifest: dict[str, Any]  # but for the files
+    # Bytes of the copies that let training go on meanwhile, and free memory in bytes, on the host where least would be left.
+    copies: Optional[tuple[int, float]] = None
     entries: dict[str, files.Entry] = field(default_factory=dict)  # of this rank's files, once they are written
     problem: Optional[Fault] = None  # why they are not
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether training can go on before it is published: not where a host has no memory for the copies."""
+        return self.copies is not None and self.copies[0] <= self.copies[1]
 
 
 def begin(
@@ -91,25 +99,28 @@ def begin(
     """First act, on all ranks: take the tensors, check the room, make the temporary directory.
 
     model: without Fabric's wrapper. skeleton: unwrapped, on the meta device. facts: what a resumed run must have in common with
-    this one. origin: hashes of what the run was made from. probe: see `record_probe`. copy: so that training can go on
-    before `commit`. Raises Fault (74) on all ranks where `target` exists, has no room, or isn't writable.
+    this one. origin: hashes of what the run was made from. probe: see `record_probe`. copy: to host memory, where there is
+    room, so that training can go on before `commit`. Raises Fault (74) on all ranks where `target` exists, has no room, or
+    isn't writable.
     """
     reshard(model)
     rank = fabric.global_rank
     state = optimizer_parts(model, optimizer)
     kept = {name.rpartition(".")[2] for name, tensor in state.items() if tensor.ndim}  # such as exp_avg
-    parts, pieces = {"trainer/optimizer": own_parts(state, copy)}, None
+    parts, pieces = {"trainer/optimizer": own_parts(state)}, None
     if state_dict_type == "full":
-        pieces = whole.take(model, skeleton, copy)
+        pieces = whole.Pieces(model, skeleton)
     else:
-        parts["weights"] = own_parts(model_tensors(model, skeleton), copy)
-    own = [(name, part.tensor) for some in parts.values() for name, part in some.items()]
-    own += pieces.own() if pieces is not None else []
+        parts["weights"] = own_parts(model_tensors(model, skeleton))
+    held = [*parts.values()] if pieces is None else [*parts.values(), pieces.held]
+    own = [(name, one.tensor) for some in held for name, one in some.items()]
     own += probe.items() if rank == 0 else []
     bad = next((name for name, tensor in own if not is_finite(tensor)), None)
     if found := [name for name in gather(bad) if name is not None]:
         raise Fault(f"{target} isn't saved: {found[0]} holds NaN or infinity.", NON_FINITE)
-    needed_bytes = sum(gather(sum(tensor.nbytes for _, tensor in own)))
+    sizes = gather((gethostname(), sum(tensor.nbytes for _, tensor in own), free_memory_bytes()))
+    needed_bytes = sum(size for _, size, _ in sizes)
+    copies = of_fullest_host(sizes) if copy else None
     temporary = Path(from_first(str(target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}"))))
     said = {"progress": asdict(progress), "state_dict_type": state_dict_type, "optimizer_state": sorted(kept), **facts}
 
@@ -134,13 +145,24 @@ def begin(
             (temporary / folder).mkdir(parents=True)
 
     manifest = {"step": progress.step, "world_size": fabric.world_size, "versions": versions(), **origin}
-    pending = Pending(target, temporary, rank, parts, pieces, rest, manifest)
+    pending = Pending(target, temporary, rank, parts, pieces, rest, manifest, copies)
     _agree(pending, gather(_try(make_room) if rank == 0 else None))
+    for some in held if pending.is_copied else ():
+        some |= {name: one._replace(tensor=one.tensor.to("cpu", copy=True)) for name, one in some.items()}
     return pending
 
 
+def of_fullest_host(sizes: list[tuple[str, int, Optional[int]]]) -> tuple[int, float]:
+    """`Pending.copies`. sizes: of each rank its host, the bytes of its copies, and the host's free memory, None where unknown."""
+    hosts: dict[str, tuple[int, float]] = {}
+    for host, size, free in sizes:
+        total, least = hosts.get(host, (0, math.inf))
+        hosts[host] = total + size, min(least, math.inf if free is None else free)
+    return max(hosts.values(), key=lambda host: (host[0] - host[1], host[0]))
+
+
 def write(pending: Pending, group: Optional[ProcessGroup] = None) -> Pending:
-    """Second act, on all ranks; after `begin(copy=True)` in a thread, with a process group of its own.
+    """Second act, on all ranks; of what `is_copied` in a thread, with a process group of its own.
 
     Never raises: `pending.problem` says what went wrong. Whatever a rank's own files give, it takes part in what all
     ranks do together, so that none waits for one that gave up. Each file is hashed and flushed while the next one is written.
@@ -192,15 +214,13 @@ def _write_whole(
     pending: Pending, pieces: whole.Pieces, group: Optional[ProcessGroup], describing: files.Describing
 ) -> None:
     """Write the weights on rank 0, as the ranks send them. A rank 0 that can't write goes on to receive, so that none waits."""
-    opened: list[whole.WeightFiles] = []
-    problem = (
-        _try(lambda: opened.append(whole.WeightFiles(pending.temporary, pieces.skeleton)))
-        if pending.rank == 0
-        else None
-    )
+    opened: list[whole.WeightFiles] = []  # on rank 0
+    problem = None
+    if pending.rank == 0:
+        problem = _try(lambda: opened.append(whole.WeightFiles(pending.temporary, pieces.skeleton)))
     for weights in pieces.of_units(group):
         if opened and problem is None:
-            problem = _try(lambda: describing.start(opened[0].write(weights())))
+            problem = _try(lambda: describing.start(opened[0].write(weights)))
     if problem is not None:
         raise problem
 
@@ -209,12 +229,14 @@ class Background:
     """Writes checkpoints while training goes on, one at a time, with a process group of its own. All ranks make one."""
 
     def __init__(self, model: nn.Module) -> None:
-        ranks = from_first(whole.shard_ranks(shard_group(model)))  # those that send weights to rank 0
+        ranks = from_first(shard_ranks(model))  # those that send weights to rank 0
         self.group = None if alone() else torch.distributed.new_group(ranks, backend="gloo")
         self.pool = ThreadPoolExecutor(1, "checkpoint")
+        self.has_written = False
 
     def write(self, pending: Pending) -> Future[Pending]:
-        """The second act, after `begin(copy=True)`."""
+        """The second act, of what `is_copied`."""
+        self.has_written = True
         return self.pool.submit(write, pending, self.group)
 
 
@@ -271,11 +293,10 @@ def _try(action: Callable[[], None]) -> Optional[Fault]:
     """What went wrong, for `_agree`; None if nothing."""
     try:
         action()
-    except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
-        first = first_failure(error)
-        if isinstance(first, Fault) or as_fault(first).code in (PEER_LOST, OUT_OF_MEMORY, STOPPED):
-            return as_fault(first)
-        return Fault(one_line(first) or type(first).__name__, SAVE_FAILED)
+    except Exception as error:
+        if isinstance(error, Fault) or as_fault(error).code in (PEER_LOST, OUT_OF_MEMORY, STOPPED):
+            return as_fault(error)
+        return Fault(one_line(error) or type(error).__name__, SAVE_FAILED)
     return None
 
 

@@ -102,11 +102,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 wanted = [chunk, *tensors] if needs_hidden else tensors
                 gradients = list(torch.autograd.grad(logits, wanted, leaf.grad, allow_unused=True))
                 of_hidden += [gradients.pop(0)] if needs_hidden else []
-                for place, gradient in enumerate(gradients):
-                    if (
-                        gradient is not None
-                    ):  # summed in float32, whatever the weights: bfloat16 would round at each chunk
-                        before = sums[place]
+                # Summed in float32, whatever the weights: bfloat16 would round at each chunk.
+                for place, (before, gradient) in enumerate(zip(sums, gradients)):
+                    if gradient is not None:
                         sums[place] = gradient.float() if before is None else before.add_(gradient)
         ctx.gradients = (torch.cat(of_hidden) if needs_hidden else None, *sums) if needs_grad else ()
         ctx.dtypes = [hidden.dtype, *(tensor.dtype for tensor in tensors)]

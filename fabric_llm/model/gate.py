@@ -1,6 +1,6 @@
 """Is it the model that transformers loads, does it train as that would, and which fast paths and packed documents can it take?
 
-Before anything is built, rank 0 measures what the reference (see loading.py) takes. Before step 1, `verify` compares: rank 0 runs
+Before anything is built, rank 0 measures what the reference (see reference.py) takes. Before step 1 they are compared: rank 0 runs
 the reference on a few tokens, then all ranks run the wrapped model on them, twice. The first pass is eager, without gradients, and
 keeps what each leaf module makes, so that a difference can be named. The second is the one that trains: fast paths, such as a loss
 without logits, attention without a mask or compiled layers, must give the loss and the gradients of plain transformers, eager
@@ -24,11 +24,10 @@ from transformers import PreTrainedModel
 
 from fabric_llm.base import ranks
 from fabric_llm.base.fabric import Fabric
-from fabric_llm.base.faults import Fault
 from fabric_llm.model import fast_paths
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import takes_positions
-from fabric_llm.model.strategy import local_part, original_name, reshard, shard_group, shard_places
+from fabric_llm.model.strategy import PREFIX, local_part, original_name, shard_ranks, shards
 
 PROBE_TOKENS = 64
 KEPT_POSITIONS = 8  # of each module's output, the last ones
@@ -78,35 +77,6 @@ class Gradients(NamedTuple):
     samples: dict[str, Tensor]  # float32 [up to SAMPLED_ELEMENTS]
 
 
-def verify(
-    fabric: Fabric,
-    wrapped: nn.Module,
-    expected: tuple[Optional[Outputs], Optional[Gradients]],
-    inputs: Inputs,
-    with_gradients: bool,
-    precision: str,
-    advice: str,
-) -> Outputs:
-    """Compare the wrapped model with what is `expected`, of the reference, on rank 0. All ranks call it.
-
-    inputs: of `gradients_of_wrapped`. advice: what to change, as the end of the sentence, where only gradients differ. Returns
-    rank 0's outputs of the wrapped model. Raises Fault, on all ranks alike, if they differ.
-    """
-    outputs, gradients = expected
-    ours = outputs_of(wrapped.module, inputs["input_ids"], lambda ids: wrapped(ids.to(fabric.device)))
-    reshard(wrapped)
-    problem = ranks.from_first(None if outputs is None else output_difference(ours, outputs, precision))
-    if problem is None and with_gradients:
-        found = gradients_of_wrapped(fabric, wrapped, inputs)
-        words = None if gradients is None else gradient_difference(found, gradients, precision)
-        words = words and f"the model as it would be trained isn't plain transformers': {words}{advice}."
-        problem = ranks.from_first(words)
-    if problem is not None:
-        raise Fault(problem)
-    wrapped.train()
-    return ours
-
-
 @torch.no_grad()
 def outputs_of(model: nn.Module, input_ids: Tensor, forward: Callable[[Tensor], Tensor]) -> Outputs:
     """Run `forward(input_ids)`, which gives the logits of `model`, int64 [1, tokens] -> [1, tokens, vocabulary].
@@ -136,7 +106,7 @@ def outputs_of(model: nn.Module, input_ids: Tensor, forward: Callable[[Tensor], 
 
 
 def _path(name: str) -> str:
-    return original_name(name).removeprefix("causal_lm.")
+    return original_name(name).removeprefix(PREFIX)
 
 
 def output_difference(ours: Outputs, reference: Outputs, precision: str) -> Optional[str]:
@@ -181,10 +151,6 @@ def gradients_of_reference(model: nn.Module, inputs: Inputs) -> Gradients:
         loss.backward()
     for handle in handles:
         handle.remove()
-    # Under all their names: a wrapped model may name a tied parameter otherwise.
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (first := names.get(parameter)) in squares:
-            squares[name], samples[name] = squares[first], samples[first]
     return Gradients(loss.item(), squares, samples)
 
 
@@ -195,19 +161,16 @@ def gradients_of_wrapped(fabric: Fabric, wrapped: nn.Module, inputs: Inputs) -> 
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
         loss = _probe_loss(wrapped, fabric.to_device(inputs))
         fabric.backward(loss)
-    named = {original_name(n): p for n, p in wrapped.module.named_parameters() if p.requires_grad}
-    group = shard_group(wrapped)
     found = {}
-    for (name, parameter), (offset, count) in zip(named.items(), shard_places(list(named.values()), group)):
-        # Zeros where there is none.
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        piece = local_part(gradient).detach().flatten()
-        found[name] = square(piece).item(), _sampled(piece, offset, count)
-        parameter.grad = gradient = piece = None
-    held = [found]
-    if group is not None:
-        gathered = ranks.gather(found)
-        held = [gathered[rank] for rank in torch.distributed.get_process_group_ranks(group)]
+    for name, (parameter, first, counts) in shards(wrapped).items():
+        if parameter.requires_grad:
+            # Zeros where there is none.
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            piece = local_part(gradient).detach().flatten()
+            found[name] = square(piece).item(), _sampled(piece, first, sum(counts))
+            parameter.grad = gradient = piece = None
+    gathered = ranks.gather(found)
+    held = [gathered[rank] for rank in shard_ranks(wrapped)]
     return Gradients(
         loss.item(),
         {name: sum(own[name][0] for own in held) for name in found},

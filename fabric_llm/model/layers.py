@@ -59,7 +59,7 @@ def compile_layers(model: nn.Module) -> None:
     """Compile each layer in place, so that names stay as they are. Equal layers share one compilation."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the compiler imports parts of torch that go away
-        for layer in repeated_layers(model):
+        for layer in repeated_layers(model).values():
             layer.compile()
 
 
@@ -79,5 +79,5 @@ def no_compiler(kind: str) -> Optional[str]:
 
 def is_worth_compiling(model: nn.Module) -> bool:
     """Whether the layers are large enough that compiling them pays."""
-    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in repeated_layers(model)]
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in repeated_layers(model).values()]
     return max(sizes, default=0) >= WORTH_COMPILING

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional
@@ -212,7 +211,7 @@ def open_weights(
     config: PretrainedConfig,
     dtype: torch.dtype,
     seed: int,
-    slices: Optional[Mapping[str, weights.Slice]] = None,
+    slices: Optional[weights.Slices] = None,
 ) -> weights.Source:
     """Where the weights of a model come from, unit by unit: its files, `slices`, or random numbers by `seed`.
 
@@ -230,8 +229,8 @@ def open_weights(
         raise _unreadable("The weights", model_name, error) from error
 
 
-def _slices(model_name: str, config: PretrainedConfig) -> dict[str, weights.Slice]:
-    """Name of each tensor in a model's safetensors files -> what reads it."""
+def _slices(model_name: str, config: PretrainedConfig) -> weights.Slices:
+    """Those of a model's safetensors files."""
     named = getattr(config, "transformers_weights", None)
     names = folders.WEIGHT_FILES if named is None else (named,)
     there = (cached_file(model_name, name, _raise_exceptions_for_missing_entries=False) for name in names)

@@ -6,17 +6,18 @@ and again when its backward pass does, which recomputes it. What is outside of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, Callable, Optional
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fabric_llm.model.loading import build_skeleton, open_weights
-from fabric_llm.model.weights import Slice, Source, compute_buffers, layers_of, tensors_of, units
+from fabric_llm.model.strategy import repeated_layers, replacing
+from fabric_llm.model.weights import Slices, Source, compute_buffers, first_names, units
+
+WRITE_INTO_WEIGHTS = ("rwkv",)  # types of models whose layers do, before they compute
 
 
 def load_reference(model: PreTrainedModel, source: Source, limit_bytes: float = float("inf")) -> PreTrainedModel:
@@ -25,16 +26,16 @@ def load_reference(model: PreTrainedModel, source: Source, limit_bytes: float = 
     limit_bytes: of weights that may be in memory at once, or a layer more, beside those outside of layers.
     """
     compute_buffers(model)
-    on_cpu: dict[int, nn.Parameter] = {}
-    for _, place, name in tensors_of(model):
-        if isinstance(tensor := place[name], nn.Parameter):
-            place[name] = on_cpu.setdefault(
-                id(tensor), nn.Parameter(_nothing(tensor), requires_grad=tensor.requires_grad)
-            )
+    model.apply(replacing(_nothing))
     names = units(model)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     whole = sum(parameter.nbytes for parameter in model.parameters())
-    streamed = set() if whole <= limit_bytes else _layers_by_themselves(model)
+    streamed = _layers_by_themselves(model) if whole > limit_bytes else set()
+    if whole > limit_bytes and not streamed:
+        print(
+            f"The layers of {type(model).__name__} can't be computed one by one: the reference takes {whole / 2**30:.1f} GiB of "
+            "rank 0's memory, for all weights at once."
+        )
     for unit in names.keys() - streamed:
         _give(tensors, source.read(unit))
     layers = _Layers(source, tensors, names, limit_bytes)
@@ -78,15 +79,16 @@ def _compute(hold: Callable[[], None], forward: Callable[..., Any], *args: Any, 
     return checkpoint(computed, *args, use_reentrant=False, **kwargs)
 
 
-def _layers_by_themselves(model: nn.Module) -> set[str]:
-    """The layers whose weights no other module has."""
-    layers = layers_of(model)
-    holders: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holder = next((layer for layer in layers if name.startswith(f"{layer}.")), "")
-        holders.setdefault(id(parameter), set()).add(holder)
-    shared = set().union(*(some for some in holders.values() if len(some) > 1))
-    return set(layers) - shared
+def _layers_by_themselves(model: PreTrainedModel) -> set[str]:
+    """The layers whose weights no other module has, and that don't write into them."""
+    if model.config.model_type in WRITE_INTO_WEIGHTS:
+        return set()
+    layers = repeated_layers(model)
+    holders = {
+        name: next((layer for layer in layers if name.startswith(f"{layer}.")), "") for name in first_names(model)
+    }
+    tied = [(holders[name], holders[first]) for name, first in first_names(model).items()]
+    return layers.keys() - {layer for pair in tied if pair[0] != pair[1] for layer in pair}
 
 
 def _nothing(like: torch.Tensor) -> torch.Tensor:
@@ -100,7 +102,7 @@ def _give(tensors: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> 
 
 
 def load_model(
-    model_name: str, config: PretrainedConfig, dtype: torch.dtype, slices: Optional[Mapping[str, Slice]] = None
+    model_name: str, config: PretrainedConfig, dtype: torch.dtype, slices: Optional[Slices] = None
 ) -> PreTrainedModel:
     """The whole model on the CPU, from its files or from `slices`, see `loading.open_weights`."""
     return load_reference(build_skeleton(config, dtype), open_weights(model_name, config, dtype, 0, slices))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 from weakref import WeakValueDictionary
 
 import torch
@@ -32,9 +32,10 @@ from torch.distributed.tensor import DTensor
 
 from fabric_llm.base import fabric as lightning
 from fabric_llm.base.fabric import Fabric
-from fabric_llm.base.ranks import waits_for_others
+from fabric_llm.base.ranks import alone, waits_for_others
 from fabric_llm.model.strategy_rules import Sharding, wrap_size
 
+PREFIX = "causal_lm."  # of names in a LanguageModel, before those that transformers knows
 Units = dict[nn.Module, torch.dtype]  # what is gathered as one, children before parents
 Fill = Callable[[nn.Module], None]
 
@@ -98,25 +99,29 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
     if (smallest := wrap_size(policy)) is not None:
         return _at_least(model, smallest)
     if policy == "auto":
-        return repeated_layers(model)
+        return list(repeated_layers(model).values())
     names = {name.strip() for name in policy.split(",")}
     found = [module for module in model.modules() if type(module).__name__ in names]
     if missing := sorted(names - {type(module).__name__ for module in found}):
+        there = sorted({type(layer).__name__ for layer in repeated_layers(model).values()})
         raise ValueError(
-            f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; "
-            f"it has {', '.join(sorted({type(layer).__name__ for layer in repeated_layers(model)}))}."
+            f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; it has {', '.join(there)}."
         )
     return found
 
 
-def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a model, in their order: of the classes that it names itself, else its longest list."""
-    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    if layers := [module for module in model.modules() if type(module).__name__ in named]:
-        return layers
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    kinds = {type(layer) for layer in max(lists, key=len, default=())}
-    return [module for module in model.modules() if type(module) in kinds]
+def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The decoder layers of a model by name, none of them inside another: of the classes that it names itself, else of its
+    longest list."""
+    kinds = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    if not any(type(module).__name__ in kinds for module in model.modules()):
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        kinds = {type(layer).__name__ for layer in max(lists, key=len, default=())}
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ in kinds and not any(name.startswith(f"{outer}.") for outer in layers):
+            layers[name] = module
+    return layers
 
 
 def of_one_dtype(model: nn.Module, units: Collection[nn.Module]) -> Units:
@@ -170,6 +175,23 @@ def _at_least(model: nn.Module, minimum: int) -> list[nn.Module]:
     return chosen
 
 
+def replacing(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], None]:
+    """What puts parameters with the tensors that `make` makes in the place of those on the meta device that a module itself holds."""
+    # By the id of the one on the meta device: a tied one is found there again. Weak, so that what a strategy has sharded isn't kept
+    # whole.
+    there: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+
+    def replace_parameters(module: nn.Module) -> None:
+        for key, meta in module._parameters.items():
+            if meta is not None and meta.is_meta:
+                parameter = there.get(id(meta))
+                if parameter is None:
+                    there[id(meta)] = parameter = nn.Parameter(make(meta), requires_grad=meta.requires_grad)
+                module._parameters[key] = parameter
+
+    return replace_parameters
+
+
 def wrap(fabric: Fabric, name: str, model: nn.Module, fill: Fill, precision: str, how: Sharding) -> nn.Module:
     """The model, with its parameters on the meta device -> the model on the devices, filled, wrapped and set up by Fabric.
 
@@ -178,20 +200,9 @@ def wrap(fabric: Fabric, name: str, model: nn.Module, fill: Fill, precision: str
     for module in model.modules():
         for key, buffer in module._buffers.items():
             module._buffers[key] = buffer if buffer is None else buffer.to(fabric.device)
-    # Parameters by the id of the one on the meta device whose place they take: a tied one is found there again. Weak, so that what
-    # a strategy has sharded isn't kept whole.
-    there: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
-
-    def give_memory(module: nn.Module) -> None:
-        """To the parameters that a module itself holds, just before a strategy shards it."""
-        for key, meta in module._parameters.items():
-            if meta is not None and meta.is_meta:
-                parameter = there.get(id(meta))
-                if parameter is None:
-                    empty = torch.empty_like(meta, device=fabric.device)
-                    there[id(meta)] = parameter = nn.Parameter(empty, requires_grad=meta.requires_grad)
-                module._parameters[key] = parameter
-
+    give_memory = replacing(
+        lambda meta: torch.empty_like(meta, device=fabric.device)
+    )  # just before a strategy shards a module
     if name in ("fsdp", "fsdp2"):
         units = {unit for unit in modules_to_wrap(model, how.auto_wrap_policy) if unit not in model.together()}
         if name == "fsdp":
@@ -292,32 +303,43 @@ def shard_group(model: nn.Module) -> Optional[ProcessGroup]:
     return parameter.device_mesh.get_group("shard") if isinstance(parameter, DTensor) else None
 
 
+def shard_ranks(model: nn.Module) -> list[int]:
+    """The ranks that together hold the parameters of a wrapped model once: this rank alone where each holds them whole."""
+    if (group := shard_group(model)) is not None:
+        return torch.distributed.get_process_group_ranks(group)
+    return [0 if alone() else torch.distributed.get_rank()]
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def shard_places(parameters: list[nn.Parameter], group: Optional[ProcessGroup]) -> list[tuple[int, int]]:
-    """(index of this rank's first element in the whole parameter, flattened; elements of the whole) of each parameter.
+class Shard(NamedTuple):
+    """A parameter, and where the part of it that this rank holds lies in the whole, flattened."""
 
-    All ranks call it. group: see `shard_group`. Both FSDPs split in the order of ranks, FSDP2 between rows, so what comes before
-    is what lower ranks hold, and no field of theirs is read.
+    parameter: nn.Parameter
+    first: int  # index of this rank's first element
+    counts: list[int]  # elements that each rank of the `shard_group` holds, in their order
+
+
+def shards(model: nn.Module) -> dict[str, Shard]:
+    """The parameters of a wrapped model, by the names that they have in the unwrapped one. All ranks call it.
+
+    Both FSDPs split in the order of ranks, FSDP2 between rows: what comes before is what lower ranks hold, and no field of
+    theirs is read.
     """
-    counts = shard_counts(parameters, group)
-    rank = 0 if group is None else torch.distributed.get_rank(group)
-    return list(zip(counts[:rank].sum(0).tolist(), counts.sum(0).tolist()))
-
-
-def shard_counts(parameters: list[nn.Parameter], group: Optional[ProcessGroup]) -> Tensor:
-    """How many elements of each parameter each rank of a `shard_group` holds, int64 [ranks, parameters]. All ranks call it."""
-    held = torch.tensor([local_part(parameter).numel() for parameter in parameters])
-    if group is None:
-        return held[None]
-    held = held.to(communication_device(group))
-    counts = [torch.empty_like(held) for _ in range(torch.distributed.get_world_size(group))]
-    waits_for_others()
-    torch.distributed.all_gather(counts, held, group=group)
-    return torch.stack(counts).cpu()
+    named = {original_name(name): parameter for name, parameter in model.named_parameters()}
+    group, rank = shard_group(model), 0
+    counts = torch.tensor([[local_part(parameter).numel()] for parameter in named.values()])
+    if group is not None:
+        rank, held = torch.distributed.get_rank(group), counts.to(communication_device(group))
+        of_ranks = [torch.empty_like(held) for _ in range(torch.distributed.get_world_size(group))]
+        waits_for_others()
+        torch.distributed.all_gather(of_ranks, held, group=group)
+        counts = torch.cat(of_ranks, dim=1)
+    found = zip(named.items(), counts.tolist())
+    return {name: Shard(parameter, sum(held[:rank]), held) for (name, parameter), held in found}
 
 
 def sum_over_shards(numbers: Tensor, group: Optional[ProcessGroup]) -> Tensor:

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
@@ -24,32 +24,19 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
+from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.ranks import alone, from_rank_zero, waits_for_others
-from fabric_llm.model.strategy import (
-    communication_device,
-    local_part,
-    original_name,
-    repeated_layers,
-    shard_group,
-    shard_places,
-)
+from fabric_llm.model.strategy import PREFIX, communication_device, local_part, original_name, repeated_layers, shards
 
 Held = tuple[str, dict[str, Any], str]  # name of a tensor in the model, the dictionary that holds it, its name in there
-
-
-class Slice(Protocol):
-    """A tensor in a file, which is read when it is indexed with `[...]`."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def __getitem__(self, index: Any) -> Tensor: ...
+Slices = Mapping[str, Any]  # name in files -> a tensor as of safetensors' get_slice, which is read when it is indexed
 
 
 class Stored:
     """Weights in files, under the names and in the layout that transformers' conversions of the model's class take."""
 
-    def __init__(self, skeleton: PreTrainedModel, slices: Mapping[str, Slice], dtype: torch.dtype) -> None:
-        """skeleton: the model on the meta device, for the source alone. slices: name in the files -> tensor.
+    def __init__(self, skeleton: PreTrainedModel, slices: Slices, dtype: torch.dtype) -> None:
+        """skeleton: the model on the meta device, for the source alone.
 
         Raises ValueError where the files don't hold all weights of the model, in its shapes, before a tensor is read.
         """
@@ -131,6 +118,11 @@ class Drawn:
         return found
 
     def _drawn_whole(self) -> dict[str, Tensor]:
+        size = sum(parameter.nbytes for parameter in self.skeleton.parameters())
+        print(
+            f"Some weights of {type(self.skeleton).__name__} are drawn as it is built: rank 0 draws the whole model at once, "
+            f"{size / 2**30:.1f} GiB of its memory."
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             drawn = AutoModelForCausalLM.from_config(self.skeleton.config, dtype=self.skeleton.dtype).state_dict()
@@ -147,43 +139,36 @@ def fill(model: nn.Module, skeleton: PreTrainedModel, source: Optional[Source] =
     model: a LanguageModel on the devices, wrapped or not. skeleton: the unwrapped model on the meta device. A rank holds one
     whole parameter beside its parts, rank 0 one unit. Raises what reading raises, on all ranks.
     """
-    held = {original_name(name).removeprefix("causal_lm."): tensor for name, tensor in model.named_parameters()}
-    places = dict(zip(held, shard_places(list(held.values()), shard_group(model))))
-    held |= {original_name(name).removeprefix("causal_lm."): tensor for name, tensor in model.named_buffers()}
-    expected = skeleton.state_dict()
-    device = communication_device()
+    held = {name: (local_part(shard.parameter), shard.first) for name, shard in shards(model).items()}
+    held |= {original_name(name): (buffer, 0) for name, buffer in model.named_buffers()}
+    expected, device = skeleton.state_dict(), communication_device()
     for unit, names in units(skeleton).items():
+        failpoint("fill")
         tensors: dict[str, Tensor] = {}  # on rank 0
         from_rank_zero(lambda: tensors.update(source.read(unit)))
         for name in names:
-            part = local_part(held[name])
+            part, first = held[PREFIX + name]
             whole = tensors.pop(name).contiguous() if tensors else torch.empty_like(expected[name], device=device)
             if not alone():
                 whole = whole.to(device)
                 waits_for_others()
                 torch.distributed.broadcast(whole, src=0)
-            first = places[name][0] if name in places else 0
             part.view(-1).copy_(whole.view(-1)[first : first + part.numel()])
 
 
+def saved(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and saved buffers of an unwrapped model, each tied one once, by the first of its names."""
+    first = first_names(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if first.get(name, name) == name}
+
+
 def units(model: nn.Module) -> dict[str, list[str]]:
-    """Unit -> the first names of its parameters and saved buffers, in the order of the model."""
-    first, layers = first_names(model), layers_of(model)
-    found: dict[str, list[str]] = {}
-    for name in model.state_dict():
-        if first.get(name, name) == name:
-            layer = next((layer for layer in layers if name.startswith(f"{layer}.")), name.rpartition(".")[0])
-            found.setdefault(layer, []).append(name)
+    """Unit -> the names in `saved` of what it holds, in the order of the model."""
+    layers, found = repeated_layers(model), {}
+    for name in saved(model):
+        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), name.rpartition(".")[0])
+        found.setdefault(layer, []).append(name)
     return found
-
-
-def layers_of(model: nn.Module) -> list[str]:
-    """Names of the repeated layers that are in no other one."""
-    repeated, layers = set(repeated_layers(model)), []
-    for name, module in model.named_modules():
-        if module in repeated and not any(name.startswith(f"{outer}.") for outer in layers):
-            layers.append(name)
-    return layers
 
 
 def first_names(model: nn.Module) -> dict[str, str]:

@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 from fabric_llm.base import ranks
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
-from fabric_llm.base.faults import UNEXPECTED, as_fault, one_line
+from fabric_llm.base.faults import UNEXPECTED, Fault, as_fault, one_line
 from fabric_llm.base.program import free_memory_bytes
 from fabric_llm.checkpoint import reading
 from fabric_llm.model import fast_paths, freezing, gate, language_model, loading, weights
 from fabric_llm.model.reference import load_reference
+from fabric_llm.model.strategy import reshard
 from fabric_llm.plan.plan import Plan
 
 Expected = tuple[Optional[gate.Outputs], Optional[gate.Gradients]]  # what the reference makes of the probe, on rank 0
@@ -136,10 +137,21 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expec
     }
     taken = ", ".join(flag for flag, is_on in paths.items() if is_on)
     advice = f"; to find out which part it is, turn it off: {taken}" if taken else ""
-    ours = gate.verify(fabric, wrapped, expected, inputs, with_gradients, plan.model.precision, advice)
-    if expected[0] is not None:
+    outputs, gradients = expected
+    ours = gate.outputs_of(wrapped.module, inputs["input_ids"], lambda ids: wrapped(ids.to(fabric.device)))
+    reshard(wrapped)
+    problem = outputs and gate.output_difference(ours, outputs, plan.model.precision)
+    if (problem := ranks.from_first(problem)) is None and with_gradients:
+        found = gate.gradients_of_wrapped(fabric, wrapped, inputs)
+        words = gradients and gate.gradient_difference(found, gradients, plan.model.precision)
+        problem = words and f"the model as it would be trained isn't plain transformers': {words}{advice}."
+        problem = ranks.from_first(problem)
+    if problem is not None:
+        raise Fault(problem)
+    wrapped.train()
+    if outputs is not None:
         words = ", and the gradients are equal to rounding" if with_gradients else ""
         print(
-            f"Start verified: loss {ours.loss:.4f} on {inputs['input_ids'].numel()} tokens, {expected[0].loss:.4f} in "
+            f"Start verified: loss {ours.loss:.4f} on {inputs['input_ids'].numel()} tokens, {outputs.loss:.4f} in "
             f"plain transformers{words} ({time.monotonic() - began:.1f} s)."
         )

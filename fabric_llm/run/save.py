@@ -85,7 +85,14 @@ def save(run: Run, *, evaluated: Optional[bool], stops: bool) -> None:
             state_dict_type=run.flags.fsdp.state_dict_type,
             copy=in_background,
         )
-        if in_background:
+        if copies := pending.copies:
+            taken, free = (f"{size / 2**30:.2f} GiB" for size in copies)
+            if not pending.is_copied:
+                said = f"the copies would take {taken} of a host's memory, of which {free} are free"
+                log.line(f"Warning: --async_save: {said}: training waits for the save of step {step}.")
+            elif not run.background.has_written:
+                log.line(f"--async_save: while a checkpoint is written, its copies take {taken} of a host's memory.")
+        if pending.is_copied:
             run.saving = run.background.write(pending)
         else:
             writing.write(pending)

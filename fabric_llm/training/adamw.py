@@ -37,10 +37,10 @@ def make_optimizer(wrapped: nn.Module, decayed: set[str], training: Flags, updat
 
     decayed: names of parameters, see `decayed_names`. training: the flags of that group. updates: see above.
     """
-    named = {strategy.original_name(name): parameter for name, parameter in wrapped.module.named_parameters()}
-    groups = parameter_groups(named.items(), decayed, training.weight_decay)
-    places = strategy.shard_places(list(named.values()), strategy.shard_group(wrapped))
-    origins = {parameter: (name, offset) for (name, parameter), (offset, _) in zip(named.items(), places)}
+    shards = strategy.shards(wrapped)
+    named = [(name, shard.parameter) for name, shard in shards.items()]
+    groups = parameter_groups(named, decayed, training.weight_decay)
+    origins = {shard.parameter: (name, shard.first) for name, shard in shards.items()}
     betas = (training.beta1, training.beta2)
     return AdamW(groups, lr=training.lr, betas=betas, updates=updates, seed=training.seed, origins=origins)
 

@@ -24,7 +24,7 @@ from fabric_llm.base.ranks import any_rank, from_rank_zero, sum_over_ranks
 from fabric_llm.data.batches import Batches, MicroBatch, target_count
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.sources import COPY
-from fabric_llm.model.strategy import local_part, original_name, reshard, shard_group, shard_places
+from fabric_llm.model.strategy import local_part, reshard, shards
 
 SAMPLE = 2**16  # weights, whose relative distance is that of all weights to about 1 %
 FILE = "base_sample.npy"  # float32 [SAMPLE], beside the run's log
@@ -153,13 +153,11 @@ def drift_of_run(
 
 def sample(fabric: Fabric, model: nn.Module, sizes: dict[str, int]) -> Tensor:
     """Weights of a wrapped model, the same ones however it is sharded: float32 [SAMPLE] on the CPU. All ranks call it."""
-    named = {original_name(name): parameter for name, parameter in model.module.named_parameters()}
-    places = shard_places(list(named.values()), shard_group(model))
     begins = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist()))
     drawn = np.random.Generator(np.random.Philox(0)).integers(0, sum(sizes.values()), SAMPLE)
     found = torch.zeros(2, SAMPLE, device=fabric.device)  # weights, and how many ranks hold each
-    for (name, parameter), (offset, _) in zip(named.items(), places):
-        local, first = local_part(parameter.detach()).flatten(), begins[name] + offset
+    for name, shard in shards(model).items():
+        local, first = local_part(shard.parameter.detach()).flatten(), begins[name] + shard.first
         here = np.flatnonzero((drawn >= first) & (drawn < first + local.numel()))
         weights = local[torch.from_numpy(drawn[here] - first).to(local.device)]
         found[0, here] = weights.float().to(fabric.device)

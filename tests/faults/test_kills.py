@@ -112,6 +112,7 @@ def test_random_kills(reference, toys, tmp_path):
 
 # Where the first time would be in the run that was killed before, or of no interest.
 COUNTS = {
+    "fill": 3,
     "forward": 3,
     "between_micro_batches": 4,
     "optimizer_step": 3,

@@ -217,6 +217,69 @@ def test_sigterm_to_one_rank_wherever_it_is(toys, tmp_path, whole, point, stops_
         assert_goes_on_like(toys, tmp_path, whole)
 
 
+UNITS = 5  # of the weights of the toy GPT-2: both embeddings, two layers, the last norm
+SPIKES = ("--spike_threshold", 6, "--spike_action", "rewind", "--lr", 1e-4, "--save_step_interval", 12)
+
+
+@pytest.fixture(scope="module")
+def to_be_loaded(toys, tmp_path_factory):
+    """When weights are loaded -> (flags, what each rank does before, where the run stands, how it ends undisturbed)."""
+    folder = tmp_path_factory.mktemp("load")
+
+    def with_a_spike():
+        """The loss of the second step is 100 times too large: the run goes back."""
+        from fabric_llm.model.language_model import LanguageModel
+
+        forward, calls = LanguageModel.forward, iter(range(10**9))
+
+        def faulty(self, *args, **kwargs):
+            loss = forward(self, *args, **kwargs)
+            trains = self.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
+            return loss * 100.0 if trains and next(calls) in (2, 3) else loss
+
+        LanguageModel.forward = faulty
+
+    def ended(name, *more, begins=None, before=lambda: None):
+        if begins is not None:
+            shutil.copytree(begins, folder / name)
+        job = Job(2, *flags(toys, folder / name, *more), before=before)
+        assert job.wait() == [0, 0], job.output
+        return folder / name
+
+    resumed = ("--resume", "auto", "--resume_override", "max_step")
+    more = (*resumed, "--max_step", 6)
+    half, twelve = ended("half", "--max_step", 3), ended("twelve", *SPIKES, "--max_step", 12)
+    rewinds = (*SPIKES, *resumed, "--max_step", 16)
+    return {
+        "start": (("--resume", "auto"), lambda: None, None, ended("start")),
+        "resume": (more, lambda: None, half, ended("resumed", *more, begins=half)),
+        "rewind": (rewinds, with_a_spike, twelve, ended("rewound", *rewinds, begins=twelve, before=with_a_spike)),
+    }
+
+
+@pytest.mark.parametrize(("do", "rank"), [("kill", 0), ("kill", 1), ("term", 1)])
+@pytest.mark.parametrize("during", ["start", "resume", "rewind"])
+def test_a_rank_that_ends_while_weights_are_loaded(toys, tmp_path, to_be_loaded, during, do, rank):
+    """No other rank is left, nor a file that wasn't there, and the next start goes on to the same bits."""
+    more, before, begins, undisturbed = to_be_loaded[during]
+    if begins is not None:
+        shutil.copytree(begins, tmp_path, dirs_exist_ok=True)
+    there = {path: path.read_bytes() for path in tmp_path.glob("run/step-*/**/*") if path.is_file()}
+    count = UNITS + 3 if during == "rewind" else 3
+    job = Job(2, *flags(toys, tmp_path, *more), failpoint=f"fill:rank={rank}:count={count}:do={do}", before=before)
+    codes = job.wait()
+    assert codes == ([75, 75] if do == "term" else [-9, 71] if rank == 0 else [71, -9]), job.output
+    assert all(path.read_bytes() == content for path, content in there.items()) and leftovers(tmp_path / "run") == []
+    if do == "kill":
+        assert {path for path in tmp_path.glob("run/step-*/**/*") if path.is_file()} == there.keys()
+    job = Job(2, *flags(toys, tmp_path, *more), before=(lambda: None) if do == "term" else before)
+    assert job.wait() == [0, 0], job.output
+    assert metrics(tmp_path / "run") == metrics(undisturbed / "run")
+    last = files.latest(undisturbed / "run").name
+    ours, theirs = (load_file(folder / "run" / last / "model.safetensors") for folder in (tmp_path, undisturbed))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_ctrl_c_that_ends_the_reader_of_the_output_as_well(toys, tmp_path, whole):
     """`train.py 2>&1 | tee log`: the terminal sends it to all of them, and what a run prints then has nowhere to go."""
     words = command(toys, tmp_path, "--max_step", 5000, "--save_step_interval", 5000)
@@ -478,6 +541,20 @@ def assert_all_end(output):
     while (left := processes_of(output)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_plain_command_that_ends_while_weights_are_loaded_leaves_no_process_and_no_file(toys, tmp_path, whole, rank):
+    (tmp_path / "temporary").mkdir()
+    out = environment(FABRIC_LLM_FAILPOINT=f"fill:rank={rank}:count=3", TMPDIR=str(tmp_path / "temporary"))
+    words = [sys.executable, *command(toys, tmp_path)]
+    done = subprocess.run(words, env=out, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == (71 if rank == 1 else -9), done.stderr
+    assert_all_end(tmp_path)
+    assert (
+        list((tmp_path / "temporary").iterdir()) == [] and saved(tmp_path / "run") == leftovers(tmp_path / "run") == []
+    )
+    assert_goes_on_like(toys, tmp_path, whole)
 
 
 def test_a_killed_rank_of_a_plain_command_leaves_no_orphan_and_the_run_goes_on(toys, tmp_path, whole):
