@@ -17,15 +17,16 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     MixtralConfig,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 import export_hf
 import fabric_llm.verify.__main__
 from fabric_llm.base import files
-from fabric_llm.checkpoint import keep, reading
+from fabric_llm.checkpoint import keep, reading, whole
 from fabric_llm.checkpoint.keep import checkpoint_at as find
+from fabric_llm.model.loading import load_config, open_weights
+from fabric_llm.verify import export as exporting
 from fabric_llm.verify.export import VerificationError, export, verify
 
 
@@ -322,28 +323,28 @@ def set_nan(weights):
     ],
 )
 def test_an_export_that_is_not_the_model_is_taken_back(runs, tmp_path, run_export, monkeypatch, tamper, run, words):
-    save_pretrained = PreTrainedModel.save_pretrained
+    write_model = exporting.write_model
 
-    def tampered(self, folder, **kwargs):
-        save_pretrained(self, folder, **kwargs)
+    def tampered(folder, *given):
+        write_model(folder, *given)
         weights = stored(folder)
         tamper(weights)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", tampered)
+    monkeypatch.setattr(exporting, "write_model", tampered)
     code, out, error = run_export(runs / run)
     assert code == 1 and "verification failed" in error and all(word in error for word in words), error
     assert "Verified" not in out and parts(tmp_path) == [], "nothing is left"
 
 
 def test_an_export_that_cannot_be_opened_is_taken_back(runs, tmp_path, run_export, monkeypatch):
-    save_pretrained = PreTrainedModel.save_pretrained
+    write_model = exporting.write_model
 
-    def cut_off(self, folder, **kwargs):
-        save_pretrained(self, folder, **kwargs)
+    def cut_off(folder, *given):
+        write_model(folder, *given)
         truncate(folder / "model.safetensors")
 
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", cut_off)
+    monkeypatch.setattr(exporting, "write_model", cut_off)
     code, _, error = run_export(runs / "full")
     assert code == 1 and "can't open the export" in error and parts(tmp_path) == []
 
@@ -351,11 +352,10 @@ def test_an_export_that_cannot_be_opened_is_taken_back(runs, tmp_path, run_expor
 def test_a_failed_overwrite_leaves_the_former_export(runs, tmp_path, run_export, monkeypatch):
     run_export(runs / "full")
 
-    def disk_full(self, folder, **kwargs):
-        folder.mkdir()
+    def disk_full(self, name, tensor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", disk_full)
+    monkeypatch.setattr(whole.TensorFile, "write", disk_full)
     code, _, error = run_export(runs / "full", "--overwrite", "true")
     assert code == 74 and "No space left" in error and "the weights need" in error and "GiB were free" in error
     assert parts(tmp_path) == ["hf"]
@@ -381,8 +381,7 @@ def test_every_swap_of_two_tensors_is_caught_twice(runs, tmp_path):
     """By the comparison with the checkpoint; and, where the checkpoint itself has them swapped, by the logits."""
     source = find(runs / "full")
     probe = reading.read_probe(source)
-    trained = AutoModelForCausalLM.from_pretrained(source)
-    weights = stored(source)
+    trained, weights = weights_in(source), stored(source)
     assert verify(source, trained, probe, "32-true").logits_difference < 1e-5
     swaps = [(name, name.replace("layers.0.", "layers.1.")) for name in weights if "layers.0." in name]
     assert len(swaps) == 9
@@ -395,7 +394,11 @@ def test_every_swap_of_two_tensors_is_caught_twice(runs, tmp_path):
         with pytest.raises(VerificationError, match="isn't what the checkpoint holds"):
             verify(folder, trained, probe, "32-true")
         with pytest.raises(VerificationError, match="logits differ"):
-            verify(folder, AutoModelForCausalLM.from_pretrained(folder), probe, "32-true")
+            verify(folder, weights_in(folder), probe, "32-true")
+
+
+def weights_in(folder):
+    return open_weights(str(folder), load_config(str(folder)), torch.float32, seed=0)
 
 
 # ------------------------------------------------------------------------------- the hub
@@ -404,13 +407,13 @@ def test_every_swap_of_two_tensors_is_caught_twice(runs, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_in_the_middle_leaves_the_former_export(runs, tmp_path, run_export, monkeypatch, number):
     run_export(runs / "full")
-    save_pretrained = PreTrainedModel.save_pretrained
+    write_model = exporting.write_model
 
-    def stopped(self, folder, **kwargs):
-        save_pretrained(self, folder, **kwargs)
+    def stopped(folder, *given):
+        write_model(folder, *given)
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", stopped)
+    monkeypatch.setattr(exporting, "write_model", stopped)
     code, _, error = run_export(runs / "full", "--overwrite", "true")
     assert code == 75 and parts(tmp_path) == ["hf"]
     assert error == f"export_hf.py: error: stopped on request; nothing was written to {tmp_path / 'hf'}."

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 
 from arguments import ROOT
 from fabric_llm import extend_vocab
-from fabric_llm.prepare import corpus
+from fabric_llm.prepare import corpus, new_tokens
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 from fabric_llm.verify import extend as extending
 from fabric_llm.verify.export import VerificationError
@@ -56,7 +56,7 @@ def sentencepiece():
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     learner = Tokenizer(models.BPE())
     learner.normalizer = spaces = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    learner.pre_tokenizer = pre_tokenizers.Split(extending.WORDS, "isolated")
+    learner.pre_tokenizer = pre_tokenizers.Split(new_tokens.WORDS, "isolated")
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, show_progress=False)
     learner.train_from_iterator(texts(OLD, 20, 0), trainer)
     state = json.loads(learner.to_str())["model"]
@@ -87,7 +87,7 @@ TOKENIZERS = {"byte_level": byte_level, "llama3": llama3, "sentencepiece": sente
 
 def make_model(folder, tokenizer, family="llama", rows=None, dtype=torch.float32, **changes):
     config = TOY_CONFIGS[family]
-    tokens = extending.size(tokenizer.backend_tokenizer)
+    tokens = new_tokens.size(tokenizer.backend_tokenizer)
     config = type(config)(**{**config.to_dict(), "vocab_size": rows or tokens, "eos_token_id": 2, **changes})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
@@ -118,9 +118,9 @@ def run(*argv):
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_tokens_go_behind_the_old_ones_and_text_gets_shorter(kind):
     old = TOKENIZERS[kind]().backend_tokenizer
-    learned = extending.learn(old, texts(NEW, 40, 1), 60)
-    assert learned == extending.learn(old, texts(NEW, 40, 1), 60) and len(learned) == 60
-    new, first = extending.extended(old, learned), extending.size(old)
+    learned = new_tokens.learn(old, texts(NEW, 40, 1), 60)
+    assert learned == new_tokens.learn(old, texts(NEW, 40, 1), 60) and len(learned) == 60
+    new, first = new_tokens.extended(old, learned), new_tokens.size(old)
     assert new.get_vocab().items() >= old.get_vocab().items()
     assert [new.token_to_id(token.text) for token in learned] == list(range(first, first + 60))
     held_out = texts(NEW, 5, 2)
@@ -129,7 +129,7 @@ def test_tokens_go_behind_the_old_ones_and_text_gets_shorter(kind):
     for text in [*held_out, OLD, "", " ", "\n\n", "  a  b ", "Straßenbahnx", "xStraßenbahn", "🙂 ein", "<|user|>und"]:
         before, after = old.encode(text), new.encode(text)
         assert new.decode(before.ids) == old.decode(before.ids)
-        if extending.unknown_id(old) not in before.ids:
+        if new_tokens.unknown_id(old) not in before.ids:
             assert new.decode(after.ids) == old.decode(before.ids)
         if kind != "unigram" and max(after.ids, default=0) < first:
             assert after.ids == before.ids, "text without a new token is cut as before"
@@ -139,31 +139,31 @@ def test_tokens_go_behind_the_old_ones_and_text_gets_shorter(kind):
 def test_each_token_is_in_reach_also_inside_of_words():
     for kind in TOKENIZERS:
         old = TOKENIZERS[kind]().backend_tokenizer
-        learned = extending.learn(old, texts(NEW, 40, 1), 60)
-        new = extending.extended(old, learned)
+        learned = new_tokens.learn(old, texts(NEW, 40, 1), 60)
+        new = new_tokens.extended(old, learned)
         for token in learned if kind != "unigram" else learned[-5:]:
             assert [piece.value for piece in new.model.tokenize(token.text)] == [token.text]
         if kind == "byte_level":
             inside = new.encode("xGrundstücksverkehrs")
-            assert max(inside.ids) >= extending.size(old), inside.tokens
+            assert max(inside.ids) >= new_tokens.size(old), inside.tokens
 
 
 def test_what_a_token_was_made_of_is_what_its_text_was():
     old = sentencepiece().backend_tokenizer
-    learned = extending.learn(old, texts(NEW, 40, 1), 60)
-    made_of = {token.text: extending.made_of(old, token.text) for token in learned}
+    learned = new_tokens.learn(old, texts(NEW, 40, 1), 60)
+    made_of = {token.text: new_tokens.made_of(old, token.text) for token in learned}
     for token in learned:
         of_pair = [number for text in token.pair or () for number in made_of.get(text, [old.token_to_id(text)])]
         assert token.pair is None or made_of[token.text] == of_pair
     assert made_of["你"] == [old.token_to_id(name) for name in ("<0xE4>", "<0xBD>", "<0xA0>")]
-    assert extending.made_of(unigram().backend_tokenizer, "你") == []
+    assert new_tokens.made_of(unigram().backend_tokenizer, "你") == []
 
 
 def test_pairs_are_counted_as_byte_pair_encoding_counts_them():
     """Against a plain count over all words after each join."""
     old = byte_level().backend_tokenizer
-    learned = extending.learn(old, texts(NEW, 10, 3), 25)
-    words = [w for text in texts(NEW, 10, 3) for w in extending.split(old, text, True)]
+    learned = new_tokens.learn(old, texts(NEW, 10, 3), 25)
+    words = [w for text in texts(NEW, 10, 3) for w in new_tokens.split(old, text, True)]
     cut = [[token.value for token in old.model.tokenize(word)] for word in words]
     total = sum(map(len, cut))
     for token in learned:
@@ -181,9 +181,9 @@ def test_pairs_are_counted_as_byte_pair_encoding_counts_them():
 
 def test_what_cannot_be_extended_is_one_sentence():
     with pytest.raises(ValueError, match="WordPiece tokenizer can't be extended"):
-        extending.require_extendable(Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]")))
+        new_tokens.require_extendable(Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]")))
     with pytest.raises(ValueError, match="end_of_word_suffix"):
-        extending.require_extendable(Tokenizer(models.BPE(end_of_word_suffix="</w>")))
+        new_tokens.require_extendable(Tokenizer(models.BPE(end_of_word_suffix="</w>")))
 
 
 def test_a_part_is_held_out_and_in_no_other():
@@ -211,25 +211,26 @@ def test_unused_rows_come_first_and_padding_is_kept(tokens, rows, expected):
 def test_a_row_is_the_mean_of_its_parts():
     config = LlamaConfig(**{**TOY_CONFIGS["llama"].to_dict(), "vocab_size": 128})
     model = AutoModelForCausalLM.from_config(config)
-    head = model.lm_head.weight.detach().clone()
-    extending.add_rows(model, 120, [[3, 5], [5, 3], [7], [], *[[1, 2, number] for number in range(20)]])
-    assert model.config.vocab_size == len(model.lm_head.weight) == len(model.get_input_embeddings().weight) == 256
-    now = model.lm_head.weight.detach()
+    assert extending.tables_of(model) == {"model.embed_tokens.weight", "lm_head.weight"}
+    head = model.lm_head.weight.detach()
+    parts = [[3, 5], [5, 3], [7], [], *[[1, 2, number] for number in range(20)]]
+    now = extending.with_rows(head, 120, parts, 256)
+    assert now.shape == (256, head.shape[1])
     assert torch.equal(now[:120], head[:120])
     torch.testing.assert_close(now[120], head[[3, 5]].mean(0))
     torch.testing.assert_close(now[122], head[7])
     torch.testing.assert_close(now[123], head[:120].mean(0))
     torch.testing.assert_close(now[144:], head[:120].mean(0).expand(112, -1))
     torch.testing.assert_close(now[121], now[120], msg="the same parts")
+    assert torch.equal(extending.with_rows(head, 120, parts[:3], 128)[123:], head[123:]), "not grown: as they were"
 
 
 def test_a_bias_and_a_tie_are_kept():
     config = GPT2Config(**{**TOY_CONFIGS["gpt2"].to_dict(), "vocab_size": 131})
     model = AutoModelForCausalLM.from_config(config)
     model.lm_head.bias = torch.nn.Parameter(torch.arange(131.0))
-    extending.add_rows(model, 131, [[3, 5], [100]])
-    assert model.lm_head.weight is model.transformer.wte.weight and len(model.lm_head.weight) == 133
-    assert model.lm_head.bias[131:].tolist() == [4.0, 100.0]
+    assert extending.tables_of(model) == {"transformer.wte.weight", "lm_head.bias"}
+    assert extending.with_rows(model.lm_head.bias.detach(), 131, [[3, 5], [100]], 133)[131:].tolist() == [4.0, 100.0]
 
 
 # ------------------------------------------------------------------------------- the command
@@ -272,18 +273,17 @@ def test_the_model_is_what_it_was(tmp_path, corpus_folder, capsys, kind, family,
 def test_what_goes_wrong_leaves_nothing(tmp_path, corpus_folder, capsys, monkeypatch):
     folder = make_model(tmp_path / "model", byte_level())
     command = (folder, "--input", corpus_folder, "--tokens", 10, "--output", tmp_path / "hf")
-    add_rows = extending.add_rows
+    with_rows = extending.with_rows
 
     def broken(*_):
         raise RuntimeError("broken")
 
-    def add_and_change(model, *given):
-        add_rows(model, *given)
-        model.lm_head.weight.data.mul_(1.5)
+    def add_and_change(*given):
+        return with_rows(*given) * 1.5
 
     for place, wrong, instead, words in (
         (extending, "made_of", broken, ""),
-        (extending, "add_rows", add_and_change, "the old values of lm_head.weight have changed"),
+        (extending, "with_rows", add_and_change, "the old values of model.embed_tokens.weight have changed"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, wrong, instead)
@@ -383,4 +383,4 @@ def test_extend_prepare_train_the_new_then_all_export(tmp_path, corpus_folder, k
     export_hf.main([str(tmp_path / "all"), "--output", str(tmp_path / "done")])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "done")
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(extended).get_vocab()
-    assert max(tokenizer(NEW)["input_ids"]) >= extending.size(AutoTokenizer.from_pretrained(folder).backend_tokenizer)
+    assert max(tokenizer(NEW)["input_ids"]) >= new_tokens.size(AutoTokenizer.from_pretrained(folder).backend_tokenizer)

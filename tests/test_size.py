@@ -79,15 +79,19 @@ ROWS = {
         *(1, STEP, (), 76),
     ),
     "export_full": Row(
-        "export_hf.py runs/one --output hf/one", 1, 2 * E, ("start_evaluate_sample_and_save_in_background_on_one",)
+        # Of files, from files: nothing is held.
+        *("export_hf.py runs/one --output hf/one", 1, 0, ("start_evaluate_sample_and_save_in_background_on_one",))
     ),
     "export_shards": Row(
         "export_hf.py runs/two/step-00000002 --output hf/two",
-        *(1, 1, ("start_and_save_shards_in_background_with_fsdp2",)),
+        *(1, E, ("start_and_save_shards_in_background_with_fsdp2",)),  # a unit, put together
     ),
-    "average": Row("-m fabric_llm.average runs/two --last 2 --output hf/average", 1, 2, ("resume_from_two_on_one",)),
+    "average": Row(
+        "-m fabric_llm.average runs/two --last 2 --output hf/average",
+        *(1, 4 * E, ("resume_from_two_on_one",)),  # a unit of a part, its sum in float64, and that rounded
+    ),
     "verify": Row("-m fabric_llm.verify runs/two", 1, 2 * E, ("resume_from_two_on_one",)),
-    "extend_vocab": Row("-m fabric_llm.extend_vocab model --input new --tokens 50 --output hf/extended", 1, 2 * E),
+    "extend_vocab": Row("-m fabric_llm.extend_vocab model --input new --tokens 50 --output hf/extended", 1, E),
     "self_replay": Row(
         "prepare_data.py --self_replay model --tokens 200 --context_length 16 --output replay", 1, 2 * E
     ),

@@ -45,6 +45,16 @@ def test_a_model_filled_unit_by_unit_is_what_from_pretrained_makes(tmp_path, fam
         assert first_names(found) == first_names(expected)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "longcat_flash", "rwkv"])
+def test_a_skeleton_in_float16_keeps_what_from_pretrained_keeps_in_float32(tmp_path, family):
+    folder = write_model(family, tmp_path / family)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).state_dict()
+    skeleton = build_skeleton(load_config(str(folder)), torch.float16).state_dict()
+    dtypes = {name: tensor.dtype for name, tensor in expected.items()}
+    assert {name: tensor.dtype for name, tensor in skeleton.items()} == dtypes
+    assert {torch.float16, torch.float32} <= set(dtypes.values())
+
+
 @pytest.mark.parametrize("family", ALL)
 def test_a_reference_without_memory_for_its_layers_computes_the_same(tmp_path, family):
     if family in NOT_STREAMED:
@@ -95,16 +105,15 @@ def test_a_reference_holds_no_more_layers_than_it_may(tmp_path):
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_whole_weights_are_the_files_of_save_pretrained(tmp_path, monkeypatch, family):
+def test_whole_weights_are_the_files_of_save_pretrained(tmp_path, family):
     source, skeleton = opened(write_model(family, tmp_path / family), torch.bfloat16)
     tensors = {unit: source.read(unit) for unit in units(skeleton)}
     state = {name: tensor for one in tensors.values() for name, tensor in one.items()}
     for number, largest in enumerate(("5GB", "20KB")):
-        monkeypatch.setattr(whole, "LARGEST_FILE", largest)
         ours, theirs = tmp_path / f"ours-{number}", tmp_path / f"theirs-{number}"
         ours.mkdir()
         skeleton.save_pretrained(theirs, state_dict=dict(state), max_shard_size=largest)
-        files = whole.WeightFiles(ours, skeleton)
+        files = whole.WeightFiles(ours, skeleton, largest)
         complete = [file for one in tensors.values() for file in files.write(one)]
         assert sorted(complete) == sorted(path.name for path in ours.glob("*.safetensors"))
         written, wanted = (

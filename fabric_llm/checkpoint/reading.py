@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, DTYPE_MAP, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+from transformers import PretrainedConfig
 
 from fabric_llm.base.faults import NO_CHECKPOINT, OUT_OF_MEMORY, PEER_LOST, STOPPED, Fault, as_fault, one_line
 from fabric_llm.checkpoint.keep import damaged, read_progress
 from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, optimizer_tensors, saved_shapes, with_average
+from fabric_llm.model import loading
+from fabric_llm.model.weights import Source
 
 Shape = tuple[int, ...]
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPE_MAP.items()}  # of safetensors
@@ -118,6 +121,13 @@ def slices(path: Path, expected: nn.Module) -> Optional[dict[str, Slice]]:
     return {name.removeprefix(PREFIX): Slice(stored, name) for name in stored}
 
 
+def open_weights(source: str, config: PretrainedConfig, dtype: torch.dtype, seed: int = 0) -> Source:
+    """Where the weights of a checkpoint come from, full or sharded, or those of a model: see `loading.open_weights`."""
+    return loading.open_weights(
+        source, config, dtype, seed, slices(Path(source), loading.build_skeleton(config, dtype))
+    )
+
+
 def weights(path: Path, expected: nn.Module) -> Tensors:
     """What a sharded checkpoint holds, by names behind PREFIX. Raises Fault (66) first unless it is the model `expected`."""
     stored = Tensors((path / "weights").glob("*.safetensors"))
@@ -162,17 +172,23 @@ def parameter_of(key: str) -> str:
     return key.removeprefix(f"state.{PREFIX}").rpartition(".")[0]
 
 
-def ema_into(path: Path, model: nn.Module) -> None:
-    """Give an unwrapped model the moving average that a checkpoint holds of its weights. Raises ValueError where it has none."""
-    stored = optimizer_state(path)
-    if not any(key.endswith(f".{EMA}") for key in stored):
-        raise ValueError(
-            f"{str(path)!r} holds no moving average of the weights: its run had no --ema_decay when it was saved."
-        )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if (key := f"state.{PREFIX}{name}.{EMA}") in stored:  # others weren't trained
-                parameter.copy_(stored[key])
+class MovingAverage:
+    """The weights of a checkpoint, and in place of those that were trained their moving average. A `weights.Source`."""
+
+    def __init__(self, path: Path, source: Source) -> None:
+        """source: the weights. Raises ValueError where the checkpoint holds no average."""
+        self.source, self.stored = source, optimizer_state(path)
+        if not any(key.endswith(f".{EMA}") for key in self.stored):
+            raise ValueError(
+                f"{str(path)!r} holds no moving average of the weights: its run had no --ema_decay when it was saved."
+            )
+
+    def read(self, unit: str) -> dict[str, Tensor]:
+        found = self.source.read(unit)
+        for name, tensor in found.items():
+            if (key := f"state.{PREFIX}{name}.{EMA}") in self.stored:
+                found[name] = torch.empty_like(tensor).copy_(self.stored[key])
+        return found
 
 
 def read_probe(path: Path) -> dict[str, Tensor]:

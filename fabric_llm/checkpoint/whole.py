@@ -98,11 +98,14 @@ class TensorFile:
         encoded = json.dumps(header, separators=(",", ":")).encode()
         encoded += b" " * (-len(encoded) % 8)
         self.begins = {name: 8 + len(encoded) + begin for name, begin in begins.items()}  # of what isn't written yet
-        self.file = path.open("wb")
-        self.file.write(len(encoded).to_bytes(8, "little") + encoded)
+        self.path, self.header = path, len(encoded).to_bytes(8, "little") + encoded
+        self.file: Any = None
 
     def write(self, name: str, tensor: Tensor) -> bool:
         """True once the file is complete, and closed."""
+        if self.file is None:  # opened here: a model may have more files than a process may open at once
+            self.file = self.path.open("wb")
+            self.file.write(self.header)
         self.file.seek(self.begins.pop(name))
         self.file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
         if not self.begins:
@@ -110,16 +113,42 @@ class TensorFile:
         return not self.begins
 
 
-class WeightFiles:
-    """The files of whole weights in a folder, with the configuration beside them, as `save_pretrained` makes them."""
+def in_files(skeleton: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of whole units by the names, and in the layout, that files have."""
+    ignored = skeleton._keys_to_ignore_on_save or ()
+    return revert_weight_conversion(skeleton, {n: tensor for n, tensor in weights.items() if n not in ignored})
 
-    def __init__(self, folder: Path, skeleton: PreTrainedModel) -> None:
-        first = first_names(skeleton)
-        layout = {name: tensor for name, tensor in skeleton.state_dict().items() if first.get(name, name) == name}
-        # A fused tensor's parts are views of it here, which would each count as the whole.
-        layout = {name: torch.empty_like(tensor) for name, tensor in self.converted(skeleton, layout).items()}
+
+def layout_of_files(skeleton: PreTrainedModel) -> dict[str, Tensor]:
+    """Name in the files -> a tensor without memory, of all weights of a model on the meta device, each tied one once."""
+    first = first_names(skeleton)
+    saved = {name: tensor for name, tensor in skeleton.state_dict().items() if first.get(name, name) == name}
+    # A fused tensor's parts are views of it here, which would each count as the whole.
+    return {name: torch.empty_like(tensor) for name, tensor in in_files(skeleton, saved).items()}
+
+
+def write_configuration(folder: Path, skeleton: PreTrainedModel, tokenizer: Optional[Any]) -> None:
+    """Write what stands beside the weights: the configuration, and how to generate and to tokenize where that is known."""
+    skeleton.config.dtype = str(skeleton.dtype).removeprefix("torch.")
+    skeleton.config.architectures = [type(skeleton).__name__]
+    skeleton.config.save_pretrained(folder)
+    if (generation_config := getattr(skeleton, "generation_config", None)) is not None:
+        generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+class WeightFiles:
+    """The files of whole weights in a folder, as `save_pretrained` makes them."""
+
+    def __init__(self, folder: Path, skeleton: PreTrainedModel, largest: str = LARGEST_FILE) -> None:
+        """skeleton: the model on the meta device. One that weights were read into would keep the names of their files.
+
+        largest: such as "5GB", of a file that holds more than one tensor.
+        """
+        layout = layout_of_files(skeleton)
         pattern = "model{suffix}.safetensors"
-        split = split_torch_state_dict_into_shards(layout, filename_pattern=pattern, max_shard_size=LARGEST_FILE)
+        split = split_torch_state_dict_into_shards(layout, filename_pattern=pattern, max_shard_size=largest)
         self.skeleton, self.file_of = skeleton, split.tensor_to_filename
         self.files = {
             file: TensorFile(folder / file, {name: layout[name] for name in names}, {"format": "pt"})
@@ -131,13 +160,7 @@ class WeightFiles:
             content = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (folder / "model.safetensors.index.json").write_text(content)
 
-    @staticmethod
-    def converted(skeleton: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights of whole units by the names that files have."""
-        ignored = skeleton._keys_to_ignore_on_save or ()
-        return revert_weight_conversion(skeleton, {n: tensor for n, tensor in weights.items() if n not in ignored})
-
     def write(self, weights: dict[str, Tensor]) -> list[str]:
         """Write the weights of a unit. Returns the names of files that are complete now."""
-        tensors = self.converted(self.skeleton, weights)
+        tensors = in_files(self.skeleton, weights)
         return [self.file_of[name] for name in tensors if self.files[self.file_of[name]].write(name, tensors[name])]

@@ -125,13 +125,7 @@ def begin(
     said = {"progress": asdict(progress), "state_dict_type": state_dict_type, "optimizer_state": sorted(kept), **facts}
 
     def rest() -> None:
-        skeleton.config.dtype = str(skeleton.dtype).removeprefix("torch.")
-        skeleton.config.architectures = [type(skeleton).__name__]
-        skeleton.config.save_pretrained(temporary)
-        if (generation_config := getattr(skeleton, "generation_config", None)) is not None:
-            generation_config.save_pretrained(temporary)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
+        whole.write_configuration(temporary, skeleton, tokenizer)
         save_file(probe, temporary / "trainer" / "probe.safetensors")
         (temporary / "trainer" / "progress.json").write_text(json.dumps(said, indent=2) + "\n")
 
@@ -193,6 +187,8 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> Pending:
 
 def _write_parts(pending: Pending, folder: str, parts: dict[str, Part], describing: files.Describing) -> None:
     """Write this rank's parts to one file, or, where there is much, to several of about the same size."""
+    # Where machines share no disk it isn't there, which `_require_seen` tells.
+    (pending.temporary / folder).mkdir(parents=True, exist_ok=True)
     bins: list[list[str]] = [[] for _ in range(files.THREADS)]
     sizes = {name: part.tensor.nbytes for name, part in parts.items()}
     if sum(sizes.values()) < MANY_BYTES:
@@ -305,8 +301,7 @@ def _agree(pending: Pending, problems: Sequence[Optional[Fault]]) -> None:
     found = next(((rank, problem) for rank, problem in enumerate(problems) if problem is not None), None)
     if found is None:
         return
-    if pending.rank == 0:
-        shutil.rmtree(pending.temporary, ignore_errors=True)
+    shutil.rmtree(pending.temporary, ignore_errors=True)  # by each rank, where they share no disk
     rank, problem = found
     if problem.code != SAVE_FAILED or not problem.retryable:
         raise problem

@@ -173,15 +173,15 @@ def has_weights(model_name: str) -> bool:
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model on the meta device: names, shapes, dtypes and ties, no memory."""
     with torch.device("meta"):
-        return _keep_float32(AutoModelForCausalLM.from_config(config, dtype=dtype)).train()
+        return _keep_float32(AutoModelForCausalLM.from_config(config, dtype=dtype), dtype).train()
 
 
-def _keep_float32(model: PreTrainedModel) -> PreTrainedModel:
-    """`model`, made without weights, with the dtypes that `from_pretrained` would give it.
+def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """`model`, made without weights, with the dtypes that `from_pretrained` would give it for `dtype`.
 
     There, routers and the like stay float32 where their class says so; `from_config` gives them the model's dtype.
     """
-    patterns = model._keep_in_fp32_modules_strict or ()
+    patterns = model._get_dtype_plan(dtype)
     kept = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]  # as transformers reads them
     saved = model.state_dict()  # what a file can hold: not the buffers that are computed
     parameters = model.named_parameters(remove_duplicate=False)

@@ -11,11 +11,10 @@ from typing import Any, Callable, Optional
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from fabric_llm.model.loading import build_skeleton, open_weights
 from fabric_llm.model.strategy import repeated_layers, replacing
-from fabric_llm.model.weights import Slices, Source, compute_buffers, first_names, units
+from fabric_llm.model.weights import Source, compute_buffers, first_names, units
 
 WRITE_INTO_WEIGHTS = ("rwkv",)  # types of models whose layers do, before they compute
 
@@ -99,10 +98,3 @@ def _nothing(like: torch.Tensor) -> torch.Tensor:
 def _give(tensors: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
     for name, value in values.items():
         tensors[name].data = value
-
-
-def load_model(
-    model_name: str, config: PretrainedConfig, dtype: torch.dtype, slices: Optional[Slices] = None
-) -> PreTrainedModel:
-    """The whole model on the CPU, from its files or from `slices`, see `loading.open_weights`."""
-    return load_reference(build_skeleton(config, dtype), open_weights(model_name, config, dtype, 0, slices))

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fabric_llm.data.order import random_key
-from fabric_llm.model.loading import disable_progress_bar, has_weights, load_config
-from fabric_llm.model.reference import load_model
+from fabric_llm.model.loading import build_skeleton, disable_progress_bar, has_weights, load_config, open_weights
+from fabric_llm.model.reference import load_reference
 from fabric_llm.prepare.encoding import Generated, PieceFiles
 from fabric_llm.prepare.tokenizer import packing_tokenizer
 
@@ -74,7 +74,8 @@ class Sampler:
         stored = getattr(config, "dtype", None) or torch.float32
         disable_progress_bar()  # prepare_data.py has its own
         dtype = stored if self.device.type == "cuda" else torch.float32  # 16 bits are many times slower on most CPUs
-        self.model = load_model(model_name, config, dtype).to(self.device).eval()
+        weights = open_weights(model_name, config, dtype, seed=0)
+        self.model = load_reference(build_skeleton(config, dtype), weights).to(self.device).eval()
         self.tokenizer = tokenizer = packing_tokenizer(model_name)
         self.begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         self.special = np.array(sorted({*tokenizer.all_special_ids} - {tokenizer.unk_token_id}))

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,13 @@ from fabric_llm.model.strategy import PREFIX, communication_device, local_part, 
 
 Held = tuple[str, dict[str, Any], str]  # name of a tensor in the model, the dictionary that holds it, its name in there
 Slices = Mapping[str, Any]  # name in files -> a tensor as of safetensors' get_slice, which is read when it is indexed
+
+
+class Source(Protocol):
+    """Weights that are there, or are made, when they are asked for."""
+
+    def read(self, unit: str) -> dict[str, Tensor]:
+        """The parameters and saved buffers of a unit, on the CPU, by their first names in memory."""
 
 
 class Stored:
@@ -82,7 +89,6 @@ class Stored:
             )
 
     def read(self, unit: str) -> dict[str, Tensor]:
-        """The parameters and saved buffers of a unit, on the CPU, by their first names in memory."""
         wanted = {key: self.slices[key] for key in self.keys[unit]}
         convert_and_load_state_dict_in_model(self.skeleton, wanted, self.how)
         return {self.first.get(name, name): tensor for name, tensor in _taken(self.skeleton).items()}
@@ -98,7 +104,6 @@ class Drawn:
 
     @torch.no_grad()
     def read(self, unit: str) -> dict[str, Tensor]:
-        """As of `Stored`."""
         path = unit.split(".") if unit else []
         above = [self.skeleton.get_submodule(".".join(path[:end])) for end in range(len(path) + 1)]
         # The innermost model around the unit knows how its modules are drawn.
@@ -127,9 +132,6 @@ class Drawn:
             torch.manual_seed(self.seed)
             drawn = AutoModelForCausalLM.from_config(self.skeleton.config, dtype=self.skeleton.dtype).state_dict()
         return {name: drawn[name].to(tensor.dtype) for name, tensor in self.skeleton.state_dict().items()}
-
-
-Source = Stored | Drawn
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
 from typing import Optional
 
 import torch
@@ -76,9 +75,7 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Option
 
 def open_weights(plan: Plan, source: str, seed: int) -> weights.Source:
     """Where the weights of a run come from. Called on rank 0."""
-    config = plan.model.config
-    slices = reading.slices(Path(source), loading.build_skeleton(config, torch.float32))
-    return loading.open_weights(source, config, loading.DTYPES[plan.model.precision], seed, slices)
+    return reading.open_weights(source, plan.model.config, loading.DTYPES[plan.model.precision], seed)
 
 
 def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen:

@@ -6,10 +6,10 @@ import gc
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -17,15 +17,15 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from fabric_llm.base import command_line, files
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, NON_FINITE, Fault, one_line
 from fabric_llm.checkpoint import keep, reading
 from fabric_llm.checkpoint.keep import versions
-from fabric_llm.checkpoint.reading import Tensors
-from fabric_llm.checkpoint.state_dicts import PREFIX
+from fabric_llm.checkpoint.reading import Slice, Tensors
+from fabric_llm.checkpoint.state_dicts import is_finite
+from fabric_llm.checkpoint.whole import layout_of_files
 from fabric_llm.data import mixture_text
 from fabric_llm.data.batches import Batches
 from fabric_llm.data.dataset import together
@@ -33,12 +33,13 @@ from fabric_llm.data.sources import ONE_SET, open_source
 from fabric_llm.model import fast_paths, gate, loading
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.model.language_model import LanguageModel
-from fabric_llm.model.reference import load_model
+from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import make_fabric
+from fabric_llm.model.weights import Source
 from fabric_llm.plan.make_plan import document_ends, find_document_end, open_eval_data, open_sources
 from fabric_llm.run.build import evaluation_batches
 from fabric_llm.training.evaluation import evaluate
-from fabric_llm.verify.export import VerificationError, logits_of, opened, replacing, saved_state, write_model
+from fabric_llm.verify.export import VerificationError, logits_of, opened, replacing, require_weights, write_model
 
 BLOCK_ELEMENTS = 2**22  # of a tensor in float64 at a time: 32 MiB
 PROBE_TOKENS = 64
@@ -59,7 +60,7 @@ class Part:
     dtype: torch.dtype  # of its weights, but for what transformers keeps in float32
     progress: Optional[dict[str, Any]]  # progress.json of a checkpoint
     sha256: str  # of a checkpoint's manifest, which has those of all files, else of all its weight files together
-    read: Callable[[str], Tensor]  # the tensor with a name that Hugging Face files have
+    weights: Source
 
     @property
     def name(self) -> str:
@@ -88,7 +89,7 @@ def open_parts(folders: Sequence[Path]) -> list[Part]:
 
 
 def open_part(folder: Path) -> Part:
-    progress, weights = None, []
+    progress = None
     if (folder / files.MANIFEST).is_file():
         progress = keep.verified(folder, hashes=True)
         sha256 = files.sha256(folder / files.MANIFEST)
@@ -96,57 +97,34 @@ def open_part(folder: Path) -> Part:
         raise Fault(f"{str(folder)!r} isn't a checkpoint: it has no {files.MANIFEST}.", NO_CHECKPOINT)
     else:
         check_model_folder(str(folder), "The part")
-    is_sharded = (folder / "weights").is_dir()
-    if not is_sharded:
-        index = folder / "model.safetensors.index.json"
-        names = sorted(set(files.weight_map(index).values())) if index.is_file() else ["model.safetensors"]
-        weights = [folder / name for name in names]
-        if missing := [path.name for path in weights if not path.is_file()]:
-            raise ValueError(f"{str(folder)!r} has no weights that can be averaged: {missing[0]} is missing.")
+    whole = [] if (folder / "weights").is_dir() else files_of_weights(folder)
     if progress is None:
-        hashes = "".join(f"{path.name} {files.sha256(path)}\n" for path in weights)
+        hashes = "".join(f"{path.name} {files.sha256(path)}\n" for path in whole)
         sha256 = hashlib.sha256(hashes.encode()).hexdigest()
     config = loading.load_config(str(folder))
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{str(folder)!r} is quantized, and quantized weights can't be averaged.")
     dtype = dtype_of(config) if progress is None else loading.DTYPES[progress["fixed"]["precision"]]
-    skeleton = loading.checked_skeleton(str(folder), config, dtype)
-    layout = names_in_files(skeleton)
-    if is_sharded:  # its names are those in memory
-        stored = reading.weights(folder, skeleton)
+    exact = torch.promote_types(dtype, torch.float32)  # holds what the files hold, be it of 16 or of 32 bits
+    slices = reading.slices(folder, loading.checked_skeleton(str(folder), config, exact))
+    if slices is None:  # a file is open only while it is read, or in the end all parts would be mapped into memory
+        stored = Tensors(whole, BAD_INPUT)
+        slices = {name: Slice(stored, name) for name in stored}
+    weights = loading.open_weights(str(folder), config, exact, 0, slices)
+    return Part(folder, config, loading.tokenizer_beside(str(folder)), dtype, progress, sha256, weights)
 
-        @lru_cache(maxsize=1)  # the experts of a layer are asked for one after the other
-        def in_files(name: str) -> dict[str, Tensor]:
-            return revert_weight_conversion(skeleton, {name: stored[PREFIX + name]})
 
-        def read(name: str) -> Tensor:
-            return in_files(layout[name][0])[name]
-
-    else:
-        stored = Tensors(weights, BAD_INPUT)
-        if any(stored.shapes.get(name) != tuple(like.shape) for name, (_, like) in layout.items()):
-            # Names that transformers no longer writes, such as those without the prefix of the base model: it loads the whole
-            # model, which then stays in memory.
-            model = load_model(str(folder), config, skeleton.dtype)
-            stored = revert_weight_conversion(skeleton, saved_state(model))
-        read = stored.__getitem__
-    return Part(folder, config, loading.tokenizer_beside(str(folder)), skeleton.dtype, progress, sha256, read)
+def files_of_weights(folder: Path) -> list[Path]:
+    """The safetensors files of a model. Raises ValueError where one is missing."""
+    index = folder / "model.safetensors.index.json"
+    names = sorted(set(files.weight_map(index).values())) if index.is_file() else ["model.safetensors"]
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ValueError(f"{str(folder)!r} has no weights that can be averaged: {missing[0]} is missing.")
+    return [folder / name for name in names]
 
 
 def dtype_of(config: Any) -> torch.dtype:
     return getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
-
-
-def names_in_files(skeleton: PreTrainedModel) -> dict[str, tuple[str, Tensor]]:
-    """{name in files: (name in memory, tensor)} of a model on the meta device, see `saved_state`.
-
-    In no family of tests/families.py a tensor in a file belongs to several in memory. Its average couldn't be opened.
-    """
-    return {
-        stored: (name, part)
-        for name, tensor in saved_state(skeleton).items()
-        for stored, part in revert_weight_conversion(skeleton, {name: tensor}).items()
-    }
 
 
 def average(
@@ -160,8 +138,7 @@ def average(
     promoted = reduce(torch.promote_types, (part.dtype for part in parts))
     newest = parts[-1]  # of a run; its generation config and tokenizer are taken
     skeleton = loading.build_skeleton(newest.config, promoted if dtype == "auto" else getattr(torch, dtype))
-    layout = {name: like for name, (_, like) in names_in_files(skeleton).items()}
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in layout.values())
+    averaged = Average(parts, weights, skeleton)
     written = str(skeleton.dtype).removeprefix("torch.")
     note = {"what": "weighted average of models, summed in float64", "weights": how, "dtype": written, "parts": []}
     for part, weight in zip(parts, weights):
@@ -169,49 +146,59 @@ def average(
         said = {"path": str(part.path), "weight": weight, "step": step, "dtype": str(part.dtype).removeprefix("torch.")}
         of = "weights" if part.progress is None else "manifest"
         note["parts"].append({**said, "sha256_of": of, "sha256": part.sha256})
-    with replacing(output, needed, "The average") as folder:
-        tensors = {name: averaged(name, like, parts, weights) for name, like in layout.items()}
-        write_model(folder, newest.path, skeleton, tensors, max_shard_size, named_as_stored=True)
+    with replacing(output, skeleton, "The average") as folder:
+        write_model(folder, newest.path, skeleton, averaged, max_shard_size)
         (folder / NOTE).write_text(json.dumps({**note, "versions": versions()}, indent=2) + "\n")
-        loaded = opened(folder, skeleton.dtype)
-        for name, tensor in loaded.state_dict().items():
-            for stored, one in revert_weight_conversion(skeleton, {name: tensor}).items():
-                # A tied tensor has a second name, which files don't have.
-                if stored in layout and not torch.equal(one, averaged(stored, layout[stored], parts, weights)):
-                    raise VerificationError(f"{stored} isn't the average of the parts.")
+        loaded = opened(folder)
+        require_weights(loaded, averaged, "isn't the average of the parts")
         input_ids = torch.arange(PROBE_TOKENS)[None] % loaded.config.get_text_config().vocab_size
         if not torch.isfinite(logits_of(loaded, input_ids)).all():
             raise VerificationError("it gives NaN or infinity.")
-    parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+    tensors, parameters = len(layout_of_files(skeleton)), sum(parameter.numel() for parameter in skeleton.parameters())
     return (
-        f"Verified with plain transformers: {len(layout)} tensors, {parameters:,} parameters, each the float64 average "
+        f"Verified with plain transformers: {tensors} tensors, {parameters:,} parameters, each the float64 average "
         f"rounded to {written}; logits are finite."
     )
 
 
-def averaged(name: str, like: Tensor, parts: Sequence[Part], weights: Sequence[float]) -> Tensor:
-    """The sum of weight x tensor over the parts, float64, rounded to the dtype of `like`, whose shape it has.
+@dataclass(frozen=True)
+class Average:
+    """The sum of weight x tensor over the parts, float64, rounded to the dtypes of a model on the meta device. A `Source`."""
 
-    Raises Fault (76) for NaN or infinity, in a part or because float16 is too narrow.
-    """
-    if not like.is_floating_point():
-        first, *others = (part.read(name) for part in parts)
-        if not all(torch.equal(first, other) for other in others):
-            raise ValueError(f"The parts differ in {name}, which holds {like.dtype} and can't be averaged.")
-        return first
-    total = torch.full((like.numel(),), -0.0, dtype=torch.float64)  # with 0.0, a -0.0 would lose its sign
-    for part, weight in zip(parts, weights):
-        flat = part.read(name).reshape(-1)
-        for start in range(0, flat.numel(), BLOCK_ELEMENTS):
-            block = slice(start, start + BLOCK_ELEMENTS)
-            term = flat[block].double()
-            if not torch.isfinite(term).all():
-                raise Fault(f"{str(part.path)!r} holds NaN or infinity in {name}.", NON_FINITE)
-            total[block] += term.mul_(weight)
-    rounded = total.to(like.dtype).view(like.shape)
-    if not torch.isfinite(rounded).all():
-        raise Fault(f"{name} has numbers that {like.dtype} can't hold: take another --dtype.", NON_FINITE)
-    return rounded
+    parts: Sequence[Part]
+    weights: Sequence[float]
+    skeleton: PreTrainedModel
+
+    def read(self, unit: str) -> dict[str, Tensor]:
+        """Raises Fault (76) for NaN or infinity, in a part or because float16 is too narrow."""
+        sums: dict[str, Tensor] = {}
+        for part, weight in zip(self.parts, self.weights):
+            for name, tensor in part.weights.read(unit).items():
+                if not is_finite(tensor):
+                    raise Fault(f"{str(part.path)!r} holds NaN or infinity in {name}.", NON_FINITE)
+                if tensor.is_floating_point():
+                    if name not in sums:  # with 0.0, a -0.0 would lose its sign
+                        sums[name] = torch.full(tensor.shape, -0.0, dtype=torch.float64)
+                    add(sums[name], tensor, weight)
+                elif not torch.equal(sums.setdefault(name, tensor), tensor):
+                    kind = f"which holds {tensor.dtype} and can't be averaged"
+                    raise ValueError(f"The parts differ in {name}, {kind}.")
+        like = self.skeleton.state_dict()
+        return {name: rounded(name, sums.pop(name), like[name].dtype) for name in list(sums)}
+
+
+def add(total: Tensor, tensor: Tensor, weight: float) -> None:
+    """Add weight x tensor to a float64 total, in blocks."""
+    for sums, block in zip(total.view(-1).split(BLOCK_ELEMENTS), tensor.reshape(-1).split(BLOCK_ELEMENTS)):
+        sums += block.double() * weight
+
+
+def rounded(name: str, total: Tensor, dtype: torch.dtype) -> Tensor:
+    """Raises Fault (76) where `dtype` is too narrow."""
+    found = total.to(dtype)
+    if not is_finite(found):
+        raise Fault(f"{name} has numbers that {dtype} can't hold: take another --dtype.", NON_FINITE)
+    return found
 
 
 def compare(parts: Sequence[Part], weights: Sequence[float], output: Path) -> None:
@@ -288,8 +275,7 @@ def losses_of(
     """Mean loss of the model in `folder` over each validation set. Its memory is free again afterwards."""
     config = loading.load_config(str(folder))
     config._attn_implementation = loading.resolve_attention(config, "auto", fabric.device.type)
-    slices = reading.slices(folder, loading.checked_skeleton(str(folder), config, dtype))
-    model = load_model(str(folder), config, dtype, slices)
+    model = load_reference(loading.build_skeleton(config, dtype), reading.open_weights(str(folder), config, dtype))
     masks = any(batches.document_end is not None for batches in sets.values())
     packs = masks and gate.takes_packed_attention(model)
     with gate.attention(model, fast_paths.PACKED) if packs else nullcontext():

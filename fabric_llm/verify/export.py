@@ -1,6 +1,7 @@
 """A Hugging Face directory: written beside its place, opened with plain transformers, and named once it is proven.
 
-`export` makes one of a checkpoint, and proves that it equals the trained model. Needs one process and no GPU.
+Weights are read, written and compared one unit at a time (model/weights.py). `export` makes a directory of a checkpoint, and
+proves that it equals the trained model; averages and extended models are written here as well. One process, no GPU.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fabric_llm.base import files
 from fabric_llm.base.faults import UNEXPECTED, Fault, one_line
 from fabric_llm.base.program import on_disk, uninterrupted
-from fabric_llm.checkpoint import keep, reading
+from fabric_llm.checkpoint import keep, reading, whole
 from fabric_llm.checkpoint.reading import Tensors
 from fabric_llm.checkpoint.state_dicts import tied_names
 from fabric_llm.model import loading
-from fabric_llm.model.reference import load_model
+from fabric_llm.model.reference import load_reference
+from fabric_llm.model.weights import Source, units
 
 # The largest mean difference of logits that rounding explains, as a fraction of their standard deviation, by the coarser
 # of the dtypes that the two sides compute in. On a CPU the same float32 weights give 0, and their bfloat16 export 4e-3 (toy
@@ -59,35 +61,35 @@ def export(source: Path, output: Path, *, dtype: str = "auto", max_shard_size: s
     Raises Fault for a damaged checkpoint, and VerificationError if the export isn't the model that was trained. An older `output`
     is then unchanged, and else replaced.
     """
+    loading.disable_progress_bar()
     precision = keep.verified(source, hashes=True)["fixed"]["precision"]
     config = loading.load_config(str(source))
-    slices = reading.slices(source, loading.checked_skeleton(str(source), config, loading.DTYPES[precision]))
     # Except for what transformers keeps in float32.
     wanted = loading.DTYPES[precision] if dtype == "auto" else getattr(torch, dtype)
-    model = load_model(str(source), config, wanted, slices).eval()
+    skeleton = loading.checked_skeleton(str(source), config, wanted)
+    weights = reading.open_weights(str(source), config, wanted)
     probe = reading.read_probe(source)
     if ema:
-        reading.ema_into(source, model)
-        probe["logits"] = logits_of(model, probe["input_ids"])[probe["positions"]]  # recorded are those of the weights
-    with replacing(output, bytes_of(model), "The export") as temporary:
-        skeleton = loading.build_skeleton(model.config, model.dtype)
-        write_model(temporary, source, skeleton, model.state_dict(), max_shard_size)
-        return replace(verify(temporary, model, probe, precision), of_ema=ema)
+        weights = reading.MovingAverage(source, weights)
+        model = load_reference(loading.build_skeleton(config, wanted), weights)
+        # Recorded are those of the weights.
+        probe["logits"] = logits_of(model, probe["input_ids"])[probe["positions"]]
+        del model
+    with replacing(output, skeleton, "The export") as temporary:
+        write_model(temporary, source, skeleton, weights, max_shard_size)
+        return replace(verify(temporary, weights, probe, precision), of_ema=ema)
 
 
-def verify(folder: Path, trained: PreTrainedModel, probe: dict[str, Tensor], precision: str) -> Proof:
+def verify(folder: Path, trained: Source, probe: dict[str, Tensor], precision: str) -> Proof:
     """Open `folder` with plain transformers, and compare it with the trained weights and the recorded logits."""
-    loaded = opened(folder, trained.dtype)
-    there = dict(loaded.named_parameters())
-    for name, parameter in trained.named_parameters():
-        if not torch.equal(there[name], parameter):
-            raise VerificationError(f"{name} isn't what the checkpoint holds.")
+    loaded = opened(folder)
+    require_weights(loaded, trained, "isn't what the checkpoint holds")
     logits, recorded = logits_of(loaded, probe["input_ids"])[probe["positions"]], probe["logits"]
     if logits.shape != recorded.shape:
         raise VerificationError(f"logits have shape {list(logits.shape)}, in training {list(recorded.shape)}.")
     difference = ((logits - recorded).abs().mean() / recorded.std()).item()
     computed_in = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32
-    tolerance = max(TOLERANCE[computed_in], TOLERANCE[trained.dtype])
+    tolerance = max(TOLERANCE[computed_in], TOLERANCE[loaded.dtype])
     if not difference <= tolerance:  # also where it is NaN
         raise VerificationError(
             f"logits differ from those in training by {difference:.2g} of their standard deviation, "
@@ -115,12 +117,13 @@ def push(folder: Path, repository: str, private: bool) -> str:
 
 
 @contextmanager
-def replacing(output: Path, needed_bytes: int, what: str) -> Iterator[Path]:
+def replacing(output: Path, skeleton: PreTrainedModel, what: str) -> Iterator[Path]:
     """The path of a temporary folder for the body to make, beside `output`, whose name it gets at the end.
 
-    Where the body raises, nothing is left behind, and an older `output` is unchanged. Raises Fault (73, 74) where it can't be
-    written. what: is written, in words.
+    skeleton: the model whose weights it gets. what: is written, in words. Where the body raises, nothing is left behind, and an
+    older `output` is unchanged. Raises Fault (73, 74) where it can't be written.
     """
+    needed_bytes = sum(parameter.nbytes for parameter in skeleton.parameters())
     temporary = output.with_name(f".tmp-{output.name}")
     output.parent.mkdir(parents=True, exist_ok=True)
     files.room(output.parent, needed_bytes, what, "make room, or take an --output on another disk")
@@ -137,49 +140,32 @@ def replacing(output: Path, needed_bytes: int, what: str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def bytes_of(model: PreTrainedModel) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
 def write_model(
     folder: Path,
     source: Path | str,
     skeleton: PreTrainedModel,
-    weights: dict[str, Tensor],
-    max_shard_size: str = "5GB",
-    named_as_stored: bool = False,
+    weights: Source,
+    max_shard_size: str = whole.LARGEST_FILE,
 ) -> None:
-    """Write a Hugging Face directory, with the generation config and the tokenizer of `source`.
+    """Write a Hugging Face directory unit by unit, with the generation config and the tokenizer of `source`.
 
-    skeleton: the model on the meta device; one that was loaded from a state dict would keep the names that its tensors have in
-    memory, and wouldn't use those of the hub. weights: by their names in memory, or those that the files get (named_as_stored),
-    see `saved_state`. They are taken out of the dictionary as they are written.
+    skeleton: the model on the meta device, which nothing was read into.
     """
+    folder.mkdir()
     loading.set_generation_config(skeleton, str(source))
-    skeleton.save_pretrained(
-        folder, state_dict=weights, max_shard_size=max_shard_size, save_original_format=not named_as_stored
-    )
-    tokenizer = loading.tokenizer_beside(str(source))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    whole.write_configuration(folder, skeleton, loading.tokenizer_beside(str(source)))
+    files_of_weights = whole.WeightFiles(folder, skeleton, max_shard_size)
+    for unit in units(skeleton):
+        files_of_weights.write(weights.read(unit))
 
 
-def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What the files of a model hold, by its names in memory, each tied tensor once.
-
-    `revert_weight_conversion` gives it the names in files, which differ where transformers fuses the experts of some families.
-    """
-    left_out = {*tied_names(model), *(model._keys_to_ignore_on_save or ())}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
-
-
-def opened(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+def opened(folder: Path) -> PreTrainedModel:
     """The model in `folder` as plain transformers opens it.
 
     Raises VerificationError unless the files hold exactly the weights of the model of its config.json, tied as they are there.
     """
     # Sizes that don't match are reported below.
-    how = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
+    how = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
     try:
         loaded, info = AutoModelForCausalLM.from_pretrained(folder, **how)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
@@ -191,6 +177,22 @@ def opened(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     if (ties := tied_names(loaded)) != wanted:
         raise VerificationError(f"tied weights {sorted(wanted)} came out as {sorted(ties)}.")
     return loaded
+
+
+def require_weights(model: PreTrainedModel, weights: Source, otherwise: str) -> None:
+    """Raises VerificationError, which says `otherwise` of a tensor's name, unless a model has these weights to the bit."""
+    there = model.state_dict()
+    for unit in units(model):
+        for name, tensor in weights.read(unit).items():
+            if not same_bits(there[name], tensor):
+                raise VerificationError(f"{name} {otherwise}.")
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same to the bit: -0 isn't 0, and a NaN equals itself."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 @torch.no_grad()

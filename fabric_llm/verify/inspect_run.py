@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from transformers.core_model_loading import revert_weight_conversion
 
 from fabric_llm.base import files
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, STOPPED, Fault
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.reading import Tensors, stored_parts
 from fabric_llm.checkpoint.state_dicts import PREFIX, saved_shapes
+from fabric_llm.checkpoint.whole import layout_of_files
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.order import ROW_ORDER, RowsRead, claimed_by, claimed_rows
 from fabric_llm.model import freezing
 from fabric_llm.model.loading import DTYPES, checked_skeleton, disable_progress_bar, load_config
 from fabric_llm.plan import run_directory
-from fabric_llm.verify.export import VerificationError, export, read_proof, saved_state
+from fabric_llm.verify.export import VerificationError, export, read_proof
 from fabric_llm.verify.inspect_log import Report, check_metrics, check_status, listed, say
 
 MOST_ROWS = 2**28  # that are compared: a minute
@@ -126,8 +126,8 @@ def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
     if (path / "weights").is_dir():
         compare(path / "weights", {PREFIX + name: shape for name, shape in weights.items()}, report)
     else:
-        of_files = revert_weight_conversion(skeleton, saved_state(skeleton))
-        stored = compare(path, {name: tuple(tensor.shape) for name, tensor in of_files.items()}, report)
+        of_files = {name: tuple(tensor.shape) for name, tensor in layout_of_files(skeleton).items()}
+        stored = compare(path, of_files, report)
         for index in path.glob("*.index.json"):
             said = files.weight_map(index)
             places = {name: file.name for name, parts in stored.files.items() for file in parts.values()}
