@@ -99,17 +99,14 @@ class TensorFile:
         encoded += b" " * (-len(encoded) % 8)
         self.begins = {name: 8 + len(encoded) + begin for name, begin in begins.items()}  # of what isn't written yet
         self.path, self.header = path, len(encoded).to_bytes(8, "little") + encoded
-        self.file: Any = None
 
     def write(self, name: str, tensor: Tensor) -> bool:
-        """True once the file is complete, and closed."""
-        if self.file is None:  # opened here: a model may have more files than a process may open at once
-            self.file = self.path.open("wb")
-            self.file.write(self.header)
-        self.file.seek(self.begins.pop(name))
-        self.file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        if not self.begins:
-            self.file.close()
+        """Whether the file is complete now. It is open only meanwhile: a model may have more files than a process may open."""
+        header, self.header = self.header, b""
+        with self.path.open("wb" if header else "r+b") as file:
+            file.write(header)
+            file.seek(self.begins.pop(name))
+            file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
         return not self.begins
 
 

@@ -7,7 +7,7 @@ and again when its backward pass does, which recomputes it. What is outside of t
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import torch
 from torch.utils.checkpoint import checkpoint
