@@ -13,8 +13,8 @@ DOCUMENT_TOKENS = 300  # of a document, on average
 ROWS_AT_ONCE = 1000  # of a record batch, as `datasets` writes them
 
 
-def write_llama(folder: Path, with_weights: bool = False, **shape: Any) -> None:
-    """A Llama of this shape (fields of LlamaConfig). with_weights: random ones in float32, for all contenders."""
+def write_llama(folder: Path, with_weights: bool = False, dtype: str = "float32", **shape: Any) -> None:
+    """A Llama of this shape (fields of LlamaConfig). with_weights: random ones in `dtype`, for all contenders."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
     from transformers.utils.logging import disable_progress_bar
@@ -24,7 +24,7 @@ def write_llama(folder: Path, with_weights: bool = False, **shape: Any) -> None:
     config.save_pretrained(folder)
     if with_weights:
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
 
 
 def write_rows(

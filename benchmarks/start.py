@@ -67,14 +67,7 @@ def time_run(checkout: Path, folder: Path, run: str, case: str, resumes: bool) -
     words += inputs.flags(max_step=STEPS * (1 + resumes), log_step_interval=1, **CASES[case])
     words += ["--resume", "true", "--resume_override", "max_step"] if resumes else []
     began = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, str(checkout / "train.py"), *words],
-        cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    process = started(checkout, words)
     found: dict[str, float] = {}
     said = []
     for line in process.stdout:
@@ -85,6 +78,18 @@ def time_run(checkout: Path, folder: Path, run: str, case: str, resumes: bool) -
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0 and found.keys() == SIGNS.keys(), "".join(said)
     return {**found, "exit": time.perf_counter() - began, "processor time": usage.ru_utime + usage.ru_stime}
+
+
+def started(checkout: Path, words: list[str]) -> subprocess.Popen[str]:
+    """train.py of a checkout, as a user starts it, with a pipe from its standard output."""
+    return subprocess.Popen(
+        [sys.executable, str(checkout / "train.py"), *words],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
 
 
 if __name__ == "__main__":

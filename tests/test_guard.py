@@ -352,3 +352,33 @@ def test_a_rewind_loads_into_the_model_that_is_there(toys, tmp_path, strategy, r
         sizes = [size for *_, size in seen]
         assert sizes[2] <= sizes[0] * 1.1 and sizes[3] <= sizes[1] * 1.1, "nothing else of them stays"
         assert sizes[0] < sizes[1], "no optimizer while the weights are loaded"
+
+
+def resume_and_count(argv, changes):
+    """[(older parameters alive, bytes of tensors)] of a run and one that resumes it in the same process, as weights are loaded."""
+    import gc
+    import weakref
+
+    from fabric_llm.model import weights
+
+    fill, older, seen = weights.fill, [], []
+
+    def counting(model, *given):
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+        seen.append((sum(parameter() is not None for parameter in older), sum(storages.values())))
+        fill(model, *given)
+        older.extend(map(weakref.ref, model.parameters()))
+
+    weights.fill = counting
+    assert [train_with_faults(words, {}, 1.0) for words in (argv, [*argv, *changes])] == [0, 0]
+    return seen
+
+
+def test_a_resume_in_the_same_process_leaves_no_second_model(toys, tmp_path):
+    argv = argv_of(toys, tmp_path, 1, "--max_step", 4, "--async_save", "true", "--ema_decay", 0.9, "--eval_iters", 2)
+    changes = ["--resume", "true", "--max_step", "8", "--resume_override", "max_step"]
+    [[(_, before), (alive, again)]] = run_ranks(1, resume_and_count, argv, changes)
+    assert alive == 0, "parameters of the first run"
+    assert again <= before * 1.1, "nothing else of it stays"

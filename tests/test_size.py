@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from benchmarks import memory
 
 pytestmark = pytest.mark.size
 ROOT = Path(__file__).parent.parent
@@ -98,45 +99,24 @@ ROWS = {
 }
 
 
-def held(pid: int) -> tuple[int, list[int]]:
-    """(bytes of anonymous and shared memory, process ids) of a process and all that it has started."""
-    children, tree, found = {}, [pid], 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has just ended
-            continue
-        children.setdefault(parent, []).append(int(folder.name))
-    for each in tree:  # which grows
-        tree += children.get(each, [])
-        try:
-            lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()  # what a fork shares counts once
-        except OSError:  # or a process that has ended and wasn't waited for
-            continue
-        found += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
-    return found, tree
-
-
 def run(command: str, folder: Path, bound: float = 2 * GIB) -> tuple[int, int, str]:
     """(most bytes held at once, exit code, output) of `python COMMAND`, killed as soon as it holds more than `bound`."""
     words = [str(ROOT / word) if word.endswith(".py") else word for word in shlex.split(command)]
-    # What malloc keeps of freed tensors, at most 32 MiB each, would count: here it gives all of them back.
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(2**17)}
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **memory.returning(2**17)}
+    most = 0
+
+    def see(now: memory.Held) -> None:
+        nonlocal most
+        most = max(most, now.anonymous)
+        for pid in now.pids if now.anonymous > bound else ():
+            os.kill(pid, signal.SIGKILL)
+
     with (folder / "output.txt").open("w+") as output:
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            **{"cwd": folder, "env": {**os.environ, **settings}, "stdin": subprocess.DEVNULL},
-            **{"stdout": output, "stderr": subprocess.STDOUT},
-        )
-        most = 0
-        while process.poll() is None:
-            now, tree = held(process.pid)
-            most = max(most, now)
-            for pid in tree if now > bound else ():
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(0.03)
+        streams = {"stdout": output, "stderr": subprocess.STDOUT}
+        environment = {**os.environ, **settings}
+        code = memory.watched([sys.executable, *words], 0.03, see, cwd=folder, env=environment, **streams)
         output.seek(0)
-        return most, process.returncode, output.read()
+        return most, code, output.read()
 
 
 class Rows:

@@ -5,22 +5,17 @@ Exit codes: 0 written, 2 bad arguments, 66 or 77 written, and --verify true has 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn, Optional
+from typing import Optional
 
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.program import plain_output
+from fabric_llm.verify.__main__ import Parser
 
 DESCRIPTION = """Write one HTML file about runs: the figures that decide, curves, events, samples, the certificate and the
 flags. It needs no network, and shows a run that is still going as far as it is."""
 REPORT = "report.html"
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Fault(f"{message}; see --help.")
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -28,13 +23,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     parser = Parser(prog="python -m fabric_llm.report", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="checkpoints/RUN", help="one run, or several to compare")
     parser.add_argument("--output", help=f"the file to write (default: {REPORT} in the first run's directory)")
-    parser.add_argument(
-        "--verify",
-        choices=("auto", "true"),
-        default="auto",
-        help="auto: show the last certificate.json of the run directory; true: verify the runs as python -m fabric_llm.verify "
-        "does, with hashes and export, and write their certificate.json",
-    )
+    certificate = "auto: show the last certificate.json; true: write it first, as python -m fabric_llm.verify does"
+    parser.add_argument("--verify", choices=("auto", "true"), default="auto", help=certificate)
     try:
         given = parser.parse_args(argv)
         if given.output is not None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from plotly import graph_objects as go
 
 from fabric_llm.report.reading import KINDS, UNMARKED, Event, Run, Series
@@ -182,13 +183,8 @@ def _lines(figure: Figure, run: Run) -> Iterable[tuple[str, str, Series]]:
 
 def trend(series: Series) -> Series:
     """Exponentially weighted mean of the points so far; a weight halves within 1 % of the points. Gaps are passed over."""
-    decay = 0.5 ** (100 / len(series.steps))
-    means, total, weight = [], 0.0, 0.0
-    for value in series.values.tolist():
-        if math.isfinite(value):
-            total, weight = decay * total + value, decay * weight + 1
-        means.append(total / weight if weight else math.nan)
-    return Series(series.steps, np.array(means))
+    means = pd.Series(series.values).ewm(halflife=len(series.steps) / 100, ignore_na=True).mean()
+    return Series(series.steps, means.to_numpy())
 
 
 def thinned(series: Series, most: int) -> Series:

@@ -201,12 +201,8 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
         series = Series(*map(np.array, column))
         if name != "step" and not np.isnan(series.values).all():
             numbers[name][of_what] = series
-    losses, known, budgets = (
-        dict(sorted(numbers["eval_loss"].items())),
-        numbers["eval_forgotten"],
-        numbers["eval_budget"],
-    )
-    forgotten = {}
+    losses, forgotten = dict(sorted(numbers["eval_loss"].items())), {}
+    known, budgets = numbers["eval_forgotten"], numbers["eval_budget"]
     for name, loss in losses.items():
         if name in budgets if budgets else name not in ("", COPY):
             if name in known:

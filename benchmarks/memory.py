@@ -1,0 +1,65 @@
+"""What a command and all that it has started hold in memory, by the operating system's own figures, /proc/PID/smaps_rollup."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Held(NamedTuple):
+    """Bytes at one moment. What processes share counts once (PSS)."""
+
+    seconds: float  # of time.monotonic
+    anonymous: int  # of all processes, with shared memory: what is there nowhere else
+    mapped: int  # pages of files, which the kernel drops where it needs the memory
+    largest: int  # anonymous, of the process that has most
+    pids: list[int]
+
+    @property
+    def pss(self) -> int:
+        return self.anonymous + self.mapped
+
+
+def held(pid: int) -> Held:
+    """What a process holds now, and all that it has started."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+        children.setdefault(parent, []).append(int(folder.name))
+    tree, anonymous, mapped = [pid], [0], 0
+    seconds = time.monotonic()
+    for each in tree:  # which grows
+        tree += children.get(each, [])
+        try:
+            lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()[1:]
+        except OSError:  # or a process that has ended and wasn't waited for
+            continue
+        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        if found:
+            anonymous.append(found["Pss_Anon"] + found["Pss_Shmem"])
+            mapped += found["Pss_File"]
+    return Held(seconds, sum(anonymous), mapped, max(anonymous), tree)
+
+
+def watched(words: list[str], every_seconds: float, seen: Callable[[Held], Any], **settings: Any) -> int:
+    """The exit code of a command, whose memory `seen` is told as often as that, or as takes a third of a core.
+
+    settings: of subprocess.Popen.
+    """
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, **settings)
+    while process.poll() is None:
+        began = time.monotonic()
+        seen(held(process.pid))
+        time.sleep(max(every_seconds, 2 * (time.monotonic() - began)))
+    return process.returncode
+
+
+def returning(bytes_: int) -> dict[str, str]:
+    """For the environment of what is measured: malloc returns freed blocks that are larger. By itself it keeps those up to 32 MiB."""
+    return {"MALLOC_MMAP_THRESHOLD_": str(bytes_)}
