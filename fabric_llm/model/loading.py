@@ -10,10 +10,11 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -238,6 +239,21 @@ def _slices(model_name: str, config: PretrainedConfig) -> weights.Slices:
         raise FileNotFoundError(f"it has no {' and no '.join(names)}")
     slices = {}
     for path in get_checkpoint_shard_files(model_name, found)[0] if found.endswith(".index.json") else [found]:
-        file = safe_open(path, framework="pt")
-        slices |= {name: file.get_slice(name) for name in file.keys()}
+        with safe_open(path, framework="pt") as file:
+            slices |= {name: _Slice(path, name, file.get_slice(name).get_shape()) for name in file.keys()}
     return slices
+
+
+class _Slice(NamedTuple):
+    """A tensor in a file that is open only while it is read: what was read of an open one stays mapped into memory."""
+
+    path: str
+    name: str
+    shape: list[int]
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            return file.get_slice(self.name)[index]
