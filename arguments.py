@@ -524,6 +524,26 @@ class ExportArguments:
     """replace an existing output folder"""
 
 
+@dataclass
+class PlanArguments:
+    """Plan (plan.py alone has these; the others are those of train.py)"""
+
+    accelerator_name: str = flag("H100", takes="the name of an accelerator, such as H100")
+    """what the run would have: A100-40GB, A100-80GB, H100, H200, B200, L40S, RTX 4090, RTX 5090, MI300X or CPU"""
+    device_memory: Optional[float] = flag(None, above=0)
+    """GiB of memory of a device (default: the accelerator's)"""
+    mfu: Optional[float] = flag(None, above=0, below=1)
+    """part of the accelerator's peak that the model's operations reach, such as 0.4 (default: assumed, and printed)"""
+    network: float = flag(400.0, above=0)
+    """Gbit/s between nodes, of each node"""
+    price_per_hour: Optional[float] = flag(None, at_least=0)
+    """of one device, in any currency"""
+    tokens: Optional[float] = flag(None, above=0)
+    """tokens of the whole run, such as 1e9, instead of --max_step"""
+    json: bool = flag(False)
+    """print all numbers as JSON"""
+
+
 # --------------------------------------------------------------------------- parsing
 
 
@@ -534,6 +554,21 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     and otherwise configs/demo.yaml applies.
     Exits with code 2 and one sentence on anything unknown.
     """
+    description = "Train a Hugging Face causal language model. Without arguments: a demo on the standard library."
+    return _parse_run("train.py", description, [], argv)[0]
+
+
+def parse_plan(argv: Optional[list[str]] = None) -> tuple[PlanArguments, Arguments]:
+    """Arguments of plan.py: its own, and those of train.py. Exits with code 2 and one sentence as that does."""
+    description = "What train.py would need with these flags: memory, time, disk and money. Nothing is loaded."
+    arguments, flat = _parse_run("plan.py", description, [PlanArguments], argv)
+    return PlanArguments(**{f.name: flat[f.name] for f in fields(PlanArguments)}), arguments
+
+
+def _parse_run(
+    program: str, description: str, more: list[type], argv: Optional[list[str]]
+) -> tuple[Arguments, dict[str, Any]]:
+    """(arguments of a run, all flags by name). more: groups of flags that the program has besides those of train.py."""
     argv = list(sys.argv[1:] if argv is None else argv)
     named = any(re.match(r"--(config|model_name|train_data_dir|help|print_config)(=|$)|-h$", word) for word in argv)
     on_command_line = frozenset(re.findall(r"^--(\w+)", "\n".join(argv), re.M))
@@ -543,8 +578,8 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
         # A run stays in its directory, also if it was moved since its file was written.
         place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
         argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
-    description = "Train a Hugging Face causal language model. Without arguments: a demo on the standard library."
-    flat = parse("train.py", description, groups(Arguments).values(), argv, NOT_HERE, of_run=resumed is not None)
+    flag_groups = [*more, *groups(Arguments).values()]
+    flat = parse(program, description, flag_groups, argv, NOT_HERE, of_run=resumed is not None)
     try:
         metrics.named(flat["logger"])
         # arguments.yaml keeps the mixture itself, since its file may change.
@@ -555,14 +590,14 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
             flat["data_mix"] = text_of(flat["data_mix"])
         flat |= branch_flags(flat) if flat["branch_decay"] is not None else {}
     except ValueError as error:
-        fail("train.py", str(error), getattr(error, "code", BAD_INPUT))
+        fail(program, str(error), getattr(error, "code", BAD_INPUT))
     if demo:  # the preset's paths are relative to this repository, not to the current directory
         for name in ("model_name", "train_data_dir"):
             flat[name] = str(ROOT / flat[name])
     by_group = {
         name: group(**{f.name: flat[f.name] for f in fields(group)}) for name, group in groups(Arguments).items()
     }
-    return Arguments(**by_group, demo=demo, on_command_line=on_command_line)
+    return Arguments(**by_group, demo=demo, on_command_line=on_command_line), flat
 
 
 def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:

@@ -7,5 +7,9 @@ checks         `check_training`, `check_preparation`, `check_export`: what is ch
 plan           `Plan`: what the run will do, step by step
 same_run       `require_same_run`: what a run has in common with its checkpoint, and what it changes on purpose
 make_plan      `make_plan`: flags -> what they mean on this machine, with this dataset and model
+accelerators   `accelerator`: a small table of devices, with links; how long a step takes at most
+memory         `predict`: bytes of a rank on its device, at which moment of a step, without making one
+outlook        `look`: memory of device and host, disk, time and money of a run, from flags and a config.json
+trace          `Ledger`, `Layers`: a step on fake tensors, of which all storages are counted
 warnings       `warnings_of`: valid flags that are probably a mistake
 """

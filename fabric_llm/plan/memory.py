@@ -1,0 +1,227 @@
+"""How many bytes a rank needs, of what, and at which moment of a step it needs most.
+
+`predict` makes a step without memory (trace.py). What a GPU needs besides is assumed: `CONTEXT_BYTES` and `SLACK`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, Optional
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributed.fsdp import _flat_param
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
+
+from fabric_llm.base.command_line import Flags
+from fabric_llm.model import fast_paths, freezing, language_model, layers, loading, strategy
+from fabric_llm.model.flops import windows
+from fabric_llm.plan import trace
+from fabric_llm.plan.plan import ModelPlan, Plan
+from fabric_llm.plan.start import Placement
+from fabric_llm.training import adamw, ema, step
+
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+CONTEXT_BYTES = 2**30  # assumed: a CUDA context with NCCL's and cuBLAS's buffers
+SLACK = 0.03  # assumed: of the peak, what the caching allocator can't use of its blocks
+# SDPA of causal rows without a mask, which transformers would make wherever it sees fake tensors.
+UNMASKED = "unmasked"
+AttentionInterface.register(UNMASKED, sdpa_attention_forward)
+AttentionMaskInterface.register(UNMASKED, lambda *args, **more: None)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the memory of a step depends on."""
+
+    placement: Placement
+    model: ModelPlan
+    micro_batch_size: int  # sequences
+    micro_batches: int  # of a step and device
+    context_length: int  # tokens
+    ema_device: Optional[str]  # host or same, None without an average
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank on its device."""
+
+    parts: dict[str, int]  # at the peak
+    moment: str  # of the peak
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+
+def work_of(plan: Plan, flags: Flags) -> Work:
+    """Of a run, once its reference is loaded: `loss` may be auto before."""
+    average = flags.training.ema_device if flags.training.ema_decay is not None else None
+    sizes = plan.schedule.micro_batch_size, plan.schedule.micro_batches, max(plan.contexts)
+    return Work(plan.placement, replace(plan.model, tokenizer=None), *sizes, average)
+
+
+def predict(work: Work) -> Memory:
+    """The memory of the rank that needs most, without any: in a process that is no rank of a run.
+
+    Raises ValueError where the model's code looks at the values of tensors, which aren't there.
+    """
+    placement = work.placement
+    fabric = SimpleNamespace(
+        device=torch.device("cpu"),
+        world_size=placement.world_size,
+        strategy=SimpleNamespace(num_processes=placement.devices),
+        setup_module=lambda model, move_to_device: model,
+    )
+    with _ranks(placement.world_size), _as_on_devices(work, fabric):
+        ledger = trace.Ledger(copies_messages=placement.kind == "cpu")
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), ledger.resizes(), ledger:
+                _step(work, fabric, ledger)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ValueError(
+                f"{work.model.name!r} can't be planned: its code depends on the tokens ({error})."
+            ) from error
+    parts: Counter[str] = Counter()
+    for label, size in ledger.at_peak.items():
+        parts[label[0] if isinstance(label, tuple) else label] += size
+    if placement.kind == "cuda":
+        parts["allocator's slack (assumed)"] = int(SLACK * sum(parts.values()))
+        parts["CUDA context (assumed)"] = CONTEXT_BYTES
+    return Memory({name: size for name, size in parts.items() if size}, ledger.peak_moment)
+
+
+def _step(work: Work, fabric: Any, ledger: trace.Ledger) -> None:
+    """The calls of the loop in train.py that take memory, in its order."""
+    name, model_plan = work.placement.strategy, work.model
+    skeleton = loading.build_skeleton(
+        _traced(model_plan.config, work.context_length), loading.DTYPES[model_plan.precision]
+    )
+    freezing.freeze(skeleton, model_plan.frozen)
+    model = language_model.LanguageModel(skeleton, chunked=model_plan.loss == "chunked")
+    layers.checkpoint_activations(skeleton, model_plan.activation_checkpointing)
+    if model_plan.compiles and work.placement.kind == "cuda" and model_plan.loss == "chunked":
+        model.token_loss = _CompiledLoss.apply
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
+    followed = trace.Layers(skeleton, ledger, model_plan.compiles)
+    wrapped = strategy.wrap(fabric, name, model, lambda model: None, model_plan.precision, work.placement.sharding)
+    followed.wrapped = wrapped
+    trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+    ledger.label = trace.OPTIMIZER
+    optimizer = adamw.AdamW([{"params": trained}], lr=1e-3, updates=model_plan.bf16_updates)
+    if work.ema_device == "same":
+        ledger.label = trace.AVERAGE
+        ema.begin(optimizer, 0.999, "same", 1, 0)
+    ledger.label = trace.BATCH
+    shape = work.micro_batch_size, work.context_length
+    batch = {key: torch.zeros(shape, dtype=torch.long) for key in ("input_ids", "labels")}
+    precision, count = model_plan.precision, min(work.micro_batches, 2)  # from the second on all are alike
+    sums = None
+    if model_plan.sums_in_float32 and precision == "bf16-true" and count == 2:
+        ledger.label, count = trace.SUMS, 1  # the first leaves nothing but these
+        sums = step.GradientSums(wrapped.parameters())
+        local = [strategy.local_part(parameter) if parameter.requires_grad else None for parameter in sums.parameters]
+        sums.sums = [None if one is None else torch.zeros_like(one, dtype=torch.float32) for one in local]
+    syncs = strategy.syncs_every_micro_batch(name, sums is not None)
+    done: list[Any] = []
+    if name == "ddp":
+        ledger.label = trace.GRADIENTS
+        _keep_in_buckets(trained, lambda: syncs or len(done) == count - 1)
+    ledger.peak = 0  # nothing is there only while the model is built
+    forward = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
+    while len(done) < count:
+        ledger.label, followed.is_forward = trace.ACTIVATIONS, True
+        with forward:
+            loss = wrapped(**batch)
+        loss.backward()
+        done.append(batch)
+        followed.mark_gradients()
+    if sums is not None:
+        ledger.label, ledger.moment = trace.SUMS, "the last sum of gradients"
+        sums.add(last=True)
+    ledger.label, ledger.moment = trace.OPTIMIZER, "the update"
+    widest = max((strategy.local_part(parameter).numel() for parameter in trained), default=0)
+    torch.empty(min(widest, 2**22), dtype=torch.float64)  # gate.square, of the gradient norm
+
+
+def _traced(config: Any, context_length: int) -> Any:
+    """The configuration with an attention that can be traced and takes the memory of the run's.
+
+    A CPU's SDPA keeps what a GPU's flash kernels and packed attention keep: queries, keys, values, the output, a number a query.
+    """
+    seen = (window for window in windows(config.get_text_config()) if window is not None)
+    config = deepcopy(config)
+    is_packed = config._attn_implementation in (fast_paths.PACKED, "flash_attention_2")
+    if is_packed or config._attn_implementation == "sdpa" and all(window >= context_length for window in seen):
+        config._attn_implementation = UNMASKED
+    return config
+
+
+def _keep_in_buckets(trained: list[nn.Parameter], syncs: Callable[[], bool]) -> None:
+    """DistributedDataParallel holds buckets from its first step on, and moves gradients there in a backward pass that syncs."""
+    buckets = {parameter: torch.empty_like(parameter) for parameter in trained}
+
+    def move(parameter: nn.Parameter) -> None:
+        if syncs():
+            parameter.grad = buckets[parameter]
+
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(move)
+
+
+class _CompiledLoss(torch.autograd.Function):
+    """The loss of a chunk, compiled: its logits are read where they are, and their gradient is the only other tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None]:
+        return torch.empty_like(ctx.saved_tensors[0]), None
+
+
+@contextmanager
+def _ranks(world_size: int) -> Iterator[None]:
+    """In the body a process group of all ranks is there, which sends nothing."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def _as_on_devices(work: Work, fabric: Any) -> Iterator[None]:
+    """In the body the mesh of the ranks, which has numbers and isn't to be traced, is there; and chunks are those of the devices."""
+    is_sharded = work.placement.strategy in ("fsdp", "fsdp2")
+    mesh = strategy._mesh(fabric, work.placement.sharding) if is_sharded else None
+    tokens_at_once = fast_paths._tokens_at_once
+    if work.placement.kind == "cuda":
+
+        def tokens_at_once(causal_lm: nn.Module, hidden: Tensor) -> int:
+            return max(1, fast_paths.LOGITS_AT_ONCE["cuda"] // causal_lm.config.get_text_config().vocab_size)
+
+    with (
+        patch.object(strategy, "_mesh", lambda *_: mesh),
+        patch.object(fast_paths, "_tokens_at_once", tokens_at_once),
+        # FSDP1 asks addresses, which are 0 of fake tensors, what is there, and whether somebody has moved it.
+        patch.object(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield

@@ -1,0 +1,223 @@
+"""Flags and a config.json -> what a run needs: memory of device and host, disk, time and money. Nothing is loaded or started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import ceil
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+
+from fabric_llm.base.command_line import Flags
+from fabric_llm.base.faults import Fault
+from fabric_llm.data.sources import said_of_rows
+from fabric_llm.model import fast_paths, flops, freezing, language_model, layers, loading, strategy_rules, weights
+from fabric_llm.model import strategy as strategies
+from fabric_llm.plan import accelerators, checks, trace
+from fabric_llm.plan.memory import Memory, Work, predict
+from fabric_llm.plan.plan import ModelPlan
+from fabric_llm.plan.start import GIB_OF_A_RANK, Placement, batch_sizes
+from fabric_llm.training import adamw
+
+GIB = 2**30
+NO, CLOSE = (
+    0.95,
+    0.80,
+)  # parts of a device's memory above which a run doesn't fit, and may not (Fujii et al., 2411.06465)
+RECOMPUTED = {"none": 0.0, "selective": 0.0, "full": 1 / 3}  # of a step's operations, computed a second time
+OFFLOADED = (
+    trace.PARAMETERS,
+    trace.GRADIENTS,
+    trace.OPTIMIZER,
+    trace.AVERAGE,
+)  # what --cpu_offload keeps in the host's memory
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a run needs. Bytes are of one device, of one node or of the disk, as their names say."""
+
+    model: str
+    parameters: int
+    trained: int
+    on: str
+    memory: Memory
+    device_bytes: Optional[int]  # that a device has, None where that isn't known
+    host_bytes: dict[str, int]  # of a node
+    checkpoint_bytes: int
+    kept_checkpoints: int
+    tokens_a_step: int
+    steps: int
+    flops_a_step: float
+    mfu: float
+    seconds: accelerators.Seconds
+    link_bytes: float  # of a device, in a step
+    network_bytes: float  # of a node, in a step
+    price: Optional[float]
+
+    @property
+    def used(self) -> float:
+        """The part of a device's memory that is needed at the peak; 0 where that isn't known."""
+        return self.memory.peak / self.device_bytes if self.device_bytes else 0.0
+
+    @property
+    def fits(self) -> bool:
+        return self.used <= NO
+
+    @property
+    def hours(self) -> float:
+        return self.steps * self.seconds.step / 3600
+
+
+def look(own: Flags, flags: Flags) -> Outlook:
+    """own: the flags that plan.py alone has. Raises ValueError and Fault in one sentence for what can't be planned."""
+    device = accelerators.accelerator("CPU" if flags.devices.accelerator == "cpu" else own.accelerator_name)
+    placement = _place(flags, "cpu" if device.name == "CPU" else "cuda")
+    micro_batch_size, micro_batches, batch = batch_sizes(flags, placement.devices, placement.num_nodes)
+    strategy_rules.offload(placement.strategy, flags.fsdp.cpu_offload, micro_batches)
+    context, rows = _rows(flags)
+    tokens, steps = batch * context, _steps(own, flags, batch * context, rows and rows // batch)
+    model, skeleton = _model(flags, placement.kind)
+    average = flags.training.ema_device if flags.training.ema_decay is not None else None
+    memory = predict(Work(placement, model, micro_batch_size, micro_batches, context, average))
+    parameters = list(skeleton.parameters())
+    host = _host(flags, placement, skeleton, memory, average)
+    if flags.fsdp.cpu_offload:
+        memory = Memory({name: size for name, size in memory.parts.items() if name not in OFFLOADED}, memory.moment)
+    operations = flops.of_model(skeleton).of(np.full(context, batch))
+    every = model.activation_checkpointing.removeprefix("every:")
+    again = RECOMPUTED.get(every) if every in RECOMPUTED else 1 / 3 / int(every)
+    mfu, world = own.mfu or device.mfu, placement.world_size
+    is_sharded, wide = placement.strategy in ("fsdp", "fsdp2"), model.precision == "32-true"
+    count = sum(parameter.numel() for parameter in parameters)
+    reduced = count * (
+        4 if wide or is_sharded and flags.fsdp.reduce_dtype == "float32" else parameters[0].element_size()
+    )
+    syncs_all = strategies.syncs_every_micro_batch(
+        placement.strategy, model.sums_in_float32 and model.precision == "bf16-true"
+    )
+    sent = accelerators.message_bytes(
+        placement, count * (4 if wide else 2), reduced, micro_batches if syncs_all else 1, micro_batches
+    )
+    seconds = accelerators.Seconds(
+        compute=operations * (1 + again) / (world * device.tflops * 1e12 * mfu),
+        messages=max(sent[0] / (device.link_gb * 1e9), sent[1] / (own.network * 1e9 / 8)),
+        hidden=flags.fsdp.backward_prefetch != "none",
+    )
+    known = device.memory_gib if own.device_memory is None else own.device_memory
+    saves = 1 + (steps - 1) // (flags.save.save_step_interval or steps)
+    kept = saves if flags.save.keep_last is None else min(saves, flags.save.keep_last + flags.save.keep_best)
+    outlook = Outlook(
+        model=type(skeleton).__name__,
+        parameters=count,
+        trained=sum(p.numel() for p in parameters if p.requires_grad),
+        on=f"{placement.strategy} on {placement.num_nodes} x {placement.devices} {device.name}",
+        memory=memory,
+        device_bytes=None if known is None else int(known * GIB),
+        host_bytes=host,
+        checkpoint_bytes=adamw.checkpoint_bytes(parameters, model.bf16_updates, average),
+        kept_checkpoints=kept,
+        tokens_a_step=tokens,
+        steps=steps,
+        flops_a_step=operations,
+        mfu=mfu,
+        seconds=seconds,
+        link_bytes=sent[0],
+        network_bytes=sent[1],
+        price=None if own.price_per_hour is None else own.price_per_hour * world * steps * seconds.step / 3600,
+    )
+    return outlook
+
+
+def _place(flags: Flags, kind: str) -> Placement:
+    """The devices that the flags name, which needn't be here."""
+    fsdp, devices = flags.fsdp, flags.devices.devices
+    if devices == "auto":
+        devices = 1
+    sharding = strategy_rules.Sharding(**{f.name: getattr(fsdp, f.name) for f in fields(strategy_rules.Sharding)})
+    world = devices * flags.devices.num_nodes
+    if flags.devices.tpu:
+        raise Fault("--tpu true can't be planned: what XLA keeps isn't known.")
+    name = strategy_rules.strategy(fsdp.strategy, world, False, flags.model.precision, kind, sharding)
+    return Placement(name, sharding, devices, flags.devices.num_nodes, kind)
+
+
+def _rows(flags: Flags) -> tuple[int, Optional[int]]:
+    """(tokens of a row, rows of the training split where a dataset says so)."""
+    folder = flags.data.train_data_dir
+    said = said_of_rows(Path(folder)) if folder is not None and Path(folder).is_dir() else None
+    context = flags.data.context_length or (said and said[1])
+    if not context:
+        raise Fault("--context_length is missing: without a dataset a plan needs the tokens of a row.")
+    return context, said and said[0]
+
+
+def _steps(own: Flags, flags: Flags, tokens_a_step: int, an_epoch: Optional[int]) -> int:
+    if own.tokens is not None:
+        return ceil(own.tokens / tokens_a_step)
+    if flags.training.max_step is not None:
+        return flags.training.max_step
+    if an_epoch:
+        return an_epoch * flags.training.number_epochs
+    raise Fault("--max_step is missing: without a dataset a plan needs the steps of the run, or its --tokens.")
+
+
+def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
+    """(how the model trains, the model without memory), as make_plan.py has it where all that can be measured is well."""
+    asked, training = flags.model, flags.training
+    if asked.model_name is None:
+        raise Fault("--model_name is missing: a plan needs the folder of a config.json, or a name on the hub.")
+    config = loading.load_config(asked.model_name)
+    packs = asked.attention in ("auto", "packed") and flags.data.document_masking is not False
+    packs = packs and fast_paths.takes_documents(loading.causal_lm_class(config))
+    attention = fast_paths.PACKED if packs else asked.attention.replace("flash_attention_2", "auto")
+    config._attn_implementation = loading.resolve_attention(config, attention, kind)
+    skeleton = loading.checked_skeleton(asked.model_name, config, loading.DTYPES[asked.precision])
+    frozen = freezing.frozen_names(skeleton, training.freeze, training.train_only)
+    freezing.freeze(skeleton, frozen)
+    loss = "full" if asked.loss == "full" else "chunked"
+    try:
+        language_model.LanguageModel(skeleton, chunked=loss == "chunked")
+    except ValueError as error:
+        if asked.loss == "chunked":
+            raise Fault(f"--loss chunked: {error}; take --loss auto.") from None
+        loss = "full"
+    is_worth = kind == "cuda" and layers.is_worth_compiling(skeleton)
+    model = ModelPlan(
+        name=asked.model_name,
+        source=asked.model_name,
+        config=config,
+        tokenizer=None,
+        precision=asked.precision,
+        bf16_updates=asked.bf16_updates,
+        sums_in_float32=training.accumulation_dtype == "float32",
+        router_aux_loss_coef=0.0,
+        loss=loss,
+        activation_checkpointing=checks.activation_checkpointing(flags.fsdp.activation_checkpointing),
+        compiles=is_worth if asked.compile == "auto" else asked.compile,
+        frozen=frozen,
+    )
+    return model, skeleton
+
+
+def _host(flags: Flags, placement: Placement, skeleton: Any, memory: Memory, average: Optional[str]) -> dict[str, int]:
+    """Bytes of a node's memory, by what they are for (docs/fsdp.md, "Models larger than a host")."""
+    ranks, parameters = placement.devices, dict(skeleton.named_parameters())
+    part = 1 if placement.strategy in ("ddp", "single") else placement.world_size
+    held = sum(p.nbytes for p in parameters.values())
+    units = (sum(parameters[n].nbytes for n in some if n in parameters) for some in weights.units(skeleton).values())
+    found = {"processes (assumed)": int(ranks * (GIB_OF_A_RANK + 2 * (placement.kind == "cuda")) * GIB)}
+    if placement.kind == "cpu":
+        found["what devices hold"] = ranks * memory.peak
+    found["one layer, while it loads or saves"] = max(units, default=0)
+    if flags.fsdp.cpu_offload and placement.kind == "cuda":
+        found["offloaded"] = ranks * sum(memory.parts.get(name, 0) for name in OFFLOADED)
+    if average == "host":
+        found["moving average"] = ranks * sum(4 * p.numel() for p in parameters.values() if p.requires_grad) // part
+    if flags.save.async_save:
+        whole = adamw.checkpoint_bytes(parameters.values(), flags.model.bf16_updates, average)
+        found["copies for --async_save"] = ranks * whole // part
+    if flags.model.verify_start:
+        found["reference, before step 1 (less where less is free)"] = held
+    return found

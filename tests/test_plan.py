@@ -1,0 +1,134 @@
+"""plan.py: what it says is right where that is known, what doesn't fit is told with what does, and mistakes in one sentence."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+import plan
+from fabric_llm.plan.accelerators import KNOWN, accelerator, message_bytes
+from fabric_llm.plan.start import Placement
+
+ROOT = Path(__file__).parent.parent
+SHORT = ("--context_length", "128", "--max_step", "10")
+
+
+def run(*words):
+    return plan.main([str(word) for word in words])
+
+
+def said(*words):
+    """What --json says, of a process of its own, as its process group needs."""
+    [text] = run_ranks(1, captured, [str(word) for word in (*words, "--json", "true")])
+    return json.loads(text)
+
+
+def captured(words):
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert plan.main(words) == 0
+    return output.getvalue()
+
+
+@pytest.fixture(scope="module")
+def small(toys):
+    return said("--model_name", toys / "llama", *SHORT, "--devices", 4, "--tokens", 4096, "--price_per_hour", 2)
+
+
+def test_the_table_adds_up(small):
+    parts = small["memory"]["parts"]
+    assert sum(parts.values()) == small["memory"]["peak"] and small["fits"]
+    assert parts["optimizer state"] == pytest.approx(2 * parts["parameters"], rel=0.01)
+    assert 4 * parts["parameters"] == pytest.approx(2 * small["parameters"], rel=0.05)  # a quarter each, padded
+
+
+def test_steps_tokens_hours_and_money(small):
+    assert small["tokens_a_step"] == 4 * 128 and small["steps"] == 8
+    assert small["hours"] == pytest.approx(8 * small["seconds"]["step"] / 3600)
+    assert small["price"] == pytest.approx(2 * 4 * small["hours"])
+
+
+def test_what_does_not_fit_is_told_with_a_command_that_does(toys):
+    words = ["--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "8", "--accelerator", "cpu"]
+    whole = said(*words)["memory"]["peak"] / 2**30
+    found = said(*words, "--device_memory", whole * 0.8)
+    assert not found["fits"] and found["changes"][-1]["fits"]
+    peaks = [found["memory"]["peak"], *(one["memory"]["peak"] for one in found["changes"])]
+    assert peaks == sorted(peaks, reverse=True)
+    assert found["changes"][0]["change"].startswith("--micro_batch_size 4 --gradient_accumulation_steps 2")
+    [text] = run_ranks(1, captured, [*words, "--device_memory", str(whole * 0.8)])
+    *_, command = text.splitlines()
+    assert command.startswith("Next: python train.py --model_name") and "device_memory" not in command
+
+
+def test_a_command_has_each_flag_once_as_it_was_given_last():
+    words = "--micro_batch_size 4 --json true --lr=1e-4 --price_per_hour 2 --micro_batch_size 2".split()
+    assert plan.command(words) == "python train.py --micro_batch_size 2 --lr 1e-4"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--accelerator_name H1000", "--accelerator_name 'H1000' isn't known; known are A100-40GB"),
+        ("--price_per_hour cheap", "--price_per_hour takes a number, not 'cheap'."),
+        ("--price_per_hour -1", "--price_per_hour must be at least 0"),
+        ("--device_memory 0", "--device_memory must be positive"),
+        ("--global_batch_size 3 --devices 2", "--global_batch_size 3 doesn't divide by"),
+        ("--activation_checkpointing most", "--activation_checkpointing takes none, full"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(toys, capsys, words, sentence):
+    with pytest.raises(SystemExit) as stop:
+        run("--model_name", toys / "llama", *SHORT, *words.split())
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith(f"plan.py: error: {sentence}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("left", "missing"), [(("--context_length", "9"), "max_step"), (("--max_step", "9"), "context_length")]
+)
+def test_what_a_dataset_would_say_must_be_given(toys, capsys, left, missing):
+    with pytest.raises(SystemExit) as stop:
+        run("--model_name", toys / "llama", *left)
+    assert stop.value.code == 2 and f"--{missing} is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("left_out", ["model_type", "everything"])
+def test_a_configuration_without_what_it_needs(tmp_path, toys, capsys, left_out):
+    config = json.loads((toys / "llama" / "config.json").read_text())
+    config = {} if left_out == "everything" else {name: value for name, value in config.items() if name != left_out}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as stop:
+        run("--model_name", tmp_path, *SHORT)
+    assert stop.value.code == 2 and "can't be read" in capsys.readouterr().err
+
+
+def test_names_of_accelerators_as_people_write_them():
+    assert accelerator("nvidia h100") == accelerator("H100") and accelerator("rtx4090").name == "RTX 4090"
+    assert all(accelerator(one.name) is one for one in KNOWN)
+
+
+def test_bytes_that_are_sent():
+    def sent(strategy, how, devices, nodes):
+        from fabric_llm.model.strategy_rules import Sharding
+
+        placement = Placement(strategy, Sharding(sharding_strategy=how), devices, nodes, "cuda")
+        return message_bytes(placement, 200, 400, 1, 1)
+
+    assert sent("single", "FULL_SHARD", 1, 1) == (0, 0)
+    assert sent("fsdp", "FULL_SHARD", 4, 1) == (0.75 * (2 * 200 + 400), 0)
+    assert sent("fsdp2", "SHARD_GRAD_OP", 4, 2) == (0.75 * 600, 0.5 * 600)
+    assert sent("fsdp", "HYBRID_SHARD", 4, 2) == (0.75 * 800, 0.5 * 800)
+    assert sent("ddp", "FULL_SHARD", 2, 1) == (400, 0)
+
+
+def test_it_runs_from_the_shell(toys, tmp_path):
+    command = [sys.executable, ROOT / "plan.py", "--model_name", toys / "gpt2", "--context_length", 64, "--max_step", 3]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0 and "Next: python train.py --model_name" in done.stdout, done.stderr
+    assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
