@@ -148,7 +148,7 @@ class Layers:
 
     def __init__(self, model: nn.Module, ledger: Ledger, compiles: bool = False) -> None:
         """Call it before the model is wrapped. compiles: see `_of_compiled`."""
-        self.ledger, self.layers, self.compiles = ledger, repeated_layers(model), compiles
+        self.ledger, self.layers, self.compiles = ledger, [*repeated_layers(model).values()], compiles
         self.is_forward = True
         self.wrapped = model
         kinds: dict[Any, list[int]] = {}
