@@ -37,6 +37,7 @@ SHAPES = {  # GiB in bfloat16 -> fields of LlamaConfig
     0.125: {"hidden_size": 416, "intermediate_size": 1144, "num_hidden_layers": 31, "num_attention_heads": 13},
 }
 CONTEXT_TOKENS, VOCABULARY = 16, 8192
+SETTLING_SECONDS = 2  # before a phase, so that what was there before it is sampled without what the last one has freed
 EVERY_SECONDS = 0.05
 REWINDS_AT = 2  # the step that a run goes back after, once
 
@@ -264,6 +265,7 @@ def mark(file: Path, module: ModuleType, function: str, name: str) -> None:
     marked = getattr(module, function)
 
     def marking(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(SETTLING_SECONDS)
         began = time.monotonic()
         result = marked(*args, **kwargs)
         if os.environ.get("RANK", "0") == "0":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from arguments import parse_train
+from arguments import parse_export, parse_plan, parse_prepare, parse_train
 from fabric_llm.training.guard import parse_budgets
 
 ROOT = Path(__file__).parent.parent
@@ -101,6 +101,17 @@ def test_the_pages_start_runs_as_the_recipe_says():
         assert "replay" in flags.data.data_mix, place
     budget = parse_budgets(runs["continued_pretraining.md"].evaluation.forgetting_budget)
     assert budget == {"replay": 0.25}, "the one that the page's experiment kept"
+
+
+def test_the_commands_of_the_llama_page_have_such_flags(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "llama3_8b.md").read_text()
+    blocks = "".join(text for language, text in FENCED.findall(page) if language == "bash").replace("\\\n", " ")
+    parsers = {"plan": parse_plan, "prepare_data": parse_prepare, "train": parse_train, "export_hf": parse_export}
+    commands = re.findall(r"python (\w+)\.py (.*?)(?:; do)?$", blocks, re.M)
+    assert {script for script, _ in commands} == set(parsers)
+    for script, flags in commands:
+        parsers[script](shlex.split(flags))
 
 
 def test_a_page_says_how_to_get_a_gated_model():
