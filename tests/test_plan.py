@@ -9,6 +9,7 @@ import pytest
 from ranks import run_ranks
 
 import plan
+from benchmarks import plan as published
 from fabric_llm.plan.accelerators import KNOWN, accelerator, message_bytes
 from fabric_llm.plan.start import Placement
 
@@ -113,6 +114,11 @@ def test_names_of_accelerators_as_people_write_them():
     assert all(accelerator(one.name) is one for one in KNOWN)
 
 
+def test_each_accelerator_has_the_peak_of_its_name():
+    assert accelerator("A100-40GB").tflops == accelerator("A100-80GB").tflops == 312
+    assert {one.name for one in KNOWN if one.tflops < 100} == {"CPU"}
+
+
 def test_bytes_that_are_sent():
     def sent(strategy, how, devices, nodes):
         from fabric_llm.model.strategy_rules import Sharding
@@ -132,3 +138,28 @@ def test_it_runs_from_the_shell(toys, tmp_path):
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0 and "Next: python train.py --model_name" in done.stdout, done.stderr
     assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_the_page_of_published_runs_has_them_all():
+    """docs/results/plan.md was made from the runs that benchmarks/plan.py has now."""
+    lines = (ROOT / "docs" / "results" / "plan.md").read_text().splitlines()
+    assert len(published.PUBLISHED) >= 16
+    for one in published.PUBLISHED:
+        start = " | ".join([f"| {one.run}", one.source, one.counted, one.other or "", str(one.gib)])
+        assert any(line.startswith(f"{start} |") for line in lines), start
+        assert any(line.startswith(f"| {one.run} | {one.source} | `{one.flags}`") for line in lines), one.flags
+
+
+def test_what_a_source_counts_is_what_is_compared(tmp_path):
+    flags = f"{published.MIXED} {published.EIGHT} {published.SELECTIVE} --compile false --context_length 64"
+    run = published.Published("here", "toy", "toy", 1e-3, "reserved", f"{flags} --micro_batch_size 8", published.HALF)
+    [(reserved, active)] = run_ranks(1, predicted_twice, run, tmp_path)
+    slack, context = active["parts"][published.SLACK], active["parts"][published.CONTEXT]
+    assert active["plan"] == pytest.approx(reserved["plan"] - slack / 2**30)
+    assert 2**30 * reserved["plan"] == pytest.approx(sum(reserved["parts"].values()) - context)
+    assert 0 < active["as_theirs"] < active["plan"]
+    assert published.error({"gib": 8.0, "plan": 6.0}) == -0.25
+
+
+def predicted_twice(run, folder):
+    return published.predicted(run, folder), published.predicted(run._replace(counted="active"), folder)

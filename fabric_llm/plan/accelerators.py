@@ -1,7 +1,4 @@
-"""Accelerators, and how long a step takes on them at most: a roofline. Nothing here imports torch.
-
-Memory, its bandwidth and links are those of the makers' data sheets; the peaks in bfloat16 are flops.PEAK_TFLOPS.
-"""
+"""Accelerators, and how long a step takes on them at most: a roofline."""
 
 from __future__ import annotations
 
@@ -9,33 +6,53 @@ import re
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from fabric_llm.model.flops import peak_tflops
 
+
+# Peaks and links were compared with tables that quote the makers' data sheets:
+#   A100, H100, H200, B200, L40S, MI300X: https://github.com/stas00/ml-engineering/tree/master/compute/accelerator
+#   NVLink, PCIe, Infinity Fabric: https://github.com/stas00/ml-engineering/tree/master/network
+#   A100, B200: https://glennklockwood.com/garden/processors/A100, https://glennklockwood.com/garden/processors/B200
+#   RTX 4090: https://hmc-tech.com/gpus/nvidia-geforce-rtx-4090-vs-nvidia-rtx-pro-5000-blackwell
+#   RTX 5090: a quarter of the 838 of float16 with sparsity, https://www.spheron.network/blog/nvidia-rtx-5090-specs/: without
+#   it a half, and of that a half where sums are float32
+# Links are what data sheets give for both directions together, halved. An MI300X reaches its link where all 8 of a node take part,
+# and 64 GB/s between two of them. Memory is the total capacity that PyTorch names in messages that it is out of it, which is less
+# than the data sheet's and differs by 0.1 GiB among drivers.
+#
+# MFU is assumed, with attention counted as in model/flops.py:
+#   H100: docs/results/gpu.md has 0.31 to 0.45 on one; torchtitan 0.33 to 0.39 on 8 and 128 of less power, counting attention twice
+#   (https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md). H200: as H100, a guess.
+#   A100: torchtitan has 0.50 on 8 (https://github.com/pytorch/torchtitan/pull/355), 0.45 with attention counted once. For 40 GB,
+#   and so a smaller micro-batch, the same, a guess.
+#   All others are guesses.
 @dataclass(frozen=True)
 class Accelerator:
     """What is known of one device, or assumed."""
 
     name: str
     memory_gib: Optional[float]  # that PyTorch sees; None: as much as the machine has
-    tflops: float  # dense, bfloat16
-    link_gb: (
-        float  # GB/s that it sends to others of its node, in one direction: NVLink, Infinity Fabric, PCIe or memory
-    )
-    mfu: float  # assumed part of the peak that the operations of a model reach where nothing else limits
+    link_gb: float  # GB/s to others of its node, in one direction: NVLink, Infinity Fabric, PCIe, or memory of CPUs
+    mfu: float  # part of the peak that the operations of a model reach where nothing else limits
+
+    @property
+    def tflops(self) -> float:
+        """Dense, bfloat16."""
+        return peak_tflops(self.name) or CPU_TFLOPS
 
 
-# MFU, assumed: 0.40 of what trains in data centres (docs/results/gpu.md: 0.31 to 0.45 on an H100 with attention counted as it is),
-# 0.45 of a smaller peak that is easier to reach. The CPU: 2 cores with AMX of docs/results/speed.md.
+CPU_TFLOPS = 1.0  # of two cores, a guess
 KNOWN = [
-    Accelerator("A100-40GB", 39.4, 312, 300, 0.45),
-    Accelerator("A100-80GB", 79.2, 312, 300, 0.45),
-    Accelerator("H100", 79.1, 989, 450, 0.40),
-    Accelerator("H200", 139.8, 989, 450, 0.40),
-    Accelerator("B200", 178.4, 2250, 900, 0.35),
-    Accelerator("L40S", 44.4, 362, 32, 0.40),
-    Accelerator("RTX 4090", 23.5, 165, 32, 0.50),
-    Accelerator("RTX 5090", 31.4, 210, 64, 0.50),
-    Accelerator("MI300X", 191.5, 1307, 448, 0.30),
-    Accelerator("CPU", None, 1.0, 10, 0.40),
+    Accelerator("A100-40GB", 39.4, 300, 0.45),
+    Accelerator("A100-80GB", 79.2, 300, 0.45),
+    Accelerator("H100", 79.1, 450, 0.40),
+    Accelerator("H200", 139.8, 450, 0.40),
+    Accelerator("B200", 178.3, 900, 0.35),
+    Accelerator("L40S", 44.4, 32, 0.40),
+    Accelerator("RTX 4090", 23.5, 32, 0.50),
+    Accelerator("RTX 5090", 31.3, 64, 0.50),
+    Accelerator("MI300X", 191.7, 448, 0.30),
+    Accelerator("CPU", None, 10, 0.40),
 ]
 
 

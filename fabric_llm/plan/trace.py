@@ -205,7 +205,8 @@ class Layers:
         layer.gradient_checkpointing, ledger.multiplied = is_selective, set()
         before = ledger.total, ledger.peak, ledger.at_peak, ledger.peak_moment
         output = forward()
-        made = [key for key, (_, label) in list(ledger.alive.items()) if label == (ACTIVATIONS, number)]
+        made = {key for key, (_, label) in list(ledger.alive.items()) if label == (ACTIVATIONS, number)}
+        made.discard((output[0] if isinstance(output, tuple) else output).untyped_storage()._cdata)  # the next's input
         kept = sum(ledger.alive[key][0] for key in made if key in ledger.multiplied or is_selective)
         del output
         ledger.peak, ledger.at_peak, ledger.peak_moment = before[1:]  # nothing of it is there in a run
