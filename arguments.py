@@ -540,8 +540,12 @@ class PlanArguments:
     """of one device, in any currency"""
     tokens: Optional[float] = flag(None, above=0)
     """tokens of the whole run, such as 1e9, instead of --max_step"""
+    auto: bool = flag(False)
+    """find the fastest of micro-batch sizes, activation checkpointing and sharding that fits below 80 % of the memory"""
     json: bool = flag(False)
     """print all numbers as JSON"""
+    html: Optional[str] = flag(None)
+    """draw the memory into this file and, where there is a dataset, learning rate, sources and what is due (docs/report.md)"""
 
 
 # --------------------------------------------------------------------------- parsing

@@ -6,13 +6,15 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, Optional
 
-from arguments import parse_plan
+from arguments import PlanArguments, parse_plan
 from fabric_llm.base.program import in_one_sentence, plain_output
+from fabric_llm.report.__main__ import page_module, require_output
 
-OWN = ("accelerator_name", "device_memory", "mfu", "network", "price_per_hour", "tokens", "json")
+OWN = [field.name for field in fields(PlanArguments)]
 GIB = 2**30
 
 
@@ -21,71 +23,46 @@ def main(argv: Optional[list[str]] = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     own, flags = parse_plan(words)
     with in_one_sentence("plan.py"):
-        from fabric_llm.plan.outlook import look  # imports torch
+        from fabric_llm.plan import changes  # imports torch
 
-        outlook = look(own, flags)
-        tried = [] if outlook.fits else changes(words)
+        plan = None
+        if own.html is not None:
+            require_output(Path(own.html), "--html")
+            page = page_module("planned")
+            if (plan := page.plan_of(own, flags)) is not None:
+                now = {"max_step": plan.schedule.max_step, "context_length": max(plan.contexts)}
+                flags = changes.changed(flags, now)
+        outlook = changes.look(own, flags)
+        best = changes.fastest(own, flags, progress) if own.auto else None
+        if best is not None:
+            change, outlook = best
+            words += changes.words_of(change)
+        found = [] if outlook.fits else changes.until_it_fits(own, flags, outlook)
+        tried = [(changes.words_of(change), one) for change, one in found]
         if own.json:
-            said = [{"change": change, **numbers(one)} for change, one in tried]
-            print(json.dumps({**numbers(outlook), "changes": said}, indent=2))
-        else:
-            show(outlook)
-            show_changes(outlook, tried, words)
+            said = [{"change": " ".join(change), **numbers(one)} for change, one in tried]
+            chosen = {"chosen": " ".join(changes.words_of(best[0]))} if best else {}
+            print(json.dumps({**numbers(outlook), **chosen, "changes": said}, indent=2))
+            return 0
+        show(outlook)
+        if own.html is not None:
+            page.write(Path(own.html), changes.changed(flags, best[0]) if best else flags, plan, outlook)
+        if own.auto and best is None:
+            print("\n--auto: nothing takes less than 80 % of the device.")
+        show_changes(tried)
+        last = tried[-1][1] if tried else outlook
+        if not last.fits:
+            print("\nIt doesn't fit with any of them: take a smaller model or --context_length, or more nodes.")
+            return 0
+        steps = ["--max_step", str(last.steps)] if own.tokens is not None else []  # train.py takes steps
+        print(f"\nNext: {command([*words, *(word for change, _ in tried for word in change), *steps])}")
     return 0
 
 
-def changes(words: list[str]) -> list[tuple[str, Any]]:
-    """[(flags, the outlook with them and those before)], the cheapest first, until it fits."""
-    from fabric_llm.base.faults import Fault
-    from fabric_llm.plan.outlook import look
-    from fabric_llm.plan.start import batch_sizes
-
-    tried: list[tuple[str, Any]] = []
-
-    def attempt(change: str) -> bool:
-        """Take a change if less is needed with it. True if it then fits."""
-        nonlocal words
-        try:
-            outlook = look(*parse_plan([*words, *change.split()]))
-        except (Fault, ValueError):  # such flags don't go together
-            return False
-        if tried and outlook.memory.peak >= tried[-1][1].memory.peak:
-            return False
-        words = [*words, *change.split()]
-        tried.append((change, outlook))
-        return outlook.fits
-
-    def is_at(group: str, name: str, *values: Any) -> bool:
-        return getattr(getattr(parse_plan(words)[1], group), name) in values
-
-    def halved() -> Optional[str]:
-        flags = parse_plan(words)[1]
-        devices = 1 if flags.devices.devices == "auto" else flags.devices.devices
-        size, count, batch = batch_sizes(flags, devices, flags.devices.num_nodes)
-        if size % 2:
-            return None
-        return f"--micro_batch_size {size // 2} --gradient_accumulation_steps {2 * count} --global_batch_size {batch}"
-
-    if is_at("model", "loss", "full") and attempt("--loss chunked"):
-        return tried
-    while (change := halved()) is not None and not is_at("fsdp", "cpu_offload", True):
-        if attempt(change):
-            return tried
-        if not tried or tried[-1][0] != change:
-            break
-    steps = ["--activation_checkpointing selective"] * is_at("fsdp", "activation_checkpointing", False, "none")
-    steps += ["--activation_checkpointing full"] * (not is_at("fsdp", "activation_checkpointing", True, "full"))
-    steps += ["--strategy fsdp"] * is_at("fsdp", "strategy", "ddp")
-    steps += ["--sharding_strategy FULL_SHARD"] * (not is_at("fsdp", "sharding_strategy", "FULL_SHARD"))
-    steps += ["--precision bf16-true"] * (not is_at("model", "precision", "bf16-true"))
-    flags = parse_plan(words)[1]
-    devices = 1 if flags.devices.devices == "auto" else flags.devices.devices
-    steps += [f"--devices {count}" for count in (2, 4, 8) if count > devices]
-    steps += [f"--num_nodes {count}" for count in (2, 4, 8, 16) if count > flags.devices.num_nodes]
-    for change in steps:
-        if attempt(change):
-            return tried
-    return tried
+def progress(change: dict[str, Any], outlook: Any) -> None:
+    """Print what --auto has tried."""
+    named = ", ".join(f"{name} {value}" for name, value in change.items())
+    print(f"{named}: {100 * outlook.used:.0f} %, {outlook.seconds.step:.3g} s a step", file=sys.stderr, flush=True)
 
 
 def numbers(outlook: Any) -> dict[str, Any]:
@@ -98,21 +75,22 @@ def numbers(outlook: Any) -> dict[str, Any]:
 
 def show(outlook: Any) -> None:
     """Print an outlook."""
+    memory = outlook.memory
+    unit, size = ("GiB", GIB) if memory.peak >= 2 * GIB else ("MiB", 2**20)
     print(f"{outlook.model}, {outlook.parameters / 1e6:,.1f} M parameters; {outlook.on}\n")
-    print("Memory of a device at its peak, GiB")
-    large = {name: size for name, size in outlook.memory.parts.items() if size >= outlook.memory.peak / 1000}
-    for name, size in {**large, "the rest": outlook.memory.peak - sum(large.values())}.items():
-        print(f"  {name:<45}{size / GIB:10.2f}")
-    print(f"  {'peak, in ' + outlook.memory.moment:<45}{outlook.memory.peak / GIB:10.2f}")
+    print(f"Memory of a device at its peak, {unit}")
+    large = {name: part for name, part in memory.parts.items() if part >= memory.peak / 1000}
+    for name, part in {**large, "the rest": memory.peak - sum(large.values())}.items():
+        print(f"  {name:<51}{part / size:10,.2f}")
+    print(f"  {'peak, in ' + memory.moment:<51}{memory.peak / size:10,.2f}")
     if outlook.device_bytes:
         verdict = "fits" if outlook.used <= 0.8 else "may not fit: above 80 %" if outlook.fits else "does not fit"
-        print(f"  {'of the device: ' + verdict:<45}{outlook.device_bytes / GIB:10.2f}   {100 * outlook.used:.0f} %")
-    print("\nMemory of a node's host, GiB")
-    for name, size in outlook.host_bytes.items():
-        print(f"  {name:<51}{size / GIB:10.2f}")
-    disk = outlook.checkpoint_bytes * outlook.kept_checkpoints / GIB
-    kept = f"{outlook.kept_checkpoints} kept" if outlook.kept_checkpoints > 1 else "1 kept"
-    print(f"\nDisk: {outlook.checkpoint_bytes / GIB:,.2f} GiB a checkpoint, {kept}: {disk:,.1f} GiB")
+        print(f"  {'of the device: ' + verdict:<51}{outlook.device_bytes / size:10,.2f}   {100 * outlook.used:.0f} %")
+    print(f"\nMemory of a node's host, {unit}")
+    for name, part in outlook.host_bytes.items():
+        print(f"  {name:<51}{part / size:10,.2f}")
+    disk, kept = outlook.checkpoint_bytes / size, outlook.kept_checkpoints
+    print(f"\nDisk: {disk:,.2f} {unit} a checkpoint, {kept} kept: {disk * kept:,.1f} {unit}")
     seconds = outlook.seconds
     tokens = outlook.tokens_a_step * outlook.steps
     print(
@@ -128,21 +106,22 @@ def show(outlook: Any) -> None:
         )
     rate = outlook.tokens_a_step / seconds.step
     money = "" if outlook.price is None else f"; {outlook.price:,.2f} for them"
-    print(f"      {rate:,.0f} tokens/s, {outlook.hours:,.2f} hours{money}")
+    lasts = f"{outlook.hours:,.2f} hours" if outlook.hours >= 1 else f"{60 * outlook.hours:,.1f} minutes"
+    print(f"      {rate:,.0f} tokens/s, {lasts}{money}")
 
 
-def show_changes(outlook: Any, tried: list[tuple[str, Any]], words: list[str]) -> None:
-    """Print what to change where it doesn't fit, and the command that does."""
-    if outlook.fits:
-        print(f"\nNext: {command(words)}")
+def show_changes(tried: list[tuple[list[str], Any]]) -> None:
+    """Print what to change, where it doesn't fit."""
+    if not tried:
         return
-    print("\nWhat to change, the cheapest first, one after the other:")
+    few = tried[-1][1].used <= 0.8
+    until = ", until it takes less than 80 % of the device" if few else "; none takes less than 80 % of the device"
+    print(f"\nWhat to change, the cheapest first, one after the other{until}:")
     for change, one in tried:
-        print(f"  {change:<90}{one.memory.peak / GIB:8.2f} GiB  {one.seconds.step:8.3g} s a step")
-    if tried and tried[-1][1].fits:
-        print(f"\nNext: {command([*words, *(word for change, _ in tried for word in change.split())])}")
-    else:
-        print("\nIt doesn't fit with any of them: take a smaller model or --context_length, or more nodes.")
+        print(
+            f"  {' '.join(change):<90}{one.memory.peak / GIB:8.2f} GiB  {100 * one.used:3.0f} %  "
+            f"{one.seconds.step:8.3g} s a step"
+        )
 
 
 def command(words: list[str]) -> str:
@@ -156,7 +135,7 @@ def command(words: list[str]) -> str:
         elif name:
             given[name].append(word)
     kept = [[name, *values] for name, values in given.items() if name[2:] not in OWN]
-    return f"python train.py {shlex.join(word for one in kept for word in one)}"
+    return shlex.join(["python", "train.py", *(word for one in kept for word in one)])
 
 
 if __name__ == "__main__":

@@ -10,14 +10,12 @@ checkpoint  take, write, publish, load and keep checkpoints
 plan        flags, data and model -> what will happen: a Plan; mistakes are found here
 run         the run itself: log, save, evaluate, rewind, end
 verify      prove a run, and what is done with finished weights: `python -m fabric_llm.verify`
-report      runs to look at: `python -m fabric_llm.report`
+report      runs to look at, after and before: `python -m fabric_llm.report`, `python plan.py --html`
 
-Three commands stand beside the rooms: `python -m fabric_llm.average`, the average of checkpoints, and
-`python -m fabric_llm.extend_vocab`, new tokens for a model, whose work is in verify, and `python -m fabric_llm.preview`, a run
-before it begins.
+Two commands stand beside the rooms: `python -m fabric_llm.average`, the average of checkpoints, and
+`python -m fabric_llm.extend_vocab`, new tokens for a model, whose work is in verify.
 
 Imports go one way: base <- data, processes <- prepare <- model <- training, checkpoint <- plan <- run <- verify <- report and the
-scripts. A room may import those before it, and none imports arguments.py, but for preview, which asks it for the flags of
-train.py. The `__init__.py` of a room lists its modules and imports nothing. docs/tour.md follows a batch, a flag and a
-checkpoint through the rooms.
+scripts. A room may import those before it, and none imports arguments.py. The `__init__.py` of a room lists its modules
+and imports nothing. docs/tour.md follows a batch, a flag and a checkpoint through the rooms.
 """

@@ -27,13 +27,13 @@ def said(*words):
     return json.loads(text)
 
 
-def captured(words):
+def captured(words, stream="stdout"):
     import contextlib
     import io
 
-    with contextlib.redirect_stdout(io.StringIO()) as output:
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as errors:
         assert plan.main(words) == 0
-    return output.getvalue()
+    return (output if stream == "stdout" else errors).getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,53 @@ def test_what_does_not_fit_is_told_with_a_command_that_does(toys):
     [text] = run_ranks(1, captured, [*words, "--device_memory", str(whole * 0.8)])
     *_, command = text.splitlines()
     assert command.startswith("Next: python train.py --model_name") and "device_memory" not in command
+
+
+def test_changes_go_on_to_four_fifths_where_that_is_reached(toys):
+    words = ["--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "4", "--accelerator", "cpu"]
+    peaks = [one["memory"]["peak"] for one in said(*words, "--device_memory", 1e-6)["changes"]]
+    found = said(*words, "--device_memory", peaks[0] / 0.9 / 2**30)["changes"]  # the first takes 90 %
+    assert found[0]["used"] == pytest.approx(0.9) and found[-1]["used"] <= 0.8 and len(found) > 1
+    found = said(*words, "--device_memory", peaks[-1] / 0.9 / 2**30)["changes"]
+    assert 0.8 < found[-1]["used"] <= 0.95 and not any(one["fits"] for one in found[:-1])
+
+
+def test_auto_finds_the_shortest_step_below_four_fifths(toys):
+    words = ["--model_name", str(toys / "llama"), *SHORT, "--global_batch_size", "8", "--accelerator", "cpu"]
+    roomy = said(*words, "--device_memory", 16, "--auto", "true")
+    assert "micro_batch_size 8" in roomy["chosen"] and "activation_checkpointing none" in roomy["chosen"]
+    [errors] = run_ranks(1, captured, [*words, "--device_memory", "16", "--auto", "true"], "stderr")
+    assert errors.count(" s a step") == 4, "micro-batches of 1, 2, 4 and 8"
+    peak = said(*words, "--micro_batch_size", 4)["memory"]["peak"] / 2**30
+    tight = said(*words, "--device_memory", peak / 0.79, "--auto", "true")
+    assert "micro_batch_size 4" in tight["chosen"] and tight["used"] <= 0.8
+    [text] = run_ranks(1, captured, [*words, "--device_memory", str(peak / 0.79), "--auto", "true"])
+    assert text.splitlines()[-1].startswith("Next: python train.py")
+    assert "--micro_batch_size 4 --gradient_accumulation_steps 2" in text and "--auto" not in text
+
+
+def test_auto_has_a_bound_and_says_that_nothing_fits(toys, monkeypatch):
+    monkeypatch.setattr("fabric_llm.plan.changes.MOST_TRIES", 3)
+    words = ["--model_name", str(toys / "llama"), *SHORT, "--devices", "2", "--strategy", "ddp", "--auto", "true"]
+    [text] = run_ranks(1, captured, [*words, "--device_memory", "0.001"])
+    assert "nothing takes less than 80 %" in text
+    [errors] = run_ranks(1, captured, [*words, "--device_memory", "0.001"], "stderr")
+    assert errors.count(" s a step") == 3
+
+
+def test_more_devices_keep_the_batch(toys):
+    words = ("--model_name", toys / "llama", *SHORT, "--micro_batch_size", 4, "--global_batch_size", 8)
+    found = said(*words, "--device_memory", 1e-3)["changes"]
+    assert {one["tokens_a_step"] for one in found} == {8 * 128} and "--devices 8" in found[-1]["change"]
+
+
+def test_the_demo_and_tokens_end_with_a_command_that_runs(toys):
+    [text] = run_ranks(1, captured, ["--accelerator", "cpu"])
+    assert text.endswith("\nNext: python train.py --accelerator cpu\n") and "MiB" in text
+    [text] = run_ranks(1, captured, [])
+    assert text.endswith("\nNext: python train.py\n")
+    [text] = run_ranks(1, captured, ["--model_name", str(toys / "llama"), *SHORT[:2], "--tokens", "1e4"])
+    assert text.endswith("--context_length 128 --max_step 79\n")
 
 
 def test_a_command_has_each_flag_once_as_it_was_given_last():

@@ -10,6 +10,7 @@ make_plan      `make_plan`: flags -> what they mean on this machine, with this d
 accelerators   `accelerator`: a small table of devices, with links; how long a step takes at most
 memory         `predict`: bytes of a rank on its device, at which moment of a step, without making one
 outlook        `look`: memory of device and host, disk, time and money of a run, from flags and a config.json
+changes        `until_it_fits`, `fastest`: other flags, where these don't fit, or for a shorter step
 trace          `Ledger`, `Layers`: a step on fake tensors, of which all storages are counted
 warnings       `warnings_of`: valid flags that are probably a mistake
 """

@@ -41,7 +41,7 @@ class Accelerator:
         return peak_tflops(self.name) or CPU_TFLOPS
 
 
-CPU_TFLOPS = 1.0  # of two cores, a guess
+CPU_TFLOPS = 0.25  # of two cores with AVX2, in float32, which reach 0.1 in docs/results/speed.md: a guess
 KNOWN = [
     Accelerator("A100-40GB", 39.4, 300, 0.45),
     Accelerator("A100-80GB", 79.2, 300, 0.45),

@@ -108,7 +108,7 @@ def look(own: Flags, flags: Flags) -> Outlook:
     known = device.memory_gib if own.device_memory is None else own.device_memory
     saves = 1 + (steps - 1) // (flags.save.save_step_interval or steps)
     kept = saves if flags.save.keep_last is None else min(saves, flags.save.keep_last + flags.save.keep_best)
-    outlook = Outlook(
+    return Outlook(
         model=type(skeleton).__name__,
         parameters=count,
         trained=sum(p.numel() for p in parameters if p.requires_grad),
@@ -127,7 +127,6 @@ def look(own: Flags, flags: Flags) -> Outlook:
         network_bytes=sent[1],
         price=None if own.price_per_hour is None else own.price_per_hour * world * steps * seconds.step / 3600,
     )
-    return outlook
 
 
 def _place(flags: Flags, kind: str) -> Placement:

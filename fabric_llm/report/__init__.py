@@ -2,5 +2,6 @@
 
 reading  `read_run`: a run directory -> `Run`, plain data; `timeline`: what happened to it
 figures  `charts`, `strip`: runs as plotly's traces, thinned out so that their extremes stay
+planned  `write`: a run before it begins, for plan.py --html
 page     `write`: what is said about runs in words and numbers, and page.html, which all of it goes into
 """

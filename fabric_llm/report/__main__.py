@@ -5,9 +5,10 @@ Exit codes: 0 written, 2 bad arguments, 66 or 77 written, and --verify true has 
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.program import plain_output
@@ -37,19 +38,18 @@ def main(argv: Optional[list[str]] = None) -> int:
         return fault.code
 
 
-def page_module():
-    """fabric_llm.report.page, which needs numpy and plotly: --help and bad flags are answered without. Raises Fault (2)."""
+def page_module(name: str = "page") -> Any:
+    """A module that needs numpy and plotly: --help and bad flags are answered without. Raises Fault (2)."""
     try:
-        from fabric_llm.report import page
+        return importlib.import_module(f"fabric_llm.report.{name}")
     except ImportError as error:
         raise Fault("The report needs plotly: pip install plotly (or pip install -e '.[report]').") from error
-    return page
 
 
-def require_output(output: Path) -> None:
+def require_output(output: Path, flag: str = "--output") -> None:
     """Raises Fault (2) where `output` can't be a file."""
     if output.is_dir() or not output.absolute().parent.is_dir():
-        raise Fault(f"--output {str(output)!r} must name a file, such as {REPORT}, in a folder that is there.")
+        raise Fault(f"{flag} {str(output)!r} must name a file, such as {REPORT}, in a folder that is there.")
 
 
 if __name__ == "__main__":

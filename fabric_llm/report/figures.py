@@ -232,3 +232,28 @@ def strip(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> Chart:
     axis = {"type": "category", "categoryarray": titles, "range": [-0.6, len(titles) - 0.4], "nticks": 0}
     layout = {"hovermode": "closest", "yaxis": axis, "showlegend": False}
     return {"name": "events", "traces": traces, "layout": layout}
+
+
+def bars(parts: dict[str, int], device_bytes: int | None, limits: Sequence[float]) -> Chart:
+    """One bar of a device's memory by its parts, and upright lines at what the device has, and at parts of that."""
+    traces = [
+        go.Bar(
+            x=[size / 2**30],
+            y=["At the peak"],
+            orientation="h",
+            name=name,
+            hovertemplate="%{x:,.2f} GiB<extra>%{fullData.name}</extra>",
+            meta={"run": 0, "color": number},
+        ).to_plotly_json()
+        for number, (name, size) in enumerate(parts.items())
+    ]
+    whole = (device_bytes or 0) / 2**30
+    upright = {"type": "line", "y0": 0, "y1": 1, "yref": "paper", "line": {"color": "#888888", "dash": "dot"}}
+    lines = [
+        {**upright, "x0": part * whole, "x1": part * whole, "label": {"text": f"{100 * part:.0f} %", "textangle": 0}}
+        for part in (*limits, 1.0)
+        if whole
+    ]
+    layout = {"barmode": "stack", "hovermode": "closest", "showlegend": True, "shapes": lines}
+    layout |= {"xaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"}}
+    return {"name": "memory", "traces": traces, "layout": layout}

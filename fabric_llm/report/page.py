@@ -90,6 +90,7 @@ def write_page(
     output: Path, kind: str, title: str, lead: str, sections: dict[str, str], made_of: str, **inside: Any
 ) -> None:
     """Write a page as a whole, and say so. sections: {id: title}. inside: what page.html needs besides. Raises Fault (2)."""
+    bars = [inside["bars"]] if "bars" in inside else []
     templates = {"light": figures.template(is_dark=False), "dark": figures.template(is_dark=True)}
     page = environment().get_template("page.html")
     content = page.render(
@@ -98,7 +99,7 @@ def write_page(
         lead=lead,
         sections=sections,
         made=f"{kind} made by fabric_llm on {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC {made_of}.",
-        data={"templates": templates, "charts": [*inside["charts"], inside["strip"]]},
+        data={"templates": templates, "charts": [*inside["charts"], *bars, inside["strip"]]},
         colors=figures.COLORS,
         font=figures.FONT,
         plotly=get_plotlyjs(),

@@ -1,23 +1,23 @@
-"""`python -m fabric_llm.preview`: what it draws is what the run then does."""
+"""`plan.py --html`: what it draws is what the run then does."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from ranks import metrics, toy_run, train_ranks
+from ranks import metrics, run_ranks, toy_run, train_ranks
 from test_report import Page, browser, opened
 
-from fabric_llm import preview as command
+import plan
 
 pytest.importorskip("plotly", reason="plotly isn't installed: pip install -e '.[report]'")
 ROOT = Path(__file__).parent.parent
 
 
 def preview(folder, *flags, name="preview.html"):
-    assert command.main([*map(str, flags), "--output", str(folder / name)]) == 0
+    """The page, made by a process of its own, as a plan's process group needs."""
+    assert run_ranks(1, plan.main, [*map(str, flags), "--html", str(folder / name)]) == [0]
     return Page(folder / name)
 
 
@@ -81,7 +81,7 @@ def test_a_run_that_goes_on_is_drawn_from_where_it_is(mixed, tmp_path):
 def test_one_dataset_by_epochs(toys, tmp_path):
     flags = (*toy_run(toys, tmp_path), "--number_epochs", 2, "--global_batch_size", 8, "--eval_iters", 0)
     drawn = preview(tmp_path, *flags)
-    assert drawn.names() == ["lr"] and drawn.lines("lr")[0]["x"][-1] == 11 and "2.00" in drawn.text
+    assert drawn.names() == ["lr", "memory"] and drawn.lines("lr")[0]["x"][-1] == 11 and "2.00" in drawn.text
     assert not [event for event in drawn.events() if event["kind"] == "evaluated"]
 
 
@@ -96,23 +96,33 @@ def test_doubts_are_shown(toys, tmp_path):
         (["--lrr", 1], 2, "Did you mean --lr?"),
         (["--max_step", 0], 2, "--max_step must be positive"),
         (["--train_data_dir", "nowhere"], 2, "nowhere"),
-        (["--output", "no/where.html"], 2, "in a folder that is there"),
-        (["--output"], 2, "nothing is given"),
+        (["--html", "no/where.html"], 2, "in a folder that is there"),
+        (["--html"], 2, "nothing is given"),
+        (["--json", "true"], 2, "give one of them"),
+        (["--tokens", "1e6"], 2, "takes no --tokens"),
         (["--resume", "true", "--run_name", "none"], 66, "no complete checkpoint"),
         (["--global_batch_size", 45], 2, "has 44"),
     ],
 )
 def test_mistakes_are_those_of_train(toys, tmp_path, capsys, flags, code, words):
     with pytest.raises(SystemExit) as ended:
-        command.main([str(word) for word in (*toy_run(toys, tmp_path), *flags)])
+        plan.main(["--html", str(tmp_path / "x.html"), *map(str, (*toy_run(toys, tmp_path), *flags))])
     said = capsys.readouterr().err
     assert ended.value.code == code and words in said and len(said.splitlines()) == 1
 
 
+def test_without_data_the_page_has_the_memory(toys, tmp_path):
+    flags = ("--model_name", toys / "llama", "--context_length", 128, "--max_step", 9, "--device_memory", 2)
+    drawn = preview(tmp_path, *flags, "--auto", "true")
+    [memory] = [chart for chart in drawn.data["charts"] if chart["name"] == "memory"]
+    assert f"{sum(trace['x'][0] for trace in memory['traces']):.2f} GiB" in drawn.text
+    assert [shape["x0"] for shape in memory["layout"]["shapes"]] == pytest.approx([1.6, 1.9, 2.0])
+    assert "optimizer state" in drawn.text and "Curves" not in drawn.text
+
+
 def test_from_any_folder(toys, tmp_path):
-    words = [sys.executable, "-m", "fabric_llm.preview", *map(str, toy_run(toys, tmp_path)), "--max_step", "3"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    words = [sys.executable, ROOT / "plan.py", *toy_run(toys, tmp_path), "--max_step", 3, "--html", "preview.html"]
+    done = subprocess.run([*map(str, words)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "" and "Written: preview.html" in done.stdout
     assert (tmp_path / "preview.html").is_file()
 

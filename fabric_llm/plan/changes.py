@@ -1,0 +1,154 @@
+"""What to change in flags, as data: `until_it_fits`, the cheapest first, and `fastest`, of those that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Optional
+
+from fabric_llm.base.command_line import Flags
+from fabric_llm.base.faults import Fault
+from fabric_llm.plan.checks import activation_checkpointing
+from fabric_llm.plan.outlook import CLOSE, Outlook, look
+from fabric_llm.plan.start import batch_sizes
+
+Change = dict[str, Any]  # flag name -> its new value
+MOST_TRIES = 32  # of `fastest`, each of which takes seconds
+
+
+def changed(flags: Flags, change: Change) -> Flags:
+    """The flags with other values."""
+    found = {}
+    for field in fields(flags):
+        group = getattr(flags, field.name)
+        if is_dataclass(group):
+            found[field.name] = replace(group, **{name: change[name] for name in vars(group).keys() & change.keys()})
+    return replace(flags, **found)
+
+
+def words_of(change: Change) -> list[str]:
+    """A change as the command line has it."""
+    return [word for name, value in change.items() for word in (f"--{name}", str(value))]
+
+
+def until_it_fits(own: Flags, flags: Flags, outlook: Outlook) -> list[tuple[Change, Outlook]]:
+    """[(change, the outlook with it and those before)], the cheapest first, each with less memory than the one before.
+
+    The last one is the first that takes less than `CLOSE` of a device or, if none does, the first that fits. None may fit.
+    """
+    found: list[tuple[Change, Outlook]] = []
+    for change in _cheapest_first(lambda: flags):
+        tried = _attempt(own, changed(flags, change))
+        if tried is None or tried.memory.peak >= outlook.memory.peak:
+            continue
+        flags, outlook = changed(flags, change), tried
+        found.append((change, outlook))
+        if outlook.used <= CLOSE:
+            return found
+    fits = [number for number, (_, one) in enumerate(found, 1) if one.fits]
+    return found[: fits[0]] if fits else found
+
+
+def fastest(own: Flags, flags: Flags, tell: Callable[[Change, Outlook], None]) -> Optional[tuple[Change, Outlook]]:
+    """(change, the outlook with it) of the shortest step that takes less than `CLOSE` of a device; None if none does.
+
+    Checkpointing that recomputes more comes later, and of each kind micro-batches are doubled while they fit, up to the whole
+    batch of a device. Of equally fast steps the first kind wins, with its largest micro-batch. At most `MOST_TRIES` are looked
+    at, of each of which `tell` is told.
+    """
+    best: Optional[tuple[Change, Outlook]] = None
+    tries = 0
+    for checkpointing in ("none", "selective", "every:2", "full"):
+        for sharding in _shardings(flags):
+            fits: Optional[tuple[Change, Outlook]] = None
+            for batch in _double_batches(flags):
+                change = {"activation_checkpointing": checkpointing, **sharding, **batch}
+                if tries == MOST_TRIES or (tried := _attempt(own, changed(flags, change))) is None:
+                    break
+                tries += 1
+                tell(change, tried)
+                if tried.used > CLOSE:
+                    break
+                if fits is None or tried.seconds.step <= fits[1].seconds.step:
+                    fits = change, tried
+            if fits is not None and (best is None or fits[1].seconds.step < best[1].seconds.step):
+                best = fits
+        if best is not None and best[1].seconds.step == best[1].seconds.compute:
+            break  # messages don't count, and what comes next computes more
+    return best
+
+
+def _shardings(flags: Flags) -> list[Change]:
+    """Ways to shard over the devices, that of the flags first."""
+    _, _, devices, nodes = _sizes(flags)
+    asked = flags.fsdp.sharding_strategy
+    if devices * nodes == 1:
+        return [{}]
+    names = [asked, "FULL_SHARD", "SHARD_GRAD_OP", *["HYBRID_SHARD"] * (nodes > 1)]
+    strategy, is_ddp = {"strategy": "fsdp"}, flags.fsdp.strategy == "ddp"
+    found = [{**(strategy if is_ddp else {}), "sharding_strategy": name} for name in dict.fromkeys(names)]
+    return [{"strategy": "ddp"}, *found] if is_ddp else found
+
+
+def _double_batches(flags: Flags) -> Iterator[Change]:
+    """Micro-batches of the same batch, from the smallest on."""
+    size, batch, devices, nodes = _sizes(flags)
+    while size % 2 == 0:
+        size //= 2
+    while change := _of_the_same_batch(flags, size, devices * nodes):
+        yield change
+        size *= 2
+
+
+def _attempt(own: Flags, flags: Flags) -> Optional[Outlook]:
+    """None for flags that don't go together."""
+    try:
+        return look(own, flags)
+    except (Fault, ValueError):
+        return None
+
+
+def _sizes(flags: Flags) -> tuple[int, int, int, int]:
+    """(sequences of a micro-batch, sequences of a step, devices of a node, nodes)."""
+    devices, nodes = 1 if flags.devices.devices == "auto" else flags.devices.devices, flags.devices.num_nodes
+    size, _, batch = batch_sizes(flags, devices, nodes)
+    return size, batch, devices, nodes
+
+
+def _of_the_same_batch(flags: Flags, size: int, world_size: int) -> Change:
+    """Micro-batches of `size` sequences, and as many of them as keep a step's; {} where these don't divide."""
+    batch = _sizes(flags)[1]
+    count, rest = divmod(batch, size * world_size)
+    if rest:
+        return {}
+    return {"micro_batch_size": size, "gradient_accumulation_steps": count, "global_batch_size": batch}
+
+
+def _cheapest_first(now: Callable[[], Flags]) -> Iterator[Change]:
+    """Changes that may need less memory. now: the flags with those that were taken."""
+    model, fsdp = now().model, now().fsdp
+    if model.loss == "full":
+        yield {"loss": "chunked"}
+    size, _, devices, nodes = _sizes(now())
+    while size % 2 == 0 and not fsdp.cpu_offload:
+        size //= 2
+        yield _of_the_same_batch(now(), size, devices * nodes)
+    checkpointing = activation_checkpointing(fsdp.activation_checkpointing)
+    if checkpointing == "none":
+        yield {"activation_checkpointing": "selective"}
+    if checkpointing != "full":
+        yield {"activation_checkpointing": "full"}
+    if fsdp.strategy == "ddp":
+        yield {"strategy": "fsdp"}
+    if fsdp.sharding_strategy != "FULL_SHARD":
+        yield {"sharding_strategy": "FULL_SHARD"}
+    if model.precision != "bf16-true":
+        yield {"precision": "bf16-true"}
+    size = _sizes(now())[0]
+    for count in (2, 4, 8):
+        if count > devices:
+            yield {"devices": count, **_of_the_same_batch(now(), size, count * nodes)}
+    devices = _sizes(now())[2]
+    for count in (2, 4, 8, 16):
+        if count > nodes:
+            yield {"num_nodes": count, **_of_the_same_batch(now(), size, devices * count)}

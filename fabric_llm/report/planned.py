@@ -1,0 +1,133 @@
+"""A run before it begins: `python plan.py --html FILE` writes one HTML file, with its memory and, where there is data, its steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Optional
+
+from fabric_llm.base.command_line import Flags
+from fabric_llm.base.faults import Fault
+from fabric_llm.checkpoint.keep import Progress
+from fabric_llm.plan import checks, make_plan, run_directory, start
+from fabric_llm.plan.outlook import CLOSE, GIB, NO, Outlook
+from fabric_llm.plan.plan import Plan
+from fabric_llm.plan.warnings import warnings_of
+from fabric_llm.prepare.demo import prepare_demo
+from fabric_llm.report import figures, page, reading
+from fabric_llm.run import save
+from fabric_llm.training.schedule import arguments_of, lr_at
+
+
+def plan_of(own: Flags, flags: Flags) -> Optional[Plan]:
+    """As rank 0 of the run makes it, with train.py's checks and sentences; None where the flags name no data."""
+    if own.json:
+        raise Fault("--json true prints and --html draws: give one of them.")
+    if flags.data.train_data_dir is None and flags.data.data_mix is None:
+        return None
+    if own.tokens is not None:
+        raise Fault(
+            "--html with a dataset draws the steps of --max_step, or of --number_epochs, and takes no --tokens."
+        )
+    checks.check_training(flags)
+    if flags.demo:
+        prepare_demo(Path(flags.data.train_data_dir), flags.data.context_length)
+    directory = run_directory.directory(flags)
+    return make_plan.make_plan(flags, start.place(flags), directory, run_directory.choose(flags, directory))
+
+
+def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) -> None:
+    """Write the page. Raises Fault (2) where it can't be written."""
+    plain = {"title": outlook.model, "lead": outlook.on, "sections": {}, "data": None, "charts": [], "problems": []}
+    plain |= {"strip": figures.strip([], []), "headline": [], "events": None}
+    drawn = plain if plan is None else _drawing(flags, plan, outlook.on)
+    peak = outlook.memory.peak
+    below = f"{100 * outlook.used:.0f} % of the device, in {outlook.memory.moment}" if outlook.used else "of a device"
+    costs = "" if outlook.price is None else f"{outlook.price:,.2f} for them"
+    drawn["headline"] += [
+        ("Memory at the peak", f"{peak / GIB:,.2f} GiB", below),
+        ("Time", page.duration(3600 * outlook.hours), f"{outlook.steps:,} steps of {outlook.seconds.step:.3g} s"),
+        ("Disk", f"{outlook.checkpoint_bytes * outlook.kept_checkpoints / GIB:,.2f} GiB", costs),
+    ]
+    parts = {**outlook.memory.parts, "together": peak}
+    rows = [[name, f"{size / GIB:,.2f}", f"{100 * size / peak:.1f} %"] for name, size in parts.items()]
+    shown = {"name": drawn["title"], "facts": {}, "data": drawn.pop("data")}
+    shown["flags"] = {name: page.shown(value) for name, value in flags.flat().items()}
+    page.write_page(
+        output,
+        "Plan of a run",
+        drawn.pop("title"),
+        drawn.pop("lead"),
+        {"memory": "Memory", **drawn.pop("sections"), "flags": "Flags"},
+        "Nothing was trained.",
+        memory=(["Part", "GiB", "Of the peak"], rows),
+        bars=figures.bars(outlook.memory.parts, outlook.device_bytes, (CLOSE, NO)),
+        runs=[shown],
+        differing=None,
+        **drawn,
+    )
+
+
+def course(plan: Plan, flags: Flags) -> tuple[list[dict[str, Any]], list[tuple[int, str, str]], Progress]:
+    """(the lines that the run will log, (step, kind, words) of what happens, where it ends), by the run's own functions."""
+    lines, happens, progress, shares = [], [], plan.start, None
+    has_sets = flags.evaluation.eval_iters > 0
+    if has_sets and save.evaluates_first(plan):
+        happens.append((progress.step, "evaluated", ""))
+    while not plan.is_over(progress):
+        before, progress = progress, plan.after(progress)
+        lr = lr_at(before.step, max_step=plan.schedule.max_step, **arguments_of(vars(flags.training)))
+        lines.append({"step": progress.step, "tokens": progress.tokens, "lr": lr})
+        if plan.data.mixture is not None:
+            last_shares, shares = shares, plan.data.mixture.shares_at(before.position)
+            if last_shares not in (None, shares):
+                words = ", ".join(f"{name} {100 * share:.3g} %" for name, share in shares.items())
+                happens.append((before.step, "stage", words))
+            read = plan.data.mixture.read_before(progress.position)
+            lines[-1]["sources"] = {name: {**one, "share": shares.get(name, 0.0)} for name, one in read.items()}
+        _, evaluates, saves = save.due_after(before, progress, plan, flags)
+        if has_sets and evaluates:
+            happens.append((progress.step, "evaluated", ""))
+        if saves:
+            happens.append((progress.step, "saved", ""))
+    return lines, happens, progress
+
+
+def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
+    """What `page.write_page` takes of the steps of a run."""
+    lines, happens, last = course(plan, flags)
+    run = reading.Run(plan.run_directory.name, plan.run_directory)
+    reading.fill(run, lines)
+    lr, start = run.number("lr").values, plan.start
+    contexts = " or ".join(f"{context:,}" for context in plan.contexts)
+    batch = f"{plan.schedule.global_batch_size:,} sequences of {contexts} a step"
+    names = {"stage": "Stage", "evaluated": "Evaluation", "saved": "Checkpoint"}
+    counts = {kind: [event[1] for event in happens].count(kind) for kind in names}
+    shares = figures.Figure("sources_share", "Share of each source", "of the sequences", style="steps")
+    known = {figure.name: figure for figure in figures.FIGURES}
+    # What is read of each dataset by the end of the run.
+    epochs = last.position / len(plan.data.dataset.train) if plan.data.mixture is None else None
+    read = lines[-1].get("sources") or {"training": {"tokens": last.tokens, "epochs": epochs}}
+    datasets = plan.data.sources or {"training": plan.data.dataset}
+    whole, rows = sum(one["tokens"] for one in read.values()), []
+    for name, one in read.items():
+        share, sequences = f"{100 * one['tokens'] / whole:.3g} %", page.number(len(datasets[name].train))
+        epochs, folder = f"{one['epochs']:.2f}", str(datasets[name].folder)
+        rows.append([name, share, page.number(one["tokens"]), epochs, sequences, folder])
+    begins = f"resumed from {plan.resume_from}" if plan.resume_from else plan.model.source
+    data = ", ".join(plan.data.sources) or flags.data.train_data_dir
+    head = ["Dataset", "Share of the tokens", "Tokens read", "Epochs", "Sequences", "Folder"]
+    return {
+        "title": run.name,
+        "lead": f"{begins} on {data}; {plan.model.precision}; {on}",
+        "sections": {"setup": "Data", "curves": "Curves", "events": "What is due"},
+        "data": (head, rows),
+        "charts": figures.charts([known["lr"], shares, known["sources_epochs"]], [run]),
+        "strip": figures.strip([run], [[reading.Event(*event) for event in sorted(happens)]]),
+        "headline": [
+            ("Steps", f"{last.step - start.step:,}", f"from {start.step:,} to {last.step:,}"),
+            ("Tokens", page.number(last.tokens - start.tokens), batch),
+            ("Peak learning rate", f"{lr.max():.3g}", f"{lr[-1]:.3g} at the last step"),
+        ],
+        "problems": list(warnings_of(flags, plan)),
+        "events": (["What", "How often"], [[names[kind], f"{count:,}"] for kind, count in counts.items() if count]),
+    }
