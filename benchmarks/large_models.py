@@ -134,9 +134,10 @@ def rows_of_run(
         if phase.name == "rewind":
             yield row(f"{case.strategy}: rewind", ranks, trace, phase.began, phase.ended, 0.3 * model_bytes)
     words = "full save" if kind == "start" else "sharded save"
-    yield row(
-        f"{case.strategy}: {words}", ranks, trace, by_name["save"].began, by_name["save"].ended, 0.3 * model_bytes
-    )
+    # It begins with a forward pass on the probe, which gathers as a step does.
+    probe = by_name["probe"]
+    yield row(f"{case.strategy}: probe of a save", ranks, trace, probe.began, probe.ended, None)
+    yield row(f"{case.strategy}: {words}", ranks, trace, probe.ended, saved.ended, 0.3 * model_bytes)
 
 
 def export_row(folder: Path, kind: str, run: Path, model_bytes: int) -> page.Row:
@@ -235,6 +236,7 @@ def run_marked(file: Path, script: str, words: list[str]) -> None:
     train = script_of_training.train
 
     def marking(*given: Any) -> bool:
+        from fabric_llm.checkpoint import writing
         from fabric_llm.run import build, reference, save, verdicts
         from fabric_llm.training.guard import Guard
 
@@ -242,6 +244,7 @@ def run_marked(file: Path, script: str, words: list[str]) -> None:
         mark(file, build, "make_optimizer", "optimizer")
         mark(file, reference, "verify_start", "verify")
         mark(file, save, "save", "save")
+        mark(file, writing, "record_probe", "probe")
         mark(file, verdicts, "rewind", "rewind")
         judge, judged = Guard.accept, []
 

@@ -233,14 +233,12 @@ What the errors come from, the largest first:
   torchtitan of every second one. So these rows are planned too high by what the others take; the next table has them with
   torchtitan's choice.
 - **Reserved memory.** The plan assumes that the allocator's is 3 % more than what tensors hold at the peak. With torchtitan's
-  choice, and without what the next line says, the published figures are more than that: 20 % and 15 % of torchtitan's eager runs
+  choice, the published figures are more than that: 20 % and 15 % of torchtitan's eager runs
   of December 2024, 12 % and 7 % of the compiled ones, 16 % of torchao's; these run with `expandable_segments:True`. torchtitan 355,
   without it, has 45 %, and torchtitan 135, without it, gives both: reserved is 36 % more than active with full checkpointing, 20 %
   (FSDP2) and 27 % (FSDP1) with selective. A part is that FSDP2 makes gradients in a stream of its own, and memory of one stream
   isn't given to another: from 8 to 128 GPUs the published figures fall by 15 GiB, about as parameters, moments and gradients do,
   and the plan by 11, because at its peak there are no gradients. What the rest is isn't known.
-- **Compiled layers with selective checkpointing** are planned with their output as a thing they keep, which the next layer's input
-  is already: once too often 2 bytes x tokens x width a layer, 4.0 GiB at 2 x 8192 and 8B. This hides a part of the line above.
 - **7B with full checkpointing** is planned 2 to 3 GiB too low. torchtitan then held the logits until the next step, 2 GiB, and rotated
   queries and keys in float32. Which of them it is isn't known.
 - **8B on one GPU at micro-batch 1**, the one own row off by more than 5 %: 59.8 GiB are weights, gradients and moments. What the
