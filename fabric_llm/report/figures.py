@@ -116,7 +116,7 @@ def template(is_dark: bool) -> dict[str, Any]:
         "margin": {"l": 48, "r": 10, "t": 6, "b": 40},
         "hovermode": "x unified",
         "hoverlabel": {"bgcolor": color["surface"], "bordercolor": color["line"], "namelength": -1},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": small},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": small, "traceorder": "normal"},
         "xaxis": {**axis, "nticks": 7, "exponentformat": "SI", "title": {"font": small, "standoff": 8}},
         "yaxis": {**axis, "nticks": 6, "exponentformat": "power"},
     }
@@ -249,8 +249,9 @@ def bars(parts: dict[str, int], device_bytes: int | None, limits: Sequence[float
     ]
     whole = (device_bytes or 0) / 2**30
     upright = {"type": "line", "y0": 0, "y1": 1, "yref": "paper", "line": {"color": "#888888", "dash": "dot"}}
+    label = {"textangle": 0, "textposition": "end", "xanchor": "right"}
     lines = [
-        {**upright, "x0": part * whole, "x1": part * whole, "label": {"text": f"{100 * part:.0f} %", "textangle": 0}}
+        {**upright, "x0": part * whole, "x1": part * whole, "label": {**label, "text": f"{100 * part:.0f} % "}}
         for part in (*limits, 1.0)
         if whole
     ]
