@@ -84,8 +84,8 @@ def show(outlook: Any) -> None:
         print(f"  {name:<51}{part / size:10,.2f}")
     print(f"  {'peak, in ' + memory.moment:<51}{memory.peak / size:10,.2f}")
     if outlook.device_bytes:
-        verdict = "fits" if outlook.used <= 0.8 else "may not fit: above 80 %" if outlook.fits else "does not fit"
-        print(f"  {'of the device: ' + verdict:<51}{outlook.device_bytes / size:10,.2f}   {100 * outlook.used:.0f} %")
+        device = outlook.device_bytes / size
+        print(f"  {'of the device: ' + outlook.verdict:<51}{device:10,.2f}   {100 * outlook.used:.0f} %")
     print(f"\nMemory of a node's host, {unit}")
     for name, part in outlook.host_bytes.items():
         print(f"  {name:<51}{part / size:10,.2f}")
@@ -114,7 +114,7 @@ def show_changes(tried: list[tuple[list[str], Any]]) -> None:
     """Print what to change, where it doesn't fit."""
     if not tried:
         return
-    few = tried[-1][1].used <= 0.8
+    few = tried[-1][1].verdict == "fits"
     until = ", until it takes less than 80 % of the device" if few else "; none takes less than 80 % of the device"
     print(f"\nWhat to change, the cheapest first, one after the other{until}:")
     for change, one in tried:

@@ -66,6 +66,12 @@ class Outlook:
         return self.used <= NO
 
     @property
+    def verdict(self) -> str:
+        if not self.fits:
+            return "does not fit"
+        return "fits" if self.used <= CLOSE else f"may not fit: above {100 * CLOSE:.0f} %"
+
+    @property
     def hours(self) -> float:
         return self.steps * self.seconds.step / 3600
 
