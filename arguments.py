@@ -18,7 +18,6 @@ from typing import Any, Literal, Optional, Union
 from fabric_llm.base.command_line import Flag, declared, fail, flag, groups, parse
 from fabric_llm.base.faults import BAD_INPUT
 from fabric_llm.data.mixture_text import text_of, with_replay
-from fabric_llm.plan.run_directory import branch_flags
 from fabric_llm.run import metrics
 from fabric_llm.training.guard import ACTIONS
 from fabric_llm.training.schedule import DECAYS, SCHEDULES
@@ -26,35 +25,6 @@ from fabric_llm.training.schedule import DECAYS, SCHEDULES
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 setting = partial(flag, may_change=True)  # a flag that may have another value in a resumed run
-# {names of flags that other trainers have, but not train.py: what to do instead}
-NOT_HERE = {
-    "bf16 use_bf16 bfloat16": "take --precision bf16-true, or bf16-mixed",
-    "fp16 use_fp16 half amp": "take --precision 16-mixed (on a GPU), or bf16-mixed",
-    "fp32 float32": "take --precision 32-true",
-    "fsdp fsdp_config use_fsdp": "take --strategy fsdp or fsdp2; the flags of FSDP are in --help",
-    "ddp use_ddp": "take --strategy ddp",
-    "deepspeed deepspeed_config zero_stage": "take --strategy fsdp or fsdp2, which shards as ZeRO-3 does",
-    "warmup_ratio warmup_proportion": "take --warmup_steps, a number of steps",
-    "optim optimizer optimizer_name": "the optimizer is AdamW; see --bf16_updates and --beta1",
-    "trust_remote_code": "code that comes with a model is never run",
-    "token hf_token use_auth_token": "set HF_TOKEN, or log in with `hf auth login`",
-    "tokenizer tokenizer_name tokenizer_path": "the tokenizer goes to prepare_data.py --tokenizer",
-    "packing sample_packing text_column dataset_text_field": "text is packed by prepare_data.py",
-    "validation_file validation_split_percentage val_set_size": "prepare_data.py --validation_fraction splits it off",
-    "streaming": "rows are read from the disk as they are needed",
-    "max_train_samples max_samples max_tokens": "take --max_step: a step is --global_batch_size sequences",
-    "overwrite_output_dir overwrite": "a run never overwrites another: take another --run_name",
-    "do_train do_eval do_predict": "training and evaluation are what train.py does",
-    "push_to_hub hub_model_id": "a finished run is uploaded by export_hf.py --push_to_hub",
-    "use_peft use_lora lora_r lora_alpha lora_rank adapter": "all weights are trained, there are no adapters",
-    "load_in_8bit load_in_4bit quantize": "weights are trained in 16 or 32 bit, see --precision",
-    "use_liger_kernel liger cut_cross_entropy": "take --loss chunked, which makes no logits of a whole batch",
-    "tp tp_size tensor_parallel_size tensor_parallel_degree pp pp_size cp cp_size ep": "take --strategy fsdp or fsdp2",
-    "local_rank rank node_rank master_addr master_port": "torchrun gives them, or RANK, MASTER_ADDR and the like",
-    "gpu gpu_ids cuda device_ids": "take --devices N, and CUDA_VISIBLE_DEVICES to choose which",
-    "no_cuda use_cpu cpu": "take --accelerator cpu",
-    "eval_strategy evaluation_strategy save_strategy": "take --eval_step_interval, --save_step_interval",
-}
 
 
 # --------------------------------------------------------------------------- train.py
@@ -64,27 +34,12 @@ NOT_HERE = {
 class DeviceArguments:
     """Devices"""
 
-    devices: Union[int, Literal["auto"]] = setting(
-        "auto",
-        above=0,
-        instead={
-            "-1": "--devices auto takes all GPUs",
-            "all": "auto takes all GPUs",
-            r".*[,\[:].*": "it is how many: choose which with CUDA_VISIBLE_DEVICES=0,1 and --devices 2",
-        },
-        also="nproc_per_node gpus num_gpus num_processes num_devices world_size",
-    )
+    devices: Union[int, Literal["auto"]] = setting("auto", above=0, also="nproc_per_node gpus num_gpus world_size")
     """processes per node, one device each; auto: all GPUs, or 1 CPU, or as many as torchrun or srun started"""
     num_nodes: int = setting(1, above=0, also="num_machines")
     """number of machines; under torchrun or srun: as many as it started processes on"""
-    accelerator: Literal["auto", "cpu", "cuda", "gpu"] = setting(
-        "auto",
-        instead={"mps": "PyTorch's FSDP has no MPS: take cpu", "tpu": "take --tpu true"},
-        also="device device_type",
-    )
+    accelerator: Literal["auto", "cpu", "cuda", "gpu"] = setting("auto", also="device device_type")
     """auto: cuda where there is a GPU, else cpu"""
-    oversubscribe: bool = flag(False, kept=False)
-    """start more processes than the CPU cores or the memory of the machine allow"""
     hang_timeout: float = setting(1800.0, above=0, also="ddp_timeout nccl_timeout")
     """seconds that a rank may take for a step, a batch of an evaluation, a save, or set-up; then the run ends with code 71"""
     join_timeout: float = setting(300.0, above=0)
@@ -115,7 +70,7 @@ class DataArguments:
     replay_fraction: Optional[float] = setting(None)
     """share of the tokens that --replay gives, F (default: 0.2)"""
     context_length: Optional[int] = setting(
-        None, above=0, also="block_size cutoff_len max_length max_seq_len seq_len sequence_len"
+        None, above=0, also="block_size cutoff_len max_seq_len seq_len sequence_len"
     )
     """tokens per sequence; must be what the dataset holds (default: that)"""
     verify_data: Literal["auto", "full", "size"] = setting("auto")
@@ -132,20 +87,10 @@ class ModelArguments:
     """Model"""
 
     # May only change to another name of the same model, see plan/make_plan.py.
-    model_name: Optional[str] = setting(
-        None, also="base_model checkpoint_dir hf_model init_from model_name_or_path pretrained_model_name_or_path"
-    )
+    model_name: Optional[str] = setting(None, also="base_model model_name_or_path pretrained_model_name_or_path")
     """hub name or local directory of a causal LM; with a config.json and no weights: random start"""
     precision: Literal["bf16-true", "bf16-mixed", "16-mixed", "32-true"] = flag(
-        "bf16-true",
-        instead={
-            "bf16|bfloat16": "take bf16-true, or bf16-mixed",
-            "16-true": "weights in float16 don't train: take 16-mixed, or bf16-true",
-            "16|fp16|float16": "take 16-mixed",
-            "32|fp32|float32|no": "take 32-true",
-        },
-        fixed=True,
-        also="dtype torch_dtype mixed_precision",
+        "bf16-true", fixed=True, also="bf16 fp16 fp32 dtype torch_dtype mixed_precision"
     )
     """-true: weights in that dtype; -mixed: float32 weights, computation in 16 bit"""
     bf16_updates: Literal["stochastic", "nearest", "master"] = flag(
@@ -153,9 +98,7 @@ class ModelArguments:
     )
     """bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 6 (they don't), 14"""
     attention: Literal["auto", "packed", "sdpa", "flash_attention_2", "flex_attention", "eager"] = setting(
-        "auto",
-        instead={"flash|flash_attn|flash_attention": "take flash_attention_2, or sdpa, which has a flash kernel too"},
-        also="attn_implementation attn_impl flash_attn sdp_attention",
+        "auto", also="attn_implementation attn_impl flash_attn sdp_attention"
     )
     """attention implementation; packed: of each packed document by itself, without a mask; auto: packed where documents
     are kept apart and the model can, else sdpa, else eager; flash needs its package"""
@@ -173,10 +116,7 @@ class FSDPArguments:
     """FSDP (docs/fsdp.md says what each flag does and costs)"""
 
     strategy: Literal["auto", "fsdp", "fsdp2", "ddp"] = setting(
-        "auto",
-        instead={"deepspeed|zero3": "take fsdp or fsdp2, which shards as ZeRO-3 does"},
-        needs="tpu false",
-        also="distributed_backend parallelism fsdp_version",
+        "auto", needs="tpu false", also="ddp deepspeed fsdp distributed_backend parallelism fsdp_version"
     )
     """auto: fsdp for several devices, none for one"""
     auto_wrap_policy: str = setting(
@@ -221,21 +161,11 @@ class CheckpointArguments:
     """folder of run directories"""
     run_name: Optional[str] = flag(None, kept=False, also="wandb_name exp_name experiment_name")
     """name of the run directory (default: model and data, numbered)"""
-    resume: Union[bool, Literal["auto"]] = flag(
-        False,
-        instead={
-            "latest|last": "true takes the newest checkpoint of --run_name, auto the same if there is one",
-            ".*/.*|step.*": "a checkpoint goes to --checkpoint {}, with --resume true",
-        },
-        kept=False,
-        also="auto_resume auto_resume_from_checkpoints",
-    )
+    resume: Union[bool, Literal["auto"]] = flag(False, kept=False, also="auto_resume auto_resume_from_checkpoints")
     """go on from the run's latest checkpoint, or from --checkpoint; auto: if there is one, else start"""
     verify_checkpoints: Literal["full", "size"] = setting("full")
     """before resuming, compare sizes and sha256 of all files with the manifest, or only sizes"""
-    checkpoint: Optional[str] = flag(
-        None, kept=False, also="ckpt_path resume_from resume_from_checkpoint load_checkpoint"
-    )
+    checkpoint: Optional[str] = flag(None, kept=False, also="ckpt_path resume_from_checkpoint load_checkpoint")
     """the checkpoint to resume from, checkpoints/RUN/step-N; with the --run_name of a new run: a branch"""
     resume_override: Optional[str] = flag(None, kept=False, needs="resume")
     """flags that a resumed run changes on purpose, comma-separated, such as max_step,lr; refused otherwise"""
@@ -255,9 +185,7 @@ class TrainingArguments:
     the job must leave time for that step and the save"""
     # These two may change. The global batch, which follows from them, belongs to the run.
     micro_batch_size: Optional[int] = setting(
-        None,
-        above=0,
-        also="batch_size local_batch_size per_device_train_batch_size train_batch_size train_micro_batch_size_per_gpu",
+        None, above=0, also="batch_size local_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu"
     )
     """sequences per device in one forward pass (default: 1, or what follows)"""
     gradient_accumulation_steps: Optional[int] = setting(None, above=0, also="accumulate_grad_batches grad_acc_steps")
@@ -266,27 +194,19 @@ class TrainingArguments:
     """sequences per step = micro_batch_size x gradient_accumulation_steps x devices x nodes"""
     accumulation_dtype: Literal["float32", "same"] = setting("float32")
     """dtype of gradients summed over micro-batches; float32: costs 4 bytes a parameter held; same: that of the weights"""
-    grad_clip: float = flag(
-        1.0,
-        at_least=0,
-        instead={"none": "0 is no clipping"},
-        also="clip_grad clip_grad_norm gradient_clip_val gradient_clipping max_grad_norm max_norm",
-    )
+    grad_clip: float = flag(1.0, at_least=0, also="clip_grad gradient_clipping max_grad_norm max_norm")
     """largest L2 norm of the gradient; 0: no clipping"""
     lr: float = flag(2e-5, above=0, also="learning_rate max_lr peak_lr base_lr")
     """peak learning rate"""
     min_lr: float = flag(0.0, at_least=0, needs="lr_decay", also="eta_min lr_min min_learning_rate")
     """learning rate at the last step"""
-    lr_decay: bool = flag(True, instead={"cosine|linear": "take --lr_schedule {}"}, also="decay_lr")
+    lr_decay: bool = flag(True, also="decay_lr")
     """decay the rate after the warm-up; false: stay at lr"""
     lr_schedule: Literal[tuple(SCHEDULES)] = flag(
-        "cosine",
-        instead={"constant_with_warmup": "take constant with --warmup_steps", "warmup_stable_decay": "take wsd"},
-        needs="lr_decay",
-        also="lr_scheduler lr_decay_style decay_type scheduler",
+        "cosine", needs="lr_decay", also="lr_scheduler_type decay_type scheduler"
     )
     """from lr to min_lr (docs/schedules.md); wsd: warm-up, stable, decay; infinite: down to constant_lr, stable, decay"""
-    warmup_steps: int = flag(0, at_least=0, also="lr_warmup_steps num_warmup_steps warmup")
+    warmup_steps: int = flag(0, at_least=0, also="lr_warmup_steps num_warmup_steps warmup warmup_ratio")
     """steps of linear warm-up"""
     decay_steps: Optional[int] = flag(None, above=0, needs="lr_schedule wsd infinite")
     """wsd, infinite: last steps, in which the rate falls (default: a tenth of the run)"""
@@ -296,9 +216,6 @@ class TrainingArguments:
     """infinite: steps after the warm-up in which the rate comes down to constant_lr (default: a quarter of the run)"""
     constant_lr: Optional[float] = flag(None, above=0, needs="lr_schedule infinite")
     """infinite: rate of the stable phase (default: the mean of lr and min_lr)"""
-    branch_decay: Optional[int] = flag(None, above=0, kept=False)
-    """with --checkpoint, of a phase of constant rate, and a new --run_name: a run that goes on from there for so many
-    steps, in which the rate falls to min_lr (sets lr, lr_schedule, decay_steps and max_step)"""
     weight_decay: float = flag(0.1, at_least=0, also="wd adam_weight_decay")
     """decoupled weight decay, on matrices only"""
     beta1: float = flag(0.9, at_least=0, below=1, also="adam_beta1")
@@ -368,9 +285,7 @@ class SaveArguments:
     """Save (also at the last step)"""
 
     save_step_interval: Optional[int] = setting(
-        None,
-        above=0,
-        also="checkpoint_interval checkpointing_steps ckpt_every_steps every_n_train_steps save_every save_steps",
+        None, above=0, also="checkpoint_interval ckpt_every_steps every_n_train_steps save_every save_steps"
     )
     """steps between checkpoints (default: none between)"""
     keep_last: Optional[int] = setting(None, above=0, also="save_total_limit save_top_k")
@@ -399,6 +314,9 @@ class LoggingArguments:
     profile: Optional[str] = flag(None, kept=False)
     """START:STOP: record the steps from START to STOP, both included, on rank 0 with torch's profiler, into the folder
     profile of the run directory; prints the five largest costs"""
+    compare_plan: Union[bool, Literal["auto"]] = setting("auto", takes="auto, true or false")
+    """print what plan.py says of memory and time before step 1, and after step 3 and at the end how much more or less it
+    was (auto: on GPUs); on a CPU time alone"""
     entity: Optional[str] = setting(None, needs="logger wandb", also="wandb_entity")
     """Weights & Biases entity"""
     project: Optional[str] = setting(None, needs="logger wandb", also="wandb_project")
@@ -407,14 +325,12 @@ class LoggingArguments:
         False, takes="false, last or all", needs="logger wandb", also="wandb_log_model"
     )
     """upload to Weights & Biases: last, the last checkpoint of a finished run, or all, each as it is saved"""
-    sample_tokens: int = setting(0, at_least=0)
-    """tokens to generate with plain transformers from the last checkpoint, as a look at it, and after each of the
-    --sample_prompts (0: none, and 64 after those)"""
     sample_prompts: Optional[str] = setting(None)
     """file of up to 64 prompts, one a line, or JSON lines with "prompt": before step 1 and with each checkpoint, but
-    for one that a request to stop asks for, --sample_tokens tokens after each prompt go to samples.jsonl, the most
-    likely ones (greedy); any strategy, all ranks, one forward pass of up to 1,024 tokens for each token; see
-    docs/report.md"""
+    for one that a request to stop asks for, the --sample_tokens most likely tokens after each prompt go to
+    samples.jsonl; any strategy, all ranks, one forward pass of up to 1,024 tokens for each token (docs/report.md)"""
+    sample_tokens: int = setting(64, above=0, needs="sample_prompts")
+    """tokens after each of the --sample_prompts"""
 
 
 @dataclass
@@ -457,8 +373,8 @@ class PrepareArguments:
     """Options"""
 
     input: Optional[list[str]] = flag(None)
-    """files, folders or globs of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, .wet, .html, also with .gz,
-    .zst, .bz2, .xz; dataset folders; names of datasets on the hub"""
+    """files or folders of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, also with .gz, .zst, .bz2, .xz; dataset
+    folders; names of datasets on the hub"""
     output: str = flag(None)
     """dataset folder to write, such as data/mine"""
     tokenizer: Optional[str] = flag(None)
@@ -494,8 +410,6 @@ class PrepareArguments:
     """of the split"""
     num_workers: Optional[int] = flag(None)
     """processes that tokenize (default: one a core)"""
-    shard: Optional[str] = flag(None)
-    """K/N: tokenize the K-th of N parts into the work folder beside the output, on a disk that machines share"""
     engine: Literal["local", "ray"] = flag("local")
     """ray: tokenize on the machines of a Ray cluster, which share the disk"""
     overwrite: bool = flag(False)
@@ -534,6 +448,8 @@ class PlanArguments:
     """GiB of memory of a device (default: the accelerator's)"""
     mfu: Optional[float] = flag(None, above=0, below=1)
     """part of the accelerator's peak that the model's operations reach, such as 0.4 (default: assumed, and printed)"""
+    like: Optional[str] = flag(None)
+    """directory of a run on this accelerator, whose speed is taken in place of --mfu"""
     network: float = flag(400.0, above=0)
     """Gbit/s between nodes, of each node"""
     price_per_hour: Optional[float] = flag(None, at_least=0)
@@ -542,6 +458,8 @@ class PlanArguments:
     """tokens of the whole run, such as 1e9, instead of --max_step"""
     auto: bool = flag(False)
     """find the fastest of micro-batch sizes, activation checkpointing and sharding that fits below 80 % of the memory"""
+    sweep: Optional[str] = flag(None, takes="numbers of devices, such as devices=8..4096")
+    """devices=FIRST..LAST: the plan on so many devices, doubled from row to row, sharded in two ways (docs/planning.md)"""
     json: bool = flag(False)
     """print all numbers as JSON"""
     html: Optional[str] = flag(None)
@@ -583,7 +501,7 @@ def _parse_run(
         place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
         argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
     flag_groups = [*more, *groups(Arguments).values()]
-    flat = parse(program, description, flag_groups, argv, NOT_HERE, of_run=resumed is not None)
+    flat = parse(program, description, flag_groups, argv, of_run=resumed is not None)
     try:
         metrics.named(flat["logger"])
         # arguments.yaml keeps the mixture itself, since its file may change.
@@ -592,7 +510,6 @@ def _parse_run(
             flat |= {"data_mix": mix, "train_data_dir": None, "replay": None, "replay_fraction": None}
         elif flat["data_mix"]:
             flat["data_mix"] = text_of(flat["data_mix"])
-        flat |= branch_flags(flat) if flat["branch_decay"] is not None else {}
     except ValueError as error:
         fail(program, str(error), getattr(error, "code", BAD_INPUT))
     if demo:  # the preset's paths are relative to this repository, not to the current directory
@@ -607,11 +524,10 @@ def _parse_run(
 def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     """arguments.yaml of the run that is resumed by --run_name or --checkpoint, None if there is none."""
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("resume", "run_name", "checkpoint", "output_dir", "branch_decay"):
+    for name in ("resume", "run_name", "checkpoint", "output_dir"):
         names.add_argument(f"--{name}", nargs="?")
     given, _ = names.parse_known_args(argv)
-    resumes = str(given.resume).lower() in ("true", "auto") or given.branch_decay
-    if not resumes or not (given.run_name or given.checkpoint):
+    if str(given.resume).lower() not in ("true", "auto") or not (given.run_name or given.checkpoint):
         return None
     folder = Path(given.output_dir or "checkpoints", given.run_name or "")
     file = (Path(os.path.abspath(given.checkpoint)).parent if given.checkpoint else folder) / "arguments.yaml"
@@ -627,6 +543,5 @@ def parse_prepare(argv: Optional[list[str]] = None) -> PrepareArguments:
 def parse_export(argv: Optional[list[str]] = None) -> ExportArguments:
     """Arguments of export_hf.py. Exits with code 2 and one sentence on anything it doesn't know."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and not argv[0].startswith("-"):  # the checkpoint may be given by position
-        argv = ["--checkpoint", *argv]
-    return ExportArguments(**parse("export_hf.py", "Checkpoint -> a Hugging Face model.", [ExportArguments], argv))
+    description = "Checkpoint -> a Hugging Face model."
+    return ExportArguments(**parse("export_hf.py", description, [ExportArguments], argv, first="checkpoint"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from arguments import PlanArguments, parse_plan
+from fabric_llm.base.faults import Fault
 from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.report.__main__ import page_module, require_output
 
@@ -23,15 +24,23 @@ def main(argv: Optional[list[str]] = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     own, flags = parse_plan(words)
     with in_one_sentence("plan.py"):
-        from fabric_llm.plan import changes  # imports torch
+        from fabric_llm.plan import changes, sweep  # import torch
 
         plan = None
         if own.html is not None:
             require_output(Path(own.html), "--html")
             page = page_module("planned")
-            if (plan := page.plan_of(own, flags)) is not None:
+            if own.json:
+                raise Fault("--json true prints and --html draws: give one of them.")
+            if own.sweep is None and (plan := page.plan_of(own, flags)) is not None:
                 now = {"max_step": plan.schedule.max_step, "context_length": max(plan.contexts)}
                 flags = changes.changed(flags, now)
+        if own.sweep is not None:
+            rows = sweep.sweep(own, flags)
+            show_sweep(own, rows, sweep.TITLES, sweep.hidden(rows), sweep.assumptions(own, rows))
+            if own.html is not None:
+                page.write_sweep(Path(own.html), own, flags, rows)
+            return 0
         outlook = changes.look(own, flags)
         best = changes.fastest(own, flags, progress) if own.auto else None
         if best is not None:
@@ -44,7 +53,7 @@ def main(argv: Optional[list[str]] = None) -> int:
             chosen = {"chosen": " ".join(changes.words_of(best[0]))} if best else {}
             print(json.dumps({**numbers(outlook), **chosen, "changes": said}, indent=2))
             return 0
-        show(outlook)
+        show(outlook, own)
         if own.html is not None:
             page.write(Path(own.html), changes.changed(flags, best[0]) if best else flags, plan, outlook)
         if own.auto and best is None:
@@ -73,7 +82,7 @@ def numbers(outlook: Any) -> dict[str, Any]:
     return found
 
 
-def show(outlook: Any) -> None:
+def show(outlook: Any, own: PlanArguments) -> None:
     """Print an outlook."""
     memory = outlook.memory
     unit, size = ("GiB", GIB) if memory.peak >= 2 * GIB else ("MiB", 2**20)
@@ -91,13 +100,14 @@ def show(outlook: Any) -> None:
         print(f"  {name:<51}{part / size:10,.2f}")
     disk, kept = outlook.checkpoint_bytes / size, outlook.kept_checkpoints
     print(f"\nDisk: {disk:,.2f} {unit} a checkpoint, {kept} kept: {disk * kept:,.1f} {unit}")
-    seconds = outlook.seconds
+    seconds, source = outlook.seconds, "given" if own.mfu else "assumed, see --mfu and --like"
+    source = source if own.like is None else f"as {own.like}"
     tokens = outlook.tokens_a_step * outlook.steps
     print(
         f"Work: {outlook.steps:,} steps of {outlook.tokens_a_step:,} tokens, {tokens:,} tokens; "
         f"{outlook.flops_a_step:.3g} operations a step"
     )
-    print(f"Time: {seconds.step:,.3g} s a step, at {100 * outlook.mfu:.0f} % of the peak (assumed, see --mfu)")
+    print(f"Time: {seconds.step:,.3g} s a step, at {100 * outlook.mfu:.0f} % of the peak ({source})")
     if outlook.link_bytes or outlook.network_bytes:
         hidden = "hidden behind it" if seconds.hidden and seconds.messages <= seconds.compute else "not hidden"
         print(
@@ -108,6 +118,20 @@ def show(outlook: Any) -> None:
     money = "" if outlook.price is None else f"; {outlook.price:,.2f} for them"
     lasts = f"{outlook.hours:,.2f} hours" if outlook.hours >= 1 else f"{60 * outlook.hours:,.1f} minutes"
     print(f"      {rate:,.0f} tokens/s, {lasts}{money}")
+
+
+def show_sweep(own: Any, rows: list[Any], titles: Any, hidden: dict[str, str], assumed: list[str]) -> None:
+    """Print plans on more and more devices."""
+    if own.json:
+        said = [{**row._asdict(), "outlook": numbers(row.outlook)} for row in rows]
+        print(json.dumps({"rows": said, "hidden": hidden, "assumptions": assumed}, indent=2))
+        return
+    lines = [titles, *(row.cells() for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
+    print("", *(f"{how}: {words}" for how, words in hidden.items()), sep="\n")
+    print("\nAssumed", *assumed, sep="\n  ")
 
 
 def show_changes(tried: list[tuple[list[str], Any]]) -> None:

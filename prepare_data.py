@@ -38,9 +38,8 @@ def main(argv: Optional[list[str]] = None) -> None:
                 ending.left += "; the same command goes on from there"
             raise
         print(prepare.summary(manifest), flush=True)
-        if "shard" not in manifest:
-            ending.left = f"{arguments.output} is complete"
-            print(f"Next: python train.py --model_name NAME_OR_DIR --train_data_dir {arguments.output}", flush=True)
+        ending.left = f"{arguments.output} is complete"
+        print(f"Next: python train.py --model_name NAME_OR_DIR --train_data_dir {arguments.output}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@
 
 Each stage goes on where it was. All texts are of packages of Debian 12: LibreOffice's help in English and Basque, Python's
 documentation, and the standard library's code. The help pages are translations of each other, so what differs is the
-language. prepare_data.py reads the pages, with `pip install ".[html]"`. `python -m fabric_llm.report WORK/replay-*` draws
-the runs.
+language. `python -m fabric_llm.report WORK/replay-*` draws the runs.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import json
 import subprocess
 import sys
 import sysconfig
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ CONTINUED = {
     **{"eval_step_interval": 20, "save_step_interval": 20},
 }
 OLD = {"english": 0.6, "code": 0.4}  # what is replayed, in the shares of the base model's own data
-NOTHING = "english:9,code:9"  # a budget that is never reached: for the probe and the drift
+NOTHING = "english:9,code:9"  # a budget that is never reached: for the probe
 SETS = ("basque", "english", "code")
 SAID = {
     "replay-0": "no replay",
@@ -77,18 +77,44 @@ def call(script: str, *words: object, **flags: object) -> None:
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
 
 
+class Page(HTMLParser):
+    """The text of a page, without menus, scripts and styles."""
+
+    left_out = {"head", "script", "style", "nav", "aside", "footer"}
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.parts, self.depth = [], 0
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        self.depth += tag in self.left_out
+
+    def handle_endtag(self, tag: str) -> None:
+        self.depth -= tag in self.left_out
+
+    def handle_data(self, data: str) -> None:
+        if not self.depth and data.strip():
+            self.parts.append(" ".join(data.split()))
+
+
+def text_of_pages(folder: Path, file: Path) -> Path:
+    """Write the text of all pages below a folder as JSON lines."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pages = (Page(path.read_text(errors="replace")) for path in sorted(folder.rglob("*.html")))
+    file.write_text("".join(json.dumps({"text": "\n".join(page.parts)}) + "\n" for page in pages))
+    return file
+
+
 def prepare(packages: Path, work: Path) -> None:
     """Datasets of each text; that of `old`, English and code, is only there for its tokenizer, which all have."""
     help_pages = packages / "usr/share/libreoffice/help"
     [sources, *_] = sorted((packages / "usr/share/doc").glob("python3*/html/_sources"))
-    english, code = [help_pages / "en-US/text", sources], [sysconfig.get_path("stdlib")]
-    inputs_of = {"old": english + code, "english": english, "code": code, "basque": [help_pages / "eu/text"]}
-    patterns = {
-        "old": ["*.html", "*.txt", "*.py"],
-        "english": ["*.html", "*.txt"],
-        "code": ["*.py"],
-        "basque": ["*.html"],
-    }
+    basque = [text_of_pages(help_pages / "eu/text", work / "text" / "basque.jsonl")]
+    english = [text_of_pages(help_pages / "en-US/text", work / "text" / "english.jsonl"), sources]
+    code = [sysconfig.get_path("stdlib")]
+    inputs_of = {"old": english + code, "english": english, "code": code, "basque": basque}
+    patterns = {"old": ["*.txt", "*.py"], "english": ["*.txt"], "code": ["*.py"], "basque": ["*.jsonl"]}
     common = {
         "context_length": CONTEXT,
         "packing": "best_fit",
@@ -167,12 +193,9 @@ def of_average(work: Path) -> dict[str, float]:
 def print_page(work: Path) -> None:
     ends = {said: evaluations(work / name)[-1] for name, said in SAID.items() if name != "averaged"}
     shown = {"base model": evaluations(work / "replay-20")[0], **ends}
-    lines = [
-        [said, *bits_of(of_sets(line)), f"{line['eval']['copy']['loss']:.3f}", f"{line['drift']:.4f}"]
-        for said, line in shown.items()
-    ]
+    lines = [[said, *bits_of(of_sets(line)), f"{line['eval']['copy']['loss']:.3f}"] for said, line in shown.items()]
     lines.append([SAID["averaged"], *bits_of(of_average(work))])
-    print(page.table(["run", *SETS, "copy, nats", "drift"], lines))
+    print(page.table(["run", *SETS, "copy, nats"], lines))
     for name in ("stopped", "rewound"):
         status = json.loads((work / name / "STATUS.json").read_text())
         print(f"\n{name}: exit code {status['code']}, step {status['step']}: {status['reason']}")

@@ -4,7 +4,7 @@ base        files, faults, ranks and the command line, which all rooms use
 prepare     text -> documents -> tokens -> rows
 data        rows -> mixture -> (seed, position, rank) -> micro-batches
 processes   start the ranks, hear their heartbeats, stop them
-model       load a model from transformers, shard it, compare it with the reference, generate
+model       load a model from transformers, shard it, compare it with the reference, sample
 training    the numbers of a step: schedule, gradients, optimizer, guard, evaluation
 checkpoint  take, write, publish, load and keep checkpoints
 plan        flags, data and model -> what will happen: a Plan; mistakes are found here

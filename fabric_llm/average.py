@@ -9,14 +9,13 @@ Exit codes: 0 done, 1 the verification failed, 2 bad arguments or parts of diffe
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from fabric_llm.base import command_line, files
+from fabric_llm.base import files
 from fabric_llm.base.command_line import flag, parse
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import nearest_of
@@ -48,13 +47,11 @@ class AverageArguments:
 
 def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
     """The directories that are averaged, in the order given, and those of a run by step. Raises ValueError."""
-    folders, runs = [], 0
+    folders = []
     for name in given:
         path = Path(name)
         if not path.is_dir():
-            is_of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.exists()
-            hint = " A model of the hub is given by the folder that it was downloaded to." if is_of_hub else ""
-            raise ValueError(f"No checkpoint, run or model at {name!r}.{nearest_of(path) or hint}")
+            raise ValueError(f"No checkpoint, run or model at {name!r}.{nearest_of(path)}")
         if (path / MANIFEST).is_file() or (path / "config.json").is_file():
             folders.append(path)
             continue
@@ -63,20 +60,7 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
             raise ValueError(f"{name!r} is neither a checkpoint nor a run with one, nor a model with a config.json.")
         if last is not None and last > len(there):
             raise ValueError(f"--last {last}: {name!r} has {len(there)} checkpoint{'s' * (len(there) > 1)}.")
-        folders, runs = [*folders, *there[-(last or 1) :]], runs + 1
-    if last is not None and not runs:
-        raise ValueError(f"--last {last} counts the checkpoints of a run, and {given[0]!r} is none.")
-    places = [folder.resolve() for folder in folders]
-    for number, place in enumerate(places):
-        if place in places[:number]:
-            twice = str(folders[number])
-            raise ValueError(f"{twice!r} is given twice; what counts more gets a larger number in --weights.")
-        try:
-            command_line.read_yaml(place.parent / "arguments.yaml")
-        except command_line.NotPlain as error:
-            raise ValueError(f"{error}.") from error
-        except (OSError, ValueError):
-            continue  # there is none, or the evaluation says what is wrong with it
+        folders += there[-(last or 1) :]
     return folders
 
 
@@ -97,11 +81,8 @@ def weights_of(given: str, count: int) -> list[float]:
 def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit where it fails."""
     words = sys.argv[1:] if argv is None else argv
-    first_flag = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
-    if first_flag:
-        words = ["--parts", *words]
     with in_one_sentence(PROGRAM) as ending:
-        given = AverageArguments(**parse(PROGRAM, DESCRIPTION, [AverageArguments], words))
+        given = AverageArguments(**parse(PROGRAM, DESCRIPTION, [AverageArguments], words, first="parts"))
         ending.left = f"nothing was written to {given.output}"
         output = Path(given.output)
         folders = named(given.parts, given.last)
@@ -119,7 +100,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         print(average.average(parts, weights, given.weights, output, given.dtype, given.max_shard_size), flush=True)
         ending.left = f"{output} is complete"
         if given.evaluate:
-            average.compare(parts, weights, output)
+            average.compare(parts, output)
         print(f"Next: AutoModelForCausalLM.from_pretrained({given.output!r})", flush=True)
 
 

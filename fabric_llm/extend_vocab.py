@@ -44,9 +44,7 @@ def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit with an exit code of docs/faults.md where it fails."""
     with in_one_sentence(PROGRAM) as ending:
         words = list(sys.argv[1:] if argv is None else argv)
-        if words and not words[0].startswith("-"):  # the model may be given by position
-            words = ["--model_name", *words]
-        given = ExtendArguments(**parse(PROGRAM, DESCRIPTION, [ExtendArguments], words))
+        given = ExtendArguments(**parse(PROGRAM, DESCRIPTION, [ExtendArguments], words, first="model_name"))
         ending.left = f"nothing was written to {given.output}"
         output = Path(given.output)
         check_model_folder(given.model_name)

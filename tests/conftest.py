@@ -175,7 +175,6 @@ QUICK = {
     "test_tokenizer_training_is_deterministic_over_processes": None,
     "test_a_batch_script_without_srun_starts_its_own_ranks": None,
     "test_a_run_that_would_forget_is_stopped_with_a_saved_checkpoint": None,
-    "test_drift_is_the_distance_of_the_weights": None,
     "test_rewind_goes_on_with_more_replay_and_ends_inside_the_budget": None,
     "test_the_best_checkpoints_follow_the_set_that_is_named": None,
     "test_what_is_frozen_keeps_every_bit_and_a_run_goes_on_to_the_same": r"fsdp2-2-gpt2",

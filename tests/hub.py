@@ -16,10 +16,6 @@ ANSWERS = {  # the repository -> (status, X-Error-Code, X-Error-Message)
     "org/private": (401, "RepoNotFound", "Invalid username or password."),
     "org/token": (401, "", "Invalid credentials in Authorization header"),
     "org/empty": (404, "EntryNotFound", "Entry not found"),
-    "org/forbidden": (403, "", "Forbidden: pass a token with the right scope"),
-    "org/disabled": (403, "", "Access to this resource is disabled."),
-    "org/busy": (429, "", "Too many requests"),
-    "org/down": (503, "", "Service unavailable"),
 }
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import CONTEXT, TOY_CONFIGS, VOCABULARY
 from ranks import run_ranks
 from torch import nn
@@ -372,9 +373,12 @@ def take_steps(fabric, wrapped, optimizer, first, last):
         optimizer.zero_grad()
 
 
+def skeleton():
+    return loading.build_skeleton(TOY_CONFIGS["llama"], torch.bfloat16)
+
+
 def save(target, fabric, wrapped, optimizer):
-    skeleton = loading.build_skeleton(TOY_CONFIGS["llama"], torch.bfloat16)
-    settings = {"skeleton": skeleton, "tokenizer": None, "progress": Progress(), "facts": {}, "origin": {}}
+    settings = {"skeleton": skeleton(), "tokenizer": None, "progress": Progress(), "facts": {}, "origin": {}}
     settings |= {"probe": {"logits": torch.zeros(1)}, "state_dict_type": "full"}
     pending = writing.begin(target, fabric, wrapped.module, optimizer, **settings)
     writing.write(pending)
@@ -386,7 +390,7 @@ def state_on_disk(path):
     reader = HuggingFaceStorageReader(path=str(path / "trainer" / "optimizer"))
     entries = reader.read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    reading.load_parts(tensors, path / "trainer" / "optimizer")
+    dcp.load(tensors, storage_reader=reader)
     return tensors
 
 
@@ -402,7 +406,7 @@ def train_and_save(name, updates, source, folder):
 def load_and_save(name, updates, source, target, steps):
     """From a checkpoint, with `steps` more steps, into another. Returns dtypes and devices of the state in memory."""
     fabric, wrapped, optimizer = build(name, updates, source)
-    reading.load_optimizer(source, wrapped.module, optimizer)
+    reading.load_optimizer(source, wrapped.module, optimizer, skeleton())
     states = optimizer.optimizer.state.values()
     kinds = {(key, value.dtype, value.device.type) for state in states for key, value in state.items()}
     take_steps(fabric, wrapped, optimizer, 2, 2 + steps)

@@ -14,7 +14,7 @@ from ranks import metrics, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from arguments import DEMO_CONFIG, NOT_HERE, ROOT, parse_export, parse_prepare, parse_train
+from arguments import DEMO_CONFIG, ROOT, parse_export, parse_prepare, parse_train
 from fabric_llm.base.command_line import write_yaml
 from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.start import place
@@ -103,7 +103,6 @@ def test_help_lists_every_flag_in_its_group():
 def test_names_of_other_trainers_lead_to_flags():
     flags = parse_train(MODEL_AND_DATA).declared()
     names = [*flags, *(word for one in flags.values() for word in one.also.split())]
-    names += [word for words in NOT_HERE for word in words.split()]
     assert len(names) == len(set(names)), "each leads to one thing"
 
 

@@ -102,7 +102,6 @@ def test_is_the_plain_average(runs, tmp_path, run_average, run, dtype, weights, 
     note = json.loads((tmp_path / "hf" / "average.json").read_text())
     assert note["weights"] == weights and [part["step"] for part in note["parts"]] == [2, 4, 6]
     assert [part["weight"] for part in note["parts"]] == pytest.approx(counted)
-    assert all(len(part["sha256"]) == 64 for part in note["parts"])
 
 
 @pytest.mark.parametrize("run", ["full", "sharded"])
@@ -246,7 +245,7 @@ def test_losses_of_the_parts_are_those_of_the_run(runs, tmp_path, run_average):
     losses = [part["eval_loss"]["validation"] for part in note["parts"]]
     assert losses == pytest.approx(metrics(runs / "full", "eval_loss")[-3:], abs=1e-5)
     lines = out.splitlines()
-    [head] = [index for index, line in enumerate(lines) if line.endswith("validation")]
+    [head] = [index for index, line in enumerate(lines) if line.startswith("Validation loss")]
     table = [line.split() for line in lines[head + 1 : head + 5]]
     assert [row[0] for row in table] == [*(f"full/step-0000000{step}" for step in (2, 4, 6)), "average"]
     assert [float(row[-1]) for row in table] == pytest.approx([*losses, note["eval_loss"]["validation"]], abs=1e-4)
@@ -269,20 +268,6 @@ def test_a_set_that_is_not_packed_is_evaluated_as_the_run_did(toys, packed_data,
     assert note["eval_loss"] == pytest.approx({name: one["loss"] for name, one in sets.items()}, abs=1e-5)
 
 
-def test_an_average_that_is_worse_than_a_part_says_so(runs, tmp_path, run_average):
-    code, out, _ = run_average(runs / "full", "--last", 3, "--weights", "1,1,98", evaluate="true")
-    note = json.loads((tmp_path / "hf" / "average.json").read_text())
-    average, (least, best) = (
-        note["eval_loss"]["validation"],
-        min((part["eval_loss"]["validation"], part["path"]) for part in note["parts"]),
-    )
-    assert code == 0 and least < average
-    name = best.removeprefix(f"{runs}/")
-    assert f"The average is worse than {name} on validation ({average:.4f}, and {least:.4f})." in out
-    out = run_average(runs / "full", "--overwrite", "true", evaluate="true")[1]
-    assert "is worse" not in out and "Next: AutoModelForCausalLM" in out
-
-
 def test_without_the_data_there_is_a_sentence_and_no_table(runs, toys, tmp_path, run_average):
     shutil.copytree(runs / "full", tmp_path / "full")
     arguments = tmp_path / "full" / "arguments.yaml"
@@ -303,13 +288,10 @@ def test_without_the_data_there_is_a_sentence_and_no_table(runs, toys, tmp_path,
     ("flags", "words"),
     [
         (["{runs}/nothing"], "No checkpoint, run or model at"),
-        (["org/name"], "A model of the hub is given by the folder"),
+        (["org/name"], "No checkpoint, run or model at"),
         (["{runs}"], "is neither a checkpoint nor a run with one"),
         (["{runs}/full", "--last", "9"], "has 3 checkpoints"),
         (["{runs}/full", "--last", "0"], "--last must be positive, not 0"),
-        (["{toys}/llama", "--last", "2"], "counts the checkpoints of a run"),
-        (["{runs}/full", "{runs}/full/step-00000006"], "is given twice"),
-        (["{toys}/llama", "{toys}/llama/../llama"], "is given twice"),
         (["{runs}/full", "--last", "2", "--weights", "1"], "1 numbers for 2 parts"),
         (["{runs}/full", "--last", "2", "--weights", "1,-1"], "weights are 0 or more"),
         (["{runs}/full", "--last", "2", "--weights", "0,0"], "weights are 0 or more"),

@@ -81,6 +81,7 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         (["--strategy", "fsdp2", "--sharding_strategy", "NO_SHARD"], ["NO_SHARD", "ddp"]),
         (["--strategy", "ddp", "--cpu_offload", "true"], ["cpu_offload", "fsdp"]),
         (["--strategy", "fsdp", "--cpu_offload", "true", "--global_batch_size", "2"], ["2 micro-batches", "fsdp2"]),
+        (["--global_batch_size", "4096"], ["A step takes 4096 sequences", "the training split of"]),
         (["--run_name", "../elsewhere"], ["../elsewhere"]),
         (["--checkpoint", "x"], ["--resume true"]),
         (["--resume_override", "precision"], ["--resume_override precision", "max_step"]),
@@ -104,7 +105,7 @@ def test_flags(refused, flags, words):
 def test_text_that_yaml_takes_for_a_number(refused, tmp_path):
     (tmp_path / "flags.yaml").write_text("profile: 3:5\n")  # base 60
     sentence = refused("--config", tmp_path / "flags.yaml")
-    assert sentence == "--profile takes text, not '185': in a YAML file, write it in quotes."
+    assert sentence == "--profile takes text, not '185'."
     (tmp_path / "flags.yaml").write_text("profile: '3:5'\nmax_step: 2\n")
     assert "--profile 3:5: the run ends at step 2" in refused("--config", tmp_path / "flags.yaml")
 
@@ -149,7 +150,7 @@ def test_yaml_keys(refused, tmp_path):
     sentence = refused("--config", config)
     assert "'warm_up_steps'" in sentence and "mean --warmup_steps?" in sentence
     config.write_text("lr: [1\n")
-    assert "isn't valid YAML" in refused("--config", config)
+    assert "can't be read as YAML" in refused("--config", config)
     config.write_text("- lr\n")
     assert "flag: value" in refused("--config", config)
     config.write_text("lr: quick\n")
@@ -222,7 +223,7 @@ def test_a_folder_that_is_no_dataset(refused, tmp_path):
     (tmp_path / "text").mkdir()
     assert "isn't a dataset folder" in refused("--train_data_dir", tmp_path / "text")
     datasets.Dataset.from_dict({"input_ids": [ROW]}).save_to_disk(str(tmp_path / "one"))
-    assert "one split without a name" in refused("--train_data_dir", tmp_path / "one")
+    assert "it has no dataset_dict.json" in refused("--train_data_dir", tmp_path / "one")
 
 
 def test_more_positions_than_the_model_has(refused, toys, tmp_path):
@@ -239,7 +240,7 @@ def test_models(refused, toys, tmp_path):
     assert "isn't a causal language model" in refused("--model_name", folder)
     (folder / "config.json").write_text("{")
     assert str(folder) in refused("--model_name", folder)
-    assert "hub" in refused("--model_name", "nobody/nothing")
+    assert "huggingface.co" in refused("--model_name", "nobody/nothing")
 
 
 def test_a_checkpoint_that_is_none_leaves_its_folder_alone(refused, tmp_path):

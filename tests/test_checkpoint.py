@@ -1,6 +1,7 @@
 """Checkpoints on disk: what lies where, that a name means a complete one, and that nothing is run to read them."""
 
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -331,7 +332,7 @@ def test_copies_of_an_asynchronous_save_are_said_and_not_made_where_there_is_no_
     sizes, write = [], writing.Background.write
 
     def measured(background, pending):
-        held = [*pending.parts.values(), pending.pieces.held]
+        held = [*itertools.chain(*pending.parts.values()), pending.pieces.held]
         sizes.append(sum(one.tensor.nbytes for some in held for one in some.values()))
         return write(background, pending)
 
@@ -553,8 +554,12 @@ def put_together(folder):
 def joined(parts):
     if parts[0][1].ndim == 0:
         return parts[0][1]
-    assert all(not any(start[1:]) for start, _ in parts), "parts are rows"
-    return torch.cat([part for _, part in sorted(parts, key=lambda item: item[0][0])])
+    ends = [[first + length for first, length in zip(start, part.shape)] for start, part in parts]
+    whole = torch.full([max(end) for end in zip(*ends)], float("nan"), dtype=parts[0][1].dtype)
+    for start, part in parts:
+        whole[tuple(slice(first, first + length) for first, length in zip(start, part.shape))] = part
+    assert sum(part.numel() for _, part in parts) == whole.numel() and not whole.isnan().any()
+    return whole
 
 
 # ------------------------------------------------------------------------------- the run directory

@@ -4,7 +4,9 @@ import time
 
 import pytest
 import torch
+import transformers
 from families import COMMON, FAMILIES, Tried, table, toy_config, train, try_family, write_data, write_model
+from packaging.version import Version
 from ranks import Job, metrics, run_ranks
 from test_law_7_loaded_equals_reference import loaded
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,6 +21,8 @@ REFUSED = {  # (family, devices) that can't be, and what is said then
     ("xlstm", 2): "xLSTMForCausalLM as transformers",
     ("zamba", 2): "ZambaMambaMixer holds parameters of torch.bfloat16 and torch.float32 itself",
 }
+if Version(transformers.__version__) >= Version("5.24"):  # keeps a bias of each forget gate in float32
+    REFUSED["kimi_linear", 2] = "KimiLinearForgetGate holds parameters of torch.bfloat16 and torch.float32 itself"
 
 
 @pytest.fixture(scope="module")

@@ -321,10 +321,14 @@ def train_and_count(argv, faults):
         parameters = tuple(map(id, run.model.parameters()))
         made.append((weakref.ref(run.model.module), weakref.ref(run.optimizer.optimizer), parameters))
 
+    def alive():
+        return [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not hasattr(one, "to_local")]
+
+    of_other_tests = alive()  # what this process was forked with; held, so that nothing else gets their addresses
+    others = set(map(id, of_other_tests))
+
     def count():
-        tensors = [
-            one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not hasattr(one, "to_local")
-        ]
+        tensors = [one for one in alive() if id(one) not in others]
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
         models = {id(model()) for model, _, _ in made if model() is not None}
         optimizers = [optimizer for _, optimizer, _ in made if optimizer() is not None]

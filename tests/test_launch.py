@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 from ranks import metrics, refuse_imports, toy_run
 
-from arguments import parse_train
 from fabric_llm.base import program
-from fabric_llm.plan.start import place, require_fit
 from fabric_llm.processes import launch
 
 TRAIN = Path(__file__).parent.parent / "train.py"
@@ -130,36 +128,7 @@ def test_the_other_ranks_start_before_torch_is_imported(toys, tmp_path):
     assert (tmp_path / "run" / ".lock").is_file()
 
 
-# ------------------------------------------------------------------------------- more ranks than fit the machine
-
-
-def fits(*words):
-    arguments = parse_train(["--model_name", "m", "--train_data_dir", "d", "--accelerator", "cpu", *words])
-    require_fit(arguments, place(arguments))
-
-
-def test_more_ranks_than_the_cores_or_the_memory_allow_are_refused_unless_insisted_on(monkeypatch):
-    monkeypatch.setattr(program, "cores", lambda: 2)
-    monkeypatch.setattr(program, "free_memory_bytes", lambda: 40 * 2**30)
-    fits("--devices", "8")
-    with pytest.raises(ValueError, match="--devices 9: so many .* on 2 CPU cores .*--devices 2, at most 8, or .*true"):
-        fits("--devices", "9")
-    monkeypatch.setattr(program, "free_memory_bytes", lambda: 3 * 2**30)
-    fits("--devices", "7")
-    with pytest.raises(ValueError, match="8 processes take 3.2 GiB .* 3.0 GiB are free; take --devices 7 at most"):
-        fits("--devices", "8")
-    fits("--devices", "64", "--oversubscribe", "true")
-    monkeypatch.setenv("LOCAL_RANK", "0")  # torchrun has started them: its ranks' cores may be a part of the machine's
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "100000"), ("LOCAL_WORLD_SIZE", "100000")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    with pytest.raises(ValueError, match="on 16 CPU cores"):
-        fits()
-
-
-def test_what_insists_is_not_kept_for_the_next_start():
-    flags = ["--model_name", "m", "--train_data_dir", "d", "--oversubscribe", "true"]
-    assert "oversubscribe" not in parse_train(flags).kept()
+# ------------------------------------------------------------------------------- what the machine has
 
 
 LIMITS = {  # files of the kernel; cores, of those that there are; free bytes

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import TOY_CONFIGS
 from ranks import run_ranks
-from test_adamw import build, save, state_on_disk
+from test_adamw import build, save, skeleton, state_on_disk
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
@@ -56,7 +56,7 @@ def train_and_save(name, source, folder):
 
 def load_and_go_on(name, source, folder):
     fabric, wrapped, optimizer = build(name, "stochastic", source)
-    reading.load_optimizer(source, wrapped.module, optimizer)
+    reading.load_optimizer(source, wrapped.module, optimizer, skeleton())
     take_given_steps(fabric, wrapped, optimizer, SAVED_AFTER, STEPS)
     save(folder / f"step-{STEPS:08d}", fabric, wrapped, optimizer)
 

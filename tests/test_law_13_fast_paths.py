@@ -3,6 +3,7 @@
 import contextlib
 import io
 import pickle
+import re
 
 import pytest
 import torch
@@ -131,6 +132,62 @@ def test_a_compiled_loss_is_the_plain_one(dtype, seven_tokens):
         torch.testing.assert_close(ours, plain, **close)
 
 
+@pytest.fixture
+def compiled_graphs(monkeypatch):
+    """The shapes that layers are compiled for, as text, one a graph: symbolic sizes are names."""
+    found, compile_layer = [], torch.nn.Module.compile
+
+    def recorded(graph, inputs):
+        values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        shapes = [tuple(map(str, one.shape)) for one in values if isinstance(one, torch.Tensor)]
+        found.append(re.sub(r"s\d+", "s", str(shapes)))
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: compile_layer(self, backend=recorded, **how))
+    torch._dynamo.reset()
+    yield found
+    torch._dynamo.reset()
+
+
+def train_compiled(attention, batches):
+    """Forward and backward passes, and forward passes of an evaluation, over (rows, whether to train)."""
+    model = LanguageModel(causal_lm("llama", attn_implementation=attention), chunked=True)
+    layers.compile_layers(model)
+    generator = torch.Generator().manual_seed(9)
+    for rows, trains in batches:
+        begins = torch.rand(rows, CONTEXT, generator=generator) < 0.2  # another number of documents each time
+        begins[:, 0] = True
+        index = torch.arange(CONTEXT).expand(rows, CONTEXT)
+        positions = index - torch.where(begins, index, 0).cummax(dim=1).values
+        with torch.set_grad_enabled(trains):
+            loss = model(**batch(rows), position_ids=positions)
+        if trains:
+            loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
+@pytest.mark.parametrize("attention", ["packed", "sdpa"])
+def test_layers_are_compiled_for_the_shape_they_train_whatever_came_before(compiled_graphs, attention):
+    """A resumed run begins without the evaluation of a new one, and must go on with the same kernels."""
+    train_compiled(attention, [(2, True)])
+    resumed = list(compiled_graphs)
+    torch._dynamo.reset()
+    compiled_graphs.clear()
+    train_compiled(attention, [(1, True), (8, False), (2, True)])
+    assert compiled_graphs[-len(resumed) :] == resumed and len(set(compiled_graphs)) >= 3
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
+@pytest.mark.parametrize("attention", ["packed", "sdpa"])
+def test_nothing_is_compiled_again_after_the_second_step(compiled_graphs, attention):
+    train_compiled(attention, [(1, True), (8, False), (4, True)])
+    before = len(compiled_graphs)
+    torch._dynamo.reset()
+    compiled_graphs.clear()
+    train_compiled(attention, [(1, True), (8, False), *[(4, True)] * 5, (8, False), (4, True)])
+    assert len(compiled_graphs) == before
+
+
 def test_an_evaluation_makes_no_gradients(seven_tokens):
     model = causal_lm("gemma2")
     with torch.no_grad():
@@ -242,6 +299,24 @@ def train_with(patch, argv):
 
 def nothing():
     pass
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_mixed_precision_gives_packed_attention_half_precision_as_it_gives_sdpa(name, monkeypatch):
+    """On a GPU its kernel takes no other."""
+    seen, one_by_one = [], fast_paths._one_by_one
+
+    def recorded(flat, *more):
+        seen.extend(tensor.dtype for tensor in flat)
+        return one_by_one(flat, *more)
+
+    monkeypatch.setattr(fast_paths, "_one_by_one", recorded)
+    losses = []
+    for attention in ("packed", "sdpa"):
+        model = LanguageModel(causal_lm(name, attn_implementation=attention))
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(model(**packed()).item())
+    assert set(seen) == {torch.bfloat16} and losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def break_the_chunked_loss():

@@ -51,6 +51,7 @@ def test_a_resumed_run_is_the_undisturbed_run(toys, tmp_path, strategy, ranks, m
     assert whole.keys() == halves.keys()
     for name, value in whole.items():
         assert torch.equal(value, halves[name]), name
+    assert {value.item() for (_, name), value in whole.items() if name.endswith(".step")} == {STEPS}
     aside = list((tmp_path / "halves").glob("aside-step-*"))
     assert len(aside) == 2, "steps 10 and 12 of the first try are kept"
 

@@ -7,6 +7,7 @@ torch's profiler counts as well, which sees what kernels allocate inside. (It se
 
 import os
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,7 +78,10 @@ def measure(flags, profiles):
                 peaks.append(counted.peak)
         peak = min(peaks[1:])  # a thread of gloo may let go of a message a moment later than usual
     run.batches.close()
-    return peak, memory.work_of(run.plan, run.flags)
+    plan, training = run.plan, run.flags.training
+    sizes = plan.schedule.micro_batch_size, plan.schedule.micro_batches, max(plan.contexts)
+    average = training.ema_device if training.ema_decay is not None else None
+    return peak, memory.Work(plan.placement, replace(plan.model, tokenizer=None), *sizes, average)
 
 
 def predict(work):

@@ -1,7 +1,6 @@
 """metrics.jsonl and the trackers: complete, true, and never in the way of a run."""
 
 import csv
-import io
 import json
 import os
 import subprocess
@@ -19,7 +18,6 @@ from conftest import CONTEXT
 from ranks import toy_run, train_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fabric_llm.base.program import Console
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.model.flops import Flops
 from fabric_llm.run import metrics
@@ -418,29 +416,6 @@ def test_peak_memory_counts_what_was_used():
     before = peak_memory_gib(torch.device("cpu"))
     torch.ones(2**27, dtype=torch.uint8)
     assert 0 < before <= peak_memory_gib(torch.device("cpu")) < before + 1
-
-
-def test_console_prints_lines_where_there_is_no_terminal(capsys):
-    console = Console(total_steps=3, done_steps=0)
-    console.advance()
-    console.line("step 1/3")
-    console.close()
-    captured = capsys.readouterr()
-    assert captured.out == "step 1/3\n" and captured.err == ""
-
-
-def test_console_has_a_bar_on_a_terminal(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    console = Console(total_steps=3, done_steps=1)
-    console.advance()
-    console.line("step 2/3")
-    console.close()
-    assert "1/3" in sys.stderr.getvalue() and "step 2/3\n" in sys.stdout.getvalue()
 
 
 LIBRARIES = """

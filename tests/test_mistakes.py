@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from arguments import NOT_HERE, ROOT
-from fabric_llm.base.program import cores
+from arguments import ROOT
 
 HEAVY = ("torch", "lightning", "transformers", "datasets", "numpy", "pyarrow", "tokenizers")
 LIGHT = """
@@ -75,8 +74,6 @@ def place(toys, tmp_path_factory):
         (folder / name / file).write_text('{"base_model_name_or_path": "org/base"}')
     for name, rows, context, splits in (
         ("prepared", 9, 64, ["train", "validation"]),
-        ("unsplit", 9, 64, ["train"]),
-        ("empty", 0, 64, ["train", "validation"]),
         ("long", 9, 128, ["train", "validation"]),
     ):
         (folder / "sets" / name).mkdir(parents=True)
@@ -111,19 +108,23 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     ("--logger WandB", 2, "not 'WandB': take wandb."),
     ("--logger csv,", 2, "not ''."),
     ("--logger none,csv", 2, "--logger none,csv: none goes by itself."),
-    ("--log_model lats", 2, "--log_model takes false, last or all, not 'lats': take last."),
+    ("--log_model lats", 2, "--log_model takes false, last or all, not 'lats'."),
     ("--min_lr 1", 2, "--min_lr 1.0 is larger than --lr 2e-05."),
     ("--devices 0", 2, "--devices must be positive, not 0."),
-    ("--devices -1", 2, "not -1; --devices auto takes all GPUs."),
-    (f"--accelerator cpu --devices {4 * cores() + 1}", 2, f"so many processes on {cores()} CPU core"),
+    ("--devices -1", 2, "--devices must be positive, not -1."),
+    ("--precision bf16", 2, "--precision takes bf16-true or bf16-mixed or 16-mixed or 32-true, not 'bf16'."),
+    ("--devices 0,1", 2, "--devices takes an integer or auto, not '0,1'."),
+    ("--max_step 1e3", 2, "--max_step takes an integer, not '1e3'."),
+    (
+        "--activation_checkpointing",
+        2,
+        "takes none, full, every:N (such as every:2) or selective, and nothing is given.",
+    ),
     ("--train_data_dir nowhere", 2, "No dataset at 'nowhere'. Make one with prepare_data.py"),
     ("--train_data_dir corpus", 2, "isn't a dataset folder: it has no dataset_dict.json"),
-    ("--train_data_dir corpus/a.txt", 2, "It is a file. Make one with"),
-    ("--train_data_dir model", 2, "It is a model: that goes to --model_name."),
-    ("--train_data_dir .", 2, "There is one in 'data', 'prepared'."),
-    ("--train_data_dir data/train", 2, "holds one split without a name; it needs 'train' and 'validation': take data."),
-    ("--train_data_dir prepared --context_length 99", 2, "the rows of 'prepared' hold 64 tokens"),
-    ("--train_data_dir prepared --devices 2 --global_batch_size 16", 2, "the training split of 'prepared' has 9."),
+    ("--train_data_dir corpus/a.txt", 2, "No dataset at 'corpus/a.txt'. Make one with"),
+    ("--train_data_dir model", 2, "'model' isn't a dataset folder: it has no dataset_dict.json"),
+    ("--train_data_dir data/train", 2, "'data/train' isn't a dataset folder: it has no dataset_dict.json"),
     (
         "--model_name ./modle",
         2,
@@ -149,15 +150,14 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     (
         "--train_data_dir null --data_mix a=data:0,75,b=long:0,25",
         2,
-        "'a=data:0,75' has a decimal comma: write 'a=data:0.75'.",
+        "such as new=data/new:0.75,old=data/old:0.25, each name once; not '75'.",
     ),
     (
         "--train_data_dir null --data_mix a=data,b=long:1",
         2,
-        "'a=data' has no weight: write 'a=data:1', or another number.",
+        "such as new=data/new:0.75,old=data/old:0.25, each name once; not 'a=data'.",
     ),
     ("--model_name a/b/c", 2, "No model 'a/b/c': there is no such folder"),
-    ("--model_name checkpoints/run/step-100", 2, "There is 'checkpoints/run', without 'step-100'."),
     (
         "--model_name checkpoints/run",
         2,
@@ -175,10 +175,7 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     ("--model_name meta", 2, "It holds params.json: take a model in Hugging Face's format."),
     ("--model_name cache", 2, "There is one in 'cache/snapshots/abc'."),
     ("--model_name corpus/a.txt", 2, "--model_name 'corpus/a.txt' is a file"),
-    ("--model_name https://huggingface.co/org/name/tree/main", 2, "here: take --model_name org/name."),
-    ("--model_name hf.co/org/name", 2, "here: take --model_name org/name."),
-    ("--model_name models--org--name", 2, "take --model_name org/name."),
-    ("--model_name org/name@main", 2, "a revision can't be given by name"),
+    ("--model_name https://huggingface.co/org/name", 2, "and it can't be a name on the hub."),
     (
         "--global_batch_size 6 --micro_batch_size 4 --devices 1",
         2,
@@ -240,15 +237,11 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     ("--train_data_dir null --data_mix none.yaml", 2, "--data_mix 'none.yaml' can't be read: No such file"),
     ("--train_data_dir null --data_mix unknown.yaml", 2, "names 'lod', which isn't a source. Did you mean 'old'?"),
     ("--train_data_dir null --data_mix key.yaml", 2, "unknown key 'wieght' of source 'new'. Did you mean 'weight'?"),
-    ("--train_data_dir null --data_mix twice.yaml", 2, "'twice.yaml' has 'new' twice, in line 1."),
     (
-        "--train_data_dir null --data_mix a=prepared:1:2,b=sets/prepared:1 --max_step 99 --accelerator cpu",
+        "--train_data_dir null --data_mix twice.yaml",
         2,
-        "max_epochs, 2",
+        "'twice.yaml' can't be read as YAML: 'new' comes twice, in line 1.",
     ),
-    ("--train_data_dir null --data_mix a=prepared:1,b=sets/unsplit:1", 2, "has no split 'validation', only 'train'."),
-    ("--train_data_dir null --data_mix a=prepared:1,b=sets/empty:1", 2, "The split 'train' of 'sets/empty' is empty."),
-    ("--train_data_dir null --data_mix a=prepared:1,b=sets/long:1", 2, "64 in source 'a' and 128 in source 'b'"),
     ("--config none.yaml", 2, "--config 'none.yaml' can't be read: No such file"),
 ]
 OTHERS = [
@@ -271,7 +264,7 @@ OTHERS = [
         "prepare_data",
         "--input https://huggingface.co/datasets/org/name --output out --train_tokenizer 300",
         2,
-        "--input org/name",
+        "is neither a file or folder here nor a dataset that can be read from the hub",
     ),
     ("prepare_data", "--input other --output out --train_tokenizer 300", 2, "no file in other matches *.txt"),
     ("prepare_data", "--input corpus --output corpus --train_tokenizer 300", 2, "exists and is not empty"),
@@ -359,15 +352,17 @@ WORDS_OF_OTHERS = {  # Hugging Face's Trainer, litgpt, torchtitan, axolotl, NeMo
         "log_interval": "log_step_interval",
     },
     **{"local_batch_size": "micro_batch_size", "seq_len": "context_length", "dump_folder": "output_dir"},
-    **{"base_model": "model_name", "sequence_len": "context_length", "val_set_size": "", "sample_packing": ""},
+    **{
+        "base_model": "model_name",
+        "sequence_len": "context_length",
+    },
     **{
         "pretrained_model_name_or_path": "model_name",
         "ckpt_every_steps": "save_step_interval",
         "train_iters": "max_step",
     },
     **{"out_dir": "output_dir", "eval_interval": "eval_step_interval", "block_size": "context_length"},
-    **{"bf16": "", "fp16": "", "deepspeed": "", "warmup_ratio": "", "optim": "", "lora_r": "", "tokenizer": ""},
-    **{"tensor_parallel_degree": "", "torch_compile": "compile", "do_train": "", "push_to_hub": "", "local_rank": ""},
+    **{"bf16": "precision", "deepspeed": "strategy", "warmup_ratio": "warmup_steps", "torch_compile": "compile"},
 }
 NOBODY_KNOWS = "foo tp_comm x n moe_aux_loss router_bias ignore_index label_names dropout z_loss polyak lb".split()
 
@@ -387,12 +382,8 @@ def test_slips_lead_to_the_flag_that_is_meant(told, name):
 
 
 @pytest.mark.parametrize("name", WORDS_OF_OTHERS)
-def test_words_of_other_trainers_lead_to_a_flag_or_to_what_to_do(told, name):
-    if WORDS_OF_OTHERS[name]:
-        assert told[name] == f"unknown flag --{name}. Did you mean --{WORDS_OF_OTHERS[name]}?"
-    else:
-        [advice] = [advice for words, advice in NOT_HERE.items() if name in words.split()]
-        assert told[name] == f"unknown flag --{name}. {advice[0].upper()}{advice[1:]}."
+def test_words_of_other_trainers_lead_to_a_flag(told, name):
+    assert told[name] == f"unknown flag --{name}. Did you mean --{WORDS_OF_OTHERS[name]}?"
 
 
 @pytest.mark.parametrize("name", NOBODY_KNOWS)
@@ -403,57 +394,3 @@ def test_no_suggestion_is_better_than_a_wrong_one(told, name):
 def test_a_flag_of_another_script_isnt_suggested_by_this_one(tmp_path):
     [(code, said)] = answers([("prepare_data", ("--learning_rate", "1"))], tmp_path)
     assert code == 2 and "lr" not in said.replace("learning_rate", "") and "See --help" in said
-
-
-VALUES = [
-    ("--precision bf16", "take bf16-true, or bf16-mixed."),
-    ("--precision BF16-mixed", "take bf16-mixed."),
-    ("--strategy deepspeed", "take fsdp or fsdp2, which shards as ZeRO-3 does."),
-    ("--strategy FSDP", "take fsdp."),
-    ("--devices 0,1", "CUDA_VISIBLE_DEVICES=0,1 and --devices 2."),
-    ("--devices cuda:0", "CUDA_VISIBLE_DEVICES=0,1 and --devices 2."),
-    ("--devices all", "auto takes all GPUs."),
-    ("--devices -1", "--devices auto takes all GPUs."),
-    ("--lr 2e-5,", "take 2e-5."),
-    ("--max_step 1e3", "take 1000."),
-    ("--max_step 1,000", "take 1000."),
-    ("--max_step -1", "leave it out for as many as --number_epochs needs."),
-    ("--save_step_interval 0", "leave it out for none between."),
-    ("--keep_last none", "leave it out."),
-    ("--resume latest", "true takes the newest checkpoint of --run_name, auto the same if there is one."),
-    (
-        "--resume checkpoints/a/step-00000001",
-        "goes to --checkpoint checkpoints/a/step-00000001, with --resume true.",
-    ),
-    ("--lr_schedule constant_with_warmup", "take constant with --warmup_steps."),
-    ("--sharding_strategy full_shard", "take FULL_SHARD."),
-    ("--grad_clip none", "0 is no clipping."),
-    ("--activation_checkpointing", "takes none, full, every:N (such as every:2) or selective, and nothing is given."),
-    ("--no_verify_start", "Take --verify_start false."),
-    ("--tpu 1", "take true."),
-    ("--attention flash_attn", "take flash_attention_2, or sdpa"),
-]
-
-
-def test_values_of_tutorials_get_what_to_give_instead(place):
-    found = answers([("train", (*GOOD, *words.split())) for words, _ in VALUES], place)
-    for (words, instead), (code, said) in zip(VALUES, found, strict=True):
-        assert code == 2 and len(said.splitlines()) == 1 and instead in said, (words, said)
-
-
-# ------------------------------------------------------------------------------- torchrun
-
-
-def test_without_torchrun_no_error_file_is_written(place):
-    before = sorted(place.rglob("*"))
-    answers([("train", (*GOOD, "--lr", "-1"))], place)
-    assert sorted(place.rglob("*")) == before
-
-
-def test_a_mistake_reaches_torchrun_in_its_own_form(place, tmp_path):
-    """That of torch.distributed.elastic.multiprocessing.errors, whose summary shows py_callstack."""
-    file = tmp_path / "error.json"
-    answers([("train", (*GOOD, "--lr", "-1"))], place, TORCHELASTIC_ERROR_FILE=str(file), LOCAL_RANK="1", RANK="1")
-    message = json.loads(file.read_text())["message"]
-    assert message["message"] == message["extraInfo"]["py_callstack"] == "--lr must be positive, not -1.0."
-    assert message["extraInfo"]["timestamp"].isdigit()

@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from ranks import metrics, run_ranks, toy_run, train_ranks
 
 import plan
 from benchmarks import plan as published
-from fabric_llm.plan.accelerators import KNOWN, accelerator, message_bytes
+from fabric_llm.plan.accelerators import KNOWN, accelerator, message_bytes, of_device
 from fabric_llm.plan.start import Placement
+from fabric_llm.run.forecast import Forecast
 
 ROOT = Path(__file__).parent.parent
 SHORT = ("--context_length", "128", "--max_step", "10")
@@ -164,6 +165,63 @@ def test_names_of_accelerators_as_people_write_them():
 def test_each_accelerator_has_the_peak_of_its_name():
     assert accelerator("A100-40GB").tflops == accelerator("A100-80GB").tflops == 312
     assert {one.name for one in KNOWN if one.tflops < 100} == {"CPU"}
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "known"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", 79.1, "A100-80GB"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100"),
+        ("NVIDIA GeForce RTX 4090", 23.5, "RTX 4090"),
+        ("NVIDIA H100 PCIe", 79.1, None),  # it has another peak
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.8, None),
+        ("Tesla T4", 14.6, None),
+    ],
+)
+def test_what_a_device_calls_itself(name, memory, known):
+    found = of_device(name, memory)
+    assert (found and found.name) == known
+
+
+def test_the_speed_of_a_run(tmp_path, capsys):
+    """Twice the median of its steps but the first are twice as fast, and what was recomputed counts."""
+    words = ["--model_name", str(ROOT / "configs" / "demo_llama"), *SHORT, "--accelerator", "cpu"]
+    (tmp_path / "arguments.yaml").write_text("activation_checkpointing: full\n")
+    with pytest.raises(SystemExit) as stop:
+        run(*words, "--like", tmp_path)
+    assert stop.value.code == 2 and "has no speed of two logged steps." in capsys.readouterr().err
+    lines = [
+        {"step": step, "model_tflops_per_device": speed} for step, speed in ((1, 9.0), (2, 0.1), (3, 0.15), (4, 0.3))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given, like = (said(*words, *more)["seconds"]["step"] for more in (("--mfu", 0.4), ("--like", tmp_path)))
+    assert given / like == pytest.approx(0.15 * 4 / 3 / (0.4 * 0.25))
+    with pytest.raises(SystemExit):
+        run(*words, "--like", tmp_path, "--mfu", 0.4)
+    assert "take one of them" in capsys.readouterr().err
+
+
+def test_a_run_is_compared_with_its_plan():
+    parts = {"activations": 6 * 2**30, "parameters": 4 * 2**30, "CUDA context (assumed)": 2**30}
+    seconds = {"compute": 0.3, "messages": 0.5, "step": 0.5}
+    forecast = Forecast(parts, "the loss head", seconds, 79.1, warm=(2, 60.0))
+    assert str(forecast) == "11 GiB of 79.1 a device at the peak, in the loss head; 0.5 s a step"
+    found, words = forecast.after(10, 64.16, 11.5)
+    assert found["peak_memory_gib"] == {"planned": 10.0, "measured": 11.5, "ratio": 1.15}
+    assert found["step_seconds"]["measured"] == pytest.approx(0.52)
+    assert (
+        words
+        == "11.5 GiB, 1.15 times the planned 10, most of it activations, 6; 0.52 s a step, 1.04 times the planned 0.5"
+    )
+    assert Forecast(parts, "the update", None, None).after(3, 1.0, 1.0) == ({}, "")
+
+
+def test_train_says_what_is_planned_and_what_came_of_it(toys, tmp_path):
+    train_ranks(2, *toy_run(toys, tmp_path), "--run_name", "run", "--max_step", 4, "--compare_plan", "true")
+    found = metrics(tmp_path / "run", "plan")
+    assert len(found) == 2  # after step 3, and at the end
+    assert all(0 < plan["step_seconds"]["ratio"] < 1e6 for plan in found)
 
 
 def test_bytes_that_are_sent():

@@ -56,7 +56,6 @@ def test_learning_rate_sources_checkpoints_and_evaluations_are_those_of_the_run(
     [lr] = drawn.lines("lr")
     assert lr["x"] == metrics(run, "step")[1:21] or lr["x"] == list(range(1, 21))
     assert lr["y"] == pytest.approx(metrics(run, "lr"), rel=1e-5)
-    assert lr["t"] == metrics(run, "tokens")
     read = metrics(run, "sources")
     for line in drawn.lines("sources_epochs"):
         assert line["y"] == pytest.approx([one[line["set"]]["epochs"] for one in read], rel=1e-5)

@@ -100,16 +100,14 @@ def test_usual_lengths_leave_less_than_one_percent():
     assert done["padding_tokens"] < 0.01 * rows.size
 
 
-@pytest.mark.parametrize("bucket", [1, 3, 2**22])
-def test_repeated_documents_are_all_but_the_first(tmp_path, monkeypatch, bucket):
-    monkeypatch.setattr("fabric_llm.prepare.rows.BUCKET_DOCUMENTS", bucket)
+def test_repeated_documents_are_all_but_the_first(tmp_path):
     generator = np.random.default_rng(1)
     kinds = generator.bytes(16 * 20)
     chosen = generator.integers(0, 20, 100)
     words = [kinds[16 * n : 16 * n + 16] for n in chosen]
     for number in range(4):
         (tmp_path / f"{number}.hashes").write_bytes(b"".join(words[25 * number : 25 * number + 25]))
-    found = repeated([tmp_path / f"{number}.hashes" for number in range(4)], 100, tmp_path)
+    found = repeated([tmp_path / f"{number}.hashes" for number in range(4)])
     assert found.tolist() == [n in chosen[:at] for at, n in enumerate(chosen)]
 
 

@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from fabric_llm.base.failpoints import VARIABLE
-from fabric_llm.prepare import corpus as corpus_module
 from fabric_llm.prepare import prepare as prepare_module
 from fabric_llm.prepare.inputs import work_folder_of
-from fabric_llm.prepare.prepare import prepare, summary, work_folder
+from fabric_llm.prepare.prepare import prepare, work_folder
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +30,7 @@ import fabric_llm.prepare.prepare
 from fabric_llm.base.program import in_one_sentence
 from fabric_llm.prepare import corpus, encoding
 corpus.PIECE_BYTES = 4000
-encoding.BATCH_CHARACTERS, encoding.BATCH_CHARACTERS_A_THREAD = 400, 200
+encoding.BATCH_CHARACTERS = 400
 warnings.simplefilter("ignore")
 for line in sys.stdin:
     given = json.loads(line)
@@ -157,7 +156,7 @@ def test_kills_at_named_places_change_nothing(call, undisturbed, tmp_path):
         done = call(tmp_path / "out", f"{point}:do=kill")
         assert done.returncode == -signal.SIGKILL, (point, done.stderr)
         assert not (tmp_path / "out").exists()
-    done = call(tmp_path / "out")
+    done = call(tmp_path / "out", num_workers=2)
     assert done.returncode == 0 and "Going on: " not in done.stderr  # all pieces were done
     assert_same(tmp_path / "out", undisturbed)
     assert os.listdir(tmp_path) == ["out"]
@@ -165,7 +164,7 @@ def test_kills_at_named_places_change_nothing(call, undisturbed, tmp_path):
 
 def test_processes_change_nothing_and_one_that_dies_is_named(call, undisturbed, tmp_path):
     done = call(tmp_path / "out", "prepare.marked:count=2:do=kill", num_workers=2)
-    assert done.returncode == 71 and "a process that tokenizes was killed by SIGKILL" in done.stderr
+    assert done.returncode == 71 and "a process that tokenizes was killed" in done.stderr
     assert "the same command goes on" in done.stderr
     done = call(tmp_path / "out", num_workers=2)
     assert done.returncode == 0, done.stderr
@@ -178,29 +177,9 @@ def test_a_full_disk_in_a_process_is_one_sentence(call, tmp_path):
     assert done.returncode == 74 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_shards_make_what_one_machine_makes(call, undisturbed, tmp_path):
-    for shard in ("1/3", "3/3"):
-        assert call(tmp_path / "out", shard=shard).returncode == 0
-        assert not (tmp_path / "out").exists()
-    done = call(tmp_path / "out")  # does what the second would have done
-    assert done.returncode == 0 and "pieces are done" in done.stderr, done.stderr
-    assert_same(tmp_path / "out", undisturbed)
-
-
-def test_what_a_shard_says(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 4000)
-    given = arguments(corpus, tmp_path / "out")
-    first = prepare(**given, shard="1/2")
-    assert 0 < first["left"] and "pieces of other shards are left" in summary(first)
-    second = prepare(**given, shard="2/2")
-    assert second["left"] == 0 and "The same command without --shard writes the dataset." in summary(second)
-    with pytest.raises(ValueError, match=r"were begun with other inputs or flags \(inputs\): start all of them alike"):
-        prepare(**{**given, "document_separator": "none"}, shard="2/2")
-
-
 def test_another_preparation_of_the_same_output_is_told(corpus, tmp_path):
     given = arguments(corpus, tmp_path / "out")
-    with work_folder(tmp_path / "out", shared=False):
+    with work_folder(tmp_path / "out"):
         with pytest.raises(ValueError, match="out is being prepared by another process, in .*: wait for it") as raised:
             prepare(**given)
     assert raised.value.code == 73

@@ -8,7 +8,6 @@ import json
 import lzma
 import os
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -42,21 +41,6 @@ def as_parquet(texts):
     return out.getvalue()
 
 
-def warc_record(kind, content, mime="text/plain"):
-    head = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: http://a.b/\r\nContent-Type: {mime}\r\n"
-    head += f"Content-Length: {len(content)}\r\n\r\n"
-    return head.encode() + content + b"\r\n\r\n"
-
-
-def as_wet(texts):
-    return warc_record("warcinfo", b"software: test") + b"".join(warc_record("conversion", t.encode()) for t in texts)
-
-
-def response(mime, body):
-    content = f"HTTP/1.0 200 OK\r\nContent-Type: {mime}\r\n\r\n".encode() + body
-    return warc_record("response", content, "application/http; msgtype=response")
-
-
 MAKE = {
     ".jsonl": as_lines,
     ".ndjson": as_lines,
@@ -64,7 +48,6 @@ MAKE = {
     ".csv": as_csv,
     ".tsv": lambda texts: as_csv(texts, "\t"),
     ".parquet": as_parquet,
-    ".wet": as_wet,
     ".txt": lambda texts: b"\n---\n".join(text.encode() for text in texts),
 }
 PACK = {
@@ -105,8 +88,9 @@ def write(path, data):
 # --------------------------------------------------------------------------- kinds of files
 
 
-@pytest.mark.parametrize("packed", PACK)
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize(
+    "kind, packed", [(kind, packed) for kind in MAKE for packed in PACK if not packed or kind != ".parquet"]
+)
 def test_every_kind_plain_and_compressed(tmp_path, kind, packed):
     path = write(tmp_path / f"a{kind}{packed}", PACK[packed](MAKE[kind](TEXTS)))
     more = {"separator": inputs.separator("\\n---\\n")} if kind == ".txt" else {}
@@ -131,34 +115,11 @@ def test_a_plain_file_with_the_name_of_a_compressed_one(tmp_path, name):
         b"\n \n" + as_lines(TEXTS),
         b"\xef\xbb\xbf" + MAKE[".json"](TEXTS),
         json.dumps([{"text": text} for text in TEXTS]).encode(),
-        "\n".join(json.dumps({"text": text}, indent=2) for text in TEXTS).encode(),  # objects one behind the other
     ],
-    ids=["lines", "blank lines first", "byte order mark", "one line", "objects"],
+    ids=["lines", "blank lines first", "byte order mark", "one line"],
 )
 def test_what_a_json_file_can_hold(tmp_path, content):
     assert read(write(tmp_path / "a.json", content)) == (TEXTS, [])
-
-
-def test_one_json_object(tmp_path):
-    assert read(write(tmp_path / "a.json", b'{"text": "a", "more": [1, 2.5]}')) == (["a"], [])
-    assert read(write(tmp_path / "a.json", b'{\n "text":\n "a"}\n')) == (["a"], [])
-
-
-def test_of_a_web_archive_the_text_is_read(tmp_path):
-    records = [response("text/plain; charset=utf-8", b"plain"), response("text/html", b"<p>page")]
-    assert read(write(tmp_path / "a.warc.gz", b"".join(map(gzip.compress, records)))) == (["plain"], [])
-
-
-@pytest.mark.parametrize("broken", [b"junk", b"WARC/1.0\r\nWARC-Type: response\r\nContent-Length: 3\r\n\r\nabc"])
-def test_a_broken_web_archive(tmp_path, broken):
-    texts, bad = read(write(tmp_path / "a.wet", as_wet(TEXTS[:3]) + broken))
-    assert texts == TEXTS[:3]
-    assert len(bad) == 1 and bad[0].startswith("a.wet record 5 can't be read, and what comes after it: ")
-
-
-def test_a_web_archive_without_text(tmp_path):
-    with pytest.raises(ValueError, match=r"a\.warc holds no text, only web pages: take the WET file"):
-        read(write(tmp_path / "a.warc", response("text/html", b"<p>")))
 
 
 # ------------------------------------------------------------------------- text into documents
@@ -323,21 +284,22 @@ def test_a_folder_of_every_kind(tmp_path, make):
     folder.mkdir()
     for number, (kind, content) in enumerate(MAKE.items()):
         write(folder / f"{number}{kind}", content(TEXTS))
-        write(folder / f"{number}-packed{kind}.zst", PACK[".zst"](content(TEXTS)))
+        if kind != ".parquet":
+            write(folder / f"{number}-packed{kind}.zst", PACK[".zst"](content(TEXTS)))
     for name in ("a.pdf", "b.pdf", "c.png", "LICENSE"):
         write(folder / name, b"\xff")
     manifest = make(folder)
-    kinds = len(MAKE) - 1
-    assert sum(split["documents"] for split in manifest["splits"].values()) == 2 * kinds * len(TEXTS) + 2
+    kinds = len(MAKE) - 2
+    assert sum(split["documents"] for split in manifest["splits"].values()) == (2 * kinds + 1) * len(TEXTS) + 2
     assert manifest["skipped"]["files_by_suffix"] == {".pdf": 2, ".png": 1, "without a suffix": 1}
-    assert "not read   2 .pdf, 1 .png, 1 without a suffix; choose with --pattern" in summary(manifest)
+    assert "not read   2 .pdf, 1 without a suffix, 1 .png; choose with --pattern" in summary(manifest)
 
 
 def test_a_single_text_file_is_split_at_blank_lines_and_the_summary_says_so(tmp_path, make):
     path = write(tmp_path / "a.txt", "\n\n".join(f"paragraph {n} of a book" for n in range(20)).encode())
     manifest = make(path)
     assert sum(split["documents"] for split in manifest["splits"].values()) == 20
-    assert f"documents  {path}: split at blank lines; choose with --document_separator" in summary(manifest)
+    assert f"note       {path} is split at blank lines; choose with --document_separator" in summary(manifest)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
@@ -346,8 +308,7 @@ def test_a_large_text_without_a_blank_line_is_not_said_to_be_split(tmp_path, mak
     content = b"one line and\nthe next\n" * 1000
     path = write(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
     manifest = make(path, write(tmp_path / "b.jsonl", as_lines(TEXTS)))
-    assert manifest["split_at_blank_lines"] == [] and manifest["without_blank_lines"] == [str(path)]
-    assert f"documents  {path}: one document each, without a blank line; choose with" in summary(manifest)
+    assert manifest["notes"] == [] and "split at blank lines" not in summary(manifest)
 
 
 def test_large_texts_among_several_are_split_and_small_ones_not(tmp_path, make, monkeypatch):
@@ -356,7 +317,7 @@ def test_large_texts_among_several_are_split_and_small_ones_not(tmp_path, make, 
     small = write(tmp_path / "b.txt", b"one\n\nand the same")
     manifest = make(large, small)
     assert sum(split["documents"] for split in manifest["splits"].values()) == 21
-    assert manifest["split_at_blank_lines"] == [str(large)]
+    assert [note.split(" ")[0] for note in manifest["notes"]] == [str(large)]
     manifest = make(large, small, output=tmp_path / "p", document_separator="\\n\\n")
     assert sum(split["documents"] for split in manifest["splits"].values()) == 22
     manifest = make(large, small, output=tmp_path / "q", document_separator="none")
@@ -367,8 +328,8 @@ def test_a_glob_that_the_shell_has_not_expanded(tmp_path, make):
     for name in ("b.jsonl", "a.jsonl", "c.json"):
         write(tmp_path / name, as_lines(TEXTS))
     manifest = make(f"{tmp_path}/*.jsonl")
-    assert [Path(file["path"]).name for file in manifest["files"]] == ["a.jsonl", "b.jsonl"]
-    with pytest.raises(ValueError, match=r"input .*/\*\.txt: no file or folder here has such a name"):
+    assert [os.path.basename(file["path"]) for file in manifest["files"]] == ["a.jsonl", "b.jsonl"]
+    with pytest.raises(ValueError, match=r"input .*/\*\.txt is neither a file or folder here"):
         make(f"{tmp_path}/*.txt", output=tmp_path / "p")
 
 
@@ -385,102 +346,65 @@ def test_a_file_of_which_every_record_is_bad_is_an_error(tmp_path, make):
     good = write(tmp_path / "good.jsonl", as_lines(TEXTS))
     bad = write(tmp_path / "bad.jsonl", b'{"body": "a"}\n{"body": "b"}\n')
     with pytest.raises(
-        ValueError, match=r"none of the 2 records of .*bad\.jsonl can be read: .*bad\.jsonl:1 has no field"
+        ValueError, match=r"none of 2 records of .*bad\.jsonl can be read, such as .*bad\.jsonl:1 has no field"
     ):
         make(good, bad)
 
 
-def test_a_file_in_several_pieces_of_which_every_record_is_bad_is_an_error(tmp_path, make, monkeypatch):
+def test_a_range_of_which_every_record_is_bad_is_an_error_where_it_has_many(tmp_path, make, monkeypatch):
     monkeypatch.setattr(corpus, "PIECE_BYTES", 100)
     good = write(tmp_path / "good.jsonl", as_lines(TEXTS))
     lines = as_lines(TEXTS).replace(b'"text"', b'"body"')
-    with pytest.raises(
-        ValueError, match=r"none of the 20 records of .*bad\.jsonl can be read: .*bad\.jsonl:1 has no field"
-    ):
-        make(good, write(tmp_path / "bad.jsonl", lines))
     mixed = write(tmp_path / "mixed.jsonl", lines + as_lines(TEXTS[:1]))
-    with pytest.warns(UserWarning, match="skipped 20 bad records"):
-        make(good, mixed)
+    assert make(good, mixed)["skipped"]["bad"] == 20
+    monkeypatch.setattr(encoding, "MANY_RECORDS", 2)
+    said = r"none of \d+ records of .*bad\.jsonl can be read, such as .*bad\.jsonl:1 has no field"
+    with pytest.raises(ValueError, match=said):
+        make(good, write(tmp_path / "bad.jsonl", lines), output=tmp_path / "p")
+
+
+@pytest.mark.parametrize("name", ["a.html", "a.wet.gz"])
+def test_web_pages_are_not_taken_for_text(tmp_path, make, name):
+    with pytest.raises(ValueError, match=rf"{name} holds web pages: extract their text first, into \.jsonl or \.txt"):
+        make(write(tmp_path / name, b"<p>text"))
 
 
 def test_long_lines_in_a_row_are_skipped_and_counted(tmp_path, make, monkeypatch):
-    for module, name, value in (
-        (corpus, "PIECE_BYTES", 500),
-        (documents, "RECORD_BYTES", 1000),
-        (encoding, "MUCH_BYTES", 100),
-    ):
-        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 500)
+    monkeypatch.setattr(documents, "RECORD_BYTES", 1000)
     long = b'{"text": "' + b"long " * 300 + b'"}\n'
     path = write(tmp_path / "a.jsonl", as_lines(TEXTS) + 5 * long + as_lines(TEXTS))
-    with pytest.warns(UserWarning, match=r"skipped 5 bad records \(5 too long\)"):
-        manifest = make(path)
+    manifest = make(path)
+    assert manifest["skipped"]["bad"] == 5 and "is longer than" in manifest["skipped"]["bad_records"][0]
     assert sum(split["documents"] for split in manifest["splits"].values()) == 2 * len(TEXTS)
     monkeypatch.setattr(encoding, "MANY_RECORDS", 3)  # but much of a file that is bad throughout is a mistake
     bad = as_lines(TEXTS * 9).replace(b'"text"', b'"body"')
     with pytest.raises(
-        ValueError, match=r"none of the \d+ records of .*a\.jsonl can be read: .*a\.jsonl:1 has no field"
+        ValueError, match=r"none of \d+ records of .*a\.jsonl can be read, such as .*a\.jsonl:1 has no field"
     ):
         make(write(tmp_path / "a.jsonl", bad + as_lines(TEXTS)), output=tmp_path / "p")
 
 
-def test_bad_records_are_counted_by_kind_and_named(tmp_path, make):
+def test_bad_records_are_counted_and_named(tmp_path, make):
     lines = b'{"text": \n{"text": 5}\n{"body": ""}\n' + as_lines(TEXTS)
     path = write(tmp_path / "a.jsonl", lines)
-    with pytest.warns(UserWarning, match=r"skipped 3 bad records \(1 broken, 1 not a string, 1 without the field\)"):
-        manifest = make(path)
-    assert manifest["skipped"]["bad"] == {"broken": 1, "not a string": 1, "without the field": 1}
+    manifest = make(path)
+    assert manifest["skipped"]["bad"] == 3 and "0 empty documents, 3 bad records" in summary(manifest)
     assert [line.split(" ")[0] for line in manifest["skipped"]["bad_records"]] == [f"{path}:{n}" for n in (1, 2, 3)]
     assert f"           {path}:2 holds int" in summary(manifest)
     with pytest.raises(ValueError, match=r"a\.jsonl:1 is not valid JSON"):
         make(path, output=tmp_path / "p", on_error="stop")
 
 
-PAGE = (
-    "<html><head><title>no</title><style>p {color: red}</style></head><body><nav>no</nav><h1>Caf\xe9</h1>"
-    "<p>Some <b>text</b> &amp; more.</p><script>no()</script><footer>no</footer></body></html>"
-)
-
-
-def test_of_a_page_the_text_is_read_where_it_is_asked_for(tmp_path, make):
-    folder = tmp_path / "in"
-    for number in range(8):
-        charset = "latin-1" if number % 2 else "utf-8"
-        page = PAGE.replace("<head>", f'<head><meta charset="{charset}">').encode(charset)
-        write(folder / f"{number}.html", page)
-    write(folder / "bomb.htm.gz", gzip.compress(b"<div>" * 10**5 + b"end"))
-    assert [text for text in documents.texts([Part(str(folder / "1.html"), "html")], "text")] == [
-        "Caf\xe9\n\nSome text & more."
-    ]
-    assert [text for text in documents.texts([Part(str(folder / "bomb.htm.gz"), "html")], "text")] == ["end"]
-    manifest = make(folder, pattern=["*.html", "*.htm.gz"])
-    assert sum(split["documents"] for split in manifest["splits"].values()) == 9
-    assert "resiliparse" in manifest["versions"] and manifest["skipped"]["bad"] == {}
-    with pytest.raises(ValueError, match=r"no file in .*in matches \*\.txt"):  # not unasked
-        make(folder, output=tmp_path / "p")
-
-
-@pytest.mark.parametrize("name", ["a.html", "a.warc"])
-def test_a_kind_whose_package_is_missing(tmp_path, make, monkeypatch, name):
-    monkeypatch.setattr(inputs, "_is_installed", lambda package: False)
-    path = write(tmp_path / "in" / name, PAGE.encode())
-    said = rf"reading .*{name} needs the package \w+: pip install 'fabric_llm\[{name[2:]}\]'"
-    for given, pattern in ((path, ["*"]), (path.parent, ["*.html", "*.warc"])):
-        with pytest.raises(ValueError, match=said):
-            make(given, pattern=pattern)
-        with pytest.raises(ValueError, match=said):
-            inputs.find_sources([str(given)], pattern=pattern, output=tmp_path / "o")
-
-
 def test_what_is_no_file_is_named_as_what_it_is(tmp_path, make):
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "link.txt").symlink_to("gone.txt")
     (tmp_path / "link").symlink_to("pipe.txt")
-    other = "a pipe, a socket or a device"
-    kinds = {"pipe.txt": other, "link.txt": "a link to gone.txt, which leads nowhere", "link": other}
-    for path, kind in [*((tmp_path / name, kind) for name, kind in kinds.items()), ("/dev/zero", other)]:
-        with pytest.raises(ValueError, match=f"input {path} is {kind}: name a file"):
+    for path in (tmp_path / "pipe.txt", tmp_path / "link.txt", tmp_path / "link", "/dev/zero"):
+        said = f"input {path} is a pipe, a socket, a device or a dead link: name a file"
+        with pytest.raises(ValueError, match=said):
             make(path)
-        with pytest.raises(ValueError, match=f"input {path} is {kind}: name a file"):
+        with pytest.raises(ValueError, match=said):
             inputs.find_sources([str(path)], pattern=["*"], output=tmp_path / "o")
     write(tmp_path / "a.jsonl", GOOD)
     assert make(tmp_path)["skipped"]["files_by_suffix"] == {
@@ -549,9 +473,3 @@ def test_what_others_wrote_reaches_nobody_raw(tmp_path, capfd, kind, on_error):
 def test_separators_that_are_none(tmp_path, make, given):
     with pytest.raises(ValueError, match="document_separator must have 1 to 1000 bytes, or be none"):
         make(write(tmp_path / "a.txt", b"x"), document_separator=given)
-
-
-@pytest.mark.parametrize("given", ["0/2", "3/2", "1", "a/b", "1/0"])
-def test_shards_that_are_none(tmp_path, make, given):
-    with pytest.raises(ValueError, match="shard must be K/N"):
-        make(write(tmp_path / "a.txt", b"x"), shard=given)

@@ -528,7 +528,7 @@ def code_for_generation(scene):
     (scene.model / "custom_generate" / "generate.py").write_text(scene.code)
     generation = {"custom_generate": "evil/evil", "_from_model_config": False, "bos_token_id": 0}
     (scene.model / "generation_config.json").write_text(json.dumps(generation))
-    return scene.train("--sample_tokens", 2)
+    return scene.train()
 
 
 @attack(0)
@@ -888,21 +888,21 @@ def exported_weights_of_a_petabyte_in_parts(scene):
     return scene.export(scene.sharded)
 
 
-@attack(66, "trainer/optimizer")
+@attack(66, "optimizer")
 def optimizer_of_a_petabyte_in_parts(scene):
     with_offsets(step(scene.run) / SHARD, 2**45)
     seal(step(scene.run))
     return scene.resume()
 
 
-@attack(66, "trainer/optimizer")
+@attack(66, "optimizer")
 def optimizer_with_negative_offsets(scene):
     with_offsets(step(scene.run) / SHARD, -3)
     seal(step(scene.run))
     return scene.resume()
 
 
-@attack(66, "trainer/optimizer")
+@attack(66, "optimizer")
 def optimizer_without_its_tensors(scene):
     save_file({"x": torch.zeros(1)}, step(scene.run) / SHARD)
     seal(step(scene.run))
@@ -1274,28 +1274,34 @@ def laughs(form, names="seed lr min_lr beta1 beta2 grad_clip max_step num_worker
 
 MERGES, ALIASES = laughs("{<<: [%s]}"), laughs("[%s]")
 BOMBS = {  # what a YAML file says -> words of the sentence
-    "aliases": (ALIASES, "has '&a0' in line 1: write the value itself, aliases aren't read."),
-    "merges": (MERGES, "has '&a0' in line 1"),
-    "alias": ("lr: *lr", "has '*lr' in line 1"),
-    "merge": ("lr: 1\n<<: {seed: 1}", "has '<<', and merges aren't read, in line 2."),
-    "tag": ("lr: !!float 1", "has the YAML tag 'tag:yaml.org,2002:float' in line 1"),
-    "deep": ("lr: " + "[" * 20_000, "is more than 8 levels deep in line 1."),
+    "aliases": (ALIASES, "can't be read as YAML: 'a0' in line 1 is an alias, or what one stands for."),
+    "merges": (MERGES, "'a0' in line 1 is an alias"),
+    "alias": ("lr: *lr", "'lr' in line 1 is an alias"),
+    "merge": ("lr: 1\n<<: {seed: 1}", "could not determine a constructor for the tag 'tag:yaml.org,2002:merge'"),
+    "tag": ("lr: !!python/name:os.system 1", "could not determine a constructor for the tag 'tag:yaml.org,2002:python"),
+    "deep": ("lr: " + "[" * 20_000, "maximum recursion depth exceeded"),
     "large": ("# " + "x" * 10**7, "has more than 64 KiB, the most that is read as YAML."),
-    "number": ("lr: " + "9" * 10_000, "has a number of 10,000 characters in line 1."),
-    "hexadecimal": ("lr: 0x" + "f" * 10_000, "has a number of 10,002 characters in line 1."),
-    "twice": ("lr: 1\nlr: 2", "has 'lr' twice, in line 2."),
+    "number": ("lr: " + "9" * 10_000, "line 1 has a number of 10,000 characters."),
+    "hexadecimal": ("lr: 0x" + "f" * 10_000, "line 1 has a number of 10,002 characters."),
+    "twice": ("lr: 1\nlr: 2", "'lr' comes twice, in line 2."),
 }
 IN_A_CONFIG = {  # what only the flags of a --config make of it
     "text in which YAML stands": (f"lr: {json.dumps(MERGES)}", "'lr' in evil.yaml is a text of"),
     "in a choice": (f"strategy: {json.dumps(MERGES)}", "'strategy' in evil.yaml is a text of"),
     "beside a choice": (f"activation_checkpointing: {json.dumps(MERGES)}", "in evil.yaml is a text of"),
-    "in a mixture": (f"model_name: m\ndata_mix: {json.dumps('{a: &a [*a]}')}", "--data_mix: it has '&a' in line 1"),
+    "in a mixture": (
+        f"model_name: m\ndata_mix: {json.dumps('{a: &a [*a]}')}",
+        "--data_mix: it can't be read as YAML: 'a' in line 1",
+    ),
     "escapes": ('"\\e[31mlr\\r": 1', "unknown key '\\x1b[31mlr\\r' in evil.yaml."),
 }
 MIXTURES = {  # the value of --data_mix -> words of the sentence
     "digits": ("a=data:" + "9" * 50_000, "the mixture has 50,007 characters; at most 32,768 are read."),
     "fewer digits": ("a=data:" + "9" * 20_000, "the weight of source 'a' must be a number of 0 or more, not '999"),
-    "sources": (",".join(f"s{k}=d:1" for k in range(2_000)), "--data_mix: it has 2,000 sources; at most 500 are read."),
+    "sources": (
+        ",".join(f"s{k}=d:1" for k in range(2_000)),
+        "--data_mix: sources 's0' and 's1' are both 'd'; give one of them more weight.",
+    ),
     "escapes": ('{sources: {a: {path: "\\e[31mp\\nx", weight: 1}}}', "No dataset at '\\x1b[31mp\\nx'. Make one with"),
 }
 HOSTILE_TEXT = {  # program and flags, file -> what it holds, words of the sentence
@@ -1303,11 +1309,9 @@ HOSTILE_TEXT = {  # program and flags, file -> what it holds, words of the sente
     **{f"mixture: {name}": ("train --model_name m --data_mix evil.yaml", *bomb) for name, bomb in BOMBS.items()},
     **{f"--data_mix: {name}": ("train --model_name m --data_mix", *mix) for name, mix in MIXTURES.items()},
     "resume": ("train --resume true --run_name run", *BOMBS["merges"]),
-    "branch": ("train --branch_decay 2 --checkpoint checkpoints/run/step-00000001", *BOMBS["merges"]),
+    "branch": ("train --resume true --checkpoint checkpoints/run/step-00000001", *BOMBS["merges"]),
     "prepare_data": ("prepare_data --config evil.yaml", *BOMBS["merges"]),
     "export_hf": ("export_hf --config evil.yaml", *BOMBS["merges"]),
-    "average": ("fabric_llm.average checkpoints/run --output hf", *BOMBS["merges"]),
-    "report": ("fabric_llm.report.__main__ checkpoints/run", *BOMBS["aliases"]),
     "a device": ("train --config /dev/zero", "", "--config: '/dev/zero' isn't a file."),
 }
 ONE_COMMAND = """

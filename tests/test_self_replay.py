@@ -155,7 +155,6 @@ def test_a_split_without_a_row_keeps_what_was_sampled(models, tmp_path):
         ("--self_replay MODEL --tokens 0", "--tokens must be positive"),
         ("--self_replay MODEL --tokens 100 --input x.txt", "--input doesn't go with --self_replay"),
         ("--self_replay MODEL --tokens 100 --train_tokenizer 300", "--train_tokenizer doesn't go"),
-        ("--self_replay MODEL --tokens 100 --shard 1/2", "--shard doesn't go"),
         ("--self_replay MODEL --tokens 60", "ask for 64 at least"),
         ("--self_replay nowhere/at/all --tokens 100", "nowhere/at/all"),
         ("--tokenizer MODEL", "no input"),

@@ -84,7 +84,7 @@ TABLE = [  # flags, facts, the beginning of the one warning
     ("--async_save true", {}, "--async_save has no effect without --save_step_interval"),
     ("--entity a --project b --log_model true", {}, "--entity, --project and --log_model have no effect without --logger wandb."),
     ("--log_model all --logger csv,tensorboard", {}, "--log_model has no effect with --logger csv,tensorboard."),
-    ("--sample_tokens 9 --state_dict_type sharded", {}, "--sample_tokens has no effect with --state_dict_type sharded"),
+    ("--sample_tokens 9", {}, "--sample_tokens has no effect without --sample_prompts."),
 ]  # fmt: skip
 
 

@@ -1,15 +1,21 @@
 """Weights, unit by unit: read, drawn, spread over ranks, computed with and written, they are those of the whole model."""
 
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from families import FAMILIES, toy_config, write_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks import built, run_ranks, toy_run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from transformers import AutoModelForCausalLM
 
-from fabric_llm.checkpoint import whole
+from fabric_llm.checkpoint import state_dicts, whole
+from fabric_llm.checkpoint.reading import Tensors
 from fabric_llm.model import gate, reference, weights
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import build_skeleton, load_config, open_weights
@@ -216,3 +222,27 @@ def test_a_reference_that_needs_all_weights_at_once_says_so(tmp_path, capsys):
     reference.load_reference(skeleton, source, limit_bytes=0)
     said = capsys.readouterr().out
     assert said.startswith("The layers of RwkvForCausalLM can't be computed one by one") and said.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------- parts of a sharded tensor
+
+
+@given(st.lists(st.integers(1, 5), min_size=0, max_size=4), st.lists(st.integers(0, 1000), max_size=4), st.data())
+@settings(deadline=None, max_examples=60)
+def test_parts_of_any_split_are_blocks_that_together_are_the_tensor(shape, cuts, data):
+    """FSDP1 splits a flattened tensor anywhere. What each rank writes is read again whole, and by any other split."""
+    whole = torch.randn(shape).bfloat16()
+    count = whole.numel()
+    cuts = sorted({0, count, *(cut % (count + 1) for cut in cuts)})
+    with tempfile.TemporaryDirectory() as name:
+        number = 0
+        for first, end in zip(cuts, cuts[1:]):
+            for part in state_dicts._blocks(whole.flatten()[first:end], first, tuple(shape)):
+                offsets = json.dumps({"x": {SAVED_OFFSETS_KEY: part.offsets}})
+                file = Path(name) / f"{(number := number + 1)}.safetensors"
+                save_file({"x": part.tensor.contiguous()}, file, {CUSTOM_METADATA_KEY: offsets})
+        stored = Tensors(Path(name).iterdir())
+        assert torch.equal(stored["x"], whole)
+        first = data.draw(st.integers(0, count))
+        end = data.draw(st.integers(first, count))
+        assert torch.equal(stored.elements("x", first, end - first), whole.flatten()[first:end])

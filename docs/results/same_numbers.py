@@ -22,9 +22,12 @@ import sys
 from pathlib import Path
 from typing import Optional
 
-import torch
-from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from fabric_llm.checkpoint.reading import Tensors  # noqa: E402
 
 STEPS, DEMO_STEPS = 12, 60
 TOYS = {
@@ -144,19 +147,16 @@ def name(case: str) -> str:
 
 
 def numbers(folder: Path, case: str) -> dict[str, object]:
-    """{"steps": [[step, loss, gradient norm], ...], "evaluations": ..., "tensors": {file: name: sha256}}, floats in hexadecimal."""
+    """{"steps": [[step, loss, gradient norm], ...], "evaluations": ..., "tensors": {folder: name: sha256}}, floats in hexadecimal."""
     run_directory = folder / "runs" / name(case)
     lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
     steps = [[r["step"], r["loss"].hex(), r["grad_norm"].hex()] for r in lines if "loss" in r]
     evaluations = [[r["step"], r["eval_loss"].hex()] for r in lines if "eval_loss" in r]
     tensors, last = {}, max(run_directory.glob("step-*"))
-    for file in sorted(last.rglob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            parts = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
-            for key in opened.keys():
-                bits = opened.get_tensor(key).reshape(-1).view(torch.uint8).numpy().tobytes()
-                where = f"{file.parent.relative_to(last)}: {key} {parts.get(key, '')}"  # whichever file holds it
-                tensors[where] = hashlib.sha256(bits).hexdigest()
+    for files in sorted({file.parent for file in last.rglob("*.safetensors")}):
+        for key, tensor in Tensors(files.glob("*.safetensors")).items():  # whole, however ranks have cut it
+            bits = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+            tensors[f"{files.relative_to(last)}: {key}"] = hashlib.sha256(bits).hexdigest()
     return {"steps": steps, "evaluations": evaluations, "tensors": tensors}
 
 

@@ -13,26 +13,24 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from fabric_llm.base.faults import BAD_INPUT, printable, tell_torchrun
+from fabric_llm.base.faults import BAD_INPUT, printable
 from fabric_llm.base.files import write_atomically
-from fabric_llm.base.names import flag_instead, value_instead
+from fabric_llm.base.names import nearest
 
 # arguments.Arguments, which this package doesn't import. A group's flags are its fields: `flags.training.lr`.
 Flags = Any
 LONGEST_NUMBER = 100  # characters
 SECONDS_FOR_THE_FIRST = 20.0  # for the first process of a machine to print a mistake
 MOST_YAML_BYTES = 64 * 2**10  # enough for hundreds of sources with stages
-MOST_DEPTH = 8
 MOST_DIGITS = 1000
 
 
@@ -56,8 +54,6 @@ class Flag:
     kept: bool = True  # in arguments.yaml; False if it names the run, or concerns a single start of it
     needs: str = ""  # "flag, flag VALUE VALUE": it has no effect unless each is on, or has one of the values
     also: str = ""  # its names in other trainers, without those that are recognised as typos anyway
-    # What to give in place of values that it doesn't take, see names.value_instead.
-    instead: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def belongs_to_run(self) -> bool:
@@ -91,9 +87,7 @@ class Flag:
             words = "a finite number"
         else:
             return ""
-        default = re.search(r"\(default: (.*)\)", self.help)
-        instead = self.instead.get(str(value)) or (default and f"leave it out for {default[1]}")
-        return f"must be {words}, not {value}{f'; {instead}' if instead else ''}."
+        return f"must be {words}, not {value}."
 
 
 def flag(default: Any, help: str = "", **said: Any) -> Any:
@@ -141,10 +135,8 @@ def is_first_of_machine() -> bool:
 
 def fail(program: str, sentence: str, code: int = BAD_INPUT) -> NoReturn:
     """End with an exit code, after the first process of each machine has printed a sentence on stderr."""
-    sentence = printable(sentence)
-    tell_torchrun(sentence)
     if is_first_of_machine():
-        print(f"{program}: error: {sentence}", file=sys.stderr, flush=True)
+        print(f"{program}: error: {printable(sentence)}", file=sys.stderr, flush=True)
     elif "TORCHELASTIC_RUN_ID" in os.environ and "torch" not in sys.modules and code == BAD_INPUT:
         # Every rank finds this mistake. When the first one exits, torchrun ends the others, maybe before it is printed.
         time.sleep(SECONDS_FOR_THE_FIRST)
@@ -156,27 +148,25 @@ def parse(
     description: str,
     flag_groups: Iterable[type],
     argv: list[str],
-    not_here: Mapping[str, str] = MappingProxyType({}),
+    first: str = "",
     of_run: bool = False,
 ) -> dict[str, Any]:
     """Flag name -> value. Exits with code 2 and one sentence on anything unknown or out of range.
 
-    not_here: {names of flags that this program doesn't have: what to do instead}. of_run: --config is the arguments.yaml of
-    a run, which only has flags that are kept.
+    first: the flag whose name may be left out where it comes before all others. of_run: --config is the arguments.yaml of a
+    run, which only has flags that are kept.
     """
     import jsonargparse  # takes time, and only parsing needs it
 
     class Parser(jsonargparse.ArgumentParser):
         def error(self, message: str, ex: Optional[Exception] = None) -> NoReturn:
-            fail(program, _one_sentence(message, flags, meanings))
+            fail(program, _one_sentence(message, flags))
 
     # For a file, and for values in it that are YAML again.
     jsonargparse.set_loader("yaml", load_yaml, exceptions=(ValueError,))
     parser = Parser(prog=program, description=description, allow_abbrev=False, default_env=False)
     parser.add_argument("--config", action="config", help="YAML file of flags; the command line wins over it")
     flags: dict[str, Flag] = {}
-    # {word that may be given as a flag: the end of the sentence about it}
-    meanings = {word: f"{said[0].upper()}{said[1:]}." for words, said in not_here.items() for word in words.split()}
     for group in flag_groups:
         title, *rest = (group.__doc__ or "").split(" (", 1)
         section = parser.add_argument_group(title, rest[0].rstrip(")") if rest else None)
@@ -186,15 +176,14 @@ def parse(
             options = {"required": True} if required else {"default": one.default}
             options |= {"type": str, "nargs": "+"} if one.kinds == [list[str]] else {"type": one.type}
             section.add_argument(f"--{name}", help=one.help, **options)
-            meanings |= dict.fromkeys([name, *one.also.split()], f"Did you mean --{name}?")
-            if one.type is bool:
-                meanings[f"no_{name}"] = f"Take --{name} false."
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config", nargs="?", const="")
-    known, words = first.parse_known_args(argv)
+    if first and argv and not argv[0].startswith("-"):
+        argv = [f"--{first}", *argv]
+    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before.add_argument("--config", nargs="?", const="")
+    known, words = before.parse_known_args(argv)
     if known.config is not None:
         in_config = {name: one for name, one in flags.items() if one.kept or not of_run}
-        _check_config(program, known.config, in_config, meanings)
+        _check_config(program, known.config, in_config)
         words = ["--config", known.config, *words]  # first, so that the command line wins whatever the order
     parsed = parser.parse_args(words).as_dict()
     for name, one in flags.items():
@@ -203,7 +192,7 @@ def parse(
     return {name: parsed[name] for name in flags}
 
 
-def _check_config(program: str, config: str, flags: dict[str, Flag], meanings: dict[str, str]) -> None:
+def _check_config(program: str, config: str, flags: dict[str, Flag]) -> None:
     """Exit with code 2 unless the file has known keys, and values or lists of values."""
     try:
         values = read_yaml(Path(config))
@@ -215,7 +204,7 @@ def _check_config(program: str, config: str, flags: dict[str, Flag], meanings: d
         fail(program, f"--config {config!r} must hold `flag: value` lines, but holds {type(values).__name__}.")
     for key, value in values.items():
         if key not in flags:
-            fail(program, f"unknown key {key!r} in {config}. {flag_instead(str(key), meanings)}")
+            fail(program, f"unknown key {key!r} in {config}. {_meant(str(key), flags)}")
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, (list, dict, set, tuple)):
                 fail(program, f"{key!r} in {config} must hold a value, or a list of values, not {type(item).__name__}.")
@@ -224,18 +213,25 @@ def _check_config(program: str, config: str, flags: dict[str, Flag], meanings: d
                 fail(program, f"{key!r} in {config} is a text of {len(item):,} characters: {item[:60]!r} ...")
 
 
-def _one_sentence(message: str, flags: dict[str, Flag], meanings: dict[str, str]) -> str:
+def _meant(name: str, flags: dict[str, Flag]) -> str:
+    """The end of a sentence about an unknown flag: which one may be meant, also by its name in another trainer."""
+    flag_of = {word: known for known, one in flags.items() for word in (known, *one.also.split())}
+    name = name.replace("-", "_").lower()
+    same_letter = [word for word in flag_of if word[0] == name[:1]]  # the first is hardly ever mistyped
+    known = next((flag_of[word] for word in [name, *nearest(name, same_letter)] if word in flag_of), None)
+    return "See --help." if known is None else f"Did you mean --{known}?"
+
+
+def _one_sentence(message: str, flags: dict[str, Flag]) -> str:
     """One sentence with the offending value, for jsonargparse's message of several lines with Python types."""
     if unknown := re.match(r"unrecognized arguments: (.*)", message, re.S):
         words = unknown[1].split()
         name = next((w for w in words if w.startswith("-")), words[0])
         if not name.startswith("-"):
             return f"unexpected {name!r}: every flag is written --name value."
-        return f"unknown flag {name}. {flag_instead(name.lstrip('-').split('=')[0], meanings)}"
+        return f"unknown flag {name}. {_meant(name.lstrip('-').split('=')[0], flags)}"
     if wrong := re.match(r'Parser key "(\w+)":.*(?:Got value|Given value): (.*)', message, re.S):
-        one, value = flags[wrong[1]], wrong[2].strip()
-        instead = value_instead(value, [kind for kind in one.kinds if isinstance(kind, str)], one.values, one.instead)
-        return f"--{wrong[1]} takes {one.values}, not {value!r}{f': {instead}' if instead else ''}."
+        return f"--{wrong[1]} takes {flags[wrong[1]].values}, not {wrong[2].strip()!r}."
     if (bare := re.match(r"argument --(\w+): expected one argument", message)) and bare[1] in flags:
         return f"--{bare[1]} takes {flags[bare[1]].values}, and nothing is given."
     if missing := re.search(r'(?:Key|key) "(\w+)" is required', message):
@@ -248,41 +244,24 @@ def write_yaml(flat: dict[str, Any], path: Path) -> None:
     write_atomically(path, yaml.safe_dump(flat, sort_keys=False))
 
 
-class NotPlain(ValueError):
-    """YAML that may be meant to do harm, and that none of these programs writes or needs."""
-
-
 class _Loader(yaml.SafeLoader):
-    """Refuses, before it is expanded, YAML of which a few hundred bytes can fill any memory."""
-
-    depth = 0
+    """Without aliases, of which a few hundred bytes can fill any memory, merges, and keys that come twice."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
-        tag, value, line = getattr(event, "tag", None), getattr(event, "value", ""), event.start_mark.line + 1
-        self.depth += 1
+        value, line = getattr(event, "value", ""), event.start_mark.line + 1
         if event.anchor is not None:
-            sign = "*" if isinstance(event, yaml.AliasEvent) else "&"
-            raise NotPlain(
-                f"has {sign + event.anchor[:60]!r} in line {line}: write the value itself, aliases aren't read"
-            )
-        if tag not in (None, "!"):
-            raise NotPlain(f"has the YAML tag {tag[:60]!r} in line {line}: plain values have none")
-        if self.depth > MOST_DEPTH:
-            raise NotPlain(f"is more than {MOST_DEPTH} levels deep in line {line}")
+            raise yaml.YAMLError(f"{event.anchor[:60]!r} in line {line} is an alias, or what one stands for")
         if len(value) > MOST_DIGITS and re.fullmatch("[-+0-9a-fA-Fxo_:]*", value):
-            raise NotPlain(f"has a number of {len(value):,} characters in line {line}")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+            raise yaml.YAMLError(f"line {line} has a number of {len(value):,} characters")
+        return super().compose_node(parent, index)
 
     def flatten_mapping(self, node: Any) -> None:
-        """Called for each mapping, to apply merges (`<<`), which are refused."""
-        seen = {"<<"}
+        """Called for each mapping, to apply merges, which aren't read."""
+        seen = set()
         for key, _ in node.value:
             if (name := str(key.value)) in seen:
-                how = ", and merges aren't read" if name == "<<" else " twice"
-                raise NotPlain(f"has {name[:60]!r}{how}, in line {key.start_mark.line + 1}")
+                raise yaml.YAMLError(f"{name[:60]!r} comes twice, in line {key.start_mark.line + 1}")
             seen.add(name)
 
 
@@ -299,23 +278,18 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), lis
 def read_yaml(path: Path) -> Any:
     """The content of a YAML file that may come from anybody. Raises OSError, and ValueError as `load_yaml`."""
     if path.exists() and not path.is_file():  # a pipe would block, a device has no end
-        raise NotPlain(f"{str(path)!r} isn't a file")
+        raise ValueError(f"{str(path)!r} isn't a file")
     with path.open("rb") as file:
         content = file.read(MOST_YAML_BYTES + 1)
-    try:
-        return load_yaml(content.decode(), repr(str(path)))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} isn't text") from error
+    return load_yaml(content.decode(errors="replace"), repr(str(path)))
 
 
 def load_yaml(text: str, subject: str = "it") -> Any:
-    """The content of a YAML text. Raises ValueError, in a sentence about `subject` without a full stop; NotPlain if refused."""
+    """The content of a YAML text. Raises ValueError, in a sentence about `subject` without a full stop."""
     if len(text) > MOST_YAML_BYTES:
-        raise NotPlain(f"{subject} has more than {MOST_YAML_BYTES // 2**10} KiB, the most that is read as YAML")
+        raise ValueError(f"{subject} has more than {MOST_YAML_BYTES // 2**10} KiB, the most that is read as YAML")
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         said = " ".join(str(error).split())[:300].rstrip(".")
-        raise ValueError(f"{subject} isn't valid YAML: {said}") from error
-    except NotPlain as error:
-        raise NotPlain(f"{subject} {error}") from error
+        raise ValueError(f"{subject} can't be read as YAML: {said}") from error

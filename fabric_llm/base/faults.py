@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import errno
-import json
-import os
 import sys
-import time
-from contextlib import suppress
 from typing import Optional
 
 DONE = 0
@@ -83,17 +79,3 @@ def as_fault(error: BaseException) -> Fault:
 def as_mistake(error: BaseException) -> Fault:
     """`error` as a Fault, for code that reads flags, data or a model, in which a ValueError is a mistake of the user."""
     return Fault(str(error)) if isinstance(error, ValueError) and not isinstance(error, Fault) else as_fault(error)
-
-
-def tell_torchrun(sentence: str, is_consequence: bool = False) -> None:
-    """Under torchrun, write why this rank ends to the file that torchrun reads for its summary.
-
-    The format is that of torch.distributed.elastic.multiprocessing.errors: torchrun prints `py_callstack`, and takes the rank
-    with the earliest timestamp for the root cause. is_consequence: another rank failed first, possibly in the same second.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    extra = {"py_callstack": sentence, "timestamp": str(int(time.time()) + is_consequence)}
-    with suppress(OSError), open(path, "w") as file:
-        json.dump({"message": {"message": sentence, "extraInfo": extra}}, file)

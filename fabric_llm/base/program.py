@@ -89,21 +89,6 @@ def wait_until(ask: Callable[[], T], seconds: float, pause_seconds: float = 0.05
     return answer
 
 
-class Console:
-    """A progress bar where stderr is a terminal, and lines that are printed above it."""
-
-    def __init__(self, total_steps: int, done_steps: int) -> None:
-        from tqdm import tqdm
-
-        is_off = not sys.stderr.isatty()
-        self.bar = tqdm(total=total_steps, initial=done_steps, unit="step", disable=is_off, leave=False)
-        self.advance, self.close = self.bar.update, self.bar.close
-
-    def line(self, text: str) -> None:
-        """Print one line."""
-        print(text, flush=True) if self.bar.disable else self.bar.write(text)
-
-
 def cores(root: Path = Path("/")) -> int:
     """CPU cores that this process may use by its affinity and control groups. root: for tests."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

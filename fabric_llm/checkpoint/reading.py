@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, DTYPE_MAP, SAVED_OFFSETS_KEY
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
-from fabric_llm.base.faults import NO_CHECKPOINT, OUT_OF_MEMORY, PEER_LOST, STOPPED, Fault, as_fault, one_line
+from fabric_llm.base.faults import NO_CHECKPOINT, OUT_OF_MEMORY, STOPPED, Fault, as_fault, one_line
 from fabric_llm.checkpoint.keep import damaged, read_progress
-from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, optimizer_tensors, saved_shapes, with_average
+from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, optimizer_held, saved_shapes
 from fabric_llm.model import loading
+from fabric_llm.model.strategy import local_part, shards
 from fabric_llm.model.weights import Source
 
 Shape = tuple[int, ...]
@@ -38,7 +36,9 @@ class Tensors(Mapping[str, Tensor]):
 
     def __init__(self, files: Iterable[Path], code: int = NO_CHECKPOINT) -> None:
         self.code = code
-        self.files: dict[str, dict[Shape, Path]] = {}  # name -> offsets of a part -> its file
+        self.parts: dict[
+            str, dict[Shape, tuple[Path, Shape]]
+        ] = {}  # name -> offsets of a part -> its file and its shape
         self.shapes: dict[str, Shape] = {}  # of whole tensors
         self.held: dict[str, int] = {}  # elements of all parts
         for path in sorted(files):
@@ -49,42 +49,50 @@ class Tensors(Mapping[str, Tensor]):
                     offsets = tuple(places[name][SAVED_OFFSETS_KEY] if places else [0] * len(shape))
                     end = tuple(first + length for first, length in zip(offsets, shape, strict=True))
                     self.shapes[name] = tuple(map(max, end, self.shapes.get(name, end)))
-                    if offsets not in self.files.setdefault(name, {}):
+                    if offsets not in self.parts.setdefault(name, {}):
                         self.held[name] = self.held.get(name, 0) + math.prod(shape)
-                    self.files[name][offsets] = path
+                    self.parts[name][offsets] = path, tuple(shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.files)
+        return iter(self.parts)
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.parts)
 
     def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
-        return name in self.files
+        return name in self.parts
 
     def __getitem__(self, name: str) -> Tensor:
         """The whole tensor. Raises Fault where a part of it is missing or can't be read."""
-        whole = None
-        for offsets, path in self.files[name].items():
+        return self.elements(name, 0, math.prod(self.shapes[name])).view(self.shapes[name])
+
+    def elements(self, name: str, first: int, count: int) -> Tensor:
+        """Elements of the flattened tensor, one-dimensional, of which only the rows that hold them are read. Raises Fault as above."""
+        shape = self.shapes[name] or (1,)
+        of_row = math.prod(shape[1:])
+        begin, end = first // max(of_row, 1), -(-(first + count) // max(of_row, 1))
+        rows = None
+        for offsets, (path, lengths) in self.parts[name].items():
+            offsets, lengths = offsets or (0,), lengths or (1,)
+            low, high = max(begin, offsets[0]), min(end, offsets[0] + lengths[0])
+            if low >= high:
+                continue
             with readable(path.parent, self.code), safe_open(path, framework="pt") as file:
                 if not self.is_whole(name):  # before memory is taken for it
-                    raise ValueError(f"{name} has {self.held[name]} of {math.prod(self.shapes[name])} elements")
-                part = file.get_tensor(name)
-                whole = torch.empty(self.shapes[name], dtype=part.dtype) if whole is None else whole
-                whole[tuple(slice(first, first + length) for first, length in zip(offsets, part.shape))] = part
-        return whole
+                    raise ValueError(f"{name} has {self.held[name]} of {math.prod(shape)} elements")
+                if self.shapes[name]:
+                    part = file.get_slice(name)[low - offsets[0] : high - offsets[0]]
+                else:
+                    part = file.get_tensor(name).view(1)
+                rows = torch.empty((end - begin, *shape[1:]), dtype=part.dtype) if rows is None else rows
+                across = (slice(at, at + length) for at, length in zip(offsets[1:], lengths[1:]))
+                rows[(slice(low - begin, high - begin), *across)] = part
+        whole = torch.empty(0) if rows is None else rows.view(-1)
+        return whole[first - begin * of_row :][:count]
 
     def is_whole(self, name: str) -> bool:
         """False where a part of the tensor is missing."""
         return self.held[name] == math.prod(self.shapes[name])
-
-
-def stored_parts(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
-    """(file, name, tensor) of all that lies in the files of a folder and of those below: whole tensors, and parts as they are."""
-    for path in sorted(folder.rglob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():
-                yield path, name, file.get_tensor(name)
 
 
 @contextmanager
@@ -92,12 +100,10 @@ def readable(path: Path, code: int = NO_CHECKPOINT) -> Iterator[None]:
     """Raise what is wrong with the content of files, which hashes don't tell where somebody made them so, as Fault (`code`)."""
     try:
         yield
-    except (Exception, dcp.CheckpointException) as error:  # the latter is no Exception
-        failures = getattr(error, "failures", None)  # of dcp: rank -> (exception, traceback)
-        first = min(failures.items())[1][0] if failures else error
-        if as_fault(first).code in (PEER_LOST, OUT_OF_MEMORY, STOPPED):
-            raise as_fault(first) from error
-        raise Fault(f"{str(path)!r} can't be read: {one_line(first)[:400]}.", code) from error
+    except Exception as error:
+        if as_fault(error).code in (OUT_OF_MEMORY, STOPPED):
+            raise as_fault(error) from error
+        raise Fault(f"{str(path)!r} can't be read: {one_line(error)[:400]}.", code) from error
 
 
 class Slice(NamedTuple):
@@ -114,10 +120,18 @@ class Slice(NamedTuple):
 
 
 def slices(path: Path, expected: nn.Module) -> Optional[dict[str, Slice]]:
-    """The weights of a sharded checkpoint by HF name, not read yet; None if `path` isn't one. See `weights`."""
+    """The weights of a sharded checkpoint by HF name, not read yet; None if `path` isn't one.
+
+    Raises Fault (66) unless it is the model `expected`.
+    """
     if not (path / "weights").is_dir():
         return None
-    stored = weights(path, expected)
+    stored = Tensors((path / "weights").glob("*.safetensors"))
+    wanted = {PREFIX + name: shape for name, shape in saved_shapes(expected).items()}
+    for name in sorted(stored.keys() | wanted.keys()):
+        here, there = stored.shapes.get(name, "nothing"), wanted.get(name, "nothing")
+        if here != there:
+            raise damaged(path, f"weights hold {here} as {name}, the model {there}.")
     return {name.removeprefix(PREFIX): Slice(stored, name) for name in stored}
 
 
@@ -128,38 +142,47 @@ def open_weights(source: str, config: PretrainedConfig, dtype: torch.dtype, seed
     )
 
 
-def weights(path: Path, expected: nn.Module) -> Tensors:
-    """What a sharded checkpoint holds, by names behind PREFIX. Raises Fault (66) first unless it is the model `expected`."""
-    stored = Tensors((path / "weights").glob("*.safetensors"))
-    wanted = {PREFIX + name: shape for name, shape in saved_shapes(expected).items()}
-    for name in sorted(stored.keys() | wanted.keys()):
-        here, there = stored.shapes.get(name, "nothing"), wanted.get(name, "nothing")
-        if here != there:
-            raise damaged(path, f"weights hold {here} as {name}, the model {there}.")
-    return stored
-
-
 def load_optimizer(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, may_lack: Collection[str] = ()
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    skeleton: PreTrainedModel,
+    may_lack: Collection[str] = (),
 ) -> None:
     """Fill the optimizer of a wrapped model from a checkpoint, whatever ranks and strategy wrote it. All ranks call it.
 
+    Each rank reads the rows that it holds a part of, one tensor at a time. skeleton: the unwrapped model on the meta device.
     Where the checkpoint has none, its moving average stays as it is, and the state of the parameters that it `may_lack`.
+    Raises Fault (66) where it lacks another, or has another shape.
     """
-    optimizer, *averages = with_average(optimizer)
-    stored = optimizer_state(path) if may_lack else {}
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    for one in [optimizer, *(averages if EMA in read_progress(path)["optimizer_state"] else [])]:
-        flat, tensors = optimizer_tensors(model, one)
-        tensors = {key: t for key, t in tensors.items() if parameter_of(key) not in may_lack or key in stored}
-        load_parts(tensors, path / "trainer" / "optimizer")
-        set_optimizer_state_dict(model, one, {**flat, **tensors}, options=options)
+    stored = optimizer_state(path)
+    has_average = EMA in read_progress(path)["optimizer_state"]
+    _begin_state(stored, model, optimizer)
+    for key, (tensor, first, shape) in optimizer_held(model, skeleton, optimizer).items():
+        may = parameter_of(key) in may_lack or key.endswith(f".{EMA}") and not has_average
+        if key in stored or not may:
+            if (there := stored.shapes.get(key, "nothing")) != shape:
+                raise damaged(path, f"the optimizer's state holds {there} as {key}, the model {shape}.")
+            part = local_part(tensor).view(-1)
+            part.copy_(stored.elements(key, first if shape else 0, len(part)))
 
 
-def load_parts(tensors: dict[str, Any], folder: Path) -> None:
-    """Fill `tensors`. Raises Fault (66) where the parts are others."""
-    with readable(folder):
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path=str(folder)))
+def _begin_state(stored: Tensors, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make the stored state that an optimizer would begin in its first step, as most do."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # without Fabric's wrapper
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    known = shards(model)
+    for key, shape in stored.shapes.items():
+        name, _, item = key.removeprefix("state.").rpartition(".")
+        shard = known.get(name)
+        if shard is None or shard.parameter not in trained or item == EMA or item in optimizer.state[shard.parameter]:
+            continue
+        like, dtype = shard.parameter.detach(), stored.elements(key, 0, 1).dtype
+        if math.prod(shape) == sum(shard.counts) and shape:
+            begun = torch.zeros_like(like, dtype=dtype)
+        else:  # a counter, which optimizers keep on the CPU, or what is of another shape than its parameter
+            begun = torch.zeros(shape, dtype=dtype, device=like.device if shape else "cpu")
+        optimizer.state[shard.parameter][item] = begun
 
 
 def optimizer_state(path: Path) -> Tensors:

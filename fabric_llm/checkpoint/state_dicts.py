@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from fabric_llm.base.ranks import alone
-from fabric_llm.model.strategy import PREFIX, local_part
+from fabric_llm.model.strategy import PREFIX, local_part, original_name, shard_group, shard_ranks, shards
 from fabric_llm.model.weights import saved
 
 EMA = "ema"  # the state of a parameter that is its moving average
-# What torch warns of here is intended: one device has no process group, and NO_SHARD shards nothing.
-for words in ("torch.distributed is disabled, unavailable or uninitialized", "When using ``NO_SHARD``"):
-    warnings.filterwarnings("ignore", message=words)
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -30,6 +25,15 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(torch.stack(local.aminmax())).all())  # isfinite of it all makes copies of it all
 
 
+class Held(NamedTuple):
+    """What this rank holds of a tensor."""
+
+    tensor: Tensor  # of any shape
+    # Index of its first element in the flattened whole; None where all ranks hold the whole. Of a number, 0 where it is right.
+    first: Optional[int]
+    shape: tuple[int, ...]  # of the whole
+
+
 class Part(NamedTuple):
     """What this rank writes of a tensor: a block of it that begins at `offsets`."""
 
@@ -37,22 +41,42 @@ class Part(NamedTuple):
     offsets: tuple[int, ...]
 
 
-def own_parts(tensors: dict[str, Any]) -> dict[str, Part]:
-    """What this rank writes of all ranks' tensors: its part of each DTensor, and of those that all hold alike every n-th."""
+def own_parts(model: nn.Module, held: Mapping[str, Held]) -> list[dict[str, Part]]:
+    """What this rank writes of what all ranks hold: its part of what is sharded, and of what all hold alike every n-th.
+
+    model: wrapped. A part that isn't a block, such as FSDP1's, which begins and ends within rows, is several: in the first
+    dictionary is one of each tensor, in the next one the second, and so on. They are views, which take no memory.
+    """
     rank, ranks = (0, 1) if alone() else (torch.distributed.get_rank(), torch.distributed.get_world_size())
-    found = {}
-    for number, (name, tensor) in enumerate(sorted(tensors.items())):
-        offsets = (0,) * tensor.ndim
-        if isinstance(tensor, DTensor):
-            _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            coordinate = tensor.device_mesh.get_coordinate()
-            own = not any(isinstance(p, Replicate) and c for p, c in zip(tensor.placements, coordinate))
-            tensor = tensor.to_local()
-        else:
-            own = number % ranks == rank
-        if own and tensor.numel():
-            found[name] = Part(tensor.detach(), tuple(offsets))
+    is_sharded, is_first_replica = shard_group(model) is not None, 0 in shard_ranks(model)
+    found: list[dict[str, Part]] = []
+    for number, (name, (tensor, first, shape)) in enumerate(sorted(held.items())):
+        is_own = is_first_replica if is_sharded and first is not None else number % ranks == rank
+        is_own = is_own and bool(shape or not first)
+        blocks = _blocks(local_part(tensor).detach().flatten(), first or 0, shape) if is_own else ()
+        for place, part in enumerate(blocks):
+            found += [{}] * (place == len(found))
+            found[place][name] = part
     return found
+
+
+def _blocks(flat: Tensor, first: int, shape: tuple[int, ...]) -> Iterator[Part]:
+    """The elements from `first` on of a flattened tensor of that shape, as blocks of it: whole rows, and parts of the rows around."""
+    if not flat.numel():
+        return
+    if len(shape) < 2:
+        yield Part(flat.view(shape and (-1,)), (first,)[: len(shape)])
+        return
+    inner, of_row = shape[1:], math.prod(shape[1:])
+    row, inside = divmod(first, of_row)
+    before = min(-first % of_row, len(flat))  # elements of a row that begins before
+    if before:
+        yield from (Part(one.tensor[None], (row, *one.offsets)) for one in _blocks(flat[:before], inside, inner))
+    row, rows = row + (inside > 0), (len(flat) - before) // of_row
+    whole, after = flat[before : before + rows * of_row], flat[before + rows * of_row :]
+    if rows:
+        yield Part(whole.view(rows, *inner), (row, *[0] * len(inner)))
+    yield from (Part(one.tensor[None], (row + rows, *one.offsets)) for one in _blocks(after, 0, inner))
 
 
 def tied_names(model: nn.Module) -> set[str]:
@@ -66,38 +90,33 @@ def saved_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in saved(model).items()}
 
 
-def model_tensors(model: nn.Module, skeleton: PreTrainedModel) -> dict[str, Any]:
-    """Name in files, behind PREFIX -> this rank's part as DTensor; each tied one once."""
-    tensors = get_model_state_dict(model)
-    return {PREFIX + name: tensors[PREFIX + name] for name in saved(skeleton)}
+def weights_held(model: nn.Module, skeleton: PreTrainedModel) -> dict[str, Held]:
+    """Name in files, behind PREFIX -> what this rank holds of it; each tied one once. All ranks call it.
+
+    model: wrapped. skeleton: unwrapped, on the meta device.
+    """
+    tensors = {name: (shard.parameter, shard.first) for name, shard in shards(model).items()}
+    tensors |= {original_name(name): (buffer, None) for name, buffer in model.named_buffers()}
+    return {PREFIX + name: Held(*tensors[PREFIX + name], shape) for name, shape in saved_shapes(skeleton).items()}
 
 
-def optimizer_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, offload: bool = False
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The optimizer's flat state dict, and its tensors: `state.NAME.exp_avg` and the like. offload: they come to the CPU.
+def optimizer_held(model: nn.Module, skeleton: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Held]:
+    """`state.NAME.exp_avg` and the like -> what this rank holds of it, of an optimizer and of its average. All ranks call it.
 
-    What isn't a tensor (learning rate, betas) comes from the arguments of the run, not from a checkpoint.
+    Learning rate, betas and the like come from the arguments of the run, not from a checkpoint.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # without Fabric's wrapper
-    options = StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=offload)
-    flat = get_optimizer_state_dict(model, optimizer, options=options)
-    return flat, {key: value for key, value in flat.items() if key.startswith("state.")}
-
-
-def with_average(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """An optimizer without Fabric's wrapper, and the moving average of the weights beside it, if there is one."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)
     average = getattr(optimizer, "average", None)  # training/ema.py
-    return [optimizer] if average is None else [optimizer, average]
-
-
-def optimizer_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`optimizer_tensors` of an optimizer and of its average. What is kept on the host for a GPU doesn't fill its memory."""
-    tensors: dict[str, Any] = {}
-    for one in with_average(optimizer):
-        # The counter of steps, which has no dimensions, is on the CPU everywhere.
-        kept = ((p, t) for p, state in one.state.items() for t in state.values() if isinstance(t, Tensor) and t.ndim)
-        on_host = any(p.is_cuda and not t.is_cuda for p, t in kept)
-        tensors |= optimizer_tensors(model, one, offload=on_host)[1]
-    return tensors
+    shapes, found = saved_shapes(skeleton), {}
+    kept = [optimizer.state, average.state if average else {}]
+    for name, shard in shards(model).items():
+        # A counter of steps stays 0 where a rank holds nothing of the parameter: who holds its beginning writes it.
+        counts = shard.first if local_part(shard.parameter).numel() else 1
+        for key, tensor in (one for state in kept for one in state.get(shard.parameter, {}).items()):
+            whole = (shard.first, shapes[name.removeprefix(PREFIX)]) if tensor.ndim else (counts, ())
+            if tensor.ndim and tensor.shape != shard.parameter.shape:
+                if shard_group(model) is not None:
+                    raise ValueError(f"The optimizer's {key} of {name} hasn't its shape: take --strategy ddp.")
+                whole = None, tuple(tensor.shape)
+            found[f"state.{name}.{key}"] = Held(tensor, *whole)
+    return found

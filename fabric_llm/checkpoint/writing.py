@@ -18,6 +18,7 @@ The rename is the one commit point. A failure on any rank is raised on all of th
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -53,7 +54,7 @@ from fabric_llm.base.program import free_memory_bytes
 from fabric_llm.base.ranks import alone, from_first, gather
 from fabric_llm.checkpoint import whole
 from fabric_llm.checkpoint.keep import Progress, versions
-from fabric_llm.checkpoint.state_dicts import Part, is_finite, model_tensors, optimizer_parts, own_parts
+from fabric_llm.checkpoint.state_dicts import Part, is_finite, optimizer_held, own_parts, weights_held
 from fabric_llm.model.strategy import reshard, shard_ranks
 
 MANY_BYTES = 2**25  # of one rank
@@ -66,7 +67,7 @@ class Pending:
     target: Path  # step-N
     temporary: Path  # .tmp-step-N-*
     rank: int
-    parts: dict[str, dict[str, Part]]  # folder -> what this rank writes there
+    parts: dict[str, list[dict[str, Part]]]  # folder -> what this rank writes there, each tensor once in each file
     pieces: Optional[whole.Pieces]  # of the weights that rank 0 writes whole
     rest: Callable[[], None]  # writes all other files, on rank 0
     manifest: dict[str, Any]  # but for the files
@@ -105,14 +106,14 @@ def begin(
     """
     reshard(model)
     rank = fabric.global_rank
-    state = optimizer_parts(model, optimizer)
-    kept = {name.rpartition(".")[2] for name, tensor in state.items() if tensor.ndim}  # such as exp_avg
-    parts, pieces = {"trainer/optimizer": own_parts(state)}, None
+    state = optimizer_held(model, skeleton, optimizer)
+    kept = {name.rpartition(".")[2] for name, one in state.items() if one.shape}  # such as exp_avg
+    parts, pieces = {"trainer/optimizer": own_parts(model, state)}, None
     if state_dict_type == "full":
         pieces = whole.Pieces(model, skeleton)
     else:
-        parts["weights"] = own_parts(model_tensors(model, skeleton))
-    held = [*parts.values()] if pieces is None else [*parts.values(), pieces.held]
+        parts["weights"] = own_parts(model, weights_held(model, skeleton))
+    held = [*itertools.chain(*parts.values()), *([pieces.held] if pieces is not None else [])]
     own = [(name, one.tensor) for some in held for name, one in some.items()]
     own += probe.items() if rank == 0 else []
     bad = next((name for name, tensor in own if not is_finite(tensor)), None)
@@ -185,24 +186,25 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> Pending:
     return pending
 
 
-def _write_parts(pending: Pending, folder: str, parts: dict[str, Part], describing: files.Describing) -> None:
-    """Write this rank's parts to one file, or, where there is much, to several of about the same size."""
+def _write_parts(pending: Pending, folder: str, parts: list[dict[str, Part]], describing: files.Describing) -> None:
+    """Write this rank's parts to files with one of each tensor, and where there is much to several of about the same size."""
     # Where machines share no disk it isn't there, which `_require_seen` tells.
     (pending.temporary / folder).mkdir(parents=True, exist_ok=True)
-    bins: list[list[str]] = [[] for _ in range(files.THREADS)]
-    sizes = {name: part.tensor.nbytes for name, part in parts.items()}
-    if sum(sizes.values()) < MANY_BYTES:
-        bins = [list(parts)]
-    else:
+    bins: list[dict[str, Part]] = []
+    for some in parts:
+        sizes = {name: part.tensor.nbytes for name, part in some.items()}
+        split: list[list[str]] = [[] for _ in range(files.THREADS if sum(sizes.values()) >= MANY_BYTES else 1)]
         for name in sorted(sizes, key=lambda name: -sizes[name]):
-            min(bins, key=lambda names: sum(sizes[name] for name in names)).append(name)
-    for number, names in enumerate(filter(None, bins), start=1):
+            min(split, key=lambda names: sum(sizes[name] for name in names)).append(name)
+        bins += [{name: some[name] for name in names} for names in split if names]
+    for number, some in enumerate(bins, start=1):
         file = f"{folder}/shard-{pending.rank + 1:05}-model-{number:05}-of-{len(bins):05}.safetensors"
-        offsets = json.dumps({name: {SAVED_OFFSETS_KEY: parts[name].offsets} for name in names})
+        offsets = json.dumps({name: {SAVED_OFFSETS_KEY: part.offsets} for name, part in some.items()})
         metadata = {CUSTOM_METADATA_KEY: offsets, DCP_VERSION_KEY: str(HF_DCP_VERSION), "format": "pt"}
-        out = whole.TensorFile(pending.temporary / file, {name: parts[name].tensor for name in names}, metadata)
-        for name in names:
-            out.write(name, parts[name].tensor)
+        layout = {name: part.tensor for name, part in some.items()}
+        out = whole.TensorFile(pending.temporary / file, layout, metadata)
+        for name, tensor in layout.items():
+            out.write(name, tensor)
         describing.start([file])
 
 

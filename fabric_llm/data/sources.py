@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told b
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"  # of a source, and of a set that is evaluated
 COPY = "copy"  # the name of the probe of in-context learning, see columns.py
 MOST_PROMPTS, LARGEST_PROMPTS = 64, 2**20  # of --sample_prompts: number, bytes
+MAKE_IT = "make it with prepare_data.py"
 ONE_SET = "validation"  # the name of what is evaluated, where there is one dataset
 
 
@@ -51,10 +52,7 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
     tokenizer: that of the model, for the command that makes one.
     """
     folder = Path(name)
-    making, words = (
-        "make it with prepare_data.py",
-        ["--input", str(folder), "--tokenizer", tokenizer, "--output", f"{folder}-tokens"],
-    )
+    words = ["--input", str(folder), "--tokenizer", tokenizer, "--output", f"{folder}-tokens"]
     for info in (folder / "dataset_info.json", *sorted(folder.glob("*/dataset_info.json"))):
         try:
             columns = json.loads(info.read_bytes())["features"]
@@ -63,35 +61,14 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
             continue
         if texts and "input_ids" not in columns:
             words += [] if "text" in texts else ["--text_field", texts[0]]
-            raise ValueError(f"{str(folder)!r} holds text, not tokens: {making} {shlex.join(words)}.")
+            raise ValueError(f"{str(folder)!r} holds text, not tokens: {MAKE_IT} {shlex.join(words)}.")
     if not folder.is_dir():
-        is_file, output = (" It is a file.", "data/mine") if folder.exists() else ("", folder)
-        make = f"Make one with prepare_data.py --input ... --output {output}."
-        raise ValueError(f"No dataset at {str(folder)!r}.{is_file} {make}")
-    if (folder / "state.json").is_file():
-        whole = f": take {folder.parent}" if (folder.parent / "dataset_dict.json").is_file() else ""
-        raise ValueError(f"{str(folder)!r} holds one split without a name; it needs 'train' and 'validation'{whole}.")
+        raise ValueError(
+            f"No dataset at {str(folder)!r}. Make one with prepare_data.py --input ... --output data/mine."
+        )
     if not source_of(folder):
-        inside = sorted(str(path.parent) for path in folder.glob("*/dataset_dict.json"))[:3]
-        there = f"If it holds text, {making} {shlex.join(words)}."
-        if (folder / "config.json").is_file():
-            there = "It is a model: that goes to --model_name."
-        elif inside:
-            there = f"There is one in {', '.join(map(repr, inside))}."
-        raise ValueError(f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json. {there}")
-
-
-def check_splits(folder: Path) -> None:
-    """Raises ValueError where the list of a folder's splits, or its manifest, says that one of them isn't there, or empty."""
-    try:
-        names = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # another source's, or one that `open_source` has more to say of
-    if "train" not in names or not {"validation", "valid"} & set(map(str, names)):
-        missing = "validation" if "train" in names else "train"
-        raise ValueError(f"{str(folder)!r} has no split {missing!r}, only {', '.join(map(repr, names))}.")
-    if (said := said_of_rows(folder)) is not None and said[0] <= 0:
-        raise ValueError(f"The split 'train' of {str(folder)!r} is empty.")
+        said = f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json."
+        raise ValueError(f"{said} If it holds text, {MAKE_IT} {shlex.join(words)}.")
 
 
 def said_of_rows(folder: Path) -> Optional[tuple[int, int]]:

@@ -17,6 +17,7 @@ from typing import Any, Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import maybe_mark_dynamic
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
@@ -134,7 +135,9 @@ def takes_documents(model_class: type[PreTrainedModel]) -> bool:
 
 def of_documents(ends: Tensor, longest: int) -> dict[str, Any]:
     """What transformers hands to the attention of each layer. ends: see batches.document_ends. longest: at least the tokens of
-    the longest document; one number for all batches spares compiled layers from being compiled again."""
+    the longest document. One such number for all batches, and a mark that batches differ in their documents, spare compiled layers
+    from being compiled again."""
+    maybe_mark_dynamic(ends, 0)
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
@@ -160,6 +163,11 @@ def packed_attention(
         raise NotImplementedError(f"packed attention has no {added[0]}")
     rows, heads, context, _ = query.shape
     groups = heads // key.shape[1]
+    if torch.is_autocast_enabled(
+        query.device.type
+    ):  # as it does for SDPA: rotary positions leave query and key in float32
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     if cu_seq_lens_q is None:
         cu_seq_lens_q = torch.arange(0, rows * context + 1, context, dtype=torch.int32, device=query.device)
         max_length_q = context

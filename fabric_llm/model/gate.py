@@ -32,6 +32,7 @@ from fabric_llm.model.strategy import PREFIX, local_part, original_name, shard_r
 PROBE_TOKENS = 64
 KEPT_POSITIONS = 8  # of each module's output, the last ones
 SAMPLED_ELEMENTS = 4096  # of each parameter's gradient, evenly spaced
+SQUARED_AT_ONCE = 2**22  # elements of a gradient, of which float64 copies are made
 SMALL = 1e-3  # a layer with so little of the whole gradient's norm isn't compared: it may be nothing but rounding
 Inputs = dict[str, Tensor]
 
@@ -223,7 +224,7 @@ def _sampled(gradient: Tensor, offset: int, count: int) -> Tensor:
 
 def square(gradient: Tensor) -> Tensor:
     """The sum of its squares, float64 scalar, in parts: torch makes a float64 copy of what it is given."""
-    parts = gradient.flatten().split(2**22)
+    parts = gradient.flatten().split(SQUARED_AT_ONCE)
     return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
 
 

@@ -18,6 +18,9 @@ from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.strategy import repeated_layers
 
 WORTH_COMPILING = 10**6  # parameters of a layer: a smaller one spends less time than its compilation takes
+MOST_SHAPES = (
+    64  # of batches, that layers are compiled for: each context to train and to evaluate on, and its last batch
+)
 KEPT = (  # by selective checkpointing: what costs most to compute again
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -56,18 +59,24 @@ def _keep(context: Any, operation: Any, *args: Any, **more: Any) -> CheckpointPo
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile each layer in place, so that names stay as they are. Equal layers share one compilation."""
+    """Compile each layer in place, so that names stay as they are. Equal layers share one compilation.
+
+    Each shape is compiled by itself: what torch would make of several depends on which came first, and a resumed run, which
+    doesn't begin with an evaluation, would train other kernels than the run that it goes on with.
+    """
+    torch._dynamo.config.recompile_limit = MOST_SHAPES
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the compiler imports parts of torch that go away
         for layer in repeated_layers(model).values():
-            layer.compile()
+            layer.compile(dynamic=False)
 
 
 def compile_loss(model: LanguageModel) -> None:
     """Of a chunk: one pass over its logits and one over their gradients. Without it both are copied to float32."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        model.token_loss, model.cross_entropy = torch.compile(model.token_loss), torch.compile(model.cross_entropy)
+        model.token_loss = torch.compile(model.token_loss, dynamic=False)
+        model.cross_entropy = torch.compile(model.cross_entropy, dynamic=False)
 
 
 def no_compiler(kind: str) -> Optional[str]:

@@ -77,12 +77,8 @@ def _read_bounded(model_name: str, file: str) -> Optional[Any]:
 
 def _unreadable(what: str, model_name: str, error: Exception) -> Fault:
     """What is wrong with a part of a model, or of a checkpoint, here or on the hub."""
-    of_hub = not Path(model_name).exists() and not isinstance(error, folders.TooMuch)
-    said = hub.answer(model_name, error) if of_hub else None
-    if of_hub and one_line(error).startswith("Unrecognized model in"):
-        said = "it has no config.json of a model that transformers knows; it may be an adapter, or GGUF files"
     code = NO_CHECKPOINT if Path(model_name, MANIFEST).is_file() else BAD_INPUT
-    return Fault(f"{what} of {model_name!r} can't be read: {said or one_line(error)[:400].rstrip('.')}.", code)
+    return Fault(f"{what} of {model_name!r} can't be read: {one_line(error)[:400].rstrip('.')}.", code)
 
 
 def tokenizer_beside(model_name: str) -> Optional[PreTrainedTokenizerBase]:

@@ -1,7 +1,7 @@
 """The reference: the model as transformers has it, on the CPU of one process, in no more memory than it is given.
 
-A model that is larger than that has a layer's weights only while the layer computes: they are read when its forward begins,
-and again when its backward pass does, which recomputes it. What is outside of the layers stays.
+A model that is larger than that has the weights of one layer at a time: they are read when its forward begins, and again when
+its backward pass does, which recomputes it. What is outside of the layers stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WRITE_INTO_WEIGHTS = ("rwkv",)  # types of models whose layers do, before they c
 def load_reference(model: PreTrainedModel, source: Source, limit_bytes: float = float("inf")) -> PreTrainedModel:
     """`model`, which is on the meta device, with the weights of `source`. One process calls it.
 
-    limit_bytes: of weights that may be in memory at once, or a layer more, beside those outside of layers.
+    limit_bytes: of weights that may be in memory at once; layers of a larger model are read one by one.
     """
     compute_buffers(model)
     model.apply(replacing(_nothing))
@@ -37,33 +37,20 @@ def load_reference(model: PreTrainedModel, source: Source, limit_bytes: float = 
         )
     for unit in names.keys() - streamed:
         _give(tensors, source.read(unit))
-    layers = _Layers(source, tensors, names, limit_bytes)
+    held: list[str] = []  # the layer that has its weights
+
+    def hold(unit: str) -> None:
+        """Give a layer its weights, which the one before it loses."""
+        if held != [unit]:
+            for before in held:
+                _give(tensors, {name: _nothing(tensors[name]) for name in names[before]})
+            held[:] = [unit]
+            _give(tensors, source.read(unit))
+
     for unit in streamed:
         layer = model.get_submodule(unit)
-        layer.forward = partial(_compute, partial(layers.hold, unit), layer.forward)
+        layer.forward = partial(_compute, partial(hold, unit), layer.forward)
     return model
-
-
-class _Layers:
-    """The layers that have their weights now, the one that was used last at the end."""
-
-    def __init__(
-        self, source: Source, tensors: dict[str, torch.Tensor], names: dict[str, list[str]], limit_bytes: float
-    ) -> None:
-        self.source, self.tensors, self.names, self.limit_bytes = source, tensors, names, limit_bytes
-        self.held: dict[str, int] = {}  # layer -> bytes
-
-    def hold(self, unit: str) -> None:
-        """Give a layer its weights. The layers that were used longest ago lose theirs, if there are too many."""
-        if unit not in self.held:
-            size = sum(self.tensors[name].nbytes for name in self.names[unit])
-            while self.held and sum(self.held.values()) + size > self.limit_bytes:
-                oldest = next(iter(self.held))
-                del self.held[oldest]
-                _give(self.tensors, {name: _nothing(self.tensors[name]) for name in self.names[oldest]})
-            _give(self.tensors, self.source.read(unit))
-            self.held[unit] = size
-        self.held[unit] = self.held.pop(unit)
 
 
 def _compute(hold: Callable[[], None], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Text sampled from a model: a look at what was learned, and a replay set where the data that it was trained on isn't there.
+"""Text sampled from a model: a replay set where the data that it was trained on isn't there.
 
 Documents of `self_replay` begin as the model's own did, with BOS or else with EOS, and are sampled at temperature 1 from the whole
 distribution: whatever the model's generation settings are, these are samples of what it has learned (arXiv 2605.26097 replays such
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from fabric_llm.data.order import random_key
 from fabric_llm.model.loading import build_skeleton, disable_progress_bar, has_weights, load_config, open_weights
@@ -25,19 +25,6 @@ from fabric_llm.prepare.encoding import Generated, PieceFiles
 from fabric_llm.prepare.tokenizer import packing_tokenizer
 
 BATCH = {"cpu": 32, "cuda": 256}  # documents that are sampled side by side, at most
-
-
-def generate(folder: str, prompt: str, max_new_tokens: int, seed: int = 0) -> str:
-    """Sampled continuation of `prompt`, prompt included, from a directory that `from_pretrained` opens."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False).eval()
-    encoded = tokenizer(prompt, return_tensors="pt")
-    inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-    settings = {"do_sample": True, "temperature": 0.7, "top_k": 50, "pad_token_id": tokenizer.eos_token_id}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tokens = model.generate(**inputs, **settings, max_new_tokens=max_new_tokens)
-    return tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
 def self_replay(model_name: str, tokens: int, context_length: int, seed: int) -> Generated:

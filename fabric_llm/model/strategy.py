@@ -200,9 +200,8 @@ def wrap(fabric: Fabric, name: str, model: nn.Module, fill: Fill, precision: str
     for module in model.modules():
         for key, buffer in module._buffers.items():
             module._buffers[key] = buffer if buffer is None else buffer.to(fabric.device)
-    give_memory = replacing(
-        lambda meta: torch.empty_like(meta, device=fabric.device)
-    )  # just before a strategy shards a module
+    # Just before a strategy shards a module.
+    give_memory = replacing(lambda meta: torch.empty_like(meta, device=fabric.device))
     if name in ("fsdp", "fsdp2"):
         units = {unit for unit in modules_to_wrap(model, how.auto_wrap_policy) if unit not in model.together()}
         if name == "fsdp":

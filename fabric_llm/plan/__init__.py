@@ -11,6 +11,7 @@ accelerators   `accelerator`: a small table of devices, with links; how long a s
 memory         `predict`: bytes of a rank on its device, at which moment of a step, without making one
 outlook        `look`: memory of device and host, disk, time and money of a run, from flags and a config.json
 changes        `until_it_fits`, `fastest`: other flags, where these don't fit, or for a shorter step
+sweep          `sweep`: the same on more and more devices
 trace          `Ledger`, `Layers`: a step on fake tensors, of which all storages are counted
 warnings       `warnings_of`: valid flags that are probably a mistake
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import ceil, log2
 from typing import Any, Optional
 
 from fabric_llm.model.flops import peak_tflops
@@ -69,6 +70,20 @@ def accelerator(name: str) -> Accelerator:
     return found[0]
 
 
+def of_device(name: str, memory_gib: float) -> Optional[Accelerator]:
+    """Of the device that torch.cuda.get_device_name names so; None if it isn't known, or is a part of one."""
+    found = [
+        one for one in KNOWN if one.memory_gib and one.name.split("-")[0] in name and peak_tflops(name) == one.tflops
+    ]
+    return min(found, key=lambda one: abs(one.memory_gib - memory_gib), default=None)
+
+
+# Seconds by which NCCL chooses among its algorithms, of its protocol for large messages: to begin, and to pass a message on over
+# NVLink, and to another node: baseLatencies and hwLatencies (Ring, Simple) of
+# https://github.com/NVIDIA/nccl/blob/5067397c2676d5aed50042fc39e5c8ee96eb0027/src/graph/tuning.cc
+BEGIN, INSIDE, BETWEEN = 8.4e-6, 3.4e-6, 14e-6
+
+
 @dataclass(frozen=True)
 class Seconds:
     """Of one step."""
@@ -98,3 +113,19 @@ def message_bytes(
     sent = (gathers * gathered_bytes + reduced_bytes) * micro_batches
     over_network = 2 * reduced_bytes * micro_batches if how == "HYBRID_SHARD" else sent
     return sent * inside, over_network * between
+
+
+def latency(placement: Any, units: int, syncs: int, micro_batches: int) -> float:
+    """Seconds of a step that messages take to be passed on from device to device, however few bytes they have: NCCL's estimate.
+
+    n devices gather, or reduce and scatter, in a ring of n - 1 turns, and reduce for all in a tree of nodes. units: layers and the
+    rest, of which one after the other is sent.
+    """
+    how, devices, nodes = placement.sharding.sharding_strategy, placement.devices, placement.num_nodes
+    tree = BEGIN + 2 * ceil(log2(nodes)) * BETWEEN if nodes > 1 else 0.0
+    if placement.strategy in ("single", "ddp") or how == "NO_SHARD":
+        return units * syncs * (tree + 2 * (devices - 1) * INSIDE)
+    in_ring = 1 if how == "HYBRID_SHARD" else nodes
+    ring = BEGIN + in_ring * (devices - 1) * INSIDE + (in_ring - 1) * BETWEEN
+    rings = 2 if how == "SHARD_GRAD_OP" else 3
+    return units * micro_batches * (rings * ring + (tree if how == "HYBRID_SHARD" else 0.0))

@@ -6,7 +6,6 @@ the opened dataset or the model by make_plan.py. Each function raises ValueError
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Sequence
@@ -23,16 +22,14 @@ from fabric_llm.data.sources import (
     COPY,
     ONE_SET,
     check_dataset_folder,
-    check_splits,
     parse_eval_data,
     read_prompts,
-    said_of_rows,
 )
 from fabric_llm.model import freezing
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.plan import run_directory
 from fabric_llm.prepare import tokenizer_bounds
-from fabric_llm.prepare.inputs import DEFAULT_PATTERNS, find_sources, preparation, prepared_output, separator, shard
+from fabric_llm.prepare.inputs import DEFAULT_PATTERNS, find_sources, preparation, prepared_output, separator
 from fabric_llm.processes.launch import started_by_other
 from fabric_llm.training.guard import parse_budgets
 from fabric_llm.training.schedule import WITH_DECAY_STEPS
@@ -71,16 +68,9 @@ def check_training(flags: Flags) -> None:
     read = [] if flags.demo else folders  # the demo's may have to be made first
     for folder in (*parse_eval_data(flags.evaluation.eval_data).values(), *read):
         check_dataset_folder(folder, model_name)
-        check_splits(Path(folder))
-    contexts = [None if (said := said_of_rows(Path(folder))) is None else said[1] for folder in read]
-    for folder, context in zip(read, contexts):
-        row_length(folder, context, data.context_length)
-    if mix is not None:
-        mixture_text.require_one_length(mix, contexts)
     directory = run_directory.directory(flags)
     if flags.checkpoint.checkpoint is None and not directory.is_dir():  # the run starts
         check_model_folder(model_name)
-        check_reachable(model_name)
         for folder in (Path(model_name), *(Path(name, "tokenizer") for name in folders)):
             tokenizer_bounds.check_file(folder / "tokenizer.json")
     run_directory.require_writable(directory)
@@ -161,13 +151,6 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
         )
 
 
-def row_length(folder: str, context_length: Optional[int], asked: Optional[int]) -> None:
-    """Raises ValueError if --context_length, `asked`, isn't the length of a dataset's rows. None: not known, or not given."""
-    if None not in (asked, context_length) and asked != context_length:
-        said = f"--context_length {asked}: the rows of {folder!r} hold {context_length} tokens"
-        raise ValueError(f"{said}; run prepare_data.py again with --context_length {asked}.")
-
-
 # ---------------------------------------------------------- prepare_data.py, export_hf.py
 
 
@@ -178,11 +161,10 @@ def check_preparation(flags: Flags) -> None:
         if flags.self_replay is None or flags.tokens is None:
             raise ValueError("--self_replay MODEL and --tokens N go together: how many to sample from which model")
         others = {"input": flags.input, "tokenizer": flags.tokenizer, "train_tokenizer": flags.train_tokenizer}
-        others |= {"shard": flags.shard, "engine ray": flags.engine == "ray"}
+        others |= {"engine ray": flags.engine == "ray"}
         if given := [name for name, value in others.items() if value]:
             raise ValueError(f"--{given[0]} doesn't go with --self_replay, which samples its documents on this machine")
         check_model_folder(flags.self_replay)
-        check_reachable(flags.self_replay)
         if flags.packing == "concat" and flags.tokens < (least := 2 * flags.context_length):
             raise ValueError(
                 f"--tokens {flags.tokens} don't fill a row of {flags.context_length} tokens to train on and one to validate: "
@@ -190,26 +172,13 @@ def check_preparation(flags: Flags) -> None:
             )
     preparation(flags, flags.input or flags.self_replay, flags.tokenizer or flags.self_replay)
     separator(flags.document_separator)
-    shard(flags.shard)
     prepared_output(output, flags.overwrite)
     files.writable(output)
     find_sources(flags.input or (), pattern=pattern, exclude=flags.exclude or [], output=output)
-    for given in flags.input or ():
-        if not glob.has_magic(given):
-            check_reachable(given, "dataset")
     if flags.tokenizer is not None and os.path.isdir(flags.tokenizer):
         tokenizer_bounds.check_file(Path(flags.tokenizer, "tokenizer.json"))
     elif flags.tokenizer is not None:
         hub_name("--tokenizer", flags.tokenizer, "tokenizer")
-        check_reachable(flags.tokenizer, "tokenizer")
-
-
-def check_reachable(name: str, kind: str = "model") -> None:
-    """Raises ValueError if `name` isn't a path, so a name on the hub, and neither hub nor cache can be asked for it."""
-    if not os.path.exists(name):
-        from fabric_llm.base import hub  # the import takes time
-
-        hub.require_reachable(name, kind)
 
 
 def check_export(flags: Flags) -> None:

@@ -31,7 +31,7 @@ from fabric_llm.plan import checks, same_run
 from fabric_llm.plan.mixture import Here, last_step, lay_out
 from fabric_llm.plan.plan import DataPlan, ModelPlan, Plan, Schedule
 from fabric_llm.plan.run_directory import MOST_DIFFERENCES
-from fabric_llm.plan.start import Placement, batch_fits, batch_sizes
+from fabric_llm.plan.start import Placement, batch_sizes
 from fabric_llm.training.guard import parse_budgets
 
 
@@ -82,21 +82,28 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
         if is_rank_zero():
             print(f"Layers aren't compiled: {missing}.", flush=True)
         compiles = False
-    model = ModelPlan(
+    model = replace(model_plan(flags, config, skeleton), source=source, tokenizer=tokenizer, compiles=compiles)
+    coefficient = language_model.router_coefficient(skeleton, training.router_aux_loss_coef)
+    return replace(model, router_aux_loss_coef=coefficient), skeleton
+
+
+def model_plan(flags: Flags, config: Any, skeleton: Any) -> ModelPlan:
+    """What the flags alone say of how a model trains. skeleton: the model on the meta device."""
+    asked, training = flags.model, flags.training
+    return ModelPlan(
         name=asked.model_name,
-        source=source,
+        source=asked.model_name,
         config=config,
-        tokenizer=tokenizer,
+        tokenizer=None,
         precision=asked.precision,
         bf16_updates=asked.bf16_updates,
         sums_in_float32=training.accumulation_dtype == "float32",
-        router_aux_loss_coef=language_model.router_coefficient(skeleton, training.router_aux_loss_coef),
+        router_aux_loss_coef=0.0,
         loss=asked.loss,
         activation_checkpointing=checks.activation_checkpointing(flags.fsdp.activation_checkpointing),
-        compiles=compiles,
+        compiles=asked.compile is True,
         frozen=freezing.frozen_names(skeleton, training.freeze, training.train_only),
     )
-    return model, skeleton
 
 
 def _require_whole(source: Path, hashes: bool) -> None:
@@ -175,8 +182,10 @@ def _plan_data(
         read, end, max_step = _plan_mixture(flags, batches[2], start, resumed)
     else:
         dataset = open_here(flags.data.train_data_dir, flags)
-        checks.row_length(str(dataset.folder), dataset.context_length, flags.data.context_length)
-        batch_fits(str(dataset.folder), len(dataset.train), batches[2])
+        _require_row_length(dataset, flags)
+        if batches[2] > (rows := len(dataset.train)):
+            folder = str(dataset.folder)
+            raise ValueError(f"A step takes {batches[2]} sequences, but the training split of {folder!r} has {rows}.")
         read, end, max_step = {"dataset": dataset}, None, training.max_step
         if max_step is None:
             end = training.number_epochs * len(dataset.train)
@@ -213,6 +222,14 @@ def document_ends(
     """{set: token that ends its documents}: `document_end`, or None for sets in `eval_data` that end theirs otherwise."""
     apart = {name for name, dataset in eval_data.items() if find_document_end(True, dataset) != document_end}
     return {name: None if name in apart else document_end for name in names}
+
+
+def _require_row_length(dataset: TokenDataset, flags: Flags) -> None:
+    """Raises ValueError unless the rows of a dataset hold --context_length tokens, where that is given."""
+    asked, length = flags.data.context_length, dataset.context_length
+    if asked not in (None, length):
+        said = f"--context_length {asked}: the rows of {str(dataset.folder)!r} hold {length} tokens"
+        raise ValueError(f"{said}; run prepare_data.py again with --context_length {asked}.")
 
 
 def _plan_mixture(
@@ -262,7 +279,7 @@ def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
     """{source: its dataset}. Rank 0 checks that they can be mixed. Raises ValueError."""
     sources = {source.name: open_here(source.path, flags) for source in mix.sources}
     for source in sources.values():
-        checks.row_length(str(source.folder), source.context_length, flags.data.context_length)
+        _require_row_length(source, flags)
     first, *others = sources.values()
     if is_rank_zero():
         for other in others:

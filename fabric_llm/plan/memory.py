@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Optional
 from unittest.mock import patch
@@ -24,11 +24,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from fabric_llm.base.command_line import Flags
-from fabric_llm.model import fast_paths, freezing, language_model, layers, loading, strategy
+from fabric_llm.model import fast_paths, freezing, gate, language_model, layers, loading, strategy
 from fabric_llm.model.flops import windows
 from fabric_llm.plan import trace
-from fabric_llm.plan.plan import ModelPlan, Plan
+from fabric_llm.plan.plan import ModelPlan
 from fabric_llm.plan.start import Placement
 from fabric_llm.training import adamw, ema, step
 
@@ -63,13 +62,6 @@ class Memory:
     @property
     def peak(self) -> int:
         return sum(self.parts.values())
-
-
-def work_of(plan: Plan, flags: Flags) -> Work:
-    """Of a run, once its reference is loaded: `loss` may be auto before."""
-    average = flags.training.ema_device if flags.training.ema_decay is not None else None
-    sizes = plan.schedule.micro_batch_size, plan.schedule.micro_batches, max(plan.contexts)
-    return Work(plan.placement, replace(plan.model, tokenizer=None), *sizes, average)
 
 
 def predict(work: Work) -> Memory:
@@ -154,7 +146,7 @@ def _step(work: Work, fabric: Any, ledger: trace.Ledger) -> None:
         sums.add(last=True)
     ledger.label, ledger.moment = trace.OPTIMIZER, "the update"
     widest = max((strategy.local_part(parameter).numel() for parameter in trained), default=0)
-    torch.empty(min(widest, 2**22), dtype=torch.float64)  # gate.square, of the gradient norm
+    torch.empty(min(widest, gate.SQUARED_AT_ONCE), dtype=torch.float64)  # of the gradient norm
 
 
 def _traced(config: Any, context_length: int) -> Any:

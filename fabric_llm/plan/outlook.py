@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from math import ceil
 from pathlib import Path
+from statistics import median
 from typing import Any, Optional
 
 import numpy as np
 
-from fabric_llm.base.command_line import Flags
+from fabric_llm.base.command_line import Flags, read_yaml
 from fabric_llm.base.faults import Fault
+from fabric_llm.base.files import json_lines
 from fabric_llm.data.sources import said_of_rows
 from fabric_llm.model import fast_paths, flops, freezing, language_model, layers, loading, strategy_rules, weights
 from fabric_llm.model import strategy as strategies
 from fabric_llm.plan import accelerators, checks, trace
+from fabric_llm.plan.make_plan import model_plan
 from fabric_llm.plan.memory import Memory, Work, predict
 from fabric_llm.plan.plan import ModelPlan
 from fabric_llm.plan.start import GIB_OF_A_RANK, Placement, batch_sizes
 from fabric_llm.training import adamw
 
 GIB = 2**30
-NO, CLOSE = (
-    0.95,
-    0.80,
-)  # parts of a device's memory above which a run doesn't fit, and may not (Fujii et al., 2411.06465)
+# Parts of a device's memory above which a run doesn't fit, and may not (Fujii et al., https://arxiv.org/abs/2411.06465).
+NO, CLOSE = 0.95, 0.80
 RECOMPUTED = {"none": 0.0, "selective": 0.0, "full": 1 / 3}  # of a step's operations, computed a second time
-OFFLOADED = (
-    trace.PARAMETERS,
-    trace.GRADIENTS,
-    trace.OPTIMIZER,
-    trace.AVERAGE,
-)  # what --cpu_offload keeps in the host's memory
+# What --cpu_offload keeps in the host's memory.
+OFFLOADED = (trace.PARAMETERS, trace.GRADIENTS, trace.OPTIMIZER, trace.AVERAGE)
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Outlook:
         return self.steps * self.seconds.step / 3600
 
 
-def look(own: Flags, flags: Flags) -> Outlook:
+def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict) -> Outlook:
     """own: the flags that plan.py alone has. Raises ValueError and Fault in one sentence for what can't be planned."""
     device = accelerators.accelerator("CPU" if flags.devices.accelerator == "cpu" else own.accelerator_name)
     placement = _place(flags, "cpu" if device.name == "CPU" else "cuda")
@@ -86,15 +84,14 @@ def look(own: Flags, flags: Flags) -> Outlook:
     tokens, steps = batch * context, _steps(own, flags, batch * context, rows and rows // batch)
     model, skeleton = _model(flags, placement.kind)
     average = flags.training.ema_device if flags.training.ema_decay is not None else None
-    memory = predict(Work(placement, model, micro_batch_size, micro_batches, context, average))
+    memory = memory_of(Work(placement, model, micro_batch_size, micro_batches, context, average))
     parameters = list(skeleton.parameters())
     host = _host(flags, placement, skeleton, memory, average)
     if flags.fsdp.cpu_offload:
         memory = Memory({name: size for name, size in memory.parts.items() if name not in OFFLOADED}, memory.moment)
     operations = flops.of_model(skeleton).of(np.full(context, batch))
-    every = model.activation_checkpointing.removeprefix("every:")
-    again = RECOMPUTED.get(every) if every in RECOMPUTED else 1 / 3 / int(every)
-    mfu, world = own.mfu or device.mfu, placement.world_size
+    again, world = _recomputed(model.activation_checkpointing), placement.world_size
+    mfu = _mfu(own, device)
     is_sharded, wide = placement.strategy in ("fsdp", "fsdp2"), model.precision == "32-true"
     count = sum(parameter.numel() for parameter in parameters)
     reduced = count * (
@@ -103,12 +100,12 @@ def look(own: Flags, flags: Flags) -> Outlook:
     syncs_all = strategies.syncs_every_micro_batch(
         placement.strategy, model.sums_in_float32 and model.precision == "bf16-true"
     )
-    sent = accelerators.message_bytes(
-        placement, count * (4 if wide else 2), reduced, micro_batches if syncs_all else 1, micro_batches
-    )
+    syncs, units = micro_batches if syncs_all else 1, len(strategies.repeated_layers(skeleton)) + 1
+    sent = accelerators.message_bytes(placement, count * (4 if wide else 2), reduced, syncs, micro_batches)
+    passed_on = accelerators.latency(placement, units, syncs, micro_batches)
     seconds = accelerators.Seconds(
         compute=operations * (1 + again) / (world * device.tflops * 1e12 * mfu),
-        messages=max(sent[0] / (device.link_gb * 1e9), sent[1] / (own.network * 1e9 / 8)),
+        messages=max(sent[0] / (device.link_gb * 1e9), sent[1] / (own.network * 1e9 / 8)) + passed_on,
         hidden=flags.fsdp.backward_prefetch != "none",
     )
     known = device.memory_gib if own.device_memory is None else own.device_memory
@@ -148,6 +145,39 @@ def _place(flags: Flags, kind: str) -> Placement:
     return Placement(name, sharding, devices, flags.devices.num_nodes, kind)
 
 
+def _recomputed(activation_checkpointing: str) -> float:
+    """The part of a step's operations that is computed a second time."""
+    every = activation_checkpointing.removeprefix("every:")
+    return RECOMPUTED[every] if every in RECOMPUTED else 1 / 3 / int(every)
+
+
+def _mfu(own: Flags, device: accelerators.Accelerator) -> float:
+    """The part of the device's peak that is reached: given, of a run, or assumed. Raises Fault."""
+    if own.like is None:
+        return own.mfu or device.mfu
+    mfu = tflops_of(Path(own.like)) / device.tflops
+    if own.mfu is not None:
+        raise Fault("--mfu and --like both say how fast a device is: take one of them.")
+    if mfu > 1 and device.name != "CPU":  # whose peak is a guess
+        raise Fault(
+            f"--like {own.like!r} was {mfu:.2f} times as fast as the peak of {device.name}: see --accelerator_name."
+        )
+    return mfu
+
+
+def tflops_of(run: Path) -> float:
+    """10^12 operations a second and device that a run has reached, with those that it recomputed. Raises Fault.
+
+    The median of its logged steps but for the first, during which it compiled.
+    """
+    lines = [record for _, record in json_lines(run / "metrics.jsonl")]
+    reached = [line["model_tflops_per_device"] for line in lines if "model_tflops_per_device" in line][1:]
+    if not reached:
+        raise Fault(f"--like {str(run)!r}: its metrics.jsonl has no speed of two logged steps.")
+    asked = read_yaml(run / "arguments.yaml")["activation_checkpointing"]
+    return median(reached) * (1 + _recomputed(checks.activation_checkpointing(asked)))
+
+
 def _rows(flags: Flags) -> tuple[int, Optional[int]]:
     """(tokens of a row, rows of the training split where a dataset says so)."""
     folder = flags.data.train_data_dir
@@ -170,7 +200,7 @@ def _steps(own: Flags, flags: Flags, tokens_a_step: int, an_epoch: Optional[int]
 
 def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
     """(how the model trains, the model without memory), as make_plan.py has it where all that can be measured is well."""
-    asked, training = flags.model, flags.training
+    asked = flags.model
     if asked.model_name is None:
         raise Fault("--model_name is missing: a plan needs the folder of a config.json, or a name on the hub.")
     config = loading.load_config(asked.model_name)
@@ -179,8 +209,8 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
     attention = fast_paths.PACKED if packs else asked.attention.replace("flash_attention_2", "auto")
     config._attn_implementation = loading.resolve_attention(config, attention, kind)
     skeleton = loading.checked_skeleton(asked.model_name, config, loading.DTYPES[asked.precision])
-    frozen = freezing.frozen_names(skeleton, training.freeze, training.train_only)
-    freezing.freeze(skeleton, frozen)
+    model = model_plan(flags, config, skeleton)
+    freezing.freeze(skeleton, model.frozen)
     loss = "full" if asked.loss == "full" else "chunked"
     try:
         language_model.LanguageModel(skeleton, chunked=loss == "chunked")
@@ -188,22 +218,8 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
         if asked.loss == "chunked":
             raise Fault(f"--loss chunked: {error}; take --loss auto.") from None
         loss = "full"
-    is_worth = kind == "cuda" and layers.is_worth_compiling(skeleton)
-    model = ModelPlan(
-        name=asked.model_name,
-        source=asked.model_name,
-        config=config,
-        tokenizer=None,
-        precision=asked.precision,
-        bf16_updates=asked.bf16_updates,
-        sums_in_float32=training.accumulation_dtype == "float32",
-        router_aux_loss_coef=0.0,
-        loss=loss,
-        activation_checkpointing=checks.activation_checkpointing(flags.fsdp.activation_checkpointing),
-        compiles=is_worth if asked.compile == "auto" else asked.compile,
-        frozen=frozen,
-    )
-    return model, skeleton
+    compiles = model.compiles or asked.compile == "auto" and kind == "cuda" and layers.is_worth_compiling(skeleton)
+    return replace(model, loss=loss, compiles=compiles), skeleton
 
 
 def _host(flags: Flags, placement: Placement, skeleton: Any, memory: Memory, average: Optional[str]) -> dict[str, int]:

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,7 +24,6 @@ from fabric_llm.base.program import wait_until
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.keep import read_progress
 from fabric_llm.data import mixture_text
-from fabric_llm.training.schedule import arguments_of, lr_at
 
 ENDED = (DONE, NON_FINITE)  # codes in STATUS.json that a command that trained nothing doesn't replace
 LOCK, STATUS, EVENTS = ".lock", "STATUS.json", "events.jsonl"
@@ -286,33 +284,3 @@ def _goes_on_from(directory: Path, given: Path) -> bool:
         with suppress(Fault):  # a damaged one: the checkpoint before it says the same
             return read_progress(path).get("rolled_back_to") == given.name and path.resolve() != given.resolve()
     return False
-
-
-def branch_flags(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of train.py that --branch_decay stands for: the schedule `wsd` with a decay that begins at the checkpoint.
-
-    So a branch that was stopped resumes like any other run. Raises ValueError if the rate isn't constant at the checkpoint,
-    and Fault (66) if there is no checkpoint.
-    """
-    steps, given, name = flat["branch_decay"], flat["checkpoint"], flat["run_name"]
-    if given is None or not name or Path(given).resolve().parent == Path(flat["output_dir"], name).resolve():
-        both = "--checkpoint, from which the rate decays, and --run_name, the name of a new run"
-        raise ValueError(f"--branch_decay goes with {both}, not {name!r}.")
-    require_checkpoint(Path(given))
-    document = read_progress(Path(given))
-    step, then = document["progress"]["step"], {**document["schedule"], "max_step": document["end_step"]}
-    rate_before, rate = lr_of_run(max(0, step - 1), then), lr_of_run(step, then)
-    if rate != rate_before:
-        raise ValueError(
-            f"--branch_decay: the learning rate isn't constant at {given!r}, but goes from {rate_before:.3e} to {rate:.3e} "
-            f"({then['lr_schedule']}); take a checkpoint of the stable phase of constant, wsd or infinite."
-        )
-    kept = {name: then[name] for name in ("min_lr", "warmup_steps")}
-    changed = {"lr": rate, "lr_decay": True, "lr_schedule": "wsd", "decay_steps": steps, "max_step": step + steps}
-    overrides = [flat["resume_override"], *changed] if flat["resume_override"] else changed
-    return {**kept, **changed, "resume": flat["resume"] or True, "resume_override": ",".join(overrides)}
-
-
-def lr_of_run(step: int, schedule: dict[str, Any]) -> float:
-    """Learning rate of the step that follows `step` finished ones. schedule: flags of a run, with its last step as max_step."""
-    return lr_at(step, max_step=schedule["max_step"], **arguments_of(schedule))

@@ -15,7 +15,8 @@ from fabric_llm.data.order import ROW_ORDER
 from fabric_llm.model import freezing
 from fabric_llm.plan.checks import overrides
 from fabric_llm.plan.plan import Plan
-from fabric_llm.plan.run_directory import MOST_DIFFERENCES, given_checkpoint, lr_of_run
+from fabric_llm.plan.run_directory import MOST_DIFFERENCES, given_checkpoint
+from fabric_llm.training.schedule import arguments_of, lr_at
 
 
 @contextmanager
@@ -155,6 +156,7 @@ def _curves(plan: Plan, then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     curves = {"lr": {**now, "max_step": plan.schedule.max_step}, "lr before": then}
     rows = [f"{'step':>10}" + "".join(f"{step + 1:>11}" for step in steps)]
     for name, schedule in curves.items():
-        rates = [lr_of_run(step, schedule) if step < schedule["max_step"] else None for step in steps]
+        end, shape = schedule["max_step"], arguments_of(schedule)
+        rates = [lr_at(step, max_step=end, **shape) if step < end else None for step in steps]
         rows.append(f"{name:>10}" + "".join(f"{'-' if rate is None else f'{rate:.3e}':>11}" for rate in rates))
     return rows

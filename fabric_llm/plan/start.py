@@ -9,22 +9,17 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
-from fabric_llm.base import program
 from fabric_llm.base.command_line import Flags, fail, is_rank_zero
-from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_mistake, tell_torchrun
-from fabric_llm.data import mixture_text
-from fabric_llm.data.sources import said_of_rows
+from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_mistake
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Sharding
 from fabric_llm.plan import run_directory
-from fabric_llm.plan.mixture import lay_out
 from fabric_llm.prepare.demo import prepare_demo
 from fabric_llm.processes import launch
 
@@ -32,7 +27,6 @@ if TYPE_CHECKING:  # what needs torch is imported by then
     from fabric_llm.base.fabric import Fabric
     from fabric_llm.processes.watch import Watch
 
-MOST_RANKS_A_CORE = 4  # beyond that a run on CPUs spends minutes on its start alone
 GIB_OF_A_RANK = 0.4  # host memory of a rank's imports, before it holds anything of the model
 # In /dev, of NVIDIA, Jetson, AMD, and Windows under WSL.
 GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
@@ -95,12 +89,6 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
     return micro_batch_size, needed, global_batch_size
 
 
-def batch_fits(folder: str, rows: int, batch: int) -> None:
-    """Raises ValueError if the training split of a dataset has fewer rows than a step takes."""
-    if batch > rows:
-        raise ValueError(f"A step takes {batch} sequences, but the training split of {folder!r} has {rows}.")
-
-
 def place(flags: Flags) -> Placement:
     """Devices and strategy, from flags and launcher, without model or data. Raises ValueError."""
     fsdp, tpu, precision = flags.fsdp, flags.devices.tpu, flags.model.precision
@@ -132,36 +120,12 @@ def place(flags: Flags) -> Placement:
     return Placement(strategy, sharding, devices, num_nodes, kind)
 
 
-def require_fit(flags: Flags, placement: Placement) -> None:
-    """Raises ValueError if this machine hasn't the cores or the memory for its ranks, unless --oversubscribe insists.
-
-    Under a launcher all cores of the machine count, since it may have bound each rank to some, and memory isn't compared,
-    since ranks that have started already use a part of it.
-    """
-    if flags.devices.oversubscribe or flags.devices.tpu:
-        return
-    count, free = placement.devices, program.free_memory_bytes()
-    here = (os.cpu_count() or 1) if launch.started_by_other() else program.cores()
-    if placement.kind == "cpu" and count > MOST_RANKS_A_CORE * here:
-        why = f"so many processes on {here} CPU core{'s' * (here > 1)} would only wait for each other"
-        fits = f"{here}, at most {MOST_RANKS_A_CORE * here}"
-    elif free is not None and count > 1 and not launch.started_by_other() and count * GIB_OF_A_RANK * 2**30 > free:
-        needed, there = count * GIB_OF_A_RANK, free / 2**30
-        why = f"{count} processes take {needed:.1f} GiB of memory before they hold any of the model, and {there:.1f} GiB are free"
-        fits = f"{max(int(there / GIB_OF_A_RANK), 1)} at most"
-    else:
-        return
-    raise ValueError(f"--devices {count}: {why}; take --devices {fits}, or insist with --oversubscribe true.")
-
-
 def start(flags: Flags) -> ThisRank:
     """Lock the run directory and start the other ranks of this machine, unless a launcher did. Raises Fault.
 
     A problem with the run directory ends the run before a rank is started.
     """
     placement = place(flags)
-    require_fit(flags, placement)
-    _require_rows(flags, placement)
     by_other, has_ranks = launch.started_by_other(), placement.world_size > 1 and not flags.devices.tpu
     starts = has_ranks and not by_other
     if has_ranks and by_other:
@@ -190,23 +154,6 @@ def start(flags: Flags) -> ThisRank:
     return ThisRank(placement, children, directory, problem)
 
 
-def _require_rows(flags: Flags, placement: Placement) -> None:
-    """Check batches, and the length of a mixture, against the rows in manifests, for a new run. Raises ValueError."""
-    data, training = flags.data, flags.training
-    if flags.demo or flags.checkpoint.resume:
-        return
-    batch = batch_sizes(flags, placement.devices, placement.num_nodes)[2]
-    mix = mixture_text.parse(data.data_mix) if data.data_mix else None
-    folders = [source.path for source in mix.sources] if mix else [data.train_data_dir]
-    said = [said_of_rows(Path(folder)) for folder in folders]
-    if None in said:
-        return
-    if mix:
-        lay_out(mix, [rows for rows, _ in said], batch, training.max_step, training.number_epochs)
-    else:
-        batch_fits(data.train_data_dir, said[0][0], batch)
-
-
 @contextmanager
 def told_in_one_sentence() -> Iterator[None]:
     """Around all of train.py: print a fault in one sentence and exit. run/supervision.py does so once there are ranks."""
@@ -216,7 +163,6 @@ def told_in_one_sentence() -> Iterator[None]:
         fault = as_mistake(error)
         run_directory.leave(fault)
         if fault.code == UNEXPECTED:
-            tell_torchrun(traceback.format_exc())
             raise
         if fault.code == DONE:
             raise SystemExit(DONE) from None

@@ -66,8 +66,6 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
         yield "no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it."
     if (steps := profiled_steps(flat["profile"])) is not None and steps[1] <= done:
         yield f"--profile {flat['profile']} has no effect: the run goes on after step {done}."
-    if flat["sample_tokens"] and flat["state_dict_type"] == "sharded" and flat["sample_prompts"] is None:
-        yield "--sample_tokens has no effect with --state_dict_type sharded, which plain transformers doesn't open."
 
 
 def _without_effect(flat: Mapping[str, Any], flags: Mapping[str, Flag], strategy: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Optional
 
+from fabric_llm.base.names import shown
 from fabric_llm.prepare import inputs
 from fabric_llm.prepare.documents import (
     BLANK_LINES,
@@ -82,8 +83,9 @@ def _parts_of(
         if separator is None and (len(found.sources) == 1 or size >= LONG_TEXT_BYTES):
             records = read_part(part._replace(separator=BLANK_LINES), "")
             is_divided = any((record.number if isinstance(record, Bad) else record[0]) for record in records)
-            (found.split_texts if is_divided else found.whole_texts).append(source.name)
-            part = part._replace(separator=BLANK_LINES if is_divided else None)
+            if is_divided:
+                found.notes.append(f"{shown(part.path)} is split at blank lines; choose with --document_separator")
+                part = part._replace(separator=BLANK_LINES)
     if part.kind in ("dataset", "hub"):
         yield from _parts_of_dataset(part, size, found, piece_bytes)
     elif size > piece_bytes and part.kind == "parquet":
@@ -116,11 +118,12 @@ def _ranges(part: Part, count: int, size: int, piece_bytes: int) -> Iterator[tup
 def _parts_of_dataset(part: Part, size: int, found: inputs.Found, piece_bytes: int) -> Iterator[tuple[Part, int]]:
     splits = load_splits(part.kind, part.path)
     own = [name for name in splits if name in OWN_VALIDATION]
-    found.own_validation += [f"{part.path} [{name}]" for name in own[:1]]
+    if own:
+        found.notes.append(f"{part.path} [{own[0]}] is kept for validation, and nothing else of the dataset is drawn")
     rows = 0 if part.kind == "hub" else sum(map(len, splits.values()))
     for name, split in splits.items():
         if name == "test" and len(splits) > 1:
-            found.left_out.append(f"{part.path} [test]")
+            found.notes.append(f"{part.path} [test] is left out")
             continue
         part = part._replace(split=name)
         if own:

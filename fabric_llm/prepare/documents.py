@@ -12,10 +12,8 @@ import csv
 import io
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Optional, Union
 
@@ -35,15 +33,6 @@ PARQUET_ROWS = 256  # read at once
 MAX_FIELDS = 20  # named
 BLANK_LINES = r"\r?\n(?:[ \t\r]*\n)+"  # where a text is split into documents by default
 WHITE = codecs.BOM_UTF8 + b" \t\r\n"  # before the first record of a JSON file
-NO_TEXT = ["nav", "aside", "footer"]  # of a page: menus and the like; scripts and styles are never text
-
-# Kinds of bad records, as the manifest counts them.
-NOT_UTF8 = "not valid UTF-8"
-NO_FIELD = "without the field"
-NOT_STRING = "not a string"
-BROKEN = "broken"
-TOO_LONG = "too long"
-SPECIAL = "with a special token"
 
 # Where a document goes: it is drawn into a split, or its dataset has a validation split, which is kept.
 DRAWN, TO_TRAIN, TO_VALIDATION = 0, 1, 2
@@ -62,13 +51,12 @@ class Part(NamedTuple):
 
     @property
     def is_one_document(self) -> bool:
-        return self.kind == "html" or self.kind == "text" and self.separator is None
+        return self.kind == "text" and self.separator is None
 
 
 class Bad(NamedTuple):
     """A record that can't be read."""
 
-    kind: str
     number: Optional[int]
     message: str  # after the words of `where`
 
@@ -91,7 +79,7 @@ def read_part(part: Part, text_field: str) -> Iterator[Record]:
         if not is_damage(error):
             raise
         kind = compression_of(part.path) or "compressed"
-        yield Bad(BROKEN, None, f"is not a complete {kind} file: {error or 'it ends too early'}")
+        yield Bad(None, f"is not a complete {kind} file: {error or 'it ends too early'}")
 
 
 def where(part: Part, number: Optional[int]) -> str:
@@ -176,12 +164,12 @@ def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, bytes, bool]]:
 
 def _text_of(record: Any, text_field: str, number: int, place: str = "field") -> Iterator[Record]:
     if not isinstance(record, dict):
-        yield Bad(BROKEN, number, f"is not a JSON object but {type(record).__name__}")
+        yield Bad(number, f"is not a JSON object but {type(record).__name__}")
     elif text_field not in record:
-        yield Bad(NO_FIELD, number, _no_field(text_field, record))
+        yield Bad(number, _no_field(text_field, record))
     elif not isinstance(text := record[text_field], str):
         kind = type(text).__name__
-        yield Bad(NOT_STRING, number, f'holds {kind}, not a string, in its {place} "{text_field}"')
+        yield Bad(number, f'holds {kind}, not a string, in its {place} "{text_field}"')
     else:
         yield from _document(number, text)
 
@@ -199,7 +187,7 @@ def _document(number: int, content: str | bytes) -> Iterator[Record]:
 
 
 def _not_utf8(number: int) -> Bad:
-    return Bad(NOT_UTF8, number, "is not valid UTF-8")
+    return Bad(number, "is not valid UTF-8")
 
 
 def _no_field(text_field: str, present: Iterable[str]) -> str:
@@ -217,14 +205,14 @@ def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Re
             while line and not line.endswith(b"\n"):
                 line = file.readline(BLOCK_BYTES)
                 place += len(line)
-            yield Bad(TOO_LONG, number, f"is longer than {RECORD_BYTES >> 20} MiB")
+            yield Bad(number, f"is longer than {RECORD_BYTES >> 20} MiB")
         elif line.strip():
             try:
                 record = json.loads(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
                 yield _not_utf8(number)
             except (ValueError, RecursionError) as error:
-                yield Bad(BROKEN, number, f"is not valid JSON: {one_line(error)}")
+                yield Bad(number, f"is not valid JSON: {one_line(error)}")
             else:
                 yield from _text_of(record, text_field, number)
         if part.end is not None and place >= part.end:
@@ -232,29 +220,19 @@ def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Re
 
 
 def _read_json(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
-    """An array of objects, objects one behind the other, one object, or JSON lines under another name."""
-    head = b""
-    with opened(part.path) as begin:
-        while not head and (line := begin.readline(RECORD_BYTES)):
-            head = line.lstrip(WHITE)
-    if head.startswith(b"{"):
-        try:
-            json.loads(head)
-        except (ValueError, RecursionError):
-            pass  # an object over several lines
-        else:
-            yield from _read_json_lines(part, text_field, file)
-            return
-    if file.peek(3)[:3] == codecs.BOM_UTF8:
-        file.read(3)
+    """An array of objects, or JSON lines under another name."""
+    begin = file.peek(BLOCK_BYTES)  # at least one byte
+    if not begin.lstrip(WHITE).startswith(b"["):
+        yield from _read_json_lines(part, text_field, file)
+        return
+    file.read(len(begin) - len(begin.removeprefix(codecs.BOM_UTF8)))
     number = 0
     try:
-        objects = ijson.items(file, "item" if head.startswith(b"[") else "", multiple_values=True)
-        for number, record in enumerate(objects, 1):
+        for number, record in enumerate(ijson.items(file, "item"), 1):
             yield from _text_of(record, text_field, number)
     except (ijson.JSONError, UnicodeDecodeError, RecursionError) as error:
         message = f"is not valid JSON: {one_line(error)}; what comes after it is not read"
-        yield Bad(BROKEN, number + 1, message)
+        yield Bad(number + 1, message)
 
 
 def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
@@ -275,28 +253,20 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield Bad(BROKEN, number, f"is not a valid row: {error}")
+                yield Bad(number, f"is not a valid row: {error}")
                 continue
             if row and len(row) != len(names):
-                yield Bad(BROKEN, number, f"has {len(row)} fields, and the first line {len(names)}")
+                yield Bad(number, f"has {len(row)} fields, and the first line {len(names)}")
             elif row:
                 yield from _document(number, row[column])
 
 
-@contextmanager
-def parquet_file(path: str) -> Iterator[pq.ParquetFile]:
-    """A table; a compressed one is decompressed to a temporary file. Raises ValueError."""
-    with tempfile.TemporaryFile() as unpacked:
-        is_packed = compression_of(path) is not None
-        if is_packed:
-            with opened(path) as file:
-                shutil.copyfileobj(file, unpacked, BLOCK_BYTES)
-        try:
-            table = pq.ParquetFile(unpacked if is_packed else path, buffer_size=BLOCK_BYTES, pre_buffer=False)
-        except pa.ArrowInvalid as error:
-            raise ValueError(f"{path} is not a parquet file: {one_line(error)}") from error
-        with table:
-            yield table
+def parquet_file(path: str) -> pq.ParquetFile:
+    """A table, which the caller closes. Raises ValueError for what is none."""
+    try:
+        return pq.ParquetFile(path, buffer_size=BLOCK_BYTES, pre_buffer=False)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a parquet file: {one_line(error)}") from error
 
 
 def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
@@ -318,7 +288,7 @@ def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
                     yield from _document(number, value.as_py() or b"")
                     number += 1
         except (pa.ArrowException, OSError) as error:
-            yield Bad(BROKEN, number, f"can't be read, and what comes after it: {one_line(error)}")
+            yield Bad(number, f"can't be read, and what comes after it: {one_line(error)}")
 
 
 def load_splits(kind: str, name: str) -> dict[str, Any]:
@@ -346,70 +316,31 @@ def load_splits(kind: str, name: str) -> dict[str, Any]:
             raise
         if kind == "dataset":
             raise ValueError(f"{name} is not a complete dataset folder: {one_line(error)}") from error
-        said = hub.answer(repository, error, "dataset") or one_line(error)
-        raise ValueError(f"{NOWHERE.format(name)}: {said}") from error
+        raise ValueError(f"{NOWHERE.format(name)}: {one_line(error)}") from error
 
 
 def _read_dataset(part: Part, text_field: str, file: None) -> Iterator[Record]:
     rows = load_splits(part.kind, part.path)[part.split]
     if part.end is not None:
         rows = rows.select(range(part.start, part.end))
-    yield from read_rows(f"{part.path} [{part.split}]", rows, text_field, part.start)
-
-
-def read_rows(name: str, rows: Any, text_field: str, first: int = 0) -> Iterator[Record]:
-    """The documents of a split of a dataset. Raises ValueError where it has no column of text of that name."""
     columns = rows.column_names  # None if a streamed dataset doesn't declare them
     if columns is not None:
         if text_field not in columns:
-            raise ValueError(f"{name} {_no_field(text_field, columns)}")
+            raise ValueError(f"{part.path} [{part.split}] {_no_field(text_field, columns)}")
         rows = rows.select_columns([text_field])  # so that no image is decoded
-    for number, row in enumerate(rows, first):
+    for number, row in enumerate(rows, part.start):
         if row.get(text_field, "") is None:
             yield number, "", True
         else:
             yield from _text_of(row, text_field, number, "column")
 
 
-def _read_warc(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
-    """The text records of a WET or WARC file: extracted text (`conversion`), and responses of type text/plain."""
-    from warcio.archiveiterator import ArchiveIterator, ArchiveLoadFailed
-
-    number, of_text = 0, 0
-    try:
-        for number, record in enumerate(ArchiveIterator(file), 1):
-            headers = record.http_headers if record.rec_type == "response" else None
-            kind = (headers and headers.get_header("Content-Type")) or ""
-            if record.rec_type == "conversion" or kind.startswith("text/plain"):
-                of_text += 1
-                yield from _document(number, record.content_stream().read(RECORD_BYTES))
-    except (ArchiveLoadFailed, AttributeError, ValueError) as error:  # warcio raises all three
-        yield Bad(BROKEN, number + 1, f"can't be read, and what comes after it: {one_line(error)}")
-    if number and not of_text:
-        raise ValueError(f"{part.path} holds no text, only web pages: take the WET file of the same crawl")
-
-
-def _read_html(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
-    """The text of a page. (resiliparse's `main_content`, which also leaves menus of plain <div> out, takes hours for some.)"""
-    from resiliparse.extract.html2text import extract_plain_text
-    from resiliparse.parse.encoding import bytes_to_str, detect_encoding
-
-    data = file.read(RECORD_BYTES + 1)
-    if len(data) > RECORD_BYTES:
-        yield Bad(TOO_LONG, None, f"is longer than {RECORD_BYTES >> 20} MiB")
-    else:
-        page = bytes_to_str(data, detect_encoding(data, from_html_meta=True))
-        yield from _document(0, extract_plain_text(page, skip_elements=NO_TEXT))
-
-
 READERS: dict[str, Callable[[Part, str, Any], Iterator[Record]]] = {
     "text": _read_text,
-    "html": _read_html,
     "json_lines": _read_json_lines,
     "json": _read_json,
     "csv": _read_csv,
     "parquet": _read_parquet,
     "dataset": _read_dataset,
     "hub": _read_dataset,
-    "warc": _read_warc,
 }

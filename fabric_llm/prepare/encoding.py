@@ -7,8 +7,8 @@ In the work folder a piece with number 7 is:
     000007.hashes   16 bytes for each document, the hash of its text
     000007.json     the mark: all of them are on the disk, and what was read for them
 
-A piece without a mark is made again from its beginning. Worker processes take one piece after the other from a pipe, and end
-with the process that has started them. This module imports neither torch nor transformers, so that they start quickly.
+A piece without a mark is made again from its beginning. Worker processes take one piece after the other, and end with the
+process that has started them. This module imports neither torch nor transformers, so that they start quickly.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ import errno
 import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import traceback
 from array import array
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Optional
 
@@ -43,19 +41,16 @@ from fabric_llm.base.faults import PEER_LOST, UNWRITABLE, Fault
 from fabric_llm.base.names import shown
 from fabric_llm.base.program import die_with
 from fabric_llm.prepare.corpus import Piece
-from fabric_llm.prepare.documents import DRAWN, SPECIAL, Bad, Record, read_part, where
+from fabric_llm.prepare.documents import DRAWN, Bad, Record, read_part, where
 from fabric_llm.prepare.tokenizer_bounds import without_panic
 
 # Many documents in a batch keep all threads of the tokenizer busy. Its working memory is about 120 bytes a character.
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 1_000_000
-BATCH_CHARACTERS_A_THREAD = 500_000
 MAX_NAMED = 20  # bad records
 MAX_MESSAGE = 2000  # characters
-# A range of a large file with so many bytes and records, all of them bad, ends the preparation at once.
-MUCH_BYTES, MANY_RECORDS = 2**24, 1000
+MANY_RECORDS = 100  # in a range of a large file, which end the preparation if all of them are bad
 HASH_BYTES = 16
-SERVE = "from fabric_llm.prepare.encoding import serve; serve()"
 PACKAGE = Path(__file__).parents[2]  # what PYTHONPATH needs
 Report = Callable[[int], Any]
 
@@ -71,7 +66,6 @@ class Job(NamedTuple):
     after: list[int]  # and behind it, the last of them EOS
     forbidden: dict[int, str]  # {id: name} of the special tokens that text mustn't become
     dtype: str  # of token ids: uint16 if the whole vocabulary fits into it, else int32
-    threads: int = 1  # of the tokenizer in a process
 
 
 @dataclass
@@ -80,13 +74,9 @@ class Mark:
 
     documents: int = 0
     tokens: int = 0
-    characters: int = 0
     empty: int = 0
-    long: int = 0  # documents that were encoded in sections
-    bad: dict[str, int] = field(default_factory=dict)  # records, by kind
+    bad: int = 0  # records
     named: list[tuple[int, Bad]] = field(default_factory=list)  # (number of the part, one of the first of them)
-    # Parts of which every record is bad: (number of the part, how many, the first of them).
-    unreadable: list[tuple[int, int, Bad]] = field(default_factory=list)
 
 
 def read_mark(folder: Path, number: int) -> Optional[Mark]:
@@ -109,12 +99,11 @@ class PieceFiles:
         self._begin()
 
     def _begin(self) -> None:  # a document
-        self.open_tokens, self.body_tokens, self.sections, self.is_visible = 0, 0, 0, False
+        self.open_tokens, self.body_tokens, self.is_visible = 0, 0, False
         self.digest = hashlib.blake2b(digest_size=HASH_BYTES)
 
     def add(self, ids: np.ndarray, text: str, is_last: bool = True, goes: int = DRAWN) -> None:
         """Append a section of a document. The last one ends the document, which is left out if no character is visible."""
-        self.mark.characters += len(text)
         self.digest.update(text.encode())
         self.is_visible = self.is_visible or bool(text.strip())
         self.body_tokens += len(ids)
@@ -122,16 +111,14 @@ class PieceFiles:
             self.mark.empty += 1
             self.take_back()
             return
-        for some in ([] if self.sections else [self.before]) + [ids] + ([self.after] if is_last else []):
+        for some in ([] if self.open_tokens else [self.before]) + [ids] + ([self.after] if is_last else []):
             self.tokens.write(some.astype(self.dtype, copy=False).data)
             self.open_tokens += len(some)
-        self.sections += 1
         if is_last:
             self.lengths.write((4 * self.open_tokens + goes).to_bytes(8, "little"))
             self.hashes.write(self.digest.digest())
             self.mark.documents += 1
             self.mark.tokens += self.open_tokens
-            self.mark.long += self.sections > 1
             self._begin()
 
     def take_back(self) -> None:
@@ -164,10 +151,10 @@ def make_piece(number: int, job: Job, fill: Callable[[PieceFiles], Any]) -> Mark
         return out.mark
 
 
-def lock(descriptor: int, taken: str, shared: bool = False) -> None:
+def lock(descriptor: int, taken: str) -> None:
     """Lock an open file until it is closed. Raises Fault (73) where another process has it. Some file systems have no locks."""
     try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise Fault(f"{taken}: wait for it, or end it.", UNWRITABLE) from None
     except OSError as error:
@@ -175,21 +162,24 @@ def lock(descriptor: int, taken: str, shared: bool = False) -> None:
             raise
 
 
-def load_backend(folder: str) -> Tokenizer:
+@lru_cache(1)
+def _load_backend(path: str, modified_ns: int) -> Tokenizer:
     """The tokenizer as it is saved in the work folder, and so in the dataset, with its hash in the manifest."""
-    backend = Tokenizer.from_file(os.path.join(folder, "tokenizer", "tokenizer.json"))
+    backend = Tokenizer.from_file(path)
     backend.no_truncation()  # which tokenizer.json may ask for
     backend.no_padding()
     backend.encode_special_tokens = True  # transformers' split_special_tokens
     return backend
 
 
-def encode_piece(piece: Piece, job: Job, backend: Tokenizer) -> None:
+def encode_piece(piece: Piece, job: Job) -> None:
     """Encode a piece, unless that is done.
 
     Raises ValueError for a bad record if the job stops on errors, and for a file of which every record is bad; Fault (73)
     where another process has the piece.
     """
+    path = os.path.join(job.folder, "tokenizer", "tokenizer.json")
+    backend = _load_backend(path, os.stat(path).st_mtime_ns)  # which a process keeps from one piece to the next
     make_piece(piece.number, job, partial(_encode_documents, piece, job, backend))
 
 
@@ -202,13 +192,14 @@ def _encode_documents(piece: Piece, job: Job, backend: Tokenizer, out: PieceFile
         nonlocal special
         if job.stop_on_error:
             raise ValueError(_sentence(piece, number, record))
-        out.mark.bad[record.kind] = out.mark.bad.get(record.kind, 0) + 1
+        out.mark.bad += 1
         if len(out.mark.named) < MAX_NAMED:
             out.mark.named.append((number, record))
         out.take_back()
         special = None
 
-    for batch, encoded in _encoded(_batches(piece, job), backend):
+    for batch in _batches(piece, job):
+        encoded = _encoded(batch, backend)
         is_special = np.isin(np.concatenate(encoded), list(job.forbidden)).any()
         for (number, record), ids in zip(batch, encoded):
             if isinstance(record, Bad):
@@ -223,47 +214,37 @@ def _encode_documents(piece: Piece, job: Job, backend: Tokenizer, out: PieceFile
                 out.add(ids, text, is_last, piece.parts[number].goes)
             elif is_last:
                 said = f"holds text that this tokenizer turns into its special token {shown(special)}: take it out"
-                leave_out(number, Bad(SPECIAL, first, f"{said}, or choose a byte-level tokenizer"))
+                leave_out(number, Bad(first, f"{said}, or choose a byte-level tokenizer"))
             if is_last:
                 readable.add(number)
     for number, (count, record) in unreadable.items():
         part = piece.parts[number]
         if number in readable or part.is_one_document:
             continue
-        # The other ranges of a file may be good, such as beside a line that is too long: see `bad_records`.
-        if part.end is None or count >= MANY_RECORDS and part.end - part.start >= MUCH_BYTES:
-            raise ValueError(_none_of(count, piece, number, record))
-        out.mark.unreadable.append((number, count, record))
+        # The other ranges of a file may be good, such as beside a line that is too long.
+        if part.end is None or count >= MANY_RECORDS:
+            first = _sentence(piece, number, record)
+            raise ValueError(f"none of {count} records of {part.path} can be read, such as {first}")
 
 
-def _encoded(batches: Iterator[list], backend: Tokenizer) -> Iterator[tuple[list, list[np.ndarray]]]:
-    """Each batch with the tokens of its records. A thread encodes one while the next is read, so that a stop ends the reading."""
-
-    def encode(batch: list[tuple[int, Record]]) -> list[np.ndarray]:
-        texts = ["" if isinstance(record, Bad) else record[1] for _, record in batch]
-        # The backend makes no attention masks and offsets, and doesn't warn of long documents. numpy takes an array.array
-        # three times as fast as a list of int.
-        with without_panic():
-            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.frombuffer(array("I", encoding.ids), dtype=np.uint32) for encoding in encodings]
-
-    with ThreadPoolExecutor(1) as pool:
-        started = ((batch, pool.submit(encode, batch)) for batch in batches)
-        earlier = next(started, None)
-        while earlier is not None:
-            (batch, tokens), earlier = earlier, next(started, None)
-            yield batch, tokens.result()
+def _encoded(batch: list[tuple[int, Record]], backend: Tokenizer) -> list[np.ndarray]:
+    """The tokens of each record, none of a bad one."""
+    texts = ["" if isinstance(record, Bad) else record[1] for _, record in batch]
+    # The backend makes no attention masks and offsets, and doesn't warn of long documents. numpy takes an array.array
+    # three times as fast as a list of int.
+    with without_panic():
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+    return [np.frombuffer(array("I", encoding.ids), dtype=np.uint32) for encoding in encodings]
 
 
 def _batches(piece: Piece, job: Job) -> Iterator[list[tuple[int, Record]]]:
     """Records, with the numbers of their parts."""
-    most = max(BATCH_CHARACTERS, job.threads * BATCH_CHARACTERS_A_THREAD)
     batch, characters = [], 0
     for number, part in enumerate(piece.parts):
         for record in read_part(part, job.text_field):
             failpoint("prepare.documents")
             size = 0 if isinstance(record, Bad) else len(record[1])
-            if batch and (len(batch) == BATCH_DOCUMENTS or characters + size > most):
+            if batch and (len(batch) == BATCH_DOCUMENTS or characters + size > BATCH_CHARACTERS):
                 yield batch
                 batch, characters = [], 0
             batch.append((number, record))
@@ -276,27 +257,12 @@ def _sentence(piece: Piece, number: int, record: Bad) -> str:
     return f"{where(piece.parts[number], record.number)} {record.message}"
 
 
-def _none_of(count: int, piece: Piece, number: int, first: Bad) -> str:
-    return f"none of the {count} records of {piece.parts[number].path} can be read: {_sentence(piece, number, first)}"
-
-
-def bad_records(pieces: Sequence[Piece], marks: Sequence[Mark]) -> tuple[dict[str, int], list[str]]:
-    """(how many of each kind there are in all pieces, sentences on the first ones)
-
-    Raises ValueError for a file in several pieces of which every record is bad.
-    """
-    bad, named = Counter(), []
-    parts = Counter(part.path for piece in pieces for part in piece.parts)
-    unreadable: defaultdict[str, list] = defaultdict(list)  # by file
+def bad_records(pieces: Sequence[Piece], marks: Sequence[Mark]) -> list[str]:
+    """Sentences on the first ones of all pieces."""
+    named = []
     for piece, mark in zip(pieces, marks):  # no pieces where a program makes the documents: none of these is bad
-        bad.update(mark.bad)
         named += [(piece, number, Bad(*record)) for number, record in mark.named]
-        for number, count, record in mark.unreadable:
-            unreadable[piece.parts[number].path].append((count, piece, number, Bad(*record)))
-    for path, found in unreadable.items():
-        if len(found) == parts[path]:
-            raise ValueError(_none_of(sum(one[0] for one in found), *found[0][1:]))
-    return dict(sorted(bad.items())), [_sentence(*record) for record in named[:MAX_NAMED]]
+    return [_sentence(*record) for record in named[:MAX_NAMED]]
 
 
 class Generated(NamedTuple):
@@ -331,72 +297,37 @@ def encode_locally(pieces: Sequence[Piece], job: Job, num_workers: int, report: 
 
     report: takes the bytes of the inputs of each piece that is done.
     """
-    waiting, count = list(reversed(pieces)), min(num_workers, len(pieces))
-    processes: dict[Connection, subprocess.Popen] = {}
-    at_work: dict[Connection, Piece] = {}
-
-    def hand_out(pipe: Connection) -> None:
-        if waiting:
-            at_work[pipe] = waiting.pop()
-            pipe.send(at_work[pipe])
-
+    count = min(num_workers, len(pieces))
+    context = multiprocessing.get_context("spawn")  # threads of the tokenizer don't outlive a fork
+    others = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(count, context, _begin_process, (os.getpid(), num_workers // count))
     try:
-        for _ in range(count):
-            pipe, process = _start(job._replace(threads=max(1, num_workers // count)))
-            processes[pipe] = process
-            hand_out(pipe)
-        while at_work:
-            for pipe in wait(list(at_work)):
-                try:
-                    said = pipe.recv()  # an error, or None
-                except (EOFError, OSError):
-                    code = processes[pipe].wait()
-                    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-                    memory = " (for want of memory?)" if code == -signal.SIGKILL else ""
-                    said = Fault(f"a process that tokenizes {how}{memory}; the same command goes on.", PEER_LOST)
-                if said is not None:
-                    raise said
-                report(at_work.pop(pipe).bytes)
-                hand_out(pipe)
+        running = {pool.submit(_error_of, piece, job): piece for piece in pieces}
+        for done in as_completed(running):
+            if (error := done.result()) is not None:
+                raise error
+            report(running[done].bytes)
+    except BrokenProcessPool:
+        said = "a process that tokenizes was killed (for want of memory?); the same command goes on."
+        raise Fault(said, PEER_LOST) from None
     finally:
-        for process in processes.values():
-            process.kill()
-            process.wait()
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.kill()  # a piece may take a minute
+        pool.shutdown(cancel_futures=True)
 
 
-def _start(job: Job) -> tuple[Connection, subprocess.Popen]:
-    ours, theirs = Pipe()
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(PACKAGE), os.environ.get("PYTHONPATH")])),
-        "TOKENIZERS_PARALLELISM": "true" if job.threads > 1 else "false",
-        "RAYON_NUM_THREADS": str(job.threads),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-P", "-c", SERVE, str(theirs.fileno()), str(os.getpid())]
-    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
-    theirs.close()  # so that a process that dies closes the pipe
-    ours.send(job)
-    return ours, process
-
-
-def serve() -> None:
-    """A process: encodes what comes out of the pipe."""
-    die_with(int(sys.argv[2]))
+def _begin_process(parent: int, threads: int) -> None:
+    die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # of the terminal's group; the other process ends this one
-    pipe = Connection(int(sys.argv[1]))
-    with suppress(EOFError, BrokenPipeError):
-        job = pipe.recv()
-        backend = load_backend(job.folder)
-        while True:
-            pipe.send(_error_of(pipe.recv(), job, backend))
+    os.environ |= {"TOKENIZERS_PARALLELISM": str(threads > 1).lower(), "RAYON_NUM_THREADS": str(threads)}
 
 
-def _error_of(piece: Piece, job: Job, backend: Tokenizer) -> Optional[Exception]:
+def _error_of(piece: Piece, job: Job) -> Optional[Exception]:
     """Encode a piece. Returns its error; prints the traceback of an unexpected one, which a pipe may not be able to send."""
     try:
-        encode_piece(piece, job, backend)
+        encode_piece(piece, job)
     except OSError as error:
         return OSError(error.errno, error.strerror, error.filename) if error.errno else OSError(str(error))
     except Exception as error:
@@ -420,7 +351,7 @@ def encode_on_ray(pieces: Sequence[Piece], job: Job, report: Report) -> None:
         environment = {"PYTHONPATH": str(PACKAGE), "TOKENIZERS_PARALLELISM": "false"}
         ray.init(log_to_driver=False, runtime_env={"env_vars": environment})
     try:
-        task = ray.remote(num_cpus=1, max_retries=3)(_on_ray)
+        task = ray.remote(num_cpus=1, max_retries=3)(_error_of)
         running = {task.remote(piece, job): piece for piece in pieces}
         while running:
             [ready], _ = ray.wait(list(running), num_returns=1)
@@ -430,7 +361,3 @@ def encode_on_ray(pieces: Sequence[Piece], job: Job, report: Report) -> None:
     finally:
         if starts:
             ray.shutdown()
-
-
-def _on_ray(piece: Piece, job: Job) -> Optional[Exception]:
-    return _error_of(piece, job, load_backend(job.folder))

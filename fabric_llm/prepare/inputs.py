@@ -9,9 +9,7 @@ from __future__ import annotations
 import bz2
 import codecs
 import fnmatch
-import glob
 import gzip
-import importlib.util
 import io
 import lzma
 import os
@@ -21,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Optional
 
@@ -34,13 +32,10 @@ KINDS = {
     ".json": "json",
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     ".parquet": "parquet",
-    **dict.fromkeys((".wet", ".warc"), "warc"),
-    **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
 }
-# HTML is read only where a pattern or an input names it: what a folder gives mustn't depend on the packages that are installed.
-DEFAULT_KINDS = [suffix for suffix, kind in KINDS.items() if kind != "html"]
-DEFAULT_PATTERNS = [f"*{suffix}{packed}" for packed in ("", *PACKED) for suffix in DEFAULT_KINDS]
-PACKAGES = {"warc": "warcio", "html": "resiliparse"}  # that a kind needs; the extra has the name of the kind
+DEFAULT_PATTERNS = [f"*{suffix}{packed}" for packed in ("", *PACKED) for suffix in KINDS]
+WEB = (".html", ".htm", ".xhtml", ".wet", ".warc")  # whose markup and headers would pass for text
+HIDDEN = "hidden files and folders"  # among the files of folders that aren't read, which are counted by suffix
 PROBE_BYTES = 64 * 1024  # of a file of another suffix, which must be UTF-8
 LONGEST_SEPARATOR = 1000  # bytes
 SMALLEST_VOCABULARY = 257  # 256 bytes and the end of a text
@@ -55,8 +50,6 @@ def preparation(given: Any, inputs: Any, tokenizer: Optional[str]) -> None:
     size, fraction = given.train_tokenizer, given.validation_fraction
     if not inputs:
         raise ValueError("no input: name at least one file, folder or hub dataset with --input")
-    if given.pattern is not None and not given.pattern:
-        raise ValueError("no pattern: with none, no file of a folder would be read")
     if (tokenizer is None) == (size is None):
         raise ValueError(f"give exactly one of --tokenizer (got {tokenizer}) and --train_tokenizer (got {size})")
     if size is not None and size < SMALLEST_VOCABULARY:
@@ -101,16 +94,6 @@ def separator(given: Optional[str]) -> Optional[str]:
     return re.escape(text)
 
 
-def shard(given: Optional[str]) -> Optional[tuple[int, int]]:
-    """--shard K/N as (K - 1, N)."""
-    if given is None:
-        return None
-    found = re.fullmatch(r"(\d+)/(\d+)", given)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise ValueError(f"shard must be K/N, such as 1/8 to 8/8 for eight machines, got {given}")
-    return int(found[1]) - 1, int(found[2])
-
-
 def work_folder_of(output: Path) -> Path:
     """The folder beside `output`, a resolved path, in which it is made: on the same file system."""
     return output.with_name(f".{output.name}.preparing")
@@ -131,12 +114,7 @@ class Found:
 
     sources: list[Source] = field(default_factory=list)
     not_read: Counter = field(default_factory=Counter)  # files of folders, by suffix
-    hidden: list[str] = field(default_factory=list)  # files and folders that are left out for their names
-    # What corpus.plan notes:
-    own_validation: list[str] = field(default_factory=list)  # datasets whose validation split stays theirs
-    left_out: list[str] = field(default_factory=list)  # splits
-    split_texts: list[str] = field(default_factory=list)  # files that are split at blank lines without being told to
-    whole_texts: list[str] = field(default_factory=list)  # files that would be, and have no blank line
+    notes: list[str] = field(default_factory=list)  # what corpus.plan does without being told to
 
 
 def find_sources(
@@ -150,7 +128,7 @@ def find_sources(
     that two inputs name.
     """
     found, origin = Found(), {}
-    for given in (path for name in inputs for path in _expanded(str(name))):
+    for given in _expanded(inputs):
         for source in _sources_of(given, pattern, exclude, output, found):
             # A text in both train and validation would make the validation loss meaningless.
             path = os.path.abspath(source.name)
@@ -165,54 +143,41 @@ def find_sources(
     return found
 
 
-def _expanded(given: str) -> list[str]:
-    """The paths that a glob stands for, such as 'corpus/*.jsonl', which the shell hasn't expanded; else `given` itself."""
-    found = [given]
-    if not os.path.lexists(given) and glob.has_magic(given):
-        found = sorted(glob.glob(given, recursive=True))
-        if not found:
-            raise ValueError(f"input {given}: no file or folder here has such a name")
-    for path in found:
-        # To open a pipe would wait for whoever writes into it.
-        if os.path.lexists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-            kind = "a pipe, a socket or a device"
-            if not os.path.exists(path):
-                kind = f"a link to {os.readlink(path)}, which leads nowhere"
-            raise ValueError(f"input {path} is {kind}: name a file, a folder or a dataset on the hub")
-    return found
+def _expanded(inputs: Sequence[str | Path]) -> Iterator[str]:
+    """The inputs, with what globs among them match, which the shell doesn't expand in quotes or in a file of flags."""
+    for given in map(str, inputs):
+        is_glob = has_magic(given) and not os.path.lexists(given)
+        yield from (sorted(glob(given, recursive=True)) if is_glob else []) or [given]
 
 
 def _sources_of(given: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: Found) -> list[Source]:
+    if os.path.lexists(given) and not os.path.isfile(given) and not os.path.isdir(given):
+        # To open a pipe would wait for whoever writes into it.
+        raise ValueError(f"input {given} is a pipe, a socket, a device or a dead link: name a file or a folder")
     if not os.path.exists(given):
         # The hub isn't asked for what can't be the name of a dataset there, such as a mistyped path.
-        if address := re.match(r"(?:https?://)?(?:huggingface\.co|hf\.co)/datasets/([\w.-]+/[\w.-]+)", given):
-            raise ValueError(f"{NOWHERE.format(given)}: it is an address; take --input {address[1]}")
         near = nearest_of(Path(given), files=True)
         can_be = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?(:[^/:]+)?", given)
         if not can_be or _matcher(DEFAULT_PATTERNS)(given.lower()) or is_path(given) or "/" not in given and near:
             raise ValueError(f"{NOWHERE.format(given)}.{near}" if near else NOWHERE.format(given))
         return [Source(given, "hub", None)]  # corpus.plan asks the hub
     if os.path.isfile(given):
-        source = _file_source(given)
-        mislabeled = given.lower().endswith(PACKED) and compression_of(given) is None
-        if (suffix(given) not in KINDS or mislabeled) and not _is_text(given):
+        if suffix(given) not in KINDS and not _is_text(given):  # such as an archive, whose headers would pass for text
             kinds = " ".join(KINDS)
             raise ValueError(
                 f"input {given} is neither text in UTF-8 nor of a kind that is read ({kinds}): extract its text first"
             )
-        return [source]
+        return [_file_source(given)]
     if any(os.path.isfile(os.path.join(given, name)) for name in ("dataset_dict.json", "state.json")):
         files = [file.stat() for file in Path(given).rglob("*.arrow")]  # which `datasets.save_to_disk` wrote
         newest = max((file.st_mtime_ns for file in files), default=0)
         return [Source(given, "dataset", sum(file.st_size for file in files), newest)]
-    before = len(found.hidden)
     sources = [_file_source(path) for path in _files_of(given, pattern, exclude, output, found)]
     if not sources:
-        words, hidden = " ".join(pattern), len(found.hidden) - before
+        words = " ".join(pattern)
         if list(pattern) == DEFAULT_PATTERNS:
-            words = f"{' '.join(f'*{kind}' for kind in DEFAULT_KINDS)} (or these with {' '.join(PACKED)})"
-        left_out = f" ({hidden:,} hidden files and folders were left out: name them with --input)" if hidden else ""
-        raise ValueError(f"no file in {given} matches {words}: choose others with --pattern{left_out}")
+            words = f"{' '.join(f'*{kind}' for kind in KINDS)} (or these with {' '.join(PACKED)})"
+        raise ValueError(f"no file in {given} matches {words}: choose others with --pattern")
     return sources
 
 
@@ -234,14 +199,14 @@ def _files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], outpu
             for name in sorted(walked)
             if name not in exclude and os.path.realpath(os.path.join(root, name)) not in left_out
         ]
-        found.hidden += [os.path.join(root, name) for name in directories if name.startswith(".")]
         walked[:] = [name for name in directories if not name.startswith(".")]
+        found.not_read += Counter({HIDDEN: len(directories) - len(walked)})
         for name in sorted(names):
             path = os.path.join(root, name)
             if matches(name.lower()) and os.path.isfile(path):
                 yield path
             elif name.startswith("."):
-                found.hidden.append(path)
+                found.not_read[HIDDEN] += 1
             elif matches(name.lower()):
                 found.not_read["pipe, socket, device or dead link"] += 1
             else:
@@ -262,17 +227,11 @@ def suffix(path: str) -> str:
     return os.path.splitext(name)[1]
 
 
-@cache
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
 def _file_source(path: str) -> Source:
-    package = PACKAGES.get(kind := KINDS.get(suffix(path), "text"))
-    if package and not _is_installed(package):
-        raise ValueError(f"reading {path} needs the package {package}: pip install 'fabric_llm[{kind}]'")
+    if suffix(path) in WEB:
+        raise ValueError(f"{path} holds web pages: extract their text first, into .jsonl or .txt")
     status = os.stat(path)
-    return Source(path, kind, status.st_size, status.st_mtime_ns)
+    return Source(path, KINDS.get(suffix(path), "text"), status.st_size, status.st_mtime_ns)
 
 
 def _is_text(path: str) -> bool:

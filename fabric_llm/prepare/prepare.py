@@ -21,11 +21,8 @@ import hashlib
 import json
 import os
 import platform
-import secrets
 import shutil
 import sys
-import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -44,14 +41,14 @@ from fabric_llm.base.names import shown
 from fabric_llm.base.program import cores, on_disk, uninterrupted
 from fabric_llm.prepare import encoding, inputs
 from fabric_llm.prepare.corpus import Piece, fingerprint, plan
-from fabric_llm.prepare.documents import Part, texts
+from fabric_llm.prepare.documents import DRAWN, Part, texts
 from fabric_llm.prepare.encoding import Generated, Job, Mark, read_mark
-from fabric_llm.prepare.rows import ONE_DOCUMENT, Draw, repeated, save_rows, split_documents
+from fabric_llm.prepare.rows import Draw, repeated, save_rows, split_documents
 from fabric_llm.prepare.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
 
 MANIFEST_FORMAT = 1
 MAX_LISTED_FILES = 10_000
-MAX_LISTED_SUFFIXES = 100
+MAX_LISTED_SUFFIXES = 10
 LITTLE_BYTES = 16 * 2**20  # of input, for which no process is started
 KEY = "key.json"  # what the pieces in the work folder were made of
 
@@ -75,7 +72,6 @@ class Options:
     deduplicate: str = "none"
     seed: int = 1234
     num_workers: int | None = None
-    shard: str | None = None
     engine: str = "local"
     overwrite: bool = False
 
@@ -89,8 +85,7 @@ def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
 
     generated: documents in place of those of `inputs`.
 
-    `output` appears only once it is complete, and a dataset that it replaces is removed last. With `shard`, only that
-    shard's pieces are encoded, and what is left is returned: {"shard", "pieces", "left"}.
+    `output` appears only once it is complete, and a dataset that it replaces is removed last.
 
     Raises ValueError for everything that a user can correct, with a sentence that says how.
     """
@@ -99,15 +94,12 @@ def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
     inputs.preparation(options, given, options.tokenizer)
     target = Path(options.output).resolve()  # a link to a larger disk stays a link
     inputs.prepared_output(target, options.overwrite)
-    shard = inputs.shard(options.shard)
     found, pieces = inputs.Found(), []
     if generated is None:
         found = inputs.find_sources(options.inputs, pattern=options.pattern, exclude=options.exclude, output=target)
         pieces = plan(found, inputs.separator(options.document_separator))
     parts = [part for piece in pieces for part in piece.parts]
-    if len(parts) == 1 and parts[0].is_one_document:
-        raise ValueError(ONE_DOCUMENT)
-    if not options.validation_fraction and not found.own_validation:
+    if not options.validation_fraction and all(part.goes == DRAWN for part in parts):
         raise ValueError("validation_fraction is 0, and no input has a validation split of its own: take more than 0")
     # Here, so that it fails before anything is written.
     tokenizer = None if options.tokenizer is None else packing_tokenizer(options.tokenizer)
@@ -118,19 +110,16 @@ def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
     }
     needs = "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over 65,536"
     is_encoded = False
-    with work_folder(target, shared=shard is not None) as folder, on_disk(target, folder, needs):
+    with work_folder(target) as folder, on_disk(target, folder, needs):
         try:
             tokenizer = _begin(folder, options, key, tokenizer, parts)
             backend = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
             job = Job(str(folder), options.text_field, options.on_error == "stop", **convention(backend, tokenizer))
             if generated is None:
-                marks = _encode(pieces, job, shard, options)
+                marks = _encode(pieces, job, options)
             else:
                 with tqdm(desc="sampling", total=generated.tokens, unit=" tokens", disable=None) as bar:
                     marks = encoding.generate(generated, job, bar.update)
-            if shard is not None:
-                left = marks.count(None)
-                return {"shard": options.shard, "pieces": len(marks[shard[0] :: shard[1]]), "left": left}
             is_encoded = generated is None
             manifest = _make_dataset(folder, options, found, pieces, marks, job.dtype, tokenizer)
             manifest |= {} if generated is None else {"self_replay": generated.settings}
@@ -146,15 +135,15 @@ def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
         except BaseException as error:
             # A later start goes on with the pieces, unless all are encoded and the mistake is in what comes after.
             is_mistake = isinstance(error, ValueError) and getattr(error, "code", BAD_INPUT) == BAD_INPUT
-            if shard is None and (not has_work(folder) or is_mistake and is_encoded):
+            if not has_work(folder) or is_mistake and is_encoded:
                 remove(folder)
             raise
     return json.loads(content)
 
 
 @contextmanager
-def work_folder(output: Path, shared: bool) -> Iterator[Path]:
-    """Make and lock the folder beside `output` in which it is made. shared: others may work in it, on other pieces.
+def work_folder(output: Path) -> Iterator[Path]:
+    """Make and lock the folder beside `output` in which it is made.
 
     Raises Fault (73) where it can't be made, or another process works in it.
     """
@@ -166,7 +155,7 @@ def work_folder(output: Path, shared: bool) -> Iterator[Path]:
         code = SAVE_FAILED if error.errno in (errno.ENOSPC, errno.EDQUOT) else UNWRITABLE
         raise Fault(f"output {output} cannot be written: {error.strerror}.", code) from error
     try:
-        encoding.lock(descriptor, f"output {output} is being prepared by another process, in {folder}", shared)
+        encoding.lock(descriptor, f"output {output} is being prepared by another process, in {folder}")
         if (folder / "old").exists() and not output.exists():  # killed between the two renames
             (folder / "old").rename(output)
         yield folder
@@ -201,53 +190,41 @@ def _begin(
     with suppress(OSError, ValueError):
         former = json.loads((folder / KEY).read_bytes())
     if former != key:
-        if options.shard is not None and former is not None:
-            differing = " and ".join(name for name in key if former.get(name) != key[name])
-            raise ValueError(
-                f"the other shards in {folder} were begun with other inputs or flags ({differing}): start all of them alike,"
-                f" or remove that folder"
-            )
         if has_work(folder):
             print("The work of a former preparation with other inputs or flags was thrown away.", file=sys.stderr)
-        if options.shard is None:
-            (folder / KEY).unlink(missing_ok=True)  # first, see `remove`
-            files.fsync(folder)
-            for path in folder.iterdir():
-                if path.name != "lock":
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        (folder / KEY).unlink(missing_ok=True)  # first, see `remove`
+        files.fsync(folder)
+        for path in folder.iterdir():
+            if path.name != "lock":
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         files.write_atomically(folder / KEY, json.dumps(key), durable=True)
-    saved, filling = folder / "tokenizer", folder / f"tokenizer-{secrets.token_hex(4)}"
+    saved, filling = folder / "tokenizer", folder / "tokenizer-incomplete"
     if not saved.is_dir():
         if tokenizer is None:
             some = tqdm(texts(parts, options.text_field), "training the tokenizer", unit=" documents", disable=None)
             tokenizer = train_byte_level_bpe(some, vocab_size=options.train_tokenizer)
+        shutil.rmtree(filling, ignore_errors=True)
         tokenizer.save_pretrained(filling)
-        try:
-            filling.rename(saved)
-        except OSError:  # another shard has made it in the meantime
-            if not saved.is_dir():
-                raise
+        filling.rename(saved)
     return tokenizer or packing_tokenizer(str(saved))
 
 
-def _encode(pieces: list[Piece], job: Job, shard: Optional[tuple[int, int]], options: Options) -> list[Optional[Mark]]:
-    """Encode the pieces, or those of the shard, that aren't done. Returns the marks of all."""
+def _encode(pieces: list[Piece], job: Job, options: Options) -> list[Optional[Mark]]:
+    """Encode the pieces that aren't done. Returns the marks of all."""
     folder = Path(job.folder)
-    chosen = pieces if shard is None else pieces[shard[0] :: shard[1]]
-    left = [piece for piece in chosen if read_mark(folder, piece.number) is None]
-    if 0 < len(left) < len(chosen):
-        print(f"Going on: {len(chosen) - len(left)} of {len(chosen)} pieces are done.", file=sys.stderr)
-    total, left_bytes = (sum(piece.bytes for piece in some) for some in (chosen, left))
+    left = [piece for piece in pieces if read_mark(folder, piece.number) is None]
+    if 0 < len(left) < len(pieces):
+        print(f"Going on: {len(pieces) - len(left)} of {len(pieces)} pieces are done.", file=sys.stderr)
+    total, left_bytes = (sum(piece.bytes for piece in some) for some in (pieces, left))
     done = total - left_bytes
     with tqdm(desc="tokenizing", total=total, initial=done, unit="B", unit_scale=True, disable=None) as bar:
         if options.engine == "ray":
             encoding.encode_on_ray(left, job, bar.update)
         elif left_bytes <= LITTLE_BYTES and options.num_workers is None:
-            backend, here = encoding.load_backend(job.folder), job._replace(threads=cores())
             for piece in left:
-                encoding.encode_piece(piece, here, backend)
+                encoding.encode_piece(piece, job)
                 bar.update(piece.bytes)
-        else:
+        elif left:
             encoding.encode_locally(left, job, options.num_workers or cores(), bar.update)
     return [read_mark(folder, piece.number) for piece in pieces]
 
@@ -261,22 +238,17 @@ def _make_dataset(
     dtype: str,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    """Make the dataset in the work folder, but for its manifest, which is returned. Warns of bad records.
+    """Make the dataset in the work folder, but for its manifest, which is returned.
 
-    Raises ValueError for a file of which every record is bad, and where there is no document with text.
+    Raises ValueError for a file of which every record is bad, and where there is no document with text or too little.
     """
-    bad, sentences = encoding.bad_records(pieces, marks)
-    empty, of_bad = sum(mark.empty for mark in marks), sum(bad.values())
+    sentences = encoding.bad_records(pieces, marks)
+    empty, bad = sum(mark.empty for mark in marks), sum(mark.bad for mark in marks)
+    left_out = f"{empty} empty documents and {bad} that can't be read were skipped{': ' + sentences[0] if bad else ''}"
     if not any(mark.documents for mark in marks):
-        raise ValueError(
-            f"no document with text in {len(found.sources)} inputs and files: {empty} empty documents and"
-            f" {of_bad} that can't be read were skipped{': ' + sentences[0] if bad else ''}"
-        )
+        raise ValueError(f"no document with text in {len(found.sources)} inputs and files: {left_out}")
     if bad and options.on_error == "stop":  # in pieces that a former start made with `skip`
         raise ValueError(sentences[0])
-    if bad:
-        said = f"skipped {_records(bad)}, the first: {sentences[0]}; manifest.json names up to {encoding.MAX_NAMED}"
-        warnings.warn(said, stacklevel=3)
     made = folder / "dataset"
     shutil.rmtree(made, ignore_errors=True)
     # The tokens of the splits, their packed rows, and the dataset.
@@ -285,14 +257,17 @@ def _make_dataset(
     files.room(folder, room, "The dataset", "make room, or take an --output on another disk")
     same = None
     if options.deduplicate == "exact":
-        hashes = [folder / f"{number:06d}.hashes" for number in range(len(marks))]
-        same = repeated(hashes, sum(mark.documents for mark in marks), folder)
-    splits, apart = split_documents(Draw(folder, len(marks), options.seed, options.validation_fraction, same), dtype)
-    saved = save_rows(splits, made, options.context_length, options.packing, tokenizer.eos_token_id)
+        same = repeated([folder / f"{number:06d}.hashes" for number in range(len(marks))])
+    splits, duplicates = split_documents(
+        Draw(folder, len(marks), options.seed, options.validation_fraction, same), dtype
+    )
+    try:
+        saved = save_rows(splits, made, options.context_length, options.packing, tokenizer.eos_token_id)
+    except ValueError as error:
+        raise ValueError(f"{error}; {left_out}" if bad else str(error)) from error
     shutil.copytree(folder / "tokenizer", made / "tokenizer")
     sources = found.sources
     packages = ["pyarrow", "datasets", "tokenizers", "transformers"]  # that the rows depend on
-    packages += sorted({inputs.PACKAGES[source.kind] for source in sources if source.kind in inputs.PACKAGES})
     return {
         "format": MANIFEST_FORMAT,
         "output": str(options.output),
@@ -303,9 +278,7 @@ def _make_dataset(
         "files": [{"path": source.name, "bytes": source.bytes} for source in sources[:MAX_LISTED_FILES]],
         "files_total": len(sources),
         "bytes_total": sum(source.bytes or 0 for source in sources),
-        "own_validation": found.own_validation,
-        "split_at_blank_lines": found.split_texts[:MAX_LISTED_FILES],
-        "without_blank_lines": found.whole_texts[:MAX_LISTED_FILES],
+        "notes": found.notes[:MAX_LISTED_FILES],
         "text_field": options.text_field,
         "document_separator": options.document_separator,
         "tokenizer": options.tokenizer_name,
@@ -319,42 +292,20 @@ def _make_dataset(
         "dtype": dtype,
         "max_token_id": max(split.max_token_id for split in splits.values()),
         "splits": saved,
-        **apart,
-        "characters": sum(mark.characters for mark in marks),
-        "documents_in_sections": sum(mark.long for mark in marks),
+        "duplicates": duplicates,
         "skipped": {
             "empty": empty,
             "bad": bad,
             "bad_records": sentences,
-            "files_by_suffix": dict(sorted(found.not_read.most_common(MAX_LISTED_SUFFIXES))),
-            "hidden": len(found.hidden),
-            "hidden_first": found.hidden[: encoding.MAX_NAMED],
-            "splits": found.left_out,
+            "files_by_suffix": dict(found.not_read.most_common(MAX_LISTED_SUFFIXES)),
         },
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
         "written": files.describe(made, files.files_in(made)),
     }
 
 
-def _records(bad: dict[str, int]) -> str:
-    """bad: records that can't be read, by kind."""
-    total = sum(bad.values())
-    return f"{total:,} bad record{'s' * (total != 1)} ({', '.join(f'{count:,} {kind}' for kind, count in bad.items())})"
-
-
 def summary(manifest: dict) -> str:
-    """Describe in a few lines what `prepare` made, or what a shard has left."""
-    if "shard" in manifest:
-        done = f"shard {manifest['shard']} is done: {manifest['pieces']} pieces"
-        if left := manifest["left"]:
-            return (
-                f"{done}; {left} pieces of other shards are left\nThe same command without --shard does what is left."
-            )
-        return f"{done}, and so are all other shards\nThe same command without --shard writes the dataset."
-
-    def some(names: Sequence[str], total: int) -> str:
-        return ", ".join(map(shown, names[:3])) + (f" and {total - 3:,} more" if total > 3 else "")
-
+    """Describe in a few lines what `prepare` made."""
     context_length, skipped, lines = manifest["context_length"], manifest["skipped"], []
     for name, split in manifest["splits"].items():
         rows = f"{split['documents']:>12,} documents {split['tokens']:>15,} tokens {split['rows']:>12,} rows of {context_length}"
@@ -367,33 +318,15 @@ def summary(manifest: dict) -> str:
         said = f"{sampled['tokens']:,} tokens or more of {sampled['model']}, seed {sampled['seed']}"
         lines.append(("sampled", said))
     if skipped["empty"] or skipped["bad"]:
-        bad = f", {_records(skipped['bad'])}" if skipped["bad"] else ""
-        lines.append(("skipped", f"{skipped['empty']:,} empty documents{bad}"))
+        lines.append(("skipped", f"{skipped['empty']:,} empty documents, {skipped['bad']:,} bad records"))
         lines += [("", sentence) for sentence in skipped["bad_records"]]
     if manifest["deduplicate"] != "none":
-        lines.append(
-            ("repeated", "{documents:,} documents, {tokens:,} tokens, dropped".format(**manifest["duplicates"]))
-        )
+        said = "{documents:,} documents, {tokens:,} tokens, dropped".format(**manifest["duplicates"])
+        lines.append(("repeated", said))
     if suffixes := skipped["files_by_suffix"]:
-        most = Counter(suffixes).most_common(10)
-        named = ", ".join(f"{count:,} {shown(name, 30)}" for name, count in most)
-        lines.append(("not read", f"{named}; choose with --pattern"))
-    if skipped["hidden"]:
-        named = some(skipped["hidden_first"], skipped["hidden"])
-        lines.append(("hidden", f"{named}: left out; name what is meant with --input"))
-    for key, said in (
-        ("split_at_blank_lines", "split at blank lines"),
-        ("without_blank_lines", "one document each, without a blank line"),
-    ):
-        if names := manifest[key]:
-            lines.append(("documents", f"{some(names, len(names))}: {said}; choose with --document_separator"))
-    if (held := manifest["held_back"])["documents"]:
-        said = f"{held['documents']:,} documents, {held['tokens']:,} tokens, drawn for it stay in train: with them it"
-        lines.append(("validation", f"{said} would hold more than twice --validation_fraction of the tokens"))
-    if own := manifest["own_validation"]:
-        lines.append(("validation", f"{', '.join(own)}: kept, and none drawn from these datasets"))
-    if skipped["splits"]:
-        lines.append(("left out", ", ".join(skipped["splits"])))
+        named = ", ".join(f"{count:,} {shown(name, 30)}" for name, count in suffixes.items())
+        lines.append(("not read", f"{named}; choose with --pattern, or name what is meant with --input"))
+    lines += [("note", note) for note in manifest["notes"][: encoding.MAX_NAMED]]
     lines.append(("tokenizer", f"{manifest['tokenizer']}, {manifest['vocab_size']:,} tokens"))
     lines.append(("written to", manifest["output"]))
     return "\n".join(f"{about:<10} {printable(said)}" for about, said in lines)

@@ -13,7 +13,6 @@ EOS would come into another row, where no token predicts it, and where it would 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import mmap
@@ -33,15 +32,9 @@ from fabric_llm.data.order import splitmix64
 from fabric_llm.prepare.documents import DRAWN, TO_VALIDATION
 
 COPY_TOKENS = 4 * 2**20  # at once
-BUCKET_DOCUMENTS = 2**22  # sorted at once; each takes about 100 bytes
-HASHED = np.dtype([("index", "<u8"), ("high", "<u8"), ("low", "<u8")])  # a document and the hash of its text
 WINDOW_DOCUMENTS = 2**20  # packed together
 WINDOW_TOKENS = 2**26  # likewise: their rows are in memory
 SHARD_BYTES = 10**9
-ONE_DOCUMENT = (
-    "the inputs hold one document, which is never divided between train and validation: give more documents, or divide a"
-    r" text file with --document_separator, where '\n' makes a document of each line"
-)
 
 
 @dataclass(frozen=True)
@@ -66,7 +59,6 @@ class Documents(NamedTuple):
     draws: np.ndarray  # may be drawn for validation: its dataset has no validation split of its own
     repeated: np.ndarray  # an earlier document equals it
     in_validation: np.ndarray
-    held_back: np.ndarray  # drawn, but left in train, because validation would hold too much with it
 
 
 @dataclass
@@ -101,14 +93,12 @@ def documents(draw: Draw) -> Iterator[Documents]:
             continue
         lengths, goes, indices = (words >> 2).astype(np.int64), words & 3, np.arange(first, first + len(words))
         draws = goes == DRAWN
-        repeated = np.zeros(len(words), bool) if draw.repeated is None else np.array(draw.repeated[indices])
+        repeated = np.zeros(len(words), bool) if draw.repeated is None else draw.repeated[indices]
         drawn = draws & ((document_hashes(draw.seed, indices) < draw.validation_fraction) ^ (indices == draw.moved))
-        held_back = np.zeros(len(words), bool)
         for index in np.flatnonzero(drawn & ~repeated).tolist():
-            held_back[index] = lengths[index] > room
-            room -= 0 if held_back[index] else int(lengths[index])
-        in_validation = np.where(draws, drawn & ~held_back, goes == TO_VALIDATION)
-        yield Documents(piece, first, lengths, draws, repeated, in_validation, held_back)
+            drawn[index] = lengths[index] <= room  # else it stays in train: validation would hold too much with it
+            room -= int(lengths[index]) if drawn[index] else 0
+        yield Documents(piece, first, lengths, draws, repeated, np.where(draws, drawn, goes == TO_VALIDATION))
         first += len(words)
 
 
@@ -139,44 +129,24 @@ def settled(draw: Draw) -> Draw:
     return replace(draw, moved=nearest[1]) if can_move else draw
 
 
-def repeated(hashes: Sequence[Path], count: int, folder: Path) -> np.ndarray:
-    """True for each of `count` documents that an earlier one equals. A memory map, bool [count].
+def repeated(hashes: Sequence[Path]) -> np.ndarray:
+    """True for each document that an earlier one equals, bool [documents]. Takes about 60 bytes a document.
 
-    hashes: files of 16 bytes a document, one behind the other in the order of documents. folder: for files on the way, 25
-    bytes a document.
-
-    Files of hashes with the same leading bits are sorted one by one, so that memory doesn't grow with the number of documents.
+    hashes: files of 16 bytes a document, one behind the other in the order of documents.
     """
-    bits = max(0, (count // BUCKET_DOCUMENTS).bit_length())
-    buckets = [folder / f"bucket-{number}" for number in range(2**bits)]
-    index = 0
-    with contextlib.ExitStack() as stack:
-        out = [stack.enter_context(open(path, "wb")) for path in buckets]
-        for path in hashes:
-            words = np.fromfile(path, "<u8").reshape(-1, 2)
-            some = np.empty(len(words), HASHED)
-            some["index"] = np.arange(index, index + len(words))
-            some["high"], some["low"] = words.T
-            index += len(words)
-            bucket_of = words[:, 0] >> np.uint64(64 - bits) if bits else np.zeros(len(words), np.uint64)
-            for number in np.unique(bucket_of):
-                out[int(number)].write(some[bucket_of == number].tobytes())
-    found = np.memmap(folder / "repeated", dtype=bool, mode="w+", shape=max(1, count))
-    for path in buckets:
-        some = np.fromfile(path, HASHED)
-        path.unlink()
-        some = some[np.lexsort((some["index"], some["low"], some["high"]))]
-        same = (some["high"][1:] == some["high"][:-1]) & (some["low"][1:] == some["low"][:-1])
-        found[some["index"][1:][same]] = True
+    words = np.concatenate([np.fromfile(path, "<u8").reshape(-1, 2) for path in hashes])
+    order = np.lexsort(words.T)  # which leaves equal ones in their order
+    found = np.zeros(len(words), bool)
+    found[order[1:]] = (words[order[1:]] == words[order[:-1]]).all(axis=1)
     return found
 
 
-def split_documents(draw: Draw, dtype: str) -> tuple[dict[str, Split], dict[str, dict]]:
+def split_documents(draw: Draw, dtype: str) -> tuple[dict[str, Split], dict[str, int]]:
     """Write each document, whole and in order, to the flat files of its split.
 
-    Returns also how many documents and tokens were left out as `duplicates`, and `held_back` from validation.
+    Returns also how many documents and tokens were left out, because they repeat others.
     """
-    apart = {name: {"documents": 0, "tokens": 0} for name in ("duplicates", "held_back")}
+    left_out = {"documents": 0, "tokens": 0}
     splits = {}
     for name in ("train", "validation"):
         paths = [draw.folder / f"{name}.{what}" for what in ("tokens", "lengths")]
@@ -184,12 +154,11 @@ def split_documents(draw: Draw, dtype: str) -> tuple[dict[str, Split], dict[str,
             path.write_bytes(b"")
         splits[name] = Split(*paths, np.dtype(dtype))
     for some in documents(settled(draw)):
-        for count, mine in zip(apart.values(), (some.repeated, some.held_back)):
-            count["documents"] += int(mine.sum())
-            count["tokens"] += int(some.lengths[mine].sum())
+        left_out["documents"] += int(some.repeated.sum())
+        left_out["tokens"] += int(some.lengths[some.repeated].sum())
         _append(splits["train"], draw.folder, some, ~some.in_validation & ~some.repeated)
         _append(splits["validation"], draw.folder, some, some.in_validation & ~some.repeated)
-    return splits, apart
+    return splits, left_out
 
 
 def _append(split: Split, folder: Path, some: Documents, mine: np.ndarray) -> None:
@@ -291,8 +260,6 @@ def save_rows(splits: dict[str, Split], folder: Path, context_length: int, packi
     for name, split in splits.items():
         if split.tokens >= (1 if packing == "best_fit" else context_length):
             continue
-        if total == 1:
-            raise ValueError(ONE_DOCUMENT)
         raise ValueError(
             f"the {name} split has {split.tokens} tokens in {split.documents} of {total} documents, which do not"
             f" fill one row of context_length {context_length}: choose a smaller --context_length or a"

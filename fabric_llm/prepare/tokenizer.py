@@ -48,10 +48,8 @@ def packing_tokenizer(name: str) -> PreTrainedTokenizerBase:
     except Fault:
         raise
     except Exception as error:
-        said = (None if os.path.exists(name) else hub.answer(name, error, "tokenizer")) or one_line(error)
-        raise ValueError(
-            f"tokenizer {name} is neither a folder here nor one that can be read from the hub: {said}"
-        ) from error
+        neither = f"tokenizer {name} is neither a folder here nor one that can be read from the hub"
+        raise ValueError(f"{neither}: {one_line(error)}") from error
     if not tokenizer.is_fast:
         raise ValueError(f"tokenizer {name} has no fast version (tokenizer.json), which preparing data needs")
     if tokenizer.eos_token_id is None:

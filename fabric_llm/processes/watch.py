@@ -22,7 +22,6 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -61,7 +60,6 @@ class Watch:
     ) -> None:
         self.rank, self.world_size, self.on_fault = rank, world_size, on_fault
         self.children, self.is_asked = children or Children({}), is_asked
-        self.directory: Optional[Path] = None  # of the run, on rank 0
         self.is_joining = self.has_joined = False
         self.step, self.doing, self.marked = 0, "joining", time.monotonic()
         self.main_thread = threading.get_ident()
@@ -81,13 +79,12 @@ class Watch:
         self.interval = MOST_SECONDS_BETWEEN_BEATS
         self.woken = threading.Event()
 
-    def join(self, timeout_seconds: float, directory: Optional[Path]) -> None:
+    def join(self, timeout_seconds: float) -> None:
         """Begin to watch while this rank waits for the others. MASTER_PORT is in the environment.
 
         timeout_seconds: longest silence of a rank that is waited for, and time for all to connect once they are there.
-        directory: of the run, on rank 0.
         """
-        self.is_joining, self.directory = True, directory
+        self.is_joining = True
         self._start(max(timeout_seconds, 1.0))
         wait_until(lambda: not self._unheard(), SECONDS_TO_MEET, 0.02)
         time.sleep(2 * SECONDS_TO_FIRST_WORDS)  # so that the others hear of this rank before it joins
@@ -210,8 +207,7 @@ class Watch:
 
     def _beat(self) -> dict[str, Any]:
         own = {"at": time.monotonic(), "host": socket.gethostname(), "pid": os.getpid(), "ended": self.says_end}
-        own |= {"step": self.step, "doing": self.doing, "collectives": waiting.collectives}
-        return {**own, "directory": self.directory and str(self.directory)}
+        return own | {"step": self.step, "doing": self.doing, "collectives": waiting.collectives}
 
     def _listened(self) -> set[int]:
         return (set(range(self.world_size)) if self.hears_all else {0, *self.children.processes}) - {self.rank}
@@ -278,10 +274,9 @@ class Watch:
                 return self._silent(known[0], limit)
             if gone:
                 self.lost.update(gone)
-                who = f"rank {gone[0]}" + f" (and {len(gone) - 1} more, up to rank {gone[-1]})" * (len(gone) > 1)
                 where = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT')}"
                 answer = "nothing was heard of it" if self.done else "nobody answers"
-                return Fault(f"{who} hasn't joined: {answer} at {where} for {limit}.", PEER_LOST)
+                return Fault(f"rank {gone[0]} hasn't joined: {answer} at {where} for {limit}.", PEER_LOST)
             if self.rank != 0 or self._unheard() or max(silence.values(), default=0.0) > self.patience:
                 self.marked = time.monotonic()  # not all are there yet
             apart = f"all ranks are there, but haven't connected to each other within {limit}: can their machines reach each "

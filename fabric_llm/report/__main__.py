@@ -1,6 +1,6 @@
 """`python -m fabric_llm.report checkpoints/RUN [OTHER ...]` writes a page about a run, or about several beside each other.
 
-Exit codes: 0 written, 2 bad arguments, 66 or 77 written, and --verify true has found damage.
+Exit codes: 0 written, 2 bad arguments.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any, Optional
 
-from fabric_llm.base.faults import Fault
+from fabric_llm.base.faults import DONE, Fault
 from fabric_llm.base.program import plain_output
 from fabric_llm.verify.__main__ import Parser
 
-DESCRIPTION = """Write one HTML file about runs: the figures that decide, curves, events, samples, the certificate and the
-flags. It needs no network, and shows a run that is still going as far as it is."""
+DESCRIPTION = """Write one HTML file about runs: the figures that decide, curves, events, samples and flags. It needs no
+network, and shows a run that is still going as far as it is."""
 REPORT = "report.html"
 
 
@@ -24,18 +24,17 @@ def main(argv: Optional[list[str]] = None) -> int:
     parser = Parser(prog="python -m fabric_llm.report", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="checkpoints/RUN", help="one run, or several to compare")
     parser.add_argument("--output", help=f"the file to write (default: {REPORT} in the first run's directory)")
-    certificate = "auto: show the last certificate.json; true: write it first, as python -m fabric_llm.verify does"
-    parser.add_argument("--verify", choices=("auto", "true"), default="auto", help=certificate)
     try:
         given = parser.parse_args(argv)
         if given.output is not None:
             require_output(Path(given.output))
         output = Path(given.output or Path(given.runs[0]) / REPORT)
-        return page_module().write(given.runs, output, given.verify == "true")
+        page_module().write(given.runs, output)
     except (Fault, OSError) as error:
         fault = error if isinstance(error, Fault) else Fault(f"{str(error.filename)!r}: {error.strerror}.")
         print(f"fabric_llm.report: error: {fault}", file=sys.stderr, flush=True)
         return fault.code
+    return DONE
 
 
 def page_module(name: str = "page") -> Any:

@@ -1,7 +1,7 @@
 """Runs -> the figures of the report, as plotly's traces and layouts.
 
-A line keeps few enough points for a page to stay small, its extremes among them. Traces have steps as x and tokens as
-customdata, and say in `meta` what page.html needs: their run, and the number of their colour, which is another in the dark.
+A line keeps few enough points for a page to stay small, its extremes among them. One run is drawn over its steps, and several
+over tokens, because their steps may be of other sizes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from plotly import graph_objects as go
 
 from fabric_llm.report.reading import KINDS, UNMARKED, Event, Run, Series
 
-MOST_POINTS, FEWEST_POINTS = 2000, 60  # of a line
-MOST_POINTS_OF_ALL = 90_000  # of all lines: 2.5 MB
+MOST_POINTS = 1000  # of a line
+FEW_POINTS = 60  # are shown each
 TREND_FROM_POINTS = 100  # shorter lines have no trend
 MOST_CHARACTERS = 300  # of the words of an event on the time line
 MOST_MARKED = 40  # events of a run, by upright lines
 
 
 class Figure(NamedTuple):
-    """A number of a run, drawn over steps or tokens: a line for each set or source."""
+    """A number of a run: a line for each set or source."""
 
     name: str
     title: str
@@ -39,24 +39,20 @@ class Figure(NamedTuple):
 COPYING = "The loss on the second occurrence of a repeated random passage: low where the model copies from its context."
 FORGETTING = "Forgetting: loss minus its value before step 1"
 FIGURES = (
-    Figure("eval_loss", "Validation loss", "nats a token", style="points"),
+    Figure("eval_loss", "Validation loss", "nats a token"),
     Figure("loss", "Training loss", "nats a token", has_trend=True),
-    Figure(
-        "eval_forgotten", FORGETTING, "nats a token", "Below 0 a set was learned.", "points", yaxis={"zeroline": True}
-    ),
-    Figure("eval_bits_per_byte", "Bits per byte of validation text", "bits", style="points"),
-    Figure("copy", "Copying from context", "nats a token", COPYING, style="points"),
-    Figure("drift", "Distance of the weights from the base", "of their norm", style="points"),
+    Figure("forgetting", FORGETTING, "nats a token", "Below 0 a set was learned.", yaxis={"zeroline": True}),
+    Figure("eval_bits_per_byte", "Bits per byte of validation text", "bits"),
+    Figure("copy", "Copying from context", "nats a token", COPYING),
     Figure("sources_epochs", "How often each source is read", "epochs"),
     Figure("lr", "Learning rate"),
     Figure("grad_norm", "Gradient norm, before clipping", has_trend=True, yaxis={"type": "log"}),
-    Figure(
-        "tokens_per_second", "Tokens per second, all devices", "tokens/s", has_trend=True, yaxis={"tickformat": ","}
-    ),
+    Figure("tokens_per_second", "Tokens per second, all devices", "tokens/s", has_trend=True),
     Figure("mfu", "Model FLOPs utilisation", "of the device's peak", has_trend=True),
     Figure("peak_memory_gib", "Peak memory of rank 0", "GiB"),
     Figure("updated_fraction", "Share of weights that a step changes", "of the weights", has_trend=True),
-    Figure("waiting", "Waiting of rank 0 in a step", "seconds", has_trend=True),
+    Figure("data_seconds", "Waiting of rank 0 for data", "seconds a step", has_trend=True),
+    Figure("wait_seconds", "Waiting of rank 0 for the device and other ranks", "seconds a step", has_trend=True),
     Figure("aux_loss", "Auxiliary loss of the routers"),
 )
 NOT_DRAWN = {"tokens", "tokens_per_second_per_device", "eval_loss_ema"}
@@ -71,57 +67,36 @@ def figures(runs: Sequence[Run]) -> list[Figure]:
 
 # ------------------------------------------------------------------------------- as plotly has them
 
-COLORS_IN_THE_LIGHT = ("#1457a8", "#c2500a", "#1b7a4b", "#8a3ea8", "#b3275f", "#0f7f8c", "#7a5c00", "#545a66")
-COLORS_IN_THE_DARK = ("#7db3f7", "#f79a5c", "#66cf98", "#cf9aec", "#f58bb0", "#5fcbd8", "#dcbf5a", "#b3b9c4")
+COLORS = ("#1457a8", "#c2500a", "#1b7a4b", "#8a3ea8", "#b3275f", "#0f7f8c", "#7a5c00", "#545a66")  # of runs and sets
 GREY = 7  # of them: events of a single run
-COLORS = {  # name of a CSS variable: (in the light, in the dark); c0 to c7 are those of runs and sets
-    "page": ("#fbfaf8", "#15171b"),
-    "surface": ("#ffffff", "#1c1f24"),
-    "ink": ("#1d1f23", "#e9e7e2"),
-    "muted": ("#5b616b", "#a3a8b2"),
-    "line": ("#e3e1dc", "#31353c"),
-    "good": ("#1a6b3c", "#7fd3a0"),
-    "bad": ("#a8231f", "#ff9d94"),
-    "wait": ("#805500", "#f0c268"),
-    **{f"c{i}": both for i, both in enumerate(zip(COLORS_IN_THE_LIGHT, COLORS_IN_THE_DARK))},
-}
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
-STYLES: dict[str, dict[str, Any]] = {
-    "line": {"mode": "lines", "line": {"width": 2}},
-    "points": {"mode": "lines+markers", "line": {"width": 2}, "marker": {"size": 5}},  # measured now and then
-    "steps": {"mode": "lines", "line": {"width": 2, "shape": "vh"}},  # what held up to a step
-    "raw": {"mode": "lines", "line": {"width": 1}, "opacity": 0.38},  # with a trend over it
-    "trend": {"mode": "lines", "line": {"width": 2.2}, "hoverinfo": "skip"},
-    "budget": {
-        "mode": "lines+text",
-        "textposition": "top left",
-        "cliponaxis": False,
-        "line": {"width": 1, "shape": "hv"},
-    },
-}
+INK, MUTED, PALE = "#1d1f23", "#5b616b", "#e3e1dc"  # as in page.html
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+STYLES: dict[str, dict[str, Any]] = {
+    "line": {"line": {"width": 2}, "marker": {"size": 5}},
+    "steps": {"line": {"width": 2, "shape": "vh"}},  # what held up to a step
+    "raw": {"line": {"width": 1}, "opacity": 0.38, "showlegend": False},  # with a trend over it
+    "trend": {"line": {"width": 2.2}, "hoverinfo": "skip"},
+}
 
 
-def template(is_dark: bool) -> dict[str, Any]:
-    """The look of all figures, in the light or in the dark."""
-    color = {name: both[is_dark] for name, both in COLORS.items()}
-    small = {"color": color["muted"], "size": 12}
-    axis = {"gridcolor": color["line"], "zeroline": False, "zerolinecolor": color["muted"], "zerolinewidth": 1}
-    axis |= {"automargin": True, "tickfont": small, "separatethousands": True}
+def template() -> dict[str, Any]:
+    """The look of all figures."""
+    small = {"color": MUTED, "size": 12}
+    axis = {"gridcolor": PALE, "zeroline": False, "zerolinecolor": MUTED, "zerolinewidth": 1, "tickfont": small}
+    axis |= {"automargin": True, "separatethousands": True, "title": {"font": small, "standoff": 8}}
     layout = {
-        "colorway": COLORS_IN_THE_DARK if is_dark else COLORS_IN_THE_LIGHT,
-        "font": {"family": FONT, "color": color["ink"], "size": 12},
+        "colorway": COLORS,
+        "font": {"family": "inherit", "color": INK, "size": 12},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "margin": {"l": 48, "r": 10, "t": 6, "b": 40},
         "hovermode": "x unified",
-        "hoverlabel": {"bgcolor": color["surface"], "bordercolor": color["line"], "namelength": -1},
+        "hoverlabel": {"bgcolor": "white", "bordercolor": PALE, "namelength": -1},
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": small, "traceorder": "normal"},
-        "xaxis": {**axis, "nticks": 7, "exponentformat": "SI", "title": {"font": small, "standoff": 8}},
-        "yaxis": {**axis, "nticks": 6, "exponentformat": "power"},
+        "xaxis": {**axis, "nticks": 7, "exponentformat": "SI", "rangemode": "tozero"},
+        "yaxis": {**axis, "nticks": 6, "exponentformat": "power", "hoverformat": ".5~g"},
     }
-    trace = go.Scatter(hovertemplate="%{y:.5~g}<extra>%{meta.name}</extra>")
-    return go.layout.Template(layout=layout, data={"scatter": [trace]}).to_plotly_json()
+    return go.layout.Template(layout=layout).to_plotly_json()
 
 
 Chart = dict[str, Any]  # "name", "title", "unit" and "note" of a figure, and its "traces" and "layout"
@@ -131,54 +106,48 @@ def charts(found: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
     """The figures that have a line, drawn. A set, or a source, has one dash in all of them, and of a single run one colour."""
     lines = [(figure, i, line) for figure in found for i, run in enumerate(runs) for line in _lines(figure, run)]
     sets = list(dict.fromkeys(name for _, _, (name, _, _) in lines if name))
-    most = min(MOST_POINTS, max(FEWEST_POINTS, MOST_POINTS_OF_ALL // max(len(lines), 1)))
     drawn = []
     for figure in found:
-        traces, named = [], set()
+        traces = []
         for i, (name, style, series) in [(i, line) for each, i, line in lines if each is figure]:
             number = sets.index(name) if name else 0
-            steps, values = thinned(series, most)
-            words = [runs[i].name if len(runs) > 1 else "", name, "budget" if style == "budget" else ""]
+            label = html.escape(" · ".join([runs[i].name] * (len(runs) > 1) + [name] * bool(name)))
+            steps, values = thinned(series, MOST_POINTS)
             trace = go.Scatter(
                 STYLES[style],
-                x=steps.tolist(),
-                customdata=runs[i].tokens_at(steps),
+                x=_places(runs, i, steps),
                 # Six digits keep the page small. What is no number, a gap, is none in JSON.
                 y=[float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()],
-                name=html.escape(name),  # plotly reads some tags in names
-                legendgroup=html.escape(name),
-                showlegend=style not in ("raw", "budget") and name not in named,
-                line_dash="dot" if style == "budget" else DASHES[number % len(DASHES)],
-                meta={
-                    "run": i,
-                    "style": style,
-                    "name": html.escape(" · ".join(filter(None, words))),
-                    "color": i if len(runs) > 1 else number,
-                },
+                mode="lines+markers" if len(steps) <= FEW_POINTS else "lines",
+                name=label,  # plotly reads some tags in names
+                legendgroup=label,
+                line_color=COLORS[(i if len(runs) > 1 else number) % len(COLORS)],
+                line_dash=DASHES[number % len(DASHES)],
             )
-            if style == "budget":
-                trace.text = [*[""] * (len(steps) - 1), f"budget {trace.y[-1]}"]
-            elif len(steps) == 1:
-                trace.mode = "lines+markers"
-            if trace.showlegend:
-                named.add(name)
             traces.append(trace.to_plotly_json())
         if traces:
-            layout = {"yaxis": figure.yaxis, "showlegend": len(named) > 1}
+            is_named = len({trace["name"] for trace in traces}) > 1
+            layout = {"xaxis": _axis(runs), "yaxis": figure.yaxis, "showlegend": is_named}
             drawn.append({**figure._asdict(), "traces": traces, "layout": layout})
     return drawn
 
 
 def _lines(figure: Figure, run: Run) -> Iterable[tuple[str, str, Series]]:
-    """(set or source or "", style, series) of each line of a run, with their trends and budgets."""
-    budgets = run.numbers.get("eval_budget", {}) if figure.name == "eval_forgotten" else {}
+    """(set or source or "", style, series) of each line of a run, with their trends."""
     for name, series in run.numbers.get(figure.name, {}).items():
         has_trend = figure.has_trend and len(series.steps) >= TREND_FROM_POINTS
         yield name, "raw" if has_trend else figure.style, series
         if has_trend:
             yield name, "trend", trend(series)
-        if name in budgets:
-            yield name, "budget", budgets[name]
+
+
+def _places(runs: Sequence[Run], i: int, steps: np.ndarray) -> list[int]:
+    """Where steps of run `i` are on the axis of all runs."""
+    return runs[i].tokens_at(steps) if len(runs) > 1 else steps.tolist()
+
+
+def _axis(runs: Sequence[Run]) -> dict[str, Any]:
+    return {"title": {"text": "Tokens" if len(runs) > 1 else "Step"}}
 
 
 def trend(series: Series) -> Series:
@@ -205,53 +174,47 @@ def thinned(series: Series, most: int) -> Series:
 
 
 def strip(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> Chart:
-    """The time line: the events of each run, by kind."""
-    traces = []
+    """The time line: the events of each run, by kind. Its "marks" are upright lines in the other figures."""
+    traces, marks = [], []
     for i, (run, of_run) in enumerate(zip(runs, events)):
-        steps = np.array([event.step for event in of_run], dtype=np.int64)
+        color = COLORS[i % len(COLORS) if len(runs) > 1 else GREY]
+        places = _places(runs, i, np.array([event.step for event in of_run], dtype=np.int64))
         trace = go.Scatter(
             mode="markers",
-            x=steps.tolist(),
-            customdata=run.tokens_at(steps),
+            x=places,
             y=[KINDS[event.kind] for event in of_run],
             text=[html.escape(event.words[:MOST_CHARACTERS]) for event in of_run],
-            hovertemplate="%{y}, %{xaxis.title.text} %{x:,}<br>%{text}<extra>%{meta.name}</extra>",
-            marker={"size": 11},
+            hovertemplate="%{y}, %{xaxis.title.text} %{x:,}<br>%{text}",
+            name=html.escape(run.name),
+            marker={"size": 11, "color": color},
             opacity=0.8,  # events of several runs may lie on each other
             cliponaxis=False,
-            meta={
-                "run": i,
-                "name": html.escape(run.name) if len(runs) > 1 else "",
-                "color": i if len(runs) > 1 else GREY,
-                "marked": [j for j, event in enumerate(of_run) if event.kind not in UNMARKED][:MOST_MARKED],
-            },
         )
         traces.append(trace.to_plotly_json())
+        marked = [place for place, event in zip(places, of_run) if event.kind not in UNMARKED]
+        marks += [upright(place, color) for place in marked[:MOST_MARKED]]
     seen = {event.kind for of_run in events for event in of_run}
     titles = [title for name, title in KINDS.items() if name in seen][::-1]
     axis = {"type": "category", "categoryarray": titles, "range": [-0.6, len(titles) - 0.4], "nticks": 0}
-    layout = {"hovermode": "closest", "yaxis": axis, "showlegend": False}
-    return {"name": "events", "traces": traces, "layout": layout}
+    layout = {"hovermode": "closest", "showlegend": False, "shapes": [], "yaxis": axis}
+    layout["xaxis"] = {**_axis(runs), "rangemode": "normal"}
+    return {"name": "events", "traces": traces, "layout": layout, "marks": marks}
+
+
+def upright(place: float, color: str, **more: Any) -> dict[str, Any]:
+    """A dotted line over the height of a figure, as a shape of plotly."""
+    line = {"color": color, "width": 1, "dash": "dot"}
+    return {"type": "line", "x0": place, "x1": place, "y0": 0, "y1": 1, "yref": "paper", "line": line, **more}
 
 
 def bars(parts: dict[str, int], device_bytes: int | None, limits: Sequence[float]) -> Chart:
     """One bar of a device's memory by its parts, and upright lines at what the device has, and at parts of that."""
-    traces = [
-        go.Bar(
-            x=[size / 2**30],
-            y=["At the peak"],
-            orientation="h",
-            name=name,
-            hovertemplate="%{x:,.2f} GiB<extra>%{fullData.name}</extra>",
-            meta={"run": 0, "color": number},
-        ).to_plotly_json()
-        for number, (name, size) in enumerate(parts.items())
-    ]
+    bar = {"y": ["At the peak"], "orientation": "h", "hovertemplate": "%{x:,.2f} GiB"}
+    traces = [go.Bar(bar, x=[size / 2**30], name=name).to_plotly_json() for name, size in parts.items()]
     whole = (device_bytes or 0) / 2**30
-    upright = {"type": "line", "y0": 0, "y1": 1, "yref": "paper", "line": {"color": "#888888", "dash": "dot"}}
     label = {"textangle": 0, "textposition": "end", "xanchor": "right"}
     lines = [
-        {**upright, "x0": part * whole, "x1": part * whole, "label": {**label, "text": f"{100 * part:.0f} % "}}
+        upright(part * whole, MUTED, label={**label, "text": f"{100 * part:.0f} % "})
         for part in (*limits, 1.0)
         if whole
     ]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Optional
 
+import numpy as np
+
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.keep import Progress
-from fabric_llm.plan import checks, make_plan, run_directory, start
+from fabric_llm.plan import checks, make_plan, run_directory, start, sweep
 from fabric_llm.plan.outlook import CLOSE, GIB, NO, Outlook
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.warnings import warnings_of
@@ -20,8 +22,6 @@ from fabric_llm.training.schedule import arguments_of, lr_at
 
 def plan_of(own: Flags, flags: Flags) -> Optional[Plan]:
     """As rank 0 of the run makes it, with train.py's checks and sentences; None where the flags name no data."""
-    if own.json:
-        raise Fault("--json true prints and --html draws: give one of them.")
     if flags.data.train_data_dir is None and flags.data.data_mix is None:
         return None
     if own.tokens is not None:
@@ -64,6 +64,46 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) ->
         runs=[shown],
         differing=None,
         **drawn,
+    )
+
+
+def write_sweep(output: Path, own: Flags, flags: Flags, rows: list[sweep.Row]) -> None:
+    """Write the page of plans on more and more devices. Raises Fault (2) where it can't be written."""
+    first, hidden, run = rows[0].outlook, sweep.hidden(rows), reading.Run("", output)
+    for how in hidden:
+        of = [row for row in rows if row.sharding == how]
+        values = {"efficiency": [100 * row.efficiency for row in of], "none": [100 * row.none_hidden for row in of]}
+        values |= {"step": [row.outlook.seconds.step for row in of]}
+        values |= {"memory": [row.outlook.memory.peak / GIB for row in of]}
+        for name, found in values.items():
+            counts = np.array([row.devices for row in of])
+            run.numbers.setdefault(name, {})[how] = reading.Series(counts, np.array(found))
+    drawn = [
+        figures.Figure("efficiency", "Tokens per second and device", "% of the most on the fewest"),
+        figures.Figure("none", "The same, if no messages are hidden", "%"),
+        figures.Figure("step", "A step", "seconds"),
+        figures.Figure("memory", "Memory of a device at its peak", "GiB"),
+    ]
+    charts = figures.charts(drawn, [run])
+    ticks = [row.devices for row in rows]
+    for chart in charts:
+        axis = {"type": "log", "tickvals": ticks, "title": {"text": "Devices"}}
+        chart["layout"] |= {"xaxis": axis, "yaxis": {"rangemode": "tozero"}}
+    page.write_page(
+        output,
+        "Plan on more and more devices",
+        first.model,
+        f"{first.parameters / 1e6:,.1f} M parameters; {own.sweep} of {own.accelerator_name}",
+        {"curves": "Over devices", "table": "Numbers", "flags": "Flags"},
+        "Nothing was trained.",
+        charts=charts,
+        strip=figures.strip([], []),
+        headline=[(how, words, "") for how, words in hidden.items()],
+        problems=[],
+        numbers=(sweep.TITLES, [row.cells() for row in rows]),
+        assumed=sweep.assumptions(own, rows),
+        runs=[{"flags": {name: page.shown(value) for name, value in flags.flat().items()}}],
+        differing=None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Optional
 
 import torch
 from torch import nn
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fabric_llm.base import ranks
@@ -17,8 +19,7 @@ from fabric_llm.base.command_line import Flags, write_yaml
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNWRITABLE, Fault
-from fabric_llm.base.program import Console
-from fabric_llm.checkpoint import keep, reading, state_dicts, writing
+from fabric_llm.checkpoint import keep, reading, writing
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.token_bytes import bytes_of_tokens
 from fabric_llm.model import flops, freezing, language_model, layers, loading, strategy, weights
@@ -29,12 +30,13 @@ from fabric_llm.plan.plan import Plan
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.processes.watch import Watch
 from fabric_llm.run import reference, save
+from fabric_llm.run.forecast import Planner
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile, Trackers
 from fabric_llm.run.run import Run, leave, say_what_comes_next
 from fabric_llm.run.samples import Samples
 from fabric_llm.training import adamw, ema
-from fabric_llm.training.evaluation import Evaluation, drift_of_run
+from fabric_llm.training.evaluation import Evaluation
 from fabric_llm.training.guard import Forgetting, Guard, parse_budgets
 
 
@@ -56,6 +58,9 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
 
     ranks.from_rank_zero(require_room)
     failpoint("set_up")
+    compares, planner = flags.logging.compare_plan, None
+    if fabric.global_rank == 0 and (fabric.device.type == "cuda" if compares == "auto" else compares):
+        planner = Planner(plan, flags, fabric.device)
     build_model(run, plan.model.source)
     evaluation, guard = flags.evaluation, flags.guard
     forgetting = Forgetting(parse_budgets(evaluation.forgetting_budget), evaluation.forgetting_action)
@@ -65,7 +70,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
         restore(run, plan.resumed)
     run.batches = make_batches(run)
     run.closing.callback(run.batches.close)
-    run.log = open_log(run)
+    run.log = open_log(run, planner)
     run.closing.callback(leave, run)
     run.background = writing.Background(run.model) if flags.save.async_save else None
     run.closing.callback(save.publish, run)
@@ -161,7 +166,7 @@ def make_optimizer(run: Run, checkpoint: Optional[Path]) -> None:
     run.optimizer = run.fabric.setup_optimizers(optimizer)
     if checkpoint is not None:
         thawed = freezing.thawed(run.skeleton, plan.resumed.get("schedule", {}), plan.model.frozen)
-        reading.load_optimizer(checkpoint, run.model.module, run.optimizer, thawed)
+        reading.load_optimizer(checkpoint, run.model.module, run.optimizer, run.skeleton, thawed)
 
 
 def restore(run: Run, document: dict[str, Any]) -> None:
@@ -189,18 +194,15 @@ def make_evaluation(run: Run) -> Evaluation:
     ends = document_ends(sets, plan.data.eval_data, plan.data.document_end)
     place = fabric.global_rank, fabric.world_size
     batches = {name: evaluation_batches(split, flags, *place, ends[name]) for name, split in sets.items()}
-    token_bytes = drift = None
+    token_bytes = None
     if flags.evaluation.eval_iters and tokenizer is not None and tokenizer.is_fast:
         size = max([plan.model.config.get_text_config().vocab_size, *tokenizer.get_vocab().values()]) + 1
         token_bytes = torch.from_numpy(bytes_of_tokens(tokenizer, size))
-    if run.guard.forgetting.budgets:
-        sizes = {state_dicts.PREFIX + name: parameter.numel() for name, parameter in run.skeleton.named_parameters()}
-        drift = drift_of_run(fabric, run.model, sizes, plan.run_directory, plan.resume_from)
 
     def working() -> None:
         watch.mark(watch.step, "evaluating")
 
-    return Evaluation(fabric, batches, run.requests.is_to_stop, working, token_bytes, drift)
+    return Evaluation(fabric, batches, run.requests.is_to_stop, working, token_bytes)
 
 
 def evaluation_batches(split: Any, flags: Flags, rank: int, world_size: int, document_end: Optional[int]) -> Batches:
@@ -211,8 +213,8 @@ def evaluation_batches(split: Any, flags: Flags, rank: int, world_size: int, doc
     return Batches(split, *sizes, shuffle=False, end=min(count * size, len(split)), document_end=document_end)
 
 
-def open_log(run: Run) -> Log:
-    """The log of a run. Rank 0 also prepares the run directory and prints what the run does."""
+def open_log(run: Run, planner: Optional[Planner]) -> Log:
+    """The log of a run. Rank 0 also prepares the run directory and prints what the run does, and what is planned."""
     flags, plan, skeleton, logging = run.flags, run.plan, run.skeleton, run.flags.logging
     log, folder = Log(plan, run.fabric.device, flops.of_model(skeleton), run.batches), plan.run_directory
     if run.fabric.global_rank != 0:
@@ -239,7 +241,11 @@ def open_log(run: Run) -> Log:
     run_directory.record_event(folder, begins, plan.start.step, **facts)
     log.trackers = Trackers(logging.logger, folder, flags.flat(), logging.entity, logging.project)
     introduce(run, parameters, is_random)
-    log.console = Console(plan.schedule.max_step, plan.start.step)
+    if planner is not None and (forecast := planner.forecast()) is not None:
+        log.forecast = forecast
+        print(f"Planned: {forecast}.", flush=True)
+    steps = {"total": plan.schedule.max_step, "initial": plan.start.step, "unit": "step"}
+    log.console = tqdm(**steps, disable=not sys.stderr.isatty(), leave=False)
     log.profiled = profiled_steps(logging.profile) or (1, 0)
     return log
 

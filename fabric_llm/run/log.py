@@ -7,37 +7,38 @@ import resource
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
+from tqdm import tqdm
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.program import Console
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data.batches import Prefetch, added
 from fabric_llm.model.flops import Flops, peak_tflops
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.plan import Plan
+from fabric_llm.run.forecast import MEASURED, WARM, Forecast
 from fabric_llm.run.metrics import MetricsFile, Record, Trackers, flat
 from fabric_llm.training.evaluation import Found
 from fabric_llm.training.guard import Forgetting, Guard
 
 FEW_UPDATES, FEW_UPDATES_LOGS = 0.1, 3  # part of the weights that changes in a step; logged steps in a row
 LARGEST_COSTS = 5  # of a profile, that are printed
-MOST_EVENTS = 200_000  # of a profile's memory snapshot: allocations
 
 
 class Log:
     """The log of a run. On other ranks than 0 it only keeps the losses."""
 
     def __init__(self, plan: Plan, device: torch.device, flops: Flops, batches: Prefetch) -> None:
-        """flops: of the model. `metrics`, `trackers`, `console` and `profiled` are for rank 0 to set."""
+        """flops: of the model. `metrics`, `trackers`, `console`, `forecast` and `profiled` are for rank 0 to set."""
         self.plan, self.device, self.progress = plan, device, plan.start
         self.metrics: Optional[MetricsFile] = None
         self.trackers: Optional[Trackers] = None
-        self.console: Optional[Console] = None
+        self.console: Optional[tqdm[Any]] = None  # a progress bar where stderr is a terminal
+        self.forecast: Optional[Forecast] = None
         self.profiled, self.profile = (1, 0), None  # --profile: the first and the last step, and the recorder
         self.speed = Speed(flops, device, plan.placement.world_size, batches)
         self.waits, self.untimed = self.speed.waits, self.speed.other  # time in `untimed` doesn't count as training
@@ -49,12 +50,8 @@ class Log:
         """`step` begins. Starts the profile at the first step of --profile."""
         if self.profile is not None or not self.profiled[0] <= step <= self.profiled[1]:
             return
-        activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
         # acc_events: without it torch 2.11 warns of events of other cycles, of which there are none.
-        self.profile = profile(activities=activities, acc_events=True)
+        self.profile = profile(acc_events=True)
         self.profiled, self.profile_began = (step, self.profiled[1]), time.monotonic()
         self.profile.start()
 
@@ -69,7 +66,11 @@ class Log:
                 self._write_profile()
         if self.console is None:
             return
-        self.console.advance()
+        self.console.update()
+        if self.forecast is not None and self.speed.steps == WARM:
+            self.forecast.warm = WARM, self.speed.seconds
+        if self.speed.steps == MEASURED:
+            self._compare_with_plan()
         mixture = self.plan.data.mixture
         if mixture is not None and not self.plan.is_over(progress):
             shares = mixture.shares_at(progress.position)
@@ -143,9 +144,6 @@ class Log:
         if found.of_average is not None:
             record["eval_loss_ema"] = self._together(found.of_average)
             line += f"  of the moving average {record['eval_loss_ema']:.4f}"
-        if found.drift is not None:
-            record["drift"] = found.drift
-            line += f"  drift {found.drift:.2e}"
         self._write(record)
         self.said(line)
         if forgetting.over:
@@ -169,6 +167,14 @@ class Log:
             self._write({**record, "discarded_tokens": discarded})
             self.said(f"{words}; {discarded:,} tokens discarded")
 
+    def _compare_with_plan(self) -> None:
+        """Write and print what came of the plan so far."""
+        if self.forecast is not None:
+            found, words = self.forecast.after(self.speed.steps, self.speed.seconds, peak_memory_gib(self.device))
+            if found:
+                self._write({"plan": found})
+                self.said(f"compared with the plan: {words}")
+
     def said(self, text: str) -> None:
         """Print a line about the last step."""
         self.line(f"step {self.progress.step}/{self.plan.schedule.max_step}  {text}")
@@ -176,12 +182,14 @@ class Log:
     def line(self, text: str) -> None:
         """Print a line."""
         if self.console is not None:
-            self.console.line(text)
+            self.console.write(text)
 
     def close(self, seconds: float) -> None:
         """Close trackers and bar. The trackers have `seconds` for what they haven't sent yet."""
         if self.console is not None:
             self._write_profile()
+            if self.speed.steps != MEASURED:  # told then
+                self._compare_with_plan()
             self.console.close()
             self.trackers.close(seconds)
 
@@ -189,8 +197,6 @@ class Log:
         """Write the profile, if one is being recorded, and print the largest costs. A failure is a warning."""
         if self.profile is None:
             return
-        if on_device := self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
         seconds, recorder, first = time.monotonic() - self.profile_began, self.profile, self.profiled[0]
         recorder.stop()
         self.profile, self.profiled = None, (1, 0)  # once
@@ -199,17 +205,12 @@ class Log:
         try:
             run_directory.no_link(folder).mkdir(exist_ok=True)
             recorder.export_chrome_trace(str(run_directory.no_link(trace)))
-            if on_device:
-                torch.cuda.memory._dump_snapshot(str(run_directory.no_link(trace.with_suffix(".memory.pickle"))))
         except (OSError, RuntimeError, ValueError) as error:
             self.line(f"Warning: the profile of {steps} couldn't be written: {error}")
             return
-        finally:
-            if on_device:
-                torch.cuda.memory._record_memory_history(enabled=None)
         self.line(f"Profile of {steps}, {seconds:.2f} s: {trace}. Its largest costs:")
         # The time of an operation without those that it calls.
-        time_of = "self_device_time_total" if on_device else "self_cpu_time_total"  # microseconds
+        time_of = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"  # microseconds
         costs = [(getattr(event, time_of), event.count, event.key) for event in recorder.key_averages()]
         total = sum(cost for cost, *_ in costs) or 1.0
         for cost, count, name in sorted(costs, reverse=True)[:LARGEST_COSTS]:

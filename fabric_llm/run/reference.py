@@ -23,6 +23,10 @@ from fabric_llm.model.strategy import reshard
 from fabric_llm.plan.plan import Plan
 
 Expected = tuple[Optional[gate.Outputs], Optional[gate.Gradients]]  # what the reference makes of the probe, on rank 0
+TURN_OFF = (
+    "To find out which part it is, turn them off: --loss full, --compile false, --attention sdpa, "
+    "--activation_checkpointing none."
+)
 Chosen = tuple[Optional[int], str, str]  # token that ends a document, attention, loss: measured on the reference
 
 
@@ -126,14 +130,6 @@ def probe_of(plan: Plan, document_end: Optional[int]) -> dict[str, Tensor]:
 def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expected) -> None:
     """Stop on all ranks if the wrapped model isn't the one that transformers loads, or trains otherwise. All ranks call it."""
     began, inputs, with_gradients = time.monotonic(), probe_of(plan, plan.data.document_end), compares_gradients(plan)
-    paths = {
-        "--loss full": plan.model.loss == "chunked",
-        "--compile false": plan.model.compiles,
-        "--attention sdpa": plan.model.config._attn_implementation == fast_paths.PACKED,
-        "--activation_checkpointing none": plan.model.activation_checkpointing != "none",
-    }
-    taken = ", ".join(flag for flag, is_on in paths.items() if is_on)
-    advice = f"; to find out which part it is, turn it off: {taken}" if taken else ""
     outputs, gradients = expected
     ours = gate.outputs_of(wrapped.module, inputs["input_ids"], lambda ids: wrapped(ids.to(fabric.device)))
     reshard(wrapped)
@@ -141,7 +137,7 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expec
     if (problem := ranks.from_first(problem)) is None and with_gradients:
         found = gate.gradients_of_wrapped(fabric, wrapped, inputs)
         words = gradients and gate.gradient_difference(found, gradients, plan.model.precision)
-        problem = words and f"the model as it would be trained isn't plain transformers': {words}{advice}."
+        problem = words and f"the model as it would be trained isn't plain transformers': {words}. {TURN_OFF}"
         problem = ranks.from_first(problem)
     if problem is not None:
         raise Fault(problem)

@@ -18,7 +18,6 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.checkpoint.writing import Background, Pending
 from fabric_llm.data.batches import Prefetch
-from fabric_llm.model.sampling import generate
 from fabric_llm.plan.plan import Plan
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.processes.watch import Watch
@@ -89,7 +88,7 @@ def say_what_comes_next(run: Run) -> None:
     """Print loss, checkpoint and the next command."""
     if run.fabric.global_rank != 0:
         return
-    plan, log, count = run.plan, run.log, run.flags.logging.sample_tokens
+    plan, log = run.plan, run.log
     last, directory = step_directory(plan.run_directory, run.progress.step), plan.run_directory
     if not run.is_over:
         why = f"after --max_hours {run.flags.training.max_hours:g}" if run.requests.is_out_of_time() else "on request"
@@ -100,10 +99,4 @@ def say_what_comes_next(run: Run) -> None:
     evaluated = "" if math.isnan(log.eval_loss) else f", validation loss {log.eval_loss:.4f}"
     print(f"\nLoss {log.first_loss:.4f} -> {log.last_loss:.4f}{evaluated}")
     print(f"Checkpoint: {last}")
-    if count and run.flags.fsdp.state_dict_type == "full" and plan.model.tokenizer is not None:
-        try:
-            prompt = plan.model.tokenizer.decode(plan.probe_input()[0, :16])  # how the validation split begins
-            print(f"Sample:\n{generate(str(last), prompt, count)}\n")
-        except Exception as error:  # the run is done, and saved
-            print(f"Warning: no sample could be generated: {type(error).__name__}: {error}")
     print(f"Next: python export_hf.py {directory} --output hf/{directory.name}", flush=True)

@@ -26,7 +26,6 @@ from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile
 
 SAMPLES = "samples.jsonl"
-DEFAULT_TOKENS = 64
 MOST_TOKENS = 1024  # of a prompt and its continuation, and of a forward pass, which bounds the memory of the logits
 
 
@@ -42,7 +41,7 @@ class Samples:
         if logging.sample_prompts is None:
             return
         self.device, self.log, self.mark = fabric.device, log, mark
-        self.tokenizer, self.count = plan.model.tokenizer, logging.sample_tokens or DEFAULT_TOKENS
+        self.tokenizer, self.count = plan.model.tokenizer, logging.sample_tokens
         if self.tokenizer is None:
             raise Fault("--sample_prompts needs a tokenizer, and there is none beside the model or the data.")
         most = min(MOST_TOKENS, *plan.contexts)

@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -19,7 +18,7 @@ from fabric_llm.base import faults, ranks
 from fabric_llm.base.command_line import Flags, is_rank_zero
 from fabric_llm.base.fabric import SLURMEnvironment
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import Fault, as_fault, as_mistake, tell_torchrun
+from fabric_llm.base.faults import Fault, as_fault, as_mistake
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.make_plan import make_plan
@@ -76,8 +75,6 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
             fault = _out_of_memory(this, fault)
         if fault.code == faults.UNEXPECTED:
             traceback.print_exc()
-        if fault.code != faults.PEER_LOST:  # before the others hear of it: torchrun names the earliest
-            tell_torchrun(f"{traceback.format_exc()}{fault}" if fault.code == faults.UNEXPECTED else str(fault))
         code = _end(this, flags, fault)
     else:
         code = faults.STOPPED if stopped else faults.DONE
@@ -85,8 +82,6 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
             reason = "stopped on request" if stopped else "done"
             run_directory.write_status(this.directory, code, reason, this.watch.step, stopped)
         this.children.end(SECONDS_FOR_CHILDREN)
-        if stopped:
-            tell_torchrun("stopped on request")
     this.watch.close()  # as in tests, the process may go on
     if this.directory is not None:
         run_directory.unlock(this.directory)
@@ -102,7 +97,7 @@ def _join(this: ThisRank, flags: Flags, signals: StopSignal) -> None:
         os.environ["MASTER_ADDR"] = SLURMEnvironment.resolve_root_node_address(os.environ["SLURM_STEP_NODELIST"])
     if watch.world_size > 1:
         signals.end_by(None)  # the watch hears them
-        watch.join(flags.devices.join_timeout, this.directory)
+        watch.join(flags.devices.join_timeout)
     try:
         failpoint("joining")
         fabric.launch()
@@ -159,8 +154,6 @@ def _end(this: ThisRank, flags: Flags, own: Fault, is_stuck: bool = False) -> in
         first = Fault(f"rank {first_rank}: {first}", first.code, first.retryable)
 
     # Rank 0 prints the first fault. Another rank prints its own error, which only it has seen, or that rank 0 is lost.
-    if own is first or own.code == faults.PEER_LOST:
-        tell_torchrun(str(first), is_consequence=True)
     if first.code == faults.DONE:
         if is_rank_zero():
             print(first, flush=True)
@@ -192,7 +185,7 @@ def _write_for_rank_0(this: ThisRank, flags: Flags, first: Fault) -> None:
     """Write STATUS.json in place of rank 0, unless rank 0 has written why this run ends."""
     of_rank_0 = this.watch.beats.get(0, {})
     with suppress(ValueError, OSError):
-        directory = Path(this.directory or of_rank_0.get("directory") or run_directory.directory(flags))
+        directory = this.directory or run_directory.directory(flags)
         if not of_rank_0 and not launch.has_parent():  # rank 0 never came, so it doesn't hold the lock
             run_directory.lock(directory)
         said = run_directory.read_status(directory)

@@ -117,8 +117,6 @@ class AdamW(torch.optim.Optimizer):
             alike: dict[Any, list[tuple[list[Tensor], Origin]]] = {}
             for param in group["params"]:
                 if param.grad is not None:
-                    if not self.state[param]:  # FSDP1 loads none where a rank holds nothing of a parameter
-                        self._begin(param)
                     tensors = {"param": param, "grad": param.grad.contiguous(), **self.state[param]}
                     step = tensors["step"].add_(1).item()
                     flat = [local_part(tensors[name]).view(-1) for name in UPDATED if name in tensors]

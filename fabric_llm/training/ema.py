@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -20,11 +20,10 @@ NAME = "ema"  # of the state in checkpoints
 BLOCK_ELEMENTS = 2**22  # that are updated at a time: 16 MiB in float32
 
 
-class Average(torch.optim.Optimizer):
+class Average:
     """The EMA of all parameters that an optimizer trains, in their shapes, and sharded as they are.
 
-    It has the form of an Optimizer, with a state `ema` for each parameter, so that checkpoints name, shard and restore it like
-    moments. It isn't part of the other optimizer's state, since FSDP wants all state of an optimizer in one dtype.
+    `state`, as of an optimizer: parameter -> {"ema": tensor}. So checkpoints name, shard and restore it like moments.
 
     device: host, float32 in host memory; same, in the dtype and on the device of the parameter. There bfloat16 is rounded
     stochastically, by other noise than the optimizer's: to nearest, an average with a decay above 0.998 couldn't move.
@@ -32,14 +31,14 @@ class Average(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, decay: float, device: str, every: int, seed: int) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        # A group without any number would lose its tied parameters when it is loaded.
-        super().__init__(params, {"decay": decay})
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
         self.decay, self.every, self.seed = decay, every, seed
         origins = getattr(optimizer, "origins", {})
         self.origins = [origins.get(param, (str(number), 0)) for number, param in enumerate(params)]
         for param in params:
             where, dtype = ("cpu", torch.float32) if device == "host" else (param.device, param.dtype)
-            self.state[param][NAME] = param.detach().to(where, dtype, copy=True, memory_format=torch.contiguous_format)
+            average = param.detach().to(where, dtype, copy=True, memory_format=torch.contiguous_format)
+            self.state[param] = {NAME: average}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -75,17 +74,10 @@ class Average(torch.optim.Optimizer):
             for param, weights in kept:
                 param.copy_(weights)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the averages into their device and dtype. torch's own would move them to those of the parameters."""
-        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        for number, (_, ema) in zip(numbers, self._tensors(), strict=True):
-            if ema.numel():  # else this rank holds nothing of a sharded parameter
-                ema.copy_(local_part(state_dict["state"][number][NAME]).view(-1))
-
     def _tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(parameter, average) of this rank, one-dimensional."""
-        for param in self.param_groups[0]["params"]:
-            yield tuple(local_part(tensor).detach().view(-1) for tensor in (param, self.state[param][NAME]))
+        for param, state in self.state.items():
+            yield tuple(local_part(tensor).detach().view(-1) for tensor in (param, state[NAME]))
 
 
 def begin(optimizer: torch.optim.Optimizer, decay: Optional[float], device: str, every: int, seed: int) -> None:

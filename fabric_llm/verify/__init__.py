@@ -1,7 +1,6 @@
 """Prove what was trained, and what is done with finished weights. `python -m fabric_llm.verify` verifies a run.
 
 inspect_run  `verify_run`: everything about a run, as a `Report`
-inspect_log  `Report`, and what STATUS.json and metrics.jsonl say
 drill        `drill`: train twice, kill and resume one run, compare bit for bit
 export       `export`: a checkpoint to a Hugging Face directory that equals the trained model, with `Proof`
 average      `average`: a weighted sum of models, tensor by tensor, and its loss; `python -m fabric_llm.average`

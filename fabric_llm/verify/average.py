@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -59,7 +58,6 @@ class Part:
     tokenizer: Optional[Any]
     dtype: torch.dtype  # of its weights, but for what transformers keeps in float32
     progress: Optional[dict[str, Any]]  # progress.json of a checkpoint
-    sha256: str  # of a checkpoint's manifest, which has those of all files, else of all its weight files together
     weights: Source
 
     @property
@@ -92,15 +90,10 @@ def open_part(folder: Path) -> Part:
     progress = None
     if (folder / files.MANIFEST).is_file():
         progress = keep.verified(folder, hashes=True)
-        sha256 = files.sha256(folder / files.MANIFEST)
     elif (folder / "trainer" / "progress.json").is_file():
         raise Fault(f"{str(folder)!r} isn't a checkpoint: it has no {files.MANIFEST}.", NO_CHECKPOINT)
     else:
         check_model_folder(str(folder), "The part")
-    whole = [] if (folder / "weights").is_dir() else files_of_weights(folder)
-    if progress is None:
-        hashes = "".join(f"{path.name} {files.sha256(path)}\n" for path in whole)
-        sha256 = hashlib.sha256(hashes.encode()).hexdigest()
     config = loading.load_config(str(folder))
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{str(folder)!r} is quantized, and quantized weights can't be averaged.")
@@ -108,10 +101,10 @@ def open_part(folder: Path) -> Part:
     exact = torch.promote_types(dtype, torch.float32)  # holds what the files hold, be it of 16 or of 32 bits
     slices = reading.slices(folder, loading.checked_skeleton(str(folder), config, exact))
     if slices is None:  # a file is open only while it is read, or in the end all parts would be mapped into memory
-        stored = Tensors(whole, BAD_INPUT)
+        stored = Tensors(files_of_weights(folder), BAD_INPUT)
         slices = {name: Slice(stored, name) for name in stored}
     weights = loading.open_weights(str(folder), config, exact, 0, slices)
-    return Part(folder, config, loading.tokenizer_beside(str(folder)), dtype, progress, sha256, weights)
+    return Part(folder, config, loading.tokenizer_beside(str(folder)), dtype, progress, weights)
 
 
 def files_of_weights(folder: Path) -> list[Path]:
@@ -143,9 +136,7 @@ def average(
     note = {"what": "weighted average of models, summed in float64", "weights": how, "dtype": written, "parts": []}
     for part, weight in zip(parts, weights):
         step = None if part.progress is None else part.progress["progress"]["step"]
-        said = {"path": str(part.path), "weight": weight, "step": step, "dtype": str(part.dtype).removeprefix("torch.")}
-        of = "weights" if part.progress is None else "manifest"
-        note["parts"].append({**said, "sha256_of": of, "sha256": part.sha256})
+        note["parts"].append({"path": str(part.path), "weight": weight, "step": step})
     with replacing(output, skeleton, "The average") as folder:
         write_model(folder, newest.path, skeleton, averaged, max_shard_size)
         (folder / NOTE).write_text(json.dumps({**note, "versions": versions()}, indent=2) + "\n")
@@ -183,8 +174,13 @@ class Average:
                 elif not torch.equal(sums.setdefault(name, tensor), tensor):
                     kind = f"which holds {tensor.dtype} and can't be averaged"
                     raise ValueError(f"The parts differ in {name}, {kind}.")
-        like = self.skeleton.state_dict()
-        return {name: rounded(name, sums.pop(name), like[name].dtype) for name in list(sums)}
+        found = {}
+        for name, like in self.skeleton.state_dict().items():
+            if name in sums:
+                found[name] = sums.pop(name).to(like.dtype)
+                if not is_finite(found[name]):
+                    raise Fault(f"{like.dtype} can't hold the numbers of {name}: take another --dtype.", NON_FINITE)
+        return found
 
 
 def add(total: Tensor, tensor: Tensor, weight: float) -> None:
@@ -193,15 +189,7 @@ def add(total: Tensor, tensor: Tensor, weight: float) -> None:
         sums += block.double() * weight
 
 
-def rounded(name: str, total: Tensor, dtype: torch.dtype) -> Tensor:
-    """Raises Fault (76) where `dtype` is too narrow."""
-    found = total.to(dtype)
-    if not is_finite(found):
-        raise Fault(f"{name} has numbers that {dtype} can't hold: take another --dtype.", NON_FINITE)
-    return found
-
-
-def compare(parts: Sequence[Part], weights: Sequence[float], output: Path) -> None:
+def compare(parts: Sequence[Part], output: Path) -> None:
     """Print the validation loss of each part and of the average, and write them into the note, or say why there are none."""
     try:
         run, flags, sets = as_in_run(parts)
@@ -212,31 +200,15 @@ def compare(parts: Sequence[Part], weights: Sequence[float], output: Path) -> No
     if precision == "16-mixed" and kind == "cpu":
         precision = "32-true"  # float16 is for GPUs
     fabric = make_fabric("single", devices=1, num_nodes=1, kind=kind, precision=precision)
-    models = [(part.name, f"{weight:.4f}", part.path, part.dtype) for part, weight in zip(parts, weights)]
-    models.append(("average", "", output, dtype_of(loading.load_config(str(output)))))
-    width, columns = max(len(name) for name, *_ in models), {name: max(12, len(name) + 2) for name in sets}
-    heads = "".join(f"{name:>{column}}" for name, column in columns.items())
+    note = {**json.loads((output / NOTE).read_text()), "evaluated_as_in": str(run)}
+    models = [(part.name, part.path, part.dtype, said) for part, said in zip(parts, note["parts"])]
+    models.append(("average", output, dtype_of(loading.load_config(str(output))), note))
     batches = f"up to {flags['eval_iters']} batches of {flags['eval_batch_size']}"
-    print(f"Validation loss, {batches}, as in {run}:\n{'':<{width}}  weight{heads}", flush=True)
-    found = []  # losses of each model, nats, by the names of the sets
-    for name, weight, folder, dtype in models:
-        found.append(losses_of(fabric, folder, dtype, precision, sets))
-        numbers = "".join(f"{loss:>{columns[of]}.4f}" for of, loss in found[-1].items())
-        print(f"{name:<{width}}  {weight:>6}{numbers}", flush=True)
-
-    *of_parts, of_average = found
-    note = json.loads((output / NOTE).read_text())
-    for part, losses in zip(note["parts"], of_parts):
-        part["eval_loss"] = losses
-    note |= {"eval_loss": of_average, "evaluated_as_in": str(run)}
+    print(f"Validation loss, {batches}, as in {run}:", flush=True)
+    for name, folder, dtype, said in models:
+        said["eval_loss"] = losses_of(fabric, folder, dtype, precision, sets)  # nats, by the names of the sets
+        print(f"  {name}", *(f"{of} {loss:.4f}" for of, loss in said["eval_loss"].items()), sep="  ", flush=True)
     files.write_atomically(output / NOTE, json.dumps(note, indent=2) + "\n")
-    worse = []
-    for name, loss in of_average.items():
-        least, best = min((round(losses[name], 4), part.name) for losses, part in zip(of_parts, parts))
-        if least < round(loss, 4):
-            worse.append(f"than {best} on {name} ({loss:.4f}, and {least:.4f})")
-    if worse:
-        print(f"The average is worse {', '.join(worse)}.", flush=True)
 
 
 def as_in_run(parts: Sequence[Part]) -> tuple[Path, dict[str, Any], dict[str, Batches]]:

@@ -5,7 +5,6 @@ A random rank is killed with SIGKILL at a random step. Both runs use the user's 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -18,19 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fabric_llm.base import failpoints, files
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
-from fabric_llm.checkpoint.reading import stored_parts
-from fabric_llm.plan import run_directory
 from fabric_llm.processes.launch import PARENT, find_launcher
-from fabric_llm.verify.inspect_log import records, say
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
-OWN = "--log_step_interval 1 --keep_last null --sample_tokens 0 --logger none --log_model false"  # flags of train.py
+OWN = "--log_step_interval 1 --keep_last null --logger none --log_model false"  # flags of train.py
 OWN += " --checkpoint null --resume_override null"
-MOST_RESUMES = 3  # a start may fail for reasons of the machine, such as a port in use
 COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "sources", "eval_loss", "eval")  # the rest is speed and memory
 SHOWN = ("step ", "train.py: ", "Warning: ")  # lines of train.py that are shown
 SECONDS_FOR_LAUNCHER = 40.0  # torchrun gives its ranks 30 s to end
@@ -54,7 +47,7 @@ def drill(flags: list[str], folder: Path, *, steps: int, seed: int, launcher: st
         command = [*start, str(TRAIN), *flags, *words]  # the last of a flag wins
         return run_training(command, {**clean, **more}, folder / log, patient=bool(launcher))
 
-    say(f"Drill in {folder}, seed {seed}: {steps} steps undisturbed, a checkpoint every {interval}")
+    print(f"Drill in {folder}, seed {seed}: {steps} steps undisturbed, a checkpoint every {interval}", flush=True)
     whole, broken = folder / "undisturbed", folder / "killed"
     code, said = train(whole.name, "undisturbed.log")
     if code != DONE or (last := files.latest(whole)) is None:
@@ -64,25 +57,22 @@ def drill(flags: list[str], folder: Path, *, steps: int, seed: int, launcher: st
     chance = random.Random(seed)
     rank = chance.randrange(world_size)
     step = chance.randint(min(interval + 1, steps - 1), steps - 1)  # after the first checkpoint
-    say(f"The same, killed with SIGKILL on rank {rank} at the end of step {step}")
+    print(f"The same, killed with SIGKILL on rank {rank} at the end of step {step}", flush=True)
     kill = f"between_steps:rank={rank}:count={step}"
     code, said = train(broken.name, "killed.log", **{failpoints.VARIABLE: kill})
     if code == DONE:
         raise Fault(f"the run ended with code 0, although rank {rank} was to be killed at step {step}.", NO_CHECKPOINT)
 
     newest = files.latest(broken)
-    say(f"It ended with code {code}; resuming from {newest.name if newest else 'the start, as nothing was saved'}")
-    for _ in range(MOST_RESUMES):
-        code, said = train(broken.name, "resumed.log", resume="auto")
-        if code == DONE or not run_directory.read_status(broken).get("retryable"):
-            break
+    print(f"It ended with code {code}; resuming from {newest and newest.name}", flush=True)
+    code, said = train(broken.name, "resumed.log", resume="auto")
     if code != DONE:
         raise Fault(f"the killed run couldn't be resumed, code {code}: {said}", NO_CHECKPOINT)
 
     compared, differences = compare(whole, broken)
     verdict = "identical" if newest else "identical, but nothing was saved to resume"
     facts = {"flags": shlex.join(flags), "launcher": launcher, "steps": steps, "seed": seed, "killed_rank": rank}
-    facts |= {"killed_at_step": step, "resumed_from": newest.name if newest else None, "world_size": world_size}
+    facts |= {"killed_at_step": step, "resumed_from": newest and newest.name, "world_size": world_size}
     return {
         "what": "resume drill",
         "verdict": "different" if differences else verdict,
@@ -94,23 +84,16 @@ def drill(flags: list[str], folder: Path, *, steps: int, seed: int, launcher: st
 
 
 def run_training(command: list[str], environment: dict[str, str], log: Path, patient: bool) -> tuple[int, str]:
-    """Run train.py and print its steps and errors as they come. Returns (exit code, its last lines).
+    """Run train.py, and print its steps and errors when it has ended. Returns (exit code, its last lines).
 
     patient: if this process is interrupted, end it with SIGTERM first, because a launcher must end its ranks.
     """
     with log.open("w") as output:  # not a pipe, which a rank that doesn't end could hold open
         out = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, env=environment, start_new_session=True, **out)
-    rest, over = "", False
+    print(f"  tail -f {log}", flush=True)
     try:
-        with log.open(errors="replace") as lines:
-            while not over:
-                over = process.poll() is not None  # before reading, so that the last lines aren't missed
-                *complete, rest = (rest + lines.read()).split("\n")
-                for line in complete:
-                    if line.startswith(SHOWN):
-                        say(f"  {line}")
-                time.sleep(0 if over else 0.1)
+        process.wait()
     finally:  # the next run needs the memory of all that it has started
         if patient and process.poll() is None:
             process.terminate()
@@ -124,25 +107,29 @@ def run_training(command: list[str], environment: dict[str, str], log: Path, pat
                 time.sleep(0.02)
         process.wait()
     said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    for line in said:
+        if line.startswith(SHOWN):
+            print(f"  {line}", flush=True)
     errors = [line for line in said if line.startswith("train.py: error: ")]
     return process.returncode, " ".join((errors or said)[-5:]) or "it said nothing."
 
 
 def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
-    """Compare the tensors of the newest checkpoints of two runs, and their logs. Returns (counts, every difference)."""
+    """Compare the tensors' files of the newest checkpoints of two runs, and their logs. Returns (counts, every difference)."""
     ours, theirs = files.latest(first), files.latest(second)
-    tensors, others, differences = {}, {}, []
+    written, others, differences = {}, {}, []
     if ours is None or theirs is None or ours.name != theirs.name:
         differences.append(f"the newest checkpoints are {ours} and {theirs}.")
     else:
-        tensors, others = contents(ours), contents(theirs)
-    names = sorted(tensors.keys() | others.keys())
-    for name in names:
-        if tensors.get(name) != others.get(name):
-            how = "differs" if name in tensors and name in others else "is in one of them only"
-            differences.append(f"{name} of {ours.name} {how}.")
+        written, others = (files.describe(path, tensor_files(path)) for path in (ours, theirs))
+    for name in sorted(written.keys() | others.keys()):
+        if written.get(name) != others.get(name):
+            differences.append(f"{name} of {ours.name} isn't the same in both.")
     lines, more = (
-        [{key: record[key] for key in COMPARED if key in record} for _, record, _ in records(run / "metrics.jsonl")]
+        [
+            {key: record[key] for key in COMPARED if key in record}
+            for _, record in files.json_lines(run / "metrics.jsonl")
+        ]
         for run in (first, second)
     )
     for one, other in zip(lines, more):
@@ -150,14 +137,10 @@ def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
             differences.append(f"metrics.jsonl differs: {json.dumps(one)} and {json.dumps(other)}.")
     if len(lines) != len(more):
         differences.append(f"metrics.jsonl has {len(lines)} and {len(more)} lines to compare.")
-    size = sum(size for _, _, size, _ in tensors.values())
-    return {"tensors": len(names), "bytes": size, "lines": len(lines)}, differences
+    size = sum(entry["bytes"] for entry in written.values())
+    return {"files": len(written), "bytes": size, "lines": len(lines)}, differences
 
 
-def contents(folder: Path) -> dict[str, tuple[str, tuple[int, ...], int, str]]:
-    """{"FILE: NAME": dtype, shape, bytes, sha256 of its bits} of every tensor in a checkpoint: -0 isn't 0, and a NaN equals itself."""
-    found = {}
-    for file, name, tensor in stored_parts(folder):
-        bits = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
-        found[f"{file.relative_to(folder)}: {name}"] = str(tensor.dtype), tuple(tensor.shape), tensor.nbytes, bits
-    return found
+def tensor_files(checkpoint: Path) -> list[str]:
+    """Names of the files that hold its tensors. What else it has, such as its start, isn't the same in a resumed run."""
+    return [name for name in files.files_in(checkpoint) if name.endswith(".safetensors")]

@@ -1,21 +1,27 @@
-"""Inspect a run: the bytes of its checkpoints, their tensors and the rows they have read, its logs, and an export. Nothing is changed.
+"""Inspect a run: the bytes of its checkpoints, their tensors and the rows they have read, its logs, and an export.
 
-The checks have the form that is described in inspect_log.py.
+A check takes a path, facts about it, and a `Report`, to which it adds everything that it finds. It returns a line that is
+shown if it has found nothing, see `Report.look`. Nothing is changed.
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from fabric_llm.base import files
-from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, STOPPED, Fault
+from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, STOPPED, Fault, one_line
 from fabric_llm.checkpoint import keep
-from fabric_llm.checkpoint.reading import Tensors, stored_parts
+from fabric_llm.checkpoint.reading import Tensors
 from fabric_llm.checkpoint.state_dicts import PREFIX, saved_shapes
 from fabric_llm.checkpoint.whole import layout_of_files
 from fabric_llm.data.mixture import mixture_of
@@ -24,9 +30,58 @@ from fabric_llm.model import freezing
 from fabric_llm.model.loading import DTYPES, checked_skeleton, disable_progress_bar, load_config
 from fabric_llm.plan import run_directory
 from fabric_llm.verify.export import VerificationError, export, read_proof
-from fabric_llm.verify.inspect_log import Report, check_metrics, check_status, listed, say
 
+MOST_NAMED = 10  # names of one kind in a sentence
 MOST_ROWS = 2**28  # that are compared: a minute
+
+
+@dataclass
+class Report:
+    """What was inspected, and what is wrong with it: the whole certificate but its versions and date."""
+
+    run: str
+    code: int = DONE  # 66 or 77 if something was found
+    findings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # worth knowing, but no failure
+    counts: dict[str, int] = field(default_factory=dict)
+    newest: Optional[dict[str, Any]] = None  # name, step and manifest_sha256 of the newest checkpoint
+    export: Optional[dict[str, Any]] = None  # export.Proof
+
+    def find(self, sentence: str, code: int = NO_CHECKPOINT) -> None:
+        """Something is wrong. A refusal for security, 77, decides the exit code."""
+        self.findings.append(sentence)
+        self.code = max(self.code, code)
+        say(f"  WRONG: {sentence}")
+
+    def note(self, sentence: str) -> None:
+        self.notes.append(sentence)
+        say(f"  Note: {sentence}")
+
+    def count(self, what: str, number: int) -> None:
+        self.counts[what] = self.counts.get(what, 0) + number
+
+    def look(self, check: Callable[..., str], path: Path, *facts: Any) -> None:
+        """Call `check(path, *facts, self)` and print its line if it finds nothing. Unreadable files are a finding."""
+        before = len(self.findings)
+        try:
+            good = check(path, *facts, self)
+        except Fault as fault:
+            self.find(str(fault), fault.code if fault.code == REFUSED else NO_CHECKPOINT)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+            self.find(f"{str(path)!r} can't be read: {one_line(error)[:400].rstrip('.')}.")
+        if len(self.findings) == before:
+            say(f"  {good}")
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def listed(names: Iterable[Any]) -> str:
+    """The first of many names, and how many more there are."""
+    words = [str(name) for name in names]
+    more = len(words) - MOST_NAMED
+    return ", ".join(words[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def verify_run(run: Path, exports: bool) -> Report:
@@ -75,11 +130,12 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
     say(f"{path}: hashing")
     before = len(report.findings)
     try:
-        progress = keep.verified(path, hashes=True)
-        manifest = files.read(path)
+        progress, manifest = keep.verified(path, hashes=True), files.read(path)
     except (Fault, OSError) as first:
-        for fault in all_faults(path, first):
-            report.find(str(fault), fault.code)
+        report.find(str(first), getattr(first, "code", NO_CHECKPOINT))
+        for sentence in damaged_files(path):
+            if sentence != str(first):
+                report.find(sentence)
         say("  What is in it wasn't looked at.")
         return None
     sizes = [entry["bytes"] for entry in manifest["files"].values()]
@@ -100,23 +156,17 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
     return {"tokens": reached["tokens"], "sources": read, "logged": progress["logged"]}
 
 
-def all_faults(path: Path, first: Fault | OSError) -> list[Fault]:
-    """Everything that is wrong with the files of a checkpoint, of which `keep.verified` has raised the first."""
-    if isinstance(first, Fault) and first.code == REFUSED:
-        return [first]
-    wrong, faults = f"{str(path)!r} is damaged", []
-    try:
-        entries = files.read(path)["files"]
+def damaged_files(path: Path) -> Iterator[str]:
+    """What is wrong with each file of a checkpoint; nothing where its manifest can't be read."""
+    with suppress(Fault):
+        wrong, entries = f"{str(path)!r} is damaged", files.read(path)["files"]
         for name in sorted(set(files.files_in(path)) - entries.keys() - {files.MANIFEST}):
-            faults.append(Fault(f"{wrong}: {name} isn't listed in its {files.MANIFEST}.", NO_CHECKPOINT))
-    except Fault as fault:
-        return [fault]
-    for name, entry in entries.items():
-        try:
-            files.check_files(path, {name: entry}, True, wrong, NO_CHECKPOINT)
-        except Fault as fault:
-            faults.append(fault)
-    return faults or [Fault(str(first), NO_CHECKPOINT)]  # such as an index
+            yield f"{wrong}: {name} isn't listed in its {files.MANIFEST}."
+        for name, entry in entries.items():
+            try:
+                files.check_files(path, {name: entry}, True, wrong, NO_CHECKPOINT)
+            except Fault as fault:
+                yield str(fault)
 
 
 def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
@@ -130,7 +180,7 @@ def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
         stored = compare(path, of_files, report)
         for index in path.glob("*.index.json"):
             said = files.weight_map(index)
-            places = {name: file.name for name, parts in stored.files.items() for file in parts.values()}
+            places = {name: file.name for name, parts in stored.parts.items() for file, _ in parts.values()}
             if names := sorted(name for name in said.keys() | places.keys() if said.get(name) != places.get(name)):
                 report.find(f"{str(index)!r} doesn't say where these weights are: {listed(names)}.")
     frozen = freezing.frozen_names(skeleton, *(progress["schedule"].get(flag) for flag in freezing.FLAGS))
@@ -163,13 +213,14 @@ def compare(folder: Path, wanted: dict[str, tuple[int, ...]], report: Report, ot
 def check_finite(path: Path, report: Report) -> str:
     """Read every tensor of every safetensors file, one at a time."""
     say("  reading every tensor")
-    count, bad = 0, {}
-    for file, name, tensor in stored_parts(path):
-        count += 1
-        if not torch.isfinite(tensor).all():
-            bad.setdefault(file, []).append(name)
-    for file, names in bad.items():
-        report.find(f"{str(file)!r} holds NaN or infinity in {listed(names)}.")
+    count = 0
+    for file in sorted(path.rglob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            names = list(stored.keys())
+            bad = [name for name in names if not torch.isfinite(stored.get_tensor(name)).all()]
+        count += len(names)
+        if bad:
+            report.find(f"{str(file)!r} holds NaN or infinity in {listed(bad)}.")
     report.count("tensors", count)
     return f"{count} tensors are finite"
 
@@ -207,3 +258,87 @@ def check_export(newest: Path, report: Report) -> str:
             return ""
     report.export = asdict(proof)
     return read_proof(proof)
+
+
+# ------------------------------------------------------------------------------- what a run has logged
+
+
+def check_status(file: Path, status: dict[str, Any], durable: int, report: Report) -> str:
+    """Compare `status`, the content of STATUS.json, with `durable`, the step of the newest checkpoint."""
+    if not file.is_file():
+        report.note(f"there is no {file.name}.")
+        return f"no {file.name}"
+    if type(status.get("last_durable_step", "")) not in (int, type(None)):
+        raise ValueError("it isn't the status of a run")
+    said = status["last_durable_step"]
+    if (said or 0) > durable and not any(file.parent.glob(f"aside-step-{said:08d}-*")):
+        report.find(f"{str(file)!r} says that step {said} was saved, which isn't there.")
+    running = status.get("code") is None
+    ended = "still running, or killed" if running else f"code {status['code']}, {status['reason']}"
+    return f"{file.name}: {ended}; step {status.get('step')}, last durable step {said}"
+
+
+def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dict[str, Any]], report: Report) -> str:
+    """Check that metrics.jsonl holds each step once, in order, and all steps up to `durable`, the newest checkpoint's.
+
+    over: the run has ended and saved. documents: {step: what `verify_checkpoint` returns} of each undamaged checkpoint.
+    """
+    lines, name = [], repr(str(file))
+    for number, (line, record) in enumerate(files.json_lines(file), 1):
+        if type(record.get("step")) is type(record.get("tokens", 0)) is int:
+            lines.append((number, record))
+        elif not line.endswith("\n") and not over:
+            report.note(f"the last line of {name} was cut off by a kill; a resumed run removes it.")
+        else:
+            report.find(f"{name} line {number} isn't a JSON object with a step and, if any, whole tokens.")
+    training = [(number, record) for number, record in lines if "loss" in record and "tokens" in record]
+    evaluation = [(number, record) for number, record in lines if "eval_loss" in record]
+
+    places: dict[int, int] = {}  # step -> its line
+    before = {"step": 0, "tokens": 0}
+    for number, record in training:
+        step = record["step"]
+        if step in places:
+            report.find(f"{name} line {number} repeats step {step} of line {places[step]}.")
+        elif step <= before["step"]:
+            report.find(f"{name} line {number} goes back from step {before['step']} to step {step}.")
+        elif record["tokens"] <= before["tokens"]:
+            report.find(f"{name} line {number} has {record['tokens']} tokens, after {before['tokens']}.")
+        places.setdefault(step, number)
+        before = record
+
+    guarded = {record["step"] for _, record in lines if "verdict" in record}  # skipped, or rolled back
+    taken = [(number, record) for number, record in training if record["step"] not in guarded]
+    for some, key in ((taken, "loss"), (taken, "grad_norm"), (evaluation, "eval_loss")):
+        if bad := [number for number, record in some if not is_finite(record.get(key))]:
+            report.find(f"{name} has no finite {key} in line {listed(bad)}.")
+    evaluated = Counter(record["step"] for _, record in evaluation)
+    if twice := sorted(step for step, count in evaluated.items() if count > 1):
+        report.find(f"{name} has more than one evaluation of step {listed(twice)}.")
+    if late := sorted({record["step"] for _, record in lines if record["step"] > durable}):
+        sentence = f"{name} has lines of steps {late[0]} to {late[-1]}, after the last checkpoint"
+        report.find(f"{sentence}.") if over else report.note(f"{sentence}: a resumed run writes them anew.")
+
+    # Each checkpoint records the step at which its process has started, and how often it logs; a save logs as well. If all
+    # checkpoints of an earlier process were pruned, this isn't known, and no line of it is required.
+    said = {record["step"]: record for _, record in training}
+    wanted = set(documents) - {0}
+    for saved_at, document in documents.items():
+        every, after = document["logged"]["every"], document["logged"]["after"]
+        wanted |= {step for step in range(every, min(saved_at, durable) + 1, every) if step > after}
+    if missing := sorted(wanted - said.keys()):
+        report.find(f"{name} has no line of step {listed(missing)}.")
+    for step in sorted(documents.keys() & said.keys()):
+        here, there = ({key: one.get(key) for key in ("tokens", "sources")} for one in (said[step], documents[step]))
+        for key in here:
+            if here[key] != there[key]:
+                report.find(f"{name} says {here[key]} {key} at step {step}, its checkpoint {there[key]}.")
+    report.count("training_lines", len(training))
+    return f"{file.name}: {len(training)} training lines and {len(evaluation)} evaluations, in order"
+
+
+def is_finite(value: Any) -> bool:
+    """Whether `value` is a number that a float can hold."""
+    with suppress(OverflowError):
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    return False

@@ -769,39 +769,6 @@ def test_a_killed_rank_under_torchrun_is_started_again(toys, tmp_path, whole):
     assert_all_end(tmp_path)
 
 
-def torchrun_says(toys, folder, *more, **variables):
-    """The end of torchrun's own summary, its root cause, of a run of two ranks that fails."""
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*torchrun, *command(toys, folder, *more)],
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        cwd=folder,
-    )
-    assert done.returncode == 1
-    return done.stderr.partition("Root Cause")[2]
-
-
-@pytest.mark.parametrize(
-    ("more", "variables", "code", "words"),
-    [
-        (["--lr", "-1"], {}, 2, "traceback : --lr must be positive, not -1.0."),
-        (["--model_name", "/"], {}, 2, "traceback : '/' isn't a model directory: it has no config.json."),
-        ([], {"FABRIC_LLM_FAILPOINT": "save.rest:rank=0:do=enospc"}, 74, "No space left on device"),
-        ([], {"FABRIC_LLM_FAILPOINT": "between_steps:rank=1:do=raise"}, 1, "RuntimeError: failpoint between_steps"),
-    ],
-    ids=["a flag", "a model", "a full disk", "unforeseen"],
-)
-def test_torchrun_says_why_a_rank_ended(toys, tmp_path, more, variables, code, words):
-    """It reads TORCHELASTIC_ERROR_FILE, which each rank has of its own."""
-    said = torchrun_says(toys, tmp_path, *more, **variables)
-    assert words in said and "To enable traceback" not in said, said
-    assert re.search(rf"exitcode  : ({code}|71) ", said), said
-    assert ("Traceback" in said) == (code == 1)
-
-
 def test_a_run_that_was_asked_to_stop_is_not_started_again_by_torchrun(toys, tmp_path):
     """Which takes any exit code but 0 for a failure; STATUS.json says what it was."""
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2"]

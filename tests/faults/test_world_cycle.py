@@ -10,6 +10,7 @@ from conftest import ROWS
 from ranks import Job, toy_run
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from fabric_llm.checkpoint import reading, state_dicts
 from fabric_llm.checkpoint.reading import Tensors
@@ -49,12 +50,12 @@ def watch(folder):
 
         def loaded(path, model, optimizer, *more):
             load(path, model, optimizer, *more)
-            weights = state_dicts.get_model_state_dict(model)
+            weights = get_model_state_dict(model)
             weights.pop(state_dicts.PREFIX + "lm_head.weight")  # the embedding again
-            for name, tensors in (
-                ("optimizer", state_dicts.optimizer_tensors(model, optimizer)[1]),
-                ("weights", weights),
-            ):
+            options = StateDictOptions(flatten_optimizer_state_dict=True)
+            state = get_optimizer_state_dict(model, optimizer.optimizer, options=options)  # by torch alone
+            state = {key: value for key, value in state.items() if key.startswith("state.")}
+            for name, tensors in (("optimizer", state), ("weights", weights)):
                 target = folder / f"loaded-{path.name}" / name
                 target.mkdir(parents=True, exist_ok=True)
                 writer = HuggingFaceStorageWriter(path=str(target), save_distributed=True)

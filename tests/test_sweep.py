@@ -1,0 +1,137 @@
+"""plan.py --sweep: each row is the plan of its devices, messages show where they must, and mistakes are told in one sentence."""
+
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from test_plan import SHORT, captured, run, said
+
+from benchmarks import sweep as published
+from fabric_llm.model.strategy_rules import Sharding
+from fabric_llm.plan.accelerators import BEGIN, BETWEEN, INSIDE, latency
+from fabric_llm.plan.start import Placement
+
+ROOT = Path(__file__).parent.parent
+HOW = ("FULL_SHARD", "HYBRID_SHARD")
+
+
+def swept(toys, *words):
+    """{(devices, sharding): row}"""
+    found = said("--model_name", toys / "llama", *SHORT, *words)
+    return {(row["devices"], row["sharding"]): row for row in found["rows"]}, found
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_a_row_is_the_plan_of_its_devices(toys, strategy):
+    flags = ("--devices", 2, "--strategy", strategy, "--micro_batch_size", 4, "--gradient_accumulation_steps", 2)
+    rows, _ = swept(toys, "--sweep", "devices=2..64", *flags)
+    assert [row for row in rows if row[0] < 8] == [(2, "FULL_SHARD"), (4, "FULL_SHARD"), (4, "HYBRID_SHARD")]
+    for devices, how in [(2, "FULL_SHARD"), (4, "HYBRID_SHARD"), (32, "FULL_SHARD"), *((64, how) for how in HOW)]:
+        nodes = ("--num_nodes", devices // 2, "--sharding_strategy", how)
+        alone, row = said("--model_name", toys / "llama", *SHORT, *flags, *nodes), rows[devices, how]["outlook"]
+        is_traced = devices <= 32
+        assert tensors(row) == pytest.approx(tensors(alone), rel=1e-9 if is_traced else 0.01)
+        for key in ("seconds", "tokens_a_step", "link_bytes", "network_bytes"):
+            assert row[key] == alone[key], key
+
+
+def tensors(outlook):
+    """Bytes of a device without the context, which is most of a small model's."""
+    return outlook["memory"]["peak"] - outlook["memory"]["parts"]["CUDA context (assumed)"]
+
+
+def test_every_device_keeps_its_part_of_the_batch(toys):
+    rows, _ = swept(toys, "--sweep", "devices=4..32", "--global_batch_size", 8)
+    tokens = {devices: row["outlook"]["tokens_a_step"] for (devices, _), row in rows.items()}
+    assert tokens == {devices: 2 * 128 * devices for devices in (4, 8, 16, 32)}
+
+
+def test_where_the_network_is_slow_the_hybrid_is_faster(toys):
+    """In float32 a node sends 12 bytes a parameter to shard over all devices, and 8 to sum the gradients of a hybrid."""
+    flags = ("--precision", "32-true", "--mfu", 1e-7, "--sweep", "devices=8..64")
+    fast, _ = swept(toys, *flags)
+    outlook = fast[16, "FULL_SHARD"]["outlook"]
+    network = 8e-9 * outlook["network_bytes"] / (0.9 * outlook["seconds"]["compute"])  # Gbit/s: nearly all of computing
+    slow, found = swept(toys, *flags, "--network", network)
+    steps = {key: row["outlook"]["seconds"]["step"] for key, row in slow.items()}
+    assert steps[16, "FULL_SHARD"] == steps[16, "HYBRID_SHARD"] == steps[8, "FULL_SHARD"]
+    assert steps[32, "FULL_SHARD"] > steps[32, "HYBRID_SHARD"] == steps[8, "FULL_SHARD"]
+    assert steps[64, "FULL_SHARD"] > steps[64, "HYBRID_SHARD"] > steps[8, "FULL_SHARD"]
+    for how, devices in (("FULL_SHARD", 32), ("HYBRID_SHARD", 64)):
+        assert found["hidden"][how] == f"messages aren't hidden from {devices} devices on"
+    for key, row in slow.items():
+        assert row["efficiency"] == pytest.approx(steps[8, "FULL_SHARD"] / steps[key])
+        assert row["none_hidden"] <= row["efficiency"] <= 1
+
+
+def test_the_latency_of_rings_and_trees():
+    def of(how, devices, nodes, strategy="fsdp"):
+        placement = Placement(strategy, Sharding(sharding_strategy=how), devices, nodes, "cuda")
+        return latency(placement, units=5, syncs=1, micro_batches=2)
+
+    inside, tree = BEGIN + 7 * INSIDE, BEGIN + 4 * BETWEEN
+    assert of("FULL_SHARD", 1, 1, "single") == 0
+    assert of("FULL_SHARD", 8, 1) == pytest.approx(5 * 2 * 3 * inside)
+    assert of("FULL_SHARD", 8, 4) == pytest.approx(5 * 2 * 3 * (BEGIN + 4 * 7 * INSIDE + 3 * BETWEEN))
+    assert of("SHARD_GRAD_OP", 8, 1) == pytest.approx(5 * 2 * 2 * inside)
+    assert of("HYBRID_SHARD", 8, 4) == pytest.approx(5 * 2 * (3 * inside + tree))
+    assert of("FULL_SHARD", 8, 4, "ddp") == pytest.approx(5 * (tree + 14 * INSIDE))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--sweep devices=8..x", "--sweep 'devices=8..x' must be devices=FIRST..LAST"),
+        ("--sweep devices=100..8", "--sweep 'devices=100..8' must be devices=FIRST..LAST"),
+        ("--sweep devices=0..8", "--sweep 'devices=0..8' must be devices=FIRST..LAST"),
+        ("--sweep nodes=1..8", "--sweep 'nodes=1..8' must be devices=FIRST..LAST"),
+        ("--sweep devices=3..64", "--sweep devices=3..64: 12 devices aren't whole nodes of 8"),
+        ("--sweep devices=8..64 --num_nodes 2", "--sweep chooses nodes and sharding itself"),
+        ("--sweep devices=8..64 --json true --html x.html", "--json true prints and --html draws"),
+        ("--sweep devices=8..64 --auto true", "--sweep chooses nodes and sharding itself"),
+        ("--sweep devices=8..64 --global_batch_size 9", "--global_batch_size 9 doesn't divide by"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(toys, capsys, words, sentence):
+    with pytest.raises(SystemExit) as stop:
+        run("--model_name", toys / "llama", *SHORT, *words.split())
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith(f"plan.py: error: {sentence}") and error.count("\n") == 1
+
+
+def test_what_does_not_fit_is_said(toys):
+    words = ["--model_name", str(toys / "llama"), *SHORT, "--sweep", "devices=8..8", "--device_memory", "1e-3"]
+    [text] = run_ranks(1, captured, words)
+    assert " %, no " in text.splitlines()[1]
+
+
+def test_what_is_printed_and_drawn(toys, tmp_path):
+    pytest.importorskip("plotly", reason="plotly isn't installed: pip install -e '.[report]'")
+    words = ["--model_name", str(toys / "llama"), *SHORT[:2], "--sweep", "devices=8..32"]
+    [text] = run_ranks(1, captured, [*words, "--html", str(tmp_path / "page.html")])
+    lines = text.splitlines()
+    assert lines[0].split()[:2] == ["devices", "tokens"] and [line.split()[0] for line in lines[1:6]] == [
+        "8",
+        "16",
+        "16",
+        "32",
+        "32",
+    ]
+    assert "\nFULL_SHARD: messages " in text and "\nAssumed\n  Weak scaling" in text and "Next:" not in text
+    from test_report import Page
+
+    drawn = Page(tmp_path / "page.html")
+    assert drawn.names() == ["efficiency", "none", "step", "memory"] and "Weak scaling" in drawn.text
+    full, hybrid = drawn.lines("efficiency")
+    assert full["x"] == [8, 16, 32] and hybrid["x"] == [16, 32]
+
+
+def test_the_page_of_published_runs_has_them_all():
+    """docs/results/sweep.md was made from the runs that benchmarks/sweep.py has now."""
+    lines = (ROOT / "docs" / "results" / "sweep.md").read_text().splitlines()
+    assert len({one.source for one in published.PUBLISHED}) >= 3
+    for one in published.PUBLISHED:
+        for devices, rate in one.published.items():
+            start = f"| {one.run} | {one.source} | {one.other or ''} | {devices} | {rate:,.0f} |"
+            assert any(line.startswith(start) for line in lines), start
+        assert f"| {one.run} | {one.source} | `{one.flags}` |" in lines
