@@ -36,22 +36,18 @@ class Tensors(Mapping[str, Tensor]):
 
     def __init__(self, files: Iterable[Path], code: int = NO_CHECKPOINT) -> None:
         self.code = code
-        self.parts: dict[
-            str, dict[Shape, tuple[Path, Shape]]
-        ] = {}  # name -> offsets of a part -> its file and its shape
+        # Name -> offsets of a part -> its file and its shape.
+        self.parts: dict[str, dict[Shape, tuple[Path, Shape]]] = {}
         self.shapes: dict[str, Shape] = {}  # of whole tensors
-        self.held: dict[str, int] = {}  # elements of all parts
         for path in sorted(files):
             with readable(path, code), safe_open(path, framework="pt") as file:
                 places = json.loads((file.metadata() or {}).get(CUSTOM_METADATA_KEY, "{}"))
                 for name in file.keys():
-                    shape = file.get_slice(name).get_shape()
+                    shape = tuple(file.get_slice(name).get_shape())
                     offsets = tuple(places[name][SAVED_OFFSETS_KEY] if places else [0] * len(shape))
                     end = tuple(first + length for first, length in zip(offsets, shape, strict=True))
                     self.shapes[name] = tuple(map(max, end, self.shapes.get(name, end)))
-                    if offsets not in self.parts.setdefault(name, {}):
-                        self.held[name] = self.held.get(name, 0) + math.prod(shape)
-                    self.parts[name][offsets] = path, tuple(shape)
+                    self.parts.setdefault(name, {})[offsets] = path, shape
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.parts)
@@ -78,21 +74,18 @@ class Tensors(Mapping[str, Tensor]):
             if low >= high:
                 continue
             with readable(path.parent, self.code), safe_open(path, framework="pt") as file:
-                if not self.is_whole(name):  # before memory is taken for it
-                    raise ValueError(f"{name} has {self.held[name]} of {math.prod(shape)} elements")
-                if self.shapes[name]:
-                    part = file.get_slice(name)[low - offsets[0] : high - offsets[0]]
-                else:
-                    part = file.get_tensor(name).view(1)
+                if missing := self.missing(name):  # before memory is taken for it
+                    raise ValueError(f"{name} lacks {missing} of {math.prod(shape)} elements")
+                part = file.get_tensor(name).view(lengths)[low - offsets[0] : high - offsets[0]]
                 rows = torch.empty((end - begin, *shape[1:]), dtype=part.dtype) if rows is None else rows
                 across = (slice(at, at + length) for at, length in zip(offsets[1:], lengths[1:]))
                 rows[(slice(low - begin, high - begin), *across)] = part
         whole = torch.empty(0) if rows is None else rows.view(-1)
         return whole[first - begin * of_row :][:count]
 
-    def is_whole(self, name: str) -> bool:
-        """False where a part of the tensor is missing."""
-        return self.held[name] == math.prod(self.shapes[name])
+    def missing(self, name: str) -> int:
+        """How many elements of the tensor are in no file: 0 unless a part of it is missing."""
+        return math.prod(self.shapes[name]) - sum(math.prod(shape) for _, shape in self.parts[name].values())
 
 
 @contextmanager
@@ -137,9 +130,8 @@ def slices(path: Path, expected: nn.Module) -> Optional[dict[str, Slice]]:
 
 def open_weights(source: str, config: PretrainedConfig, dtype: torch.dtype, seed: int = 0) -> Source:
     """Where the weights of a checkpoint come from, full or sharded, or those of a model: see `loading.open_weights`."""
-    return loading.open_weights(
-        source, config, dtype, seed, slices(Path(source), loading.build_skeleton(config, dtype))
-    )
+    stored = slices(Path(source), loading.build_skeleton(config, dtype))
+    return loading.open_weights(source, config, dtype, seed, stored)
 
 
 def load_optimizer(

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from fabric_llm.base.ranks import alone
 from fabric_llm.model.strategy import PREFIX, local_part, original_name, shard_group, shard_ranks, shards
-from fabric_llm.model.weights import saved
+from fabric_llm.model.weights import first_names, saved
 
 EMA = "ema"  # the state of a parameter that is its moving average
 
@@ -81,8 +81,7 @@ def _blocks(flat: Tensor, first: int, shape: tuple[int, ...]) -> Iterator[Part]:
 
 def tied_names(model: nn.Module) -> set[str]:
     """Second names of parameters that have two, such as lm_head.weight where it is the embedding."""
-    once = {name for name, _ in model.named_parameters()}
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
+    return {name for name, first in first_names(model).items() if name != first}
 
 
 def saved_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from fabric_llm.base.ranks import alone, waits_for_others
+from fabric_llm.base.ranks import waits_for_others
 from fabric_llm.checkpoint.reading import DTYPE_NAMES
 from fabric_llm.model.strategy import (
     PREFIX,
@@ -28,7 +28,7 @@ from fabric_llm.model.strategy import (
     shard_ranks,
     shards,
 )
-from fabric_llm.model.weights import first_names, saved, units
+from fabric_llm.model.weights import saved, units
 
 LARGEST_FILE = "5GB"
 
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     """What this rank has of a weight."""
 
     tensor: Tensor  # flattened
-    counts: list[int]  # elements that each rank of its group has, in their order
+    counts: Optional[list[int]]  # elements that each rank of its group has, in their order; None: each has all of it
 
 
 class Pieces:
@@ -45,14 +45,11 @@ class Pieces:
 
     def __init__(self, model: nn.Module, skeleton: PreTrainedModel) -> None:
         """model: wrapped. All ranks call it."""
-        self.skeleton, self.ranks, self.group = skeleton, shard_ranks(model), shard_group(model)
+        self.skeleton, self.group = skeleton, shard_group(model)
         held = {name: (local_part(shard.parameter), shard.counts) for name, shard in shards(model).items()}
-        here = self.ranks.index(0 if alone() else torch.distributed.get_rank())
-        for name, buffer in model.named_buffers():  # each rank has all of it, so the first one gives it
-            counts = [buffer.numel()] + [0] * (len(self.ranks) - 1)
-            held[original_name(name)] = buffer.flatten()[: counts[here]], counts
+        held |= {original_name(name): (buffer, None) for name, buffer in model.named_buffers()}
         self.held: dict[str, Piece] = {}
-        for name in saved(skeleton) if 0 in self.ranks else ():  # another group has the same
+        for name in saved(skeleton) if 0 in shard_ranks(model) else ():  # another group has the same
             tensor, counts = held[PREFIX + name]
             self.held[name] = Piece(tensor.detach().flatten(), counts)
 
@@ -69,7 +66,7 @@ class Pieces:
     def _sent(self, name: str, group: Optional[ProcessGroup]) -> Optional[Tensor]:
         """The pieces of all ranks together, flattened, on rank 0, which is the first in its group."""
         piece, counts = self.held[name]
-        if self.group is None:
+        if self.group is None or counts is None:
             return piece
         piece, is_first = piece.to(communication_device(group)), torch.distributed.get_rank(group) == 0
         nothing = [0] * len(counts)
@@ -118,10 +115,8 @@ def in_files(skeleton: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str,
 
 def layout_of_files(skeleton: PreTrainedModel) -> dict[str, Tensor]:
     """Name in the files -> a tensor without memory, of all weights of a model on the meta device, each tied one once."""
-    first = first_names(skeleton)
-    saved = {name: tensor for name, tensor in skeleton.state_dict().items() if first.get(name, name) == name}
     # A fused tensor's parts are views of it here, which would each count as the whole.
-    return {name: torch.empty_like(tensor) for name, tensor in in_files(skeleton, saved).items()}
+    return {name: torch.empty_like(tensor) for name, tensor in in_files(skeleton, saved(skeleton)).items()}
 
 
 def write_configuration(folder: Path, skeleton: PreTrainedModel, tokenizer: Optional[Any]) -> None:

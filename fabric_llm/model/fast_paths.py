@@ -163,9 +163,8 @@ def packed_attention(
         raise NotImplementedError(f"packed attention has no {added[0]}")
     rows, heads, context, _ = query.shape
     groups = heads // key.shape[1]
-    if torch.is_autocast_enabled(
-        query.device.type
-    ):  # as it does for SDPA: rotary positions leave query and key in float32
+    # As it does for SDPA: rotary positions leave query and key in float32.
+    if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     if cu_seq_lens_q is None:

@@ -28,9 +28,8 @@ MOST_BYTES = 4 * 2**20  # of a file; configurations have a few thousand, of quan
 MOST_LAYERS = 4096
 MOST_ENTRIES = 2**15  # of a list or an object, and of labels, experts and blocks: Switch-C has 2048 experts
 MOST_EXPERTS = 2**18  # of all layers together: each can be some modules; Kimi-K2 has 23,424
-COUNTS = re.compile(
-    r"(?:^|[_.])((layer|expert|label|block|attention_type)s?)$"
-)  # how names end that say how many there are
+# How names end that say how many there are.
+COUNTS = re.compile(r"(?:^|[_.])((layer|expert|label|block|attention_type)s?)$")
 LARGEST_NUMBER = 3.5e38  # computing with more, such as the factor of a rotary embedding, overflows
 MOST_CPU_SECONDS = 10  # to build the modules without memory, several times what the largest models take
 MOST_MEMORY_BYTES = 2 * 2**30

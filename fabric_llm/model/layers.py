@@ -18,9 +18,8 @@ from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.strategy import repeated_layers
 
 WORTH_COMPILING = 10**6  # parameters of a layer: a smaller one spends less time than its compilation takes
-MOST_SHAPES = (
-    64  # of batches, that layers are compiled for: each context to train and to evaluate on, and its last batch
-)
+# Of batches, that layers are compiled for: each context to train and to evaluate on, and its last batch.
+MOST_SHAPES = 64
 KEPT = (  # by selective checkpointing: what costs most to compute again
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,

@@ -19,10 +19,8 @@ from transformers import PreTrainedModel
 
 from fabric_llm.base import command_line, files
 from fabric_llm.base.fabric import Fabric
-from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, NON_FINITE, Fault, one_line
+from fabric_llm.base.faults import NO_CHECKPOINT, NON_FINITE, Fault, one_line
 from fabric_llm.checkpoint import keep, reading
-from fabric_llm.checkpoint.keep import versions
-from fabric_llm.checkpoint.reading import Slice, Tensors
 from fabric_llm.checkpoint.state_dicts import is_finite
 from fabric_llm.checkpoint.whole import layout_of_files
 from fabric_llm.data import mixture_text
@@ -97,27 +95,13 @@ def open_part(folder: Path) -> Part:
     config = loading.load_config(str(folder))
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{str(folder)!r} is quantized, and quantized weights can't be averaged.")
-    dtype = dtype_of(config) if progress is None else loading.DTYPES[progress["fixed"]["precision"]]
+    if not loading.has_weights(str(folder)):
+        raise ValueError(f"{str(folder)!r} has no weights that can be averaged: model.safetensors is missing.")
+    dtype = (config.dtype or torch.float32) if progress is None else loading.DTYPES[progress["fixed"]["precision"]]
     exact = torch.promote_types(dtype, torch.float32)  # holds what the files hold, be it of 16 or of 32 bits
-    slices = reading.slices(folder, loading.checked_skeleton(str(folder), config, exact))
-    if slices is None:  # a file is open only while it is read, or in the end all parts would be mapped into memory
-        stored = Tensors(files_of_weights(folder), BAD_INPUT)
-        slices = {name: Slice(stored, name) for name in stored}
-    weights = loading.open_weights(str(folder), config, exact, 0, slices)
+    loading.checked_skeleton(str(folder), config, exact)
+    weights = reading.open_weights(str(folder), config, exact)
     return Part(folder, config, loading.tokenizer_beside(str(folder)), dtype, progress, weights)
-
-
-def files_of_weights(folder: Path) -> list[Path]:
-    """The safetensors files of a model. Raises ValueError where one is missing."""
-    index = folder / "model.safetensors.index.json"
-    names = sorted(set(files.weight_map(index).values())) if index.is_file() else ["model.safetensors"]
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ValueError(f"{str(folder)!r} has no weights that can be averaged: {missing[0]} is missing.")
-    return [folder / name for name in names]
-
-
-def dtype_of(config: Any) -> torch.dtype:
-    return getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
 
 
 def average(
@@ -139,7 +123,7 @@ def average(
         note["parts"].append({"path": str(part.path), "weight": weight, "step": step})
     with replacing(output, skeleton, "The average") as folder:
         write_model(folder, newest.path, skeleton, averaged, max_shard_size)
-        (folder / NOTE).write_text(json.dumps({**note, "versions": versions()}, indent=2) + "\n")
+        (folder / NOTE).write_text(json.dumps({**note, "versions": keep.versions()}, indent=2) + "\n")
         loaded = opened(folder)
         require_weights(loaded, averaged, "isn't the average of the parts")
         input_ids = torch.arange(PROBE_TOKENS)[None] % loaded.config.get_text_config().vocab_size
@@ -174,13 +158,12 @@ class Average:
                 elif not torch.equal(sums.setdefault(name, tensor), tensor):
                     kind = f"which holds {tensor.dtype} and can't be averaged"
                     raise ValueError(f"The parts differ in {name}, {kind}.")
-        found = {}
-        for name, like in self.skeleton.state_dict().items():
-            if name in sums:
-                found[name] = sums.pop(name).to(like.dtype)
-                if not is_finite(found[name]):
-                    raise Fault(f"{like.dtype} can't hold the numbers of {name}: take another --dtype.", NON_FINITE)
-        return found
+        wanted = self.skeleton.state_dict()
+        for name in sums:
+            sums[name] = sums[name].to(wanted[name].dtype)
+            if not is_finite(sums[name]):
+                raise Fault(f"{wanted[name].dtype} can't hold the numbers of {name}: take another --dtype.", NON_FINITE)
+        return sums
 
 
 def add(total: Tensor, tensor: Tensor, weight: float) -> None:
@@ -202,7 +185,7 @@ def compare(parts: Sequence[Part], output: Path) -> None:
     fabric = make_fabric("single", devices=1, num_nodes=1, kind=kind, precision=precision)
     note = {**json.loads((output / NOTE).read_text()), "evaluated_as_in": str(run)}
     models = [(part.name, part.path, part.dtype, said) for part, said in zip(parts, note["parts"])]
-    models.append(("average", output, dtype_of(loading.load_config(str(output))), note))
+    models.append(("average", output, loading.load_config(str(output)).dtype, note))
     batches = f"up to {flags['eval_iters']} batches of {flags['eval_batch_size']}"
     print(f"Validation loss, {batches}, as in {run}:", flush=True)
     for name, folder, dtype, said in models:

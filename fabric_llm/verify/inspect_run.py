@@ -205,7 +205,7 @@ def compare(folder: Path, wanted: dict[str, tuple[int, ...]], report: Report, ot
     ]
     if words:
         report.find(f"{str(folder)!r} doesn't hold the model of its config.json: {listed(words)}.")
-    if gaps := sorted(name for name in stored if not stored.is_whole(name)):
+    if gaps := sorted(name for name in stored if stored.missing(name)):
         report.find(f"{str(folder)!r} holds only some parts of {listed(gaps)}.")
     return stored
 
