@@ -146,11 +146,11 @@ class FSDPArguments:
     """fsdp, fsdp2: dtype that gradients are summed over devices in, unless --precision is 32-true"""
     activation_checkpointing: Union[bool, str] = setting(
         False,
-        takes="none, full, every:N (such as every:2) or selective",
+        takes="none, full, every:N (such as every:2), selective or auto",
         also="gradient_checkpointing recompute_activations",
     )
     """recompute in the backward pass instead of storing: none, full (each layer), every:N (one layer of N), selective
-    (layers, but for their matrix products and attention)"""
+    (layers, but for their matrix products and attention); auto: the least that fits the GPU, as plan.py says"""
 
 
 @dataclass

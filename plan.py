@@ -26,7 +26,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     with in_one_sentence("plan.py"):
         from fabric_llm.plan import changes, sweep  # import torch
 
-        plan = None
+        asks, plan = flags.fsdp.activation_checkpointing == "auto", None
+        flags = changes.least_recomputed(own, flags)
         if own.html is not None:
             require_output(Path(own.html), "--html")
             page = page_module("planned")
@@ -53,6 +54,8 @@ def main(argv: Optional[list[str]] = None) -> int:
             chosen = {"chosen": " ".join(changes.words_of(best[0]))} if best else {}
             print(json.dumps({**numbers(outlook), **chosen, "changes": said}, indent=2))
             return 0
+        if asks:
+            print(f"--activation_checkpointing auto: {outlook.activation_checkpointing}")
         show(outlook, own)
         if own.html is not None:
             page.write(Path(own.html), changes.changed(flags, best[0]) if best else flags, plan, outlook)

@@ -492,8 +492,8 @@ def test_law_10_holds_with_compiled_layers_and_chunks(toys, tmp_path, strategy, 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--activation_checkpointing", "every:0"), "takes none, full, every:N (such as every:2) or selective"),
-        (("--activation_checkpointing", "half"), "takes none, full, every:N (such as every:2) or selective"),
+        (("--activation_checkpointing", "every:0"), "takes none, full, every:N (such as every:2), selective or auto"),
+        (("--activation_checkpointing", "half"), "takes none, full, every:N (such as every:2), selective or auto"),
         (("--loss", "liger"), "--loss takes auto or full or chunked, not 'liger'"),
     ],
 )

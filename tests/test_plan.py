@@ -3,16 +3,19 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from ranks import metrics, run_ranks, toy_run, train_ranks
+import torch
+from ranks import metrics, planned, run_ranks, toy_run, train_ranks
 
 import plan
 from benchmarks import plan as published
 from fabric_llm.plan.accelerators import KNOWN, accelerator, message_bytes, of_device
 from fabric_llm.plan.start import Placement
-from fabric_llm.run.forecast import Forecast
+from fabric_llm.run.forecast import Forecast, Planner
 
 ROOT = Path(__file__).parent.parent
 SHORT = ("--context_length", "128", "--max_step", "10")
@@ -222,6 +225,48 @@ def test_train_says_what_is_planned_and_what_came_of_it(toys, tmp_path):
     found = metrics(tmp_path / "run", "plan")
     assert len(found) == 2  # after step 3, and at the end
     assert all(0 < plan["step_seconds"]["ratio"] < 1e6 for plan in found)
+
+
+@pytest.fixture(scope="module")
+def peaks(toys):
+    """GiB of a run with each kind of recomputation."""
+    words = ["--model_name", toys / "llama", *SHORT, "--micro_batch_size", 256, "--accelerator_name", "H100"]
+    kinds = ("none", "selective", "every:2", "full")
+    return {kind: said(*words, "--activation_checkpointing", kind)["memory"]["peak"] / 2**30 for kind in kinds}
+
+
+def between(peaks, less, more):
+    """GiB of a device of which four fifths hold the one, and not the other."""
+    return (peaks[less] + peaks[more]) / 2 / 0.8
+
+
+def test_auto_recomputes_the_least_that_fits(toys, peaks):
+    words = ["--model_name", toys / "llama", *SHORT, "--micro_batch_size", 256, "--activation_checkpointing", "auto"]
+    for gib, kind in ((80, "none"), (between(peaks, "selective", "none"), "selective"), (0.1, "full")):
+        found = said(*words, "--device_memory", gib)
+        assert found["activation_checkpointing"] == kind
+        assert found["memory"]["peak"] / 2**30 == pytest.approx(peaks[kind])
+    [text] = run_ranks(1, captured, [str(word) for word in words])
+    assert text.startswith("--activation_checkpointing auto: none\n")
+    assert text.splitlines()[-1].endswith("--activation_checkpointing auto")
+
+
+def asked_on_a_gpu(argv, gib):
+    """What a run asks plan.py on a GPU of that memory, and is told."""
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=gib * 2**30)
+    torch.cuda.get_device_name = lambda device: "NVIDIA H100 80GB HBM3"
+    flags, plan = planned(argv)
+    assert plan.model.activation_checkpointing == "none"  # of a CPU
+    on_gpu = replace(plan.placement, kind="cuda"), replace(plan.model, activation_checkpointing="auto")
+    planner = Planner(replace(plan, placement=on_gpu[0], model=on_gpu[1]), flags, torch.device("cuda"))
+    return planner.activation_checkpointing()
+
+
+def test_a_run_asks_what_to_recompute(toys, tmp_path):
+    argv = (*toy_run(toys, tmp_path), "--activation_checkpointing", "auto", "--max_step", 1)
+    train_ranks(2, *argv, "--run_name", "on_cpu")
+    for gib, expected in ((80, "none"), (0.01, "full")):
+        assert run_ranks(1, asked_on_a_gpu, [str(word) for word in argv], gib) == [expected]
 
 
 def test_bytes_that_are_sent():

@@ -13,6 +13,7 @@ from fabric_llm.plan.outlook import CLOSE, Outlook, look
 from fabric_llm.plan.start import batch_sizes
 
 Change = dict[str, Any]  # flag name -> its new value
+LESS_AND_LESS = ("none", "selective", "every:2", "full")  # activations that are kept: each recomputes more
 MOST_TRIES = 32  # of `fastest`, each of which takes seconds
 
 
@@ -58,7 +59,7 @@ def fastest(own: Flags, flags: Flags, tell: Callable[[Change, Outlook], None]) -
     """
     best: Optional[tuple[Change, Outlook]] = None
     tries = 0
-    for checkpointing in ("none", "selective", "every:2", "full"):
+    for checkpointing in LESS_AND_LESS:
         for sharding in _shardings(flags):
             fits: Optional[tuple[Change, Outlook]] = None
             for batch in _double_batches(flags):
@@ -76,6 +77,19 @@ def fastest(own: Flags, flags: Flags, tell: Callable[[Change, Outlook], None]) -
         if best is not None and best[1].seconds.step == best[1].seconds.compute:
             break  # messages don't count, and what comes next computes more
     return best
+
+
+def least_recomputed(own: Flags, flags: Flags) -> Flags:
+    """The flags with --activation_checkpointing auto replaced: by what recomputes least of what takes less than `CLOSE` of a
+    device, by full if nothing does, and by none where the device's memory isn't known."""
+    if flags.fsdp.activation_checkpointing != "auto":
+        return flags
+    for checkpointing in LESS_AND_LESS:
+        tried = changed(flags, {"activation_checkpointing": checkpointing})
+        outlook = _attempt(own, tried)
+        if outlook is not None and outlook.used <= CLOSE:
+            break
+    return tried
 
 
 def _shardings(flags: Flags) -> list[Change]:

@@ -92,12 +92,12 @@ def check_length(flags: Flags, max_step: Optional[int]) -> None:
 
 
 def activation_checkpointing(asked: Union[bool, str]) -> str:
-    """--activation_checkpointing as one word: none, full, every:N or selective."""
+    """--activation_checkpointing as one word: none, full, every:N, selective or auto."""
     word = {True: "full", False: "none"}.get(asked, asked)
-    if word in ("none", "full", "selective") or re.fullmatch(r"every:[1-9]\d*", word):
+    if word in ("none", "full", "selective", "auto") or re.fullmatch(r"every:[1-9]\d*", word):
         return word
     raise ValueError(
-        f"--activation_checkpointing takes none, full, every:N (such as every:2) or selective, not {asked!r}."
+        f"--activation_checkpointing takes none, full, every:N (such as every:2), selective or auto, not {asked!r}."
     )
 
 

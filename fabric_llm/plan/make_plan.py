@@ -82,14 +82,17 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
         if is_rank_zero():
             print(f"Layers aren't compiled: {missing}.", flush=True)
         compiles = False
-    model = replace(model_plan(flags, config, skeleton), source=source, tokenizer=tokenizer, compiles=compiles)
+    model = replace(model_plan(flags, config, skeleton, kind), source=source, tokenizer=tokenizer, compiles=compiles)
     coefficient = language_model.router_coefficient(skeleton, training.router_aux_loss_coef)
     return replace(model, router_aux_loss_coef=coefficient), skeleton
 
 
-def model_plan(flags: Flags, config: Any, skeleton: Any) -> ModelPlan:
-    """What the flags alone say of how a model trains. skeleton: the model on the meta device."""
+def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan:
+    """What the flags alone say of how a model trains. skeleton: the model on the meta device. kind: of the devices."""
     asked, training = flags.model, flags.training
+    recomputed = checks.activation_checkpointing(flags.fsdp.activation_checkpointing)
+    if recomputed == "auto" and (kind == "cpu" or not skeleton.supports_gradient_checkpointing):
+        recomputed = "none"  # a CPU's memory is the host's, which others use as well
     return ModelPlan(
         name=asked.model_name,
         source=asked.model_name,
@@ -100,7 +103,7 @@ def model_plan(flags: Flags, config: Any, skeleton: Any) -> ModelPlan:
         sums_in_float32=training.accumulation_dtype == "float32",
         router_aux_loss_coef=0.0,
         loss=asked.loss,
-        activation_checkpointing=checks.activation_checkpointing(flags.fsdp.activation_checkpointing),
+        activation_checkpointing=recomputed,
         compiles=asked.compile is True,
         frozen=freezing.frozen_names(skeleton, training.freeze, training.train_only),
     )
@@ -147,7 +150,8 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
         strategies.of_one_dtype(skeleton, units)
     if checkpointing != "none" and not skeleton.supports_gradient_checkpointing:
         raise ValueError(f"--activation_checkpointing {checkpointing}: {name} doesn't support it.")
-    layers.checkpoint_activations(skeleton, checkpointing)
+    if checkpointing != "auto":
+        layers.checkpoint_activations(skeleton, checkpointing)
     masks = plan.data.document_end is not None and plan.data.document_masking is True
     if masks and not loading.takes_positions(type(skeleton)):
         raise ValueError(

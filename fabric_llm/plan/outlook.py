@@ -40,6 +40,7 @@ class Outlook:
     parameters: int
     trained: int
     on: str
+    activation_checkpointing: str
     memory: Memory
     device_bytes: Optional[int]  # that a device has, None where that isn't known
     host_bytes: dict[str, int]  # of a node
@@ -116,6 +117,7 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
         parameters=count,
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         on=f"{placement.strategy} on {placement.num_nodes} x {placement.devices} {device.name}",
+        activation_checkpointing=model.activation_checkpointing,
         memory=memory,
         device_bytes=None if known is None else int(known * GIB),
         host_bytes=host,
@@ -209,7 +211,7 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
     attention = fast_paths.PACKED if packs else asked.attention.replace("flash_attention_2", "auto")
     config._attn_implementation = loading.resolve_attention(config, attention, kind)
     skeleton = loading.checked_skeleton(asked.model_name, config, loading.DTYPES[asked.precision])
-    model = model_plan(flags, config, skeleton)
+    model = model_plan(flags, config, skeleton, kind)
     freezing.freeze(skeleton, model.frozen)
     loss = "full" if asked.loss == "full" else "chunked"
     try:

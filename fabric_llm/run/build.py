@@ -59,9 +59,10 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     ranks.from_rank_zero(require_room)
     failpoint("set_up")
     compares, planner = flags.logging.compare_plan, None
-    if fabric.global_rank == 0 and (fabric.device.type == "cuda" if compares == "auto" else compares):
+    compares = fabric.device.type == "cuda" if compares == "auto" else compares
+    if fabric.global_rank == 0 and (compares or plan.model.activation_checkpointing == "auto"):
         planner = Planner(plan, flags, fabric.device)
-    build_model(run, plan.model.source)
+    build_model(run, plan.model.source, planner)
     evaluation, guard = flags.evaluation, flags.guard
     forgetting = Forgetting(parse_budgets(evaluation.forgetting_budget), evaluation.forgetting_action)
     limits = guard.max_skipped_steps, guard.spike_threshold, guard.spike_window, guard.spike_action
@@ -70,7 +71,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
         restore(run, plan.resumed)
     run.batches = make_batches(run)
     run.closing.callback(run.batches.close)
-    run.log = open_log(run, planner)
+    run.log = open_log(run, planner if compares else None)
     run.closing.callback(leave, run)
     run.background = writing.Background(run.model) if flags.save.async_save else None
     run.closing.callback(save.publish, run)
@@ -106,11 +107,12 @@ def _skeleton(plan: Plan) -> PreTrainedModel:
     return skeleton
 
 
-def build_model(run: Run, source: str) -> None:
+def build_model(run: Run, source: str, planner: Optional[Planner] = None) -> None:
     """Make `run.skeleton`, `run.model` with the weights of `source`, and `run.optimizer`. All ranks call it.
 
     A resumed run loads the optimizer's state from its checkpoint. The plan gets what was measured on the model: attention, loss,
-    and document_end, which is None if the model doesn't keep documents apart and needn't.
+    and document_end, which is None if the model doesn't keep documents apart and needn't. planner: on rank 0, where it is asked
+    what to recompute.
     """
     fabric, plan = run.fabric, run.plan
     run.skeleton = _skeleton(plan)
@@ -119,9 +121,11 @@ def build_model(run: Run, source: str) -> None:
     document_end, attention, loss = chosen
     config = deepcopy(plan.model.config)
     config._attn_implementation = attention
-    run.plan = plan = replace(
-        plan, model=replace(plan.model, config=config, loss=loss), data=replace(plan.data, document_end=document_end)
-    )
+    recomputed = plan.model.activation_checkpointing
+    if recomputed == "auto":
+        recomputed = ranks.from_rank_zero(lambda: planner.activation_checkpointing())
+    model_plan = replace(plan.model, config=config, loss=loss, activation_checkpointing=recomputed)
+    run.plan = plan = replace(plan, model=model_plan, data=replace(plan.data, document_end=document_end))
     chunked = loss == "chunked"
     has_router_loss = plan.model.router_aux_loss_coef > 0
     model = language_model.LanguageModel(_skeleton(plan), with_router_loss=has_router_loss, chunked=chunked)
@@ -241,7 +245,7 @@ def open_log(run: Run, planner: Optional[Planner]) -> Log:
     run_directory.record_event(folder, begins, plan.start.step, **facts)
     log.trackers = Trackers(logging.logger, folder, flags.flat(), logging.entity, logging.project)
     introduce(run, parameters, is_random)
-    if planner is not None and (forecast := planner.forecast()) is not None:
+    if planner is not None and (forecast := planner.forecast) is not None:
         log.forecast = forecast
         print(f"Planned: {forecast}.", flush=True)
     steps = {"total": plan.schedule.max_step, "initial": plan.start.step, "unit": "step"}

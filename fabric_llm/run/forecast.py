@@ -1,5 +1,7 @@
 """What plan.py says of a run, printed before its first step, and what came of it. On rank 0.
 
+With --activation_checkpointing auto, it also says what to recompute.
+
 plan.py runs beside the run while its model is loaded: a prediction needs a process that is no rank of a run.
 """
 
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Optional
@@ -45,8 +48,10 @@ class Planner:
         with NamedTemporaryFile(suffix=".yaml", delete=False) as file:
             self.file = Path(file.name)
         write_yaml({**flags.kept(), **plan.resolved(), **found}, self.file)
-        # It is to say what a run needs, and not what to change where that is too much.
-        words = ["--config", str(self.file), "--json", "true", "--device_memory", "1e9"]
+        # Without the device's memory it says what a run needs, and not what to change where that is too much.
+        chooses = plan.model.activation_checkpointing == "auto"
+        words = ["--config", str(self.file), "--json", "true"]
+        words += ["--device_memory", str(self.device_gib) if chooses else "1e9"]
         words += ["--accelerator", place.kind] + (["--accelerator_name", known.name] if known else [])
         environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
         self.process = subprocess.Popen(
@@ -58,8 +63,9 @@ class Planner:
             text=True,
         )
 
+    @cached_property
     def forecast(self) -> Optional[Forecast]:
-        """Wait for the plan. None, with a warning, if there is none."""
+        """The plan, which is waited for. None, with a warning, if there is none."""
         try:
             said, error = self.process.communicate(timeout=SECONDS_TO_PLAN)
             numbers = json.loads(said)
@@ -75,7 +81,12 @@ class Planner:
         finally:
             self.file.unlink(missing_ok=True)
         seconds = numbers["seconds"] if self.is_timed else None
-        return Forecast(numbers["memory"]["parts"], numbers["memory"]["moment"], seconds, self.device_gib)
+        memory, recomputed = numbers["memory"], numbers["activation_checkpointing"]
+        return Forecast(memory["parts"], memory["moment"], seconds, self.device_gib, recomputed)
+
+    def activation_checkpointing(self) -> str:
+        """What --activation_checkpointing auto takes: full where there is no plan."""
+        return "full" if self.forecast is None else self.forecast.activation_checkpointing
 
 
 @dataclass
@@ -86,6 +97,7 @@ class Forecast:
     moment: str  # of the peak
     seconds: Optional[dict[str, float]]  # of a step, by plan/accelerators.Seconds; None where the device isn't known
     device_gib: Optional[float]  # of memory; None for a CPU, which doesn't count what tensors hold
+    activation_checkpointing: str = "none"
     warm: tuple[int, float] = (0, 0.0)  # steps and seconds of training that aren't measured
 
     def __str__(self) -> str:
