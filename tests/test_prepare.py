@@ -436,7 +436,7 @@ def test_streamed_rows(texts, columns_known, monkeypatch):
         assert rows.column_names is None
     monkeypatch.setattr("fabric_llm.prepare.documents.load_splits", lambda kind, name: {"train": rows})
     part = Part("org/name", "hub", split="train")
-    assert list(read_part(part, "text")) == [(n, text, True) for n, text in enumerate(texts)]
+    assert list(read_part(part, "text")) == [(n, text) for n, text in enumerate(texts)]
     if columns_known:
         with pytest.raises(ValueError, match=r'^org/name \[train\].* has no field "body" \(fields: text'):
             list(read_part(part, "body"))

@@ -20,6 +20,7 @@ import prepare_data
 from fabric_llm.prepare import corpus, documents, encoding, inputs
 from fabric_llm.prepare.documents import BLANK_LINES, Bad, Part, read_part, where
 from fabric_llm.prepare.prepare import prepare, summary
+from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
 TEXTS = ["naïve Ünïcödé \U0001f600\r\n\tend", 'quoted "x", and a comma', "x", "two\nlines of text", " spaces "] * 4
 
@@ -66,16 +67,12 @@ def kind_of(path):
 def read(path, text_field="text", **more):
     """(texts that are read, (place and message) of the bad records)"""
     part = Part(str(path), kind_of(path), **more)
-    texts, bad, begun = [], [], ""
+    texts, bad = [], []
     for record in read_part(part, text_field):
         if isinstance(record, Bad):
             bad.append(f"{where(part, record.number)} {record.message}".replace(f"{path.parent}/", ""))
-            begun = ""
         else:
-            begun += record[1]
-            if record[2]:
-                texts.append(begun)
-                begun = ""
+            texts.append(record[1])
     return texts, bad
 
 
@@ -146,28 +143,44 @@ def test_a_bad_document_of_a_text_is_named_by_its_place(tmp_path):
     assert read(path, separator=BLANK_LINES) == (["one", "two"], ["a.txt byte 5 is not valid UTF-8"])
 
 
-def test_long_documents_come_in_sections_that_end_with_lines(tmp_path, monkeypatch):
+def test_long_documents_are_encoded_in_sections_that_end_with_lines(tmp_path, monkeypatch):
+    long = "".join(f"line {number} é\n" for number in range(100)) + "x" * 120
+    tokenizer = train_byte_level_bpe([long, "short", "end"], vocab_size=300)
+    whole = tokenizer(long)["input_ids"]
     monkeypatch.setattr(documents, "SECTION_CHARACTERS", 50)
     monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
     monkeypatch.setattr(documents, "LONGEST_SEPARATOR", 10)
-    long = "".join(f"line {number} é\n" for number in range(100)) + "x" * 120
     path = write(tmp_path / "a.txt", f"short\n\n{long}\n\nend".encode())
     assert read(path, separator=BLANK_LINES) == (["short", long, "end"], [])
+    sections = list(documents.sections(long))
+    assert max(map(len, sections)) <= 50 and len(sections) > 20 and "".join(sections) == long
+    assert sum(section.endswith("\n") for section in sections) > len(sections) - 8
     of_lines = write(tmp_path / "a.jsonl", as_lines(["short", long, "end"]))
     for source, separator in ((path, BLANK_LINES), (of_lines, None)):
         part = Part(str(source), kind_of(source), separator=separator)
-        sections = [text for _, text, _ in read_part(part, "text")]
-        assert max(map(len, sections)) <= 50 and len(sections) > 20
-        assert sum(section.endswith("\n") for section in sections) > len(sections) - 8
-    assert sections == [text for _, text, _ in read_part(Part(str(path), "text", separator=BLANK_LINES), "text")]
+        assert list(documents.texts([part], "text")) == ["short", *sections, "end"]
+    [encoded] = encoding._encoded([long], tokenizer.backend_tokenizer)
+    assert encoded.tolist() == [token for section in sections for token in tokenizer(section)["input_ids"]]
+    assert len(encoded) < len(whole) + len(sections) and tokenizer.decode(encoded) == long
 
 
-def test_a_long_document_that_turns_out_to_be_bad_is_taken_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "SECTION_CHARACTERS", 50)
+def test_a_long_document_that_turns_out_to_be_bad_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
     monkeypatch.setattr(documents, "LONGEST_SEPARATOR", 10)
     path = write(tmp_path / "a.txt", b"one\n\n" + b"x " * 500 + b"\xff\n\ntwo")
     assert read(path, separator=BLANK_LINES) == (["one", "two"], ["a.txt byte 5 is not valid UTF-8"])
+
+
+@pytest.mark.parametrize("block", [16, 64, 2**20])
+def test_a_document_of_a_text_that_is_too_long_to_be_held(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", block)
+    monkeypatch.setattr(documents, "LONGEST_SEPARATOR", 10)
+    monkeypatch.setattr(documents, "RECORD_BYTES", 2**10)
+    said = "is longer than 0 MiB: divide it with --document_separator"
+    path = write(tmp_path / "a.txt", b"one\n\n" + b"x" * 3000 + b"\n\ntwo\n\n" + b"y" * 1024 + b"\n\n" + b"z" * 1025)
+    texts, bad = read(path, separator=BLANK_LINES)
+    assert (texts, bad) == (["one", "two", "y" * 1024], [f"a.txt byte 5 {said}", f"a.txt byte 4038 {said}"])
+    assert read(path) == ([], [f"a.txt {said}"])
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".txt"])
@@ -181,7 +194,7 @@ def test_ranges_of_a_file_give_the_documents_of_the_whole(tmp_path, monkeypatch,
     parts = [part for piece in corpus.plan(found, None) for part in piece.parts]
     assert len(parts) > 10 and parts[0].start == 0 and parts[-1].end == path.stat().st_size
     assert [part.end for part in parts[:-1]] == [part.start for part in parts[1:]]
-    assert [text for part in parts for _, text, _ in read_part(part, "text") if text] == texts
+    assert [text for part in parts for _, text in read_part(part, "text") if text] == texts
 
 
 def test_bad_lines_of_a_range_have_the_numbers_of_the_whole_file(tmp_path, monkeypatch):
@@ -211,7 +224,7 @@ def test_row_groups_of_a_large_table_are_pieces(tmp_path, monkeypatch):
     found = inputs.find_sources([path], pattern=["*"], output=tmp_path / "out")
     parts = [part for piece in corpus.plan(found, None) for part in piece.parts]
     assert len(parts) > 3
-    assert [text for part in parts for _, text, _ in read_part(part, "text")] == texts
+    assert [text for part in parts for _, text in read_part(part, "text")] == texts
     assert next(read_part(parts[1], "text"))[0] == parts[1].start * 3  # rows keep their numbers
 
 

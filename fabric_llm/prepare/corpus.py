@@ -18,7 +18,6 @@ from fabric_llm.prepare.documents import (
     BLANK_LINES,
     TO_TRAIN,
     TO_VALIDATION,
-    Bad,
     Part,
     cut_text,
     load_splits,
@@ -82,8 +81,7 @@ def _parts_of(
         part = part._replace(separator=separator or None)
         if separator is None and (len(found.sources) == 1 or size >= LONG_TEXT_BYTES):
             records = read_part(part._replace(separator=BLANK_LINES), "")
-            is_divided = any((record.number if isinstance(record, Bad) else record[0]) for record in records)
-            if is_divided:
+            if any(number for number, _ in records):
                 found.notes.append(f"{shown(part.path)} is split at blank lines; choose with --document_separator")
                 part = part._replace(separator=BLANK_LINES)
     if part.kind in ("dataset", "hub"):
@@ -100,7 +98,7 @@ def _parts_of(
                 if size - start >= 1.5 * piece_bytes:  # so that the last isn't small
                     file.seek(place)
                     rest = cut_text(file, part._replace(start=place, separator=part.separator or "\n"))
-                    end = next((begin for begin, _, _ in rest if begin > place), size)
+                    end = next((begin for begin, _ in rest if begin > place), size)
                 yield part._replace(start=start, end=end), end - start
                 start = end
     else:

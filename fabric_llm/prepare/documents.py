@@ -1,8 +1,7 @@
 """Read the documents of one part of the inputs, in order: a file or a range of it, rows of a dataset, a stream of the hub.
 
-A reader yields, for each document, (number, text, True), or, where it is longer than SECTION_CHARACTERS, its sections with
-False for all but the last; and `Bad` in place of a record that can't be read. A `Bad` after sections cancels these.
-A reader holds at most a block in memory, or one record of at most RECORD_BYTES.
+A reader yields (number, text) for each document, and `Bad` in place of a record that can't be read. It holds at most a block in
+memory, or one document of at most RECORD_BYTES.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from fabric_llm.base.names import shown
 from fabric_llm.prepare.inputs import LONGEST_SEPARATOR, NOWHERE, compression_of, is_damage, opened, suffix
 
 SECTION_CHARACTERS = 1_000_000  # of a document that are encoded at once
-RECORD_BYTES = 64 * 2**20  # longest line or record
+RECORD_BYTES = 64 * 2**20  # longest document
 BLOCK_BYTES = 2**20  # of plain text, read at once
 PARQUET_ROWS = 256  # read at once
 MAX_FIELDS = 20  # named
@@ -61,7 +60,7 @@ class Bad(NamedTuple):
     message: str  # after the words of `where`
 
 
-Record = Union[tuple[int, str, bool], Bad]
+Record = Union[tuple[int, str], Bad]
 
 
 def read_part(part: Part, text_field: str) -> Iterator[Record]:
@@ -102,88 +101,73 @@ def texts(parts: Iterable[Part], text_field: str) -> Iterator[str]:
     """All text that can be read, in sections, for training a tokenizer."""
     for part in parts:
         for record in read_part(part, text_field):
-            if not isinstance(record, Bad) and record[1].strip():
-                yield record[1]
+            if not isinstance(record, Bad):
+                yield from filter(str.strip, sections(record[1]))
 
 
-def sections(number: int, text: str) -> Iterator[Record]:
-    """A document, in sections that end with a line where they can."""
+def sections(text: str) -> Iterator[str]:
+    """A text in parts of at most SECTION_CHARACTERS, which end with a line where they can."""
     begin = 0
     while len(text) - begin > SECTION_CHARACTERS:
         end = begin + SECTION_CHARACTERS
         cut = text.rfind("\n", begin, end) + 1 or end
-        yield number, text[begin:cut], False
+        yield text[begin:cut]
         begin = cut
-    yield number, text[begin:] if begin else text, True
+    yield text[begin:]
 
 
 def _read_text(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
-    decode, text, broken = None, "", False
-    for number, data, is_last in cut_text(file, part):
-        if decode is None:
-            decode, text, broken = codecs.getincrementaldecoder("utf-8")().decode, "", False
-            if number == 0:  # a byte order mark isn't part of the text
-                data = data.removeprefix(codecs.BOM_UTF8)
-        try:
-            text += decode(data, is_last)
-        except UnicodeDecodeError:
-            broken = True
-        *whole, (_, text, _) = sections(number, text)
-        if not broken:
-            yield from whole
-        if is_last:
-            yield _not_utf8(number) if broken else (number, text, True)
-            decode = None
+    for number, content in cut_text(file, part):
+        if content is None or len(content) > RECORD_BYTES:
+            yield Bad(number, f"is longer than {RECORD_BYTES >> 20} MiB: divide it with --document_separator")
+        else:  # a byte order mark at the beginning isn't part of the text
+            yield _document(number, content if number else content.removeprefix(codecs.BOM_UTF8))
 
 
-def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, bytes, bool]]:
-    """(place of a document's first byte, its next bytes, whether these are its last). `file` is at the start of `part`."""
+def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]]:
+    """(place of a document's first byte, the document, None if it is too long). `file` is at the start of `part`."""
     separator = None if part.separator is None else re.compile(part.separator.encode())
     # `buffer` holds what was read from `place` on, in the document that begins at `begin`.
     begin, place, buffer = part.start, part.start, b""
     while True:
-        room = BLOCK_BYTES if part.end is None else min(BLOCK_BYTES, part.end - place - len(buffer))
-        block = file.read(room)
+        room = max(BLOCK_BYTES, len(buffer))  # so that a long document isn't searched again for each block
+        block = file.read(room if part.end is None else min(room, part.end - place - len(buffer)))
         buffer, at = buffer + block, 0
         for match in separator.finditer(buffer) if separator else ():
             if match.end() == len(buffer) and block:  # the separator may go on in the next block
                 break
-            yield begin, buffer[at : match.start()], True
+            yield begin, buffer[at : match.start()] if begin == place + at else None
             at = match.end()
             begin = place + at
         buffer, place = buffer[at:], place + at
         if not block:
             if buffer or begin < place or begin == part.start:
-                yield begin, buffer, True
+                yield begin, buffer if begin == place else None
             return
-        ready = len(buffer) - (LONGEST_SEPARATOR if separator else 0)
-        if ready > BLOCK_BYTES // 2:
-            yield begin, buffer[:ready], False
-            buffer, place = buffer[ready:], place + ready
+        if len(buffer) > RECORD_BYTES:  # its beginning isn't needed any more, but a separator may have begun
+            place += len(buffer) - LONGEST_SEPARATOR
+            buffer = buffer[-LONGEST_SEPARATOR:]
 
 
-def _text_of(record: Any, text_field: str, number: int, place: str = "field") -> Iterator[Record]:
+def _text_of(record: Any, text_field: str, number: int, place: str = "field") -> Record:
     if not isinstance(record, dict):
-        yield Bad(number, f"is not a JSON object but {type(record).__name__}")
-    elif text_field not in record:
-        yield Bad(number, _no_field(text_field, record))
-    elif not isinstance(text := record[text_field], str):
-        kind = type(text).__name__
-        yield Bad(number, f'holds {kind}, not a string, in its {place} "{text_field}"')
-    else:
-        yield from _document(number, text)
+        return Bad(number, f"is not a JSON object but {type(record).__name__}")
+    if text_field not in record:
+        return Bad(number, _no_field(text_field, record))
+    if not isinstance(text := record[text_field], str):
+        return Bad(number, f'holds {type(text).__name__}, not a string, in its {place} "{text_field}"')
+    return _document(number, text)
 
 
-def _document(number: int, content: str | bytes) -> Iterator[Record]:
-    """A document in sections, if it is valid UTF-8. A str isn't where JSON has half of a surrogate pair, such as "\\ud800"."""
+def _document(number: int, content: str | bytes) -> Record:
+    """A document, if it is valid UTF-8. A str isn't where JSON has half of a surrogate pair, such as "\\ud800"."""
     try:
-        text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+        text = content.decode() if isinstance(content, bytes) else content
         if not text.isascii():
             text.encode()
     except UnicodeError:
-        yield _not_utf8(number)
-    else:
-        yield from sections(number, text)
+        return _not_utf8(number)
+    return number, text
 
 
 def _not_utf8(number: int) -> Bad:
@@ -214,7 +198,7 @@ def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Re
             except (ValueError, RecursionError) as error:
                 yield Bad(number, f"is not valid JSON: {one_line(error)}")
             else:
-                yield from _text_of(record, text_field, number)
+                yield _text_of(record, text_field, number)
         if part.end is not None and place >= part.end:
             return
 
@@ -229,7 +213,7 @@ def _read_json(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     number = 0
     try:
         for number, record in enumerate(ijson.items(file, "item"), 1):
-            yield from _text_of(record, text_field, number)
+            yield _text_of(record, text_field, number)
     except (ijson.JSONError, UnicodeDecodeError, RecursionError) as error:
         message = f"is not valid JSON: {one_line(error)}; what comes after it is not read"
         yield Bad(number + 1, message)
@@ -258,7 +242,7 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
             if row and len(row) != len(names):
                 yield Bad(number, f"has {len(row)} fields, and the first line {len(names)}")
             elif row:
-                yield from _document(number, row[column])
+                yield _document(number, row[column])
 
 
 def parquet_file(path: str) -> pq.ParquetFile:
@@ -285,7 +269,7 @@ def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
                 # As bytes: pyarrow doesn't check that strings are valid, and an invalid one must not end the others. A
                 # null is an empty document.
                 for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()):
-                    yield from _document(number, value.as_py() or b"")
+                    yield _document(number, (value.as_py() or b"").removeprefix(codecs.BOM_UTF8))
                     number += 1
         except (pa.ArrowException, OSError) as error:
             yield Bad(number, f"can't be read, and what comes after it: {one_line(error)}")
@@ -330,9 +314,9 @@ def _read_dataset(part: Part, text_field: str, file: None) -> Iterator[Record]:
         rows = rows.select_columns([text_field])  # so that no image is decoded
     for number, row in enumerate(rows, part.start):
         if row.get(text_field, "") is None:
-            yield number, "", True
+            yield number, ""
         else:
-            yield from _text_of(row, text_field, number, "column")
+            yield _text_of(row, text_field, number, "column")
 
 
 READERS: dict[str, Callable[[Part, str, Any], Iterator[Record]]] = {

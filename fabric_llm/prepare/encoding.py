@@ -41,7 +41,7 @@ from fabric_llm.base.faults import PEER_LOST, UNWRITABLE, Fault
 from fabric_llm.base.names import shown
 from fabric_llm.base.program import die_with
 from fabric_llm.prepare.corpus import Piece
-from fabric_llm.prepare.documents import DRAWN, Bad, Record, read_part, where
+from fabric_llm.prepare.documents import DRAWN, Bad, Record, read_part, sections, where
 from fabric_llm.prepare.tokenizer_bounds import without_panic
 
 # Many documents in a batch keep all threads of the tokenizer busy. Its working memory is about 120 bytes a character.
@@ -95,37 +95,19 @@ class PieceFiles:
     def __init__(self, job: Job, tokens: BinaryIO, lengths: BinaryIO, hashes: BinaryIO) -> None:
         self.tokens, self.lengths, self.hashes, self.mark = tokens, lengths, hashes, Mark()
         self.dtype = np.dtype(job.dtype)
-        self.before, self.after = np.array(job.before, dtype=self.dtype), np.array(job.after, dtype=self.dtype)
-        self._begin()
+        self.before, self.after = np.array(job.before, self.dtype), np.array(job.after, self.dtype)
 
-    def _begin(self) -> None:  # a document
-        self.open_tokens, self.body_tokens, self.is_visible = 0, 0, False
-        self.digest = hashlib.blake2b(digest_size=HASH_BYTES)
-
-    def add(self, ids: np.ndarray, text: str, is_last: bool = True, goes: int = DRAWN) -> None:
-        """Append a section of a document. The last one ends the document, which is left out if no character is visible."""
-        self.digest.update(text.encode())
-        self.is_visible = self.is_visible or bool(text.strip())
-        self.body_tokens += len(ids)
-        if is_last and not (self.is_visible and self.body_tokens):
+    def add(self, ids: np.ndarray, text: str, goes: int = DRAWN) -> None:
+        """Append a document, unless no character of it is visible. ids: the tokens of `text`, integers [tokens]."""
+        if not (text.strip() and len(ids)):
             self.mark.empty += 1
-            self.take_back()
             return
-        for some in ([] if self.open_tokens else [self.before]) + [ids] + ([self.after] if is_last else []):
-            self.tokens.write(some.astype(self.dtype, copy=False).data)
-            self.open_tokens += len(some)
-        if is_last:
-            self.lengths.write((4 * self.open_tokens + goes).to_bytes(8, "little"))
-            self.hashes.write(self.digest.digest())
-            self.mark.documents += 1
-            self.mark.tokens += self.open_tokens
-            self._begin()
-
-    def take_back(self) -> None:
-        """Remove the sections of a document that turns out to be bad or empty."""
-        if self.open_tokens:
-            self.tokens.truncate(self.mark.tokens * self.dtype.itemsize)
-        self._begin()
+        tokens = np.concatenate([self.before, ids, self.after]).astype(self.dtype)
+        self.tokens.write(tokens.data)
+        self.lengths.write((4 * len(tokens) + goes).to_bytes(8, "little"))
+        self.hashes.write(hashlib.blake2b(text.encode(), digest_size=HASH_BYTES).digest())
+        self.mark.documents += 1
+        self.mark.tokens += len(tokens)
 
 
 def make_piece(number: int, job: Job, fill: Callable[[PieceFiles], Any]) -> Mark:
@@ -184,52 +166,41 @@ def encode_piece(piece: Piece, job: Job) -> None:
 
 
 def _encode_documents(piece: Piece, job: Job, backend: Tokenizer, out: PieceFiles) -> None:
-    special: Optional[str] = None  # a special token that the text of this document became
-    readable: set[int] = set()  # parts, by their number
-    unreadable: dict[int, list] = {}  # likewise: how many bad records, the first
-
-    def leave_out(number: int, record: Bad) -> None:
-        nonlocal special
-        if job.stop_on_error:
-            raise ValueError(_sentence(piece, number, record))
-        out.mark.bad += 1
-        if len(out.mark.named) < MAX_NAMED:
-            out.mark.named.append((number, record))
-        out.take_back()
-        special = None
-
+    good: set[int] = set()  # parts with a record that can be read, by their number
+    bad: dict[int, list] = {}  # likewise those with one that can't: how many, the first
     for batch in _batches(piece, job):
-        encoded = _encoded(batch, backend)
+        encoded = _encoded(["" if isinstance(record, Bad) else record[1] for _, record in batch], backend)
         is_special = np.isin(np.concatenate(encoded), list(job.forbidden)).any()
         for (number, record), ids in zip(batch, encoded):
             if isinstance(record, Bad):
                 record = record._replace(message=shown(record.message, MAX_MESSAGE))  # it may quote what the file holds
-                unreadable.setdefault(number, [0, record])[0] += 1
-                leave_out(number, record)
-                continue
-            first, text, is_last = record
-            if is_special and special is None:
-                special = next((name for token, name in job.forbidden.items() if token in ids), None)
-            if special is None:
-                out.add(ids, text, is_last, piece.parts[number].goes)
-            elif is_last:
-                said = f"holds text that this tokenizer turns into its special token {shown(special)}: take it out"
-                leave_out(number, Bad(first, f"{said}, or choose a byte-level tokenizer"))
-            if is_last:
-                readable.add(number)
-    for number, (count, record) in unreadable.items():
+                bad.setdefault(number, [0, record])[0] += 1
+            else:
+                good.add(number)
+                special = [name for token, name in job.forbidden.items() if token in ids] if is_special else []
+                if not special:
+                    out.add(ids, record[1], piece.parts[number].goes)
+                    continue
+                said = f"holds text that this tokenizer turns into its special token {shown(special[0])}: take it out"
+                record = Bad(record[0], f"{said}, or choose a byte-level tokenizer")
+            if job.stop_on_error:
+                raise ValueError(_sentence(piece, number, record))
+            out.mark.bad += 1
+            if len(out.mark.named) < MAX_NAMED:
+                out.mark.named.append((number, record))
+    for number, (count, record) in bad.items():
         part = piece.parts[number]
-        if number in readable or part.is_one_document:
-            continue
         # The other ranges of a file may be good, such as beside a line that is too long.
-        if part.end is None or count >= MANY_RECORDS:
+        is_enough = part.end is None or count >= MANY_RECORDS
+        if is_enough and number not in good and not part.is_one_document:
             first = _sentence(piece, number, record)
             raise ValueError(f"none of {count} records of {part.path} can be read, such as {first}")
 
 
-def _encoded(batch: list[tuple[int, Record]], backend: Tokenizer) -> list[np.ndarray]:
-    """The tokens of each record, none of a bad one."""
-    texts = ["" if isinstance(record, Bad) else record[1] for _, record in batch]
+def _encoded(texts: list[str], backend: Tokenizer) -> list[np.ndarray]:
+    """The tokens of each text of a batch, uint32. A long one stands alone, and is encoded in sections."""
+    if len(texts) == 1 and len(parts := list(sections(texts[0]))) > 1:
+        return [np.concatenate([_encoded([part], backend)[0] for part in parts])]
     # The backend makes no attention masks and offsets, and doesn't warn of long documents. numpy takes an array.array
     # three times as fast as a list of int.
     with without_panic():
