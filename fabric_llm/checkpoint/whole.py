@@ -19,15 +19,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fabric_llm.base.ranks import waits_for_others
 from fabric_llm.checkpoint.reading import DTYPE_NAMES
-from fabric_llm.model.strategy import (
-    PREFIX,
-    communication_device,
-    local_part,
-    original_name,
-    shard_group,
-    shard_ranks,
-    shards,
-)
+from fabric_llm.model import strategy
+from fabric_llm.model.strategy import PREFIX, original_name
 from fabric_llm.model.weights import saved, units
 
 LARGEST_FILE = "5GB"
@@ -45,11 +38,13 @@ class Pieces:
 
     def __init__(self, model: nn.Module, skeleton: PreTrainedModel) -> None:
         """model: wrapped. All ranks call it."""
-        self.skeleton, self.group = skeleton, shard_group(model)
-        held = {name: (local_part(shard.parameter), shard.counts) for name, shard in shards(model).items()}
+        self.skeleton, self.group = skeleton, strategy.shard_group(model)
+        held = {
+            name: (strategy.local_part(shard.parameter), shard.counts) for name, shard in strategy.shards(model).items()
+        }
         held |= {original_name(name): (buffer, None) for name, buffer in model.named_buffers()}
         self.held: dict[str, Piece] = {}
-        for name in saved(skeleton) if 0 in shard_ranks(model) else ():  # another group has the same
+        for name in saved(skeleton) if 0 in strategy.shard_ranks(model) else ():  # another group has the same
             tensor, counts = held[PREFIX + name]
             self.held[name] = Piece(tensor.detach().flatten(), counts)
 
@@ -68,7 +63,7 @@ class Pieces:
         piece, counts = self.held[name]
         if self.group is None or counts is None:
             return piece
-        piece, is_first = piece.to(communication_device(group)), torch.distributed.get_rank(group) == 0
+        piece, is_first = piece.to(strategy.communication_device(group)), torch.distributed.get_rank(group) == 0
         nothing = [0] * len(counts)
         weight = piece.new_empty(sum(counts) if is_first else 0)
         waits_for_others()

@@ -125,7 +125,7 @@ def average(
         write_model(folder, newest.path, skeleton, averaged, max_shard_size)
         (folder / NOTE).write_text(json.dumps({**note, "versions": keep.versions()}, indent=2) + "\n")
         loaded = opened(folder)
-        require_weights(loaded, averaged, "isn't the average of the parts")
+        require_weights(loaded, averaged, "{} isn't the average of the parts")
         input_ids = torch.arange(PROBE_TOKENS)[None] % loaded.config.get_text_config().vocab_size
         if not torch.isfinite(logits_of(loaded, input_ids)).all():
             raise VerificationError("it gives NaN or infinity.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,7 +83,7 @@ def export(source: Path, output: Path, *, dtype: str = "auto", max_shard_size: s
 def verify(folder: Path, trained: Source, probe: dict[str, Tensor], precision: str) -> Proof:
     """Open `folder` with plain transformers, and compare it with the trained weights and the recorded logits."""
     loaded = opened(folder)
-    require_weights(loaded, trained, "isn't what the checkpoint holds")
+    require_weights(loaded, trained, "{} isn't what the checkpoint holds")
     logits, recorded = logits_of(loaded, probe["input_ids"])[probe["positions"]], probe["logits"]
     if logits.shape != recorded.shape:
         raise VerificationError(f"logits have shape {list(logits.shape)}, in training {list(recorded.shape)}.")
@@ -179,13 +179,17 @@ def opened(folder: Path) -> PreTrainedModel:
     return loaded
 
 
-def require_weights(model: PreTrainedModel, weights: Source, otherwise: str) -> None:
-    """Raises VerificationError, which says `otherwise` of a tensor's name, unless a model has these weights to the bit."""
+def require_weights(model: PreTrainedModel, weights: Source, otherwise: str, rows: Mapping[str, int] = {}) -> None:
+    """Raises VerificationError, which says `otherwise` with a tensor's name in it, unless a model has these weights to the bit.
+
+    rows: of these tensors only so many rows, the first ones, are compared.
+    """
     there = model.state_dict()
     for unit in units(model):
         for name, tensor in weights.read(unit).items():
-            if not same_bits(there[name], tensor):
-                raise VerificationError(f"{name} {otherwise}.")
+            compared = slice(rows[name]) if name in rows else ...
+            if not same_bits(there[name][compared], tensor[compared]):
+                raise VerificationError(f"{otherwise.format(name)}.")
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

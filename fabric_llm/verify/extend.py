@@ -15,10 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fabric_llm.model import loading
 from fabric_llm.model.reference import load_reference
-from fabric_llm.model.weights import Source, units
+from fabric_llm.model.weights import Source
 from fabric_llm.prepare.corpus import Corpus
 from fabric_llm.prepare.new_tokens import extended, learn, made_of, require_extendable, size, unknown_id
-from fabric_llm.verify.export import VerificationError, logits_of, opened, replacing, same_bits, write_model
+from fabric_llm.verify.export import VerificationError, logits_of, opened, replacing, require_weights, write_model
 
 PROBE_TOKENS = 64
 # The largest difference of float32 logits, as a part of their standard deviation, that another kernel explains.
@@ -145,14 +145,8 @@ def compare_models(folder: Path, longer: Extended, tokens: int, probe: Tensor, b
     rows = len(model.get_input_embeddings().weight)
     if not len(model.get_output_embeddings().weight) == model.config.get_text_config().vocab_size == rows >= tokens:
         raise VerificationError(f"the model has {rows} embeddings for {tokens} tokens, and says otherwise.")
-    there = model.state_dict()
-    for unit in units(model):
-        for name, old in longer.weights.read(unit).items():
-            now = there[name]
-            if name in longer.tables:
-                now, old = now[:first], old[:first]
-            if not same_bits(now, old):
-                raise VerificationError(f"the old values of {name} have changed.")
+    old_rows = dict.fromkeys(longer.tables, first)
+    require_weights(model, longer.weights, "the old values of {} have changed", old_rows)
     parameters = len(list(model.parameters()))
     difference = ((logits_of(model.float(), probe)[:, :first] - before).abs().max() / before.std()).item()
     differ = f"{difference:.1e} of their standard deviation"

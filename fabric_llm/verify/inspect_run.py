@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -33,6 +34,7 @@ from fabric_llm.verify.export import VerificationError, export, read_proof
 
 MOST_NAMED = 10  # names of one kind in a sentence
 MOST_ROWS = 2**28  # that are compared: a minute
+say = partial(print, flush=True)
 
 
 @dataclass
@@ -71,10 +73,6 @@ class Report:
             self.find(f"{str(path)!r} can't be read: {one_line(error)[:400].rstrip('.')}.")
         if len(self.findings) == before:
             say(f"  {good}")
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
 
 
 def listed(names: Iterable[Any]) -> str:
