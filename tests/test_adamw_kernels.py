@@ -50,7 +50,7 @@ def test_gradients_of_another_dtype_are_updated_alike(compiled):
     found = []
     for update in (compiled, adamw_rounded.plain_update):
         param, exp_avg, exp_avg_sq = tensors.bfloat16()
-        update([param, grad, exp_avg, exp_avg_sq], 5, (1, 2, 3), numbers)
+        update([([param, grad, exp_avg, exp_avg_sq], 5, (1, 2, 3))], numbers)
         found.append(torch.stack([param, exp_avg, exp_avg_sq]))
     assert torch.equal(*found)
 
@@ -58,8 +58,23 @@ def test_gradients_of_another_dtype_are_updated_alike(compiled):
 TRITON = """
 import torch
 from fabric_llm.training import adamw_rounded, adamw_triton
-for count in (1, 1000, 2**11 + 5):
+from fabric_llm.training.adamw_rounded import key_of, numbers_of, pieces_of, plain_update
+for count in (1, 1000, 2**11 + 5, adamw_rounded.ALIGNED_ELEMENTS):
     assert adamw_rounded.equals_plain(adamw_triton.update, torch.device("cpu"), count), count
+generator = torch.Generator().manual_seed(0)
+for dtype in (torch.bfloat16, torch.float16, torch.float32):  # of gradients; ragged, and shards that begin anywhere
+    pieces = []
+    for offset, count in ((0, 1), (77, 1023), (2**32 - 9, 40_000), (5, adamw_triton.TILE_ELEMENTS), (2**33 + 1, 16_385)):
+        tensors = list(torch.randn(4, count, generator=generator).abs().bfloat16())
+        tensors[1] = tensors[1].to(dtype)
+        pieces += pieces_of(tensors, (f"{offset}", offset), 2**32, 0, 3)
+    assert len(pieces) == 6
+    expected = [([tensor.clone() for tensor in tensors], first, key) for tensors, first, key in pieces]
+    numbers = numbers_of({"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}, 3)
+    adamw_triton.update(pieces, numbers)
+    plain_update(expected, numbers)
+    for (found, _, _), (plain, _, _) in zip(pieces, expected):
+        assert all(map(torch.equal, found, plain)), dtype
 print("the same bits")
 """
 
@@ -80,28 +95,32 @@ def test_the_triton_kernel_is_the_plain_update_in_tritons_interpreter():
 
 PTX = """
 import re
+import triton.language as tl
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fabric_llm.training.adamw_triton import _kernel
-types = dict.fromkeys(_kernel.arg_names, "fp32") | dict.fromkeys(["param", "exp_avg", "exp_avg_sq"], "*bf16")
-types |= {"grad": "*bf16", "count": "i64", "BLOCK": "constexpr"} | dict.fromkeys(["first", "key0", "key1", "key2"], "i32")
-source = ASTSource(_kernel, types, {"BLOCK": 1024})
+settings = {"ROW": 9, "GRAD": tl.bfloat16, "ALIGNED": True, "BLOCK": 1024, "TILE": 2**14}
+types = dict.fromkeys(_kernel.arg_names, "fp32") | {"table": "*i64", "pieces": "i32"} | dict.fromkeys(settings, "constexpr")
+source = ASTSource(_kernel, types, settings)
 ptx = compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False}).asm["ptx"]
 print(*sorted(set(re.findall(r"(?:fma|mad|add|sub|mul|div|sqrt|rsqrt|rcp)[.][a-z.]*f32", ptx))))
+print(*sorted(re.findall(r"(?:ld|st)[.]global[.]v\\d[.]b32", ptx)))
 """
 
 
-def test_the_triton_kernel_compiles_to_single_operations(tmp_path):
-    """For an A100, without one: each operation is rounded by itself, to nearest, and denormals stay."""
+def test_the_triton_kernel_compiles_to_single_operations_on_16_bytes(tmp_path):
+    """For an A100, without one: each operation is rounded by itself, to nearest, and denormals stay. Whole blocks of the four
+    tensors are loaded, and of three stored, 16 bytes at a time."""
     pytest.importorskip("triton", reason="needs Triton: pip install triton")
     environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
         [sys.executable, "-c", PTX], cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True
     )
-    assert done.stdout.split() == ["add.rn.f32", "div.rn.f32", "mul.rn.f32", "sqrt.rn.f32", "sub.rn.f32"], (
-        done.stderr + done.stdout
-    )
+    assert done.stdout.splitlines() == [
+        "add.rn.f32 div.rn.f32 mul.rn.f32 sqrt.rn.f32 sub.rn.f32",
+        " ".join(4 * ["ld.global.v4.b32"] + 3 * ["st.global.v4.b32"]),
+    ], done.stderr + done.stdout
 
 
 # ------------------------------------------------------------------------------- which kernel
@@ -152,9 +171,9 @@ def test_without_a_compiler_plain_pytorch_goes_on_and_says_so_once(forgetful, mo
 
 
 def test_a_kernel_with_other_bits_is_refused(forgetful, monkeypatch):
-    def contracted(tensors, *others):
-        adamw_rounded.plain_update(tensors, *others)
-        tensors[0].view(torch.int16)[-1] ^= 1
+    def contracted(pieces, numbers):
+        adamw_rounded.plain_update(pieces, numbers)
+        pieces[0][0][0].view(torch.int16)[-1] ^= 1
 
     monkeypatch.setattr(adamw_rounded, "compiled", lambda: contracted)
     with pytest.warns(UserWarning, match="its bits differ from those of plain PyTorch"):

@@ -27,7 +27,7 @@ from fabric_llm.model.strategy import local_part
 from fabric_llm.training.adamw_rounded import Origin, fastest, plain_update, rounded_step
 
 LEAST_ELEMENTS = 2**20  # below this, plain PyTorch takes less time in ten steps than compiling a kernel would
-UPDATED = ("param", "grad", "exp_avg", "exp_avg_sq", "master")
+UPDATED = ("exp_avg", "exp_avg_sq", "master")  # of the state
 UPDATES = ("stochastic", "nearest", "master")
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}  # of master: on a CPU they fit its cache, on a GPU they hide launches
 
@@ -113,17 +113,21 @@ class AdamW(torch.optim.Optimizer):
         """One step for every parameter that has a gradient. With lr 0 parameters keep every bit."""
         for group in self.param_groups:
             failpoint("optimizer_step")
-            # What one kernel takes: the flat tensors of UPDATED, and what they are pieces of.
+            params = [param for param in group["params"] if param.grad is not None]
+            if not params:
+                continue
+            states = [self.state[param] for param in params]
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, 1)
+            # What one kernel takes: a parameter, its gradient and its state, and what they are a piece of.
             alike: dict[Any, list[tuple[list[Tensor], Origin]]] = {}
-            for param in group["params"]:
-                if param.grad is not None:
-                    tensors = {"param": param, "grad": param.grad.contiguous(), **self.state[param]}
-                    step = tensors["step"].add_(1).item()
-                    flat = [local_part(tensors[name]).view(-1) for name in UPDATED if name in tensors]
-                    if flat[0].numel():  # else this rank holds nothing of a sharded parameter
-                        key = flat[0].device, param.dtype, step
-                        alike.setdefault(key, []).append((flat, self.origins[param]))
-            for (device, dtype, step), some in alike.items():
+            for param, state, step in zip(params, states, torch.stack(steps).tolist()):
+                held = [param, param.grad.contiguous(), *(state[name] for name in UPDATED if name in state)]
+                tensors = [local_part(tensor) for tensor in held]
+                if tensors[0].numel():  # else this rank holds nothing of a sharded parameter
+                    key = param.device, param.dtype, param.grad.dtype, step
+                    alike.setdefault(key, []).append((tensors, self.origins[param]))
+            for (device, dtype, _, step), some in alike.items():
                 if dtype == torch.bfloat16 and self.updates == "stochastic":
                     update = fastest(device) if self.elements >= LEAST_ELEMENTS else plain_update
                     rounded_step(some, group, int(step), self.seed, update)
@@ -157,7 +161,7 @@ def fused_step(tensors: list[list[Tensor]], group: dict[str, Any], step: float) 
 def master_step(tensors: list[Tensor], group: dict[str, Any], step: float) -> None:
     """float32 master and moments; the parameter becomes the master, rounded to nearest."""
     block = BLOCK_ELEMENTS["cpu" if tensors[0].device.type == "cpu" else "cuda"]
-    for param, grad, exp_avg, exp_avg_sq, master in zip(*(tensor.split(block) for tensor in tensors)):
+    for param, grad, exp_avg, exp_avg_sq, master in zip(*(tensor.view(-1).split(block) for tensor in tensors)):
         fused_step([[master, grad, exp_avg, exp_avg_sq]], group, step)
         if group["lr"] != 0:
             param.copy_(master)

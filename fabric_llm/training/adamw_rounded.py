@@ -16,8 +16,8 @@ import struct
 import subprocess
 import tempfile
 import warnings
+from array import array
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, Callable
@@ -27,43 +27,32 @@ from torch import Tensor
 
 from fabric_llm.base.faults import one_line
 
-Update = Callable[..., None]  # as `plain_update`
 Key = tuple[int, int, int]  # three int32
+Piece = tuple[Sequence[Tensor], int, Key]  # contiguous tensors, first index modulo 2**32, key of the noise
+Update = Callable[[Sequence[Piece], list[float]], None]  # as `plain_update`
 Origin = tuple[str, int]  # of a rank's piece of a parameter: its name, and the index of the first element in the whole
-PIECE_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # what a CPU's thread, or a launch on a GPU, does at a time
+PIECE_ELEMENTS = {"cpu": 2**20}  # what a CPU's thread does at a time
+ALIGNED_ELEMENTS = 3 * 2**13  # of a comparison in which all addresses are multiples of 16, as kernels like them
 PLAIN_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}  # what plain PyTorch does: it needs 8 MiB on a CPU, 512 MiB on a GPU
 # Contraction would round a * b + c once instead of twice. Roots are vectorised only without errno and traps.
 COMPILER_FLAGS = ("-std=c++17", "-O3", "-funroll-loops", "-march=native", "-shared", "-fPIC")
-COMPILER_FLAGS += ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+COMPILER_FLAGS += ("-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 
 def rounded_step(
     parameters: list[tuple[list[Tensor], Origin]], group: dict[str, Any], step: int, seed: int, update: Update
 ) -> None:
     """A step of AdamW by an `update`, see `plain_update`. parameters: (tensors that it takes, their origin), on one device."""
-    numbers = numbers_of(group, step)
-    kind = "cpu" if parameters[0][0][0].device.type == "cpu" else "cuda"
-    limit = PIECE_ELEMENTS[kind]
+    numbers, limit = numbers_of(group, step), PIECE_ELEMENTS.get(parameters[0][0][0].device.type, 2**32)
     pieces = [piece for tensors, origin in parameters for piece in pieces_of(tensors, origin, limit, seed, step)]
-
-    def update_all(pieces: list[tuple[Sequence[Tensor], int, Key]]) -> None:
-        for tensors, first, key in pieces:
-            if group["lr"] == 0:  # not even a -0.0 may change
-                tensors = [tensors[0].clone(), *tensors[1:]]
-            update(tensors, first, key, numbers)
-
-    # plain_update has threads of torch.
-    threads = torch.get_num_threads() if kind == "cpu" and update is not plain_update else 1
-    if threads == 1:
-        return update_all(pieces)
-    with ThreadPoolExecutor(threads) as pool:  # one task for each thread, since a task costs as much as a small update
-        list(pool.map(update_all, [pieces[first::threads] for first in range(threads)]))
+    if group["lr"] != 0:
+        return update(pieces, numbers)
+    for (param, *others), first, key in pieces:  # not even a -0.0 may change
+        update([([param.clone(), *others], first, key)], numbers)
 
 
-def pieces_of(
-    tensors: Sequence[Tensor], origin: Origin, limit: int, seed: int, step: int
-) -> Iterator[tuple[Sequence[Tensor], int, Key]]:
-    """Cut flat tensors into pieces of at most `limit` elements: (a piece of each, first index modulo 2**32, key of the noise).
+def pieces_of(tensors: Sequence[Tensor], origin: Origin, limit: int, seed: int, step: int) -> Iterator[Piece]:
+    """Cut contiguous tensors into pieces of at most `limit` elements: (a piece of each, first index modulo 2**32, key of the noise).
 
     No piece crosses a multiple of 2**32, because kernels count indices in 32 bits; the higher bits go into the key.
     """
@@ -72,7 +61,8 @@ def pieces_of(
         high, first = divmod(offset + start, 2**32)
         end = min(start + limit, start + 2**32 - first, count)
         whole = end - start == count  # the usual case; cutting would take longer than a small update
-        yield tensors if whole else [tensor[start:end] for tensor in tensors], first, key_of(seed, step, name, high)
+        cut = tensors if whole else [tensor.view(-1)[start:end] for tensor in tensors]
+        yield cut, first, key_of(seed, step, name, high)
         start = end
 
 
@@ -91,20 +81,31 @@ def numbers_of(group: dict[str, Any], step: int) -> list[float]:
     return torch.tensor(exact, dtype=torch.float64).float().tolist()
 
 
-def plain_update(tensors: Sequence[Tensor], first: int, key: Key, numbers: list[float]) -> None:
-    """Update in place a piece of (param, grad, exp_avg, exp_avg_sq): flat and bfloat16, the gradient of any dtype."""
+def plain_update(pieces: Sequence[Piece], numbers: list[float]) -> None:
+    """Update pieces of (param, grad, exp_avg, exp_avg_sq) in place: bfloat16, the gradients of any one dtype."""
     decay, grad_weight, beta2, square_weight, bias, eps, step_size = numbers
-    block = PLAIN_ELEMENTS["cpu" if tensors[0].device.type == "cpu" else "cuda"]
-    for start in range(0, tensors[0].numel(), block):
-        param, grad, exp_avg, exp_avg_sq = (tensor[start : start + block] for tensor in tensors)
-        p, g, m, v = (tensor.float() for tensor in (param, grad, exp_avg, exp_avg_sq))
-        m.add_((g - m).mul_(grad_weight))
-        v.mul_(beta2).add_((g * g).mul_(square_weight))
-        root = v.double().sqrt_().float()  # torch's float32 root, from MKL, misses the nearest number in 20 % of cases
-        p.mul_(decay).sub_(m.div(root.mul_(bias).add_(eps)).mul_(step_size))
-        noises = noise(first + start, p.numel(), key, p.device)
-        for target, value, bits in zip((param, exp_avg, exp_avg_sq), (p, m, v), noises):
-            target.view(torch.int16).copy_(bfloat16_bits(value, bits))
+    for tensors, first, key in pieces:
+        block = PLAIN_ELEMENTS["cpu" if tensors[0].device.type == "cpu" else "cuda"]
+        for start in range(0, tensors[0].numel(), block):
+            param, grad, exp_avg, exp_avg_sq = (tensor.view(-1)[start : start + block] for tensor in tensors)
+            p, g, m, v = (tensor.float() for tensor in (param, grad, exp_avg, exp_avg_sq))
+            m.add_((g - m).mul_(grad_weight))
+            v.mul_(beta2).add_((g * g).mul_(square_weight))
+            # torch's float32 root, from MKL, misses the nearest number in 20 % of cases.
+            root = v.double().sqrt_().float()
+            p.mul_(decay).sub_(m.div(root.mul_(bias).add_(eps)).mul_(step_size))
+            noises = noise(first + start, p.numel(), key, p.device)
+            for target, value, bits in zip((param, exp_avg, exp_avg_sq), (p, m, v), noises):
+                target.view(torch.int16).copy_(bfloat16_bits(value, bits))
+
+
+def rows_of(pieces: Sequence[Piece]) -> array[int]:
+    """What a kernel needs to know of each piece, ROW numbers of 64 bits: four addresses, the count of elements, the first index,
+    and three words of the key."""
+    rows = array("q")
+    for tensors, first, key in pieces:
+        rows.extend((*(tensor.data_ptr() for tensor in tensors), tensors[0].numel(), first, *key))
+    return rows
 
 
 def bfloat16_bits(values: Tensor, noise: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ def fastest(device: torch.device) -> Update:
             update = compiled()
         else:
             from fabric_llm.training.adamw_triton import update  # where there are GPUs there is Triton
-        if equals_plain(update, device):
+        if equals_plain(update, device) and equals_plain(update, device, ALIGNED_ELEMENTS):
             return update
         reason = "its bits differ from those of plain PyTorch"
     except Exception as error:  # whatever a compiler does, plain PyTorch has the same bits
@@ -174,13 +175,13 @@ def compiled() -> Update:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         function = ctypes.CDLL(library).update  # it stays in memory without its file
     function.restype = None
-    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] + [ctypes.c_uint32] * 4 + [ctypes.c_float] * 7
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int] + [ctypes.c_float] * 7
 
-    def update(tensors: Sequence[Tensor], first: int, key: Key, numbers: list[float]) -> None:
-        if tensors[1].dtype != torch.bfloat16:  # a gradient of another dtype is rare
-            return plain_update(tensors, first, key, numbers)
-        assert all(t.dtype == torch.bfloat16 and t.is_contiguous() and t.device.type == "cpu" for t in tensors)
-        function(*(t.data_ptr() for t in tensors), tensors[0].numel(), first, *key, *numbers)
+    def update(pieces: Sequence[Piece], numbers: list[float]) -> None:
+        if pieces[0][0][1].dtype != torch.bfloat16:  # a gradient of another dtype is rare
+            return plain_update(pieces, numbers)
+        rows = rows_of(pieces)
+        function(rows.buffer_info()[0], len(pieces), torch.get_num_threads(), *numbers)
 
     return update
 
@@ -196,8 +197,11 @@ def equals_plain(update: Update, device: torch.device, count: int = 2**14 + 13) 
         found = expected.to(device, copy=True)
         for step in (1, 2, 1000):
             numbers, key = numbers_of(group, step), key_of(0, step, "name", 1)
-            update(list(found.view(torch.bfloat16)), 2**32 - count, key, numbers)
-            plain_update(list(expected.view(torch.bfloat16)), 2**32 - count, key, numbers)
+            for one, tensors in ((update, found), (plain_update, expected)):
+                cut = count // 3  # into two pieces of different lengths
+                flat = tensors.view(torch.bfloat16)
+                parts = [(list(flat[:, :cut]), 2**32 - count, key), (list(flat[:, cut:]), 2**32 - count + cut, key)]
+                one(parts, numbers)
         if not torch.equal(found.cpu(), expected):
             return False
     return True
