@@ -318,16 +318,10 @@ def test_a_huge_document_stays_in_train(make, tmp_path, texts, packing):
     st.lists(st.one_of(st.integers(2, 50), st.integers(2, 10**6)), min_size=2, max_size=60),
     st.floats(1e-6, 0.9),
     st.integers(0, 99),
-    st.integers(1, 60),
 )
-def test_validation_never_has_much_more_than_its_fraction(tmp_path_factory, lengths, fraction, seed, piece):
-    folder = tmp_path_factory.mktemp("pieces")
-    for number, first in enumerate(range(0, len(lengths), piece)):
-        words = 4 * np.array(lengths[first : first + piece], "<u8") + DRAWN
-        words.tofile(folder / f"{number:06d}.lengths")
-    draw = rows_module.Draw(folder, -(-len(lengths) // piece), seed, fraction)
-    found = list(rows_module.documents(rows_module.settled(draw)))
-    inside = np.concatenate([some.in_validation for some in found])
+def test_validation_never_has_much_more_than_its_fraction(lengths, fraction, seed):
+    goes, repeated = np.full(len(lengths), DRAWN), np.zeros(len(lengths), bool)
+    inside = rows_module.drawn(np.array(lengths), goes, repeated, seed, fraction)
     drawn = np.array([document_hash(seed, index) < fraction for index in range(len(lengths))])
     assert 0 < inside.sum() < len(lengths)
     assert (inside & ~drawn).sum() <= 1  # the one that moves where a split would be empty

@@ -43,7 +43,7 @@ from fabric_llm.prepare import encoding, inputs
 from fabric_llm.prepare.corpus import Piece, fingerprint, plan
 from fabric_llm.prepare.documents import DRAWN, Part, texts
 from fabric_llm.prepare.encoding import Generated, Job, Mark, read_mark
-from fabric_llm.prepare.rows import Draw, repeated, save_rows, split_documents
+from fabric_llm.prepare.rows import save_rows, split_documents
 from fabric_llm.prepare.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
 
 MANIFEST_FORMAT = 1
@@ -255,11 +255,9 @@ def _make_dataset(
     copies = 3 if options.packing == "best_fit" else 2
     room = sum(mark.tokens for mark in marks) * (2 if dtype == "uint16" else 4) * copies
     files.room(folder, room, "The dataset", "make room, or take an --output on another disk")
-    same = None
-    if options.deduplicate == "exact":
-        same = repeated([folder / f"{number:06d}.hashes" for number in range(len(marks))])
+    deduplicate = options.deduplicate == "exact"
     splits, duplicates = split_documents(
-        Draw(folder, len(marks), options.seed, options.validation_fraction, same), dtype
+        folder, len(marks), dtype, options.seed, options.validation_fraction, deduplicate
     )
     try:
         saved = save_rows(splits, made, options.context_length, options.packing, tokenizer.eos_token_id)

@@ -14,13 +14,14 @@ EOS would come into another row, where no token predicts it, and where it would 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import mmap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any
 
 import datasets
 import numpy as np
@@ -37,40 +38,18 @@ WINDOW_TOKENS = 2**26  # likewise: their rows are in memory
 SHARD_BYTES = 10**9
 
 
-@dataclass(frozen=True)
-class Draw:
-    """How documents are divided between the splits."""
-
-    folder: Path  # of the pieces
-    pieces: int
-    seed: int
-    validation_fraction: float
-    repeated: Optional[np.ndarray] = None  # bool [documents], see `repeated`
-    moved: int = -1  # index of a document that changes its split, because all others are in it; -1: none
-    most_tokens: int = 0  # that validation may hold of the drawn documents, see `settled`
-
-
-class Documents(NamedTuple):
-    """The documents of a piece. Arrays [documents], of bool unless they say otherwise."""
-
-    piece: int
-    first: int  # index of the first document over all pieces
-    lengths: np.ndarray  # tokens, int64
-    draws: np.ndarray  # may be drawn for validation: its dataset has no validation split of its own
-    repeated: np.ndarray  # an earlier document equals it
-    in_validation: np.ndarray
-
-
 @dataclass
 class Split:
-    """A split as flat files: its tokens, one document after the other, and the lengths of the documents, int64 each."""
+    """A split as a flat file of its documents, one behind the other."""
 
-    tokens_path: Path
-    lengths_path: Path
+    path: Path
+    lengths: np.ndarray  # tokens of each document, int64
     dtype: np.dtype
-    documents: int = 0
-    tokens: int = 0
     max_token_id: int = -1
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
 
 
 def document_hashes(seed: int, indices: np.ndarray) -> np.ndarray:
@@ -84,49 +63,31 @@ def document_hashes(seed: int, indices: np.ndarray) -> np.ndarray:
         return (splitmix64(steps + np.uint64(key)) >> np.uint64(11)) / 2.0**53
 
 
-def documents(draw: Draw) -> Iterator[Documents]:
-    """All documents, piece by piece, in order."""
-    first, room = 0, draw.most_tokens
-    for piece in range(draw.pieces):
-        words = np.fromfile(draw.folder / f"{piece:06d}.lengths", "<u8")
-        if not len(words):
-            continue
-        lengths, goes, indices = (words >> 2).astype(np.int64), words & 3, np.arange(first, first + len(words))
-        draws = goes == DRAWN
-        repeated = np.zeros(len(words), bool) if draw.repeated is None else draw.repeated[indices]
-        drawn = draws & ((document_hashes(draw.seed, indices) < draw.validation_fraction) ^ (indices == draw.moved))
-        for index in np.flatnonzero(drawn & ~repeated).tolist():
-            drawn[index] = lengths[index] <= room  # else it stays in train: validation would hold too much with it
-            room -= int(lengths[index]) if drawn[index] else 0
-        yield Documents(piece, first, lengths, draws, repeated, np.where(draws, drawn, goes == TO_VALIDATION))
-        first += len(words)
+def drawn(lengths: np.ndarray, goes: np.ndarray, repeated: np.ndarray, seed: int, fraction: float) -> np.ndarray:
+    """The documents of the validation split, bool [documents].
 
-
-def settled(draw: Draw) -> Draw:
-    """The draw with the most tokens that validation may hold, and with a document in each split.
+    lengths: tokens of each document, int64. goes: documents.DRAWN or where it is kept. repeated: bool, those that are left out.
 
     Validation may hold twice its fraction of the tokens, so that one huge document doesn't fill it. Where that is less than two
     documents of average length, it may hold these, but not more than half of all tokens. If all documents fall into one split,
     the one whose hash is nearest to the fraction, of those that may move, moves to the other.
     """
-    tokens, count = 0, 0
-    for some in documents(draw):
-        mine = some.draws & ~some.repeated
-        tokens, count = tokens + int(some.lengths[mine].sum()), count + int(mine.sum())
-    share = max(2 * draw.validation_fraction, min(2 / max(1, count), 0.5))
-    draw = replace(draw, most_tokens=int(tokens * share))
-    counts, nearest = np.zeros(2, np.int64), (2.0, -1)
-    for some in documents(draw):
-        counts += [(~some.repeated & ~some.in_validation).sum(), (~some.repeated & some.in_validation).sum()]
-        if counts.all():
-            return draw
-        hashes = document_hashes(draw.seed, some.first + np.arange(len(some.lengths)))
-        distance = np.abs(hashes - draw.validation_fraction)
-        distance[some.repeated | ~some.draws | (some.lengths > draw.most_tokens)] = 3.0
-        at = int(distance.argmin())
-        nearest = min(nearest, (float(distance[at]), some.first + at))
-    can_move = counts.sum() >= 2 and nearest[0] < 2 and draw.validation_fraction
-    return replace(draw, moved=nearest[1]) if can_move else draw
+    hashes = document_hashes(seed, np.arange(len(lengths)))
+    may_move = (goes == DRAWN) & ~repeated
+    tokens, count = int(lengths[may_move].sum()), int(may_move.sum())
+    most_tokens = int(tokens * max(2 * fraction, min(2 / max(1, count), 0.5)))
+    found = may_move & (hashes < fraction)
+    room = most_tokens
+    for index in np.flatnonzero(found).tolist():
+        found[index] = lengths[index] <= room  # else it stays in train: validation would hold too much with it
+        room -= int(lengths[index]) if found[index] else 0
+    found |= goes == TO_VALIDATION
+    kept = found[~repeated]
+    may_move &= lengths <= most_tokens
+    if fraction and len(kept) >= 2 and kept.all() == kept.any() and may_move.any():
+        nearest = np.where(may_move, np.abs(hashes - fraction), np.inf).argmin()
+        found[nearest] = ~found[nearest]
+    return found
 
 
 def repeated(hashes: Sequence[Path]) -> np.ndarray:
@@ -141,42 +102,43 @@ def repeated(hashes: Sequence[Path]) -> np.ndarray:
     return found
 
 
-def split_documents(draw: Draw, dtype: str) -> tuple[dict[str, Split], dict[str, int]]:
-    """Write each document, whole and in order, to the flat files of its split.
+def split_documents(
+    folder: Path, pieces: int, dtype: str, seed: int, fraction: float, deduplicate: bool
+) -> tuple[dict[str, Split], dict[str, int]]:
+    """Write each document of the pieces in `folder`, whole and in order, to the flat file of its split.
 
     Returns also how many documents and tokens were left out, because they repeat others.
     """
-    left_out = {"documents": 0, "tokens": 0}
+    words = [np.fromfile(folder / f"{piece:06d}.lengths", "<u8") for piece in range(pieces)]
+    edges = np.cumsum([0, *map(len, words)])  # of the pieces: the first document of each
+    words = np.concatenate(words)
+    lengths, goes = (words >> 2).astype(np.int64), (words & 3).astype(np.uint8)
+    same = np.zeros(len(lengths), bool)
+    if deduplicate:
+        same = repeated([folder / f"{piece:06d}.hashes" for piece in range(pieces)])
+    in_validation = drawn(lengths, goes, same, seed, fraction)
     splits = {}
-    for name in ("train", "validation"):
-        paths = [draw.folder / f"{name}.{what}" for what in ("tokens", "lengths")]
-        for path in paths:
-            path.write_bytes(b"")
-        splits[name] = Split(*paths, np.dtype(dtype))
-    for some in documents(settled(draw)):
-        left_out["documents"] += int(some.repeated.sum())
-        left_out["tokens"] += int(some.lengths[some.repeated].sum())
-        _append(splits["train"], draw.folder, some, ~some.in_validation & ~some.repeated)
-        _append(splits["validation"], draw.folder, some, some.in_validation & ~some.repeated)
-    return splits, left_out
+    for name, mine in (("train", ~in_validation & ~same), ("validation", in_validation & ~same)):
+        splits[name] = split = Split(folder / f"{name}.tokens", lengths[mine], np.dtype(dtype))
+        with open(split.path, "wb") as out:
+            for piece, (first, end) in enumerate(itertools.pairwise(edges)):
+                tokens = _runs(folder / f"{piece:06d}.tokens", split.dtype, lengths[first:end], mine[first:end])
+                for some in tokens:
+                    out.write(some.data)
+                    split.max_token_id = max(split.max_token_id, int(some.max()))
+    return splits, {"documents": int(same.sum()), "tokens": int(lengths[same].sum())}
 
 
-def _append(split: Split, folder: Path, some: Documents, mine: np.ndarray) -> None:
-    """Copy the documents that are `mine` from a piece to the files of a split, COPY_TOKENS at a time, however long one is."""
-    split.documents += int(mine.sum())
-    split.tokens += int(some.lengths[mine].sum())
-    with open(split.lengths_path, "ab") as lengths:
-        lengths.write(some.lengths[mine].astype("<i8").tobytes())
-    ends = np.cumsum(some.lengths)
+def _runs(path: Path, dtype: np.dtype, lengths: np.ndarray, mine: np.ndarray) -> Iterator[np.ndarray]:
+    """The tokens of the documents of a piece that are `mine`, at most COPY_TOKENS at a time, however long a document is."""
+    ends = np.cumsum(lengths)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mine, [False]])))  # of runs of documents
-    with open(folder / f"{some.piece:06d}.tokens", "rb") as piece, open(split.tokens_path, "ab") as out:
+    with open(path, "rb") as piece:
         for first, after in zip(edges[::2].tolist(), edges[1::2].tolist()):
-            begin, end = int(ends[first] - some.lengths[first]), int(ends[after - 1])
-            piece.seek(begin * split.dtype.itemsize)
+            begin, end = int(ends[first] - lengths[first]), int(ends[after - 1])
+            piece.seek(begin * dtype.itemsize)
             for at in range(begin, end, COPY_TOKENS):
-                tokens = np.fromfile(piece, split.dtype, min(COPY_TOKENS, end - at))
-                out.write(tokens.data)
-                split.max_token_id = max(split.max_token_id, int(tokens.max()))
+                yield np.fromfile(piece, dtype, min(COPY_TOKENS, end - at))
 
 
 def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -256,12 +218,12 @@ def save_rows(splits: dict[str, Split], folder: Path, context_length: int, packi
     Raises ValueError for a split without a row.
     """
     failpoint("prepare.rows")
-    total = sum(split.documents for split in splits.values())
+    total = sum(len(split.lengths) for split in splits.values())
     for name, split in splits.items():
         if split.tokens >= (1 if packing == "best_fit" else context_length):
             continue
         raise ValueError(
-            f"the {name} split has {split.tokens} tokens in {split.documents} of {total} documents, which do not"
+            f"the {name} split has {split.tokens} tokens in {len(split.lengths)} of {total} documents, which do not"
             f" fill one row of context_length {context_length}: choose a smaller --context_length or a"
             f" {'larger' if name == 'validation' else 'smaller'} --validation_fraction, or give more text (a plain-text file"
             f" is one document unless --document_separator says otherwise, and documents are never divided between splits)"
@@ -274,26 +236,24 @@ def save_rows(splits: dict[str, Split], folder: Path, context_length: int, packi
             rows = split.tokens // context_length
             said = {"rows": rows, "dropped_tokens": split.tokens - rows * context_length}
         digest = _save_split(split, said["rows"], folder / name, context_length)
-        described[name] = {"documents": split.documents, "tokens": split.tokens, **said, "sha256": digest}
-        split.tokens_path.unlink()
-        split.lengths_path.unlink()
+        described[name] = {"documents": len(split.lengths), "tokens": split.tokens, **said, "sha256": digest}
+        split.path.unlink()
     (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
     return described
 
 
 def _pack(split: Split, context_length: int, eos: int) -> dict[str, Any]:
     """Replace the flat file of a split by that of its packed rows."""
-    path = split.tokens_path.with_suffix(".packed")
-    with open(split.tokens_path, "rb") as flat, open(path, "wb") as file:
+    path = split.path.with_suffix(".packed")
+    with open(split.path, "rb") as flat, open(path, "wb") as file:
         tokens = mmap.mmap(flat.fileno(), 0, access=mmap.ACCESS_READ)
 
         def write(rows: np.ndarray) -> None:
             file.write(np.ascontiguousarray(rows).data)
             tokens.madvise(mmap.MADV_DONTNEED)  # else all that was read would count as memory of this process
 
-        lengths = np.memmap(split.lengths_path, "<i8", mode="r")
-        said = pack(np.frombuffer(tokens, split.dtype), lengths, context_length, eos, write)
-    path.replace(split.tokens_path)
+        said = pack(np.frombuffer(tokens, split.dtype), split.lengths, context_length, eos, write)
+    path.replace(split.path)
     return said
 
 
@@ -308,7 +268,7 @@ def _save_split(split: Split, rows: int, folder: Path, context_length: int) -> s
     shards = -(-rows * context_length * split.dtype.itemsize // SHARD_BYTES)
     names = [f"data-{number:05d}-of-{shards:05d}.arrow" for number in range(shards)]
     at_once, digest = max(1, COPY_TOKENS // context_length), hashlib.sha256()
-    with open(split.tokens_path, "rb") as file, tqdm(desc=f"writing {folder.name}", total=rows, disable=None) as bar:
+    with open(split.path, "rb") as file, tqdm(desc=f"writing {folder.name}", total=rows, disable=None) as bar:
         for number, name in enumerate(names):
             mine = rows * (number + 1) // shards - rows * number // shards
             with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
