@@ -22,9 +22,9 @@ from fabric_llm.base import files
 from fabric_llm.base.files import checkpoints, latest, step_of
 from fabric_llm.checkpoint import whole, writing
 from fabric_llm.checkpoint.keep import Progress, move_aside, prune, sweep, verified
-from fabric_llm.checkpoint.reading import Tensors
 from fabric_llm.checkpoint.writing import publish
 from fabric_llm.data.order import claimed_rows
+from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.plan import run_directory
 from fabric_llm.verify.export import export
 

@@ -9,11 +9,11 @@ from ranks import Job, metrics, planned, toy_run, train_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fabric_llm.checkpoint import reading
-from fabric_llm.checkpoint.reading import Tensors
 from fabric_llm.model import freezing, strategy
 from fabric_llm.model.flops import of_model
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import build_skeleton
+from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.training.adamw import checkpoint_bytes
 from fabric_llm.training.step import sample_weights
 from fabric_llm.verify.inspect_run import verify_run

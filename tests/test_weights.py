@@ -15,10 +15,10 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OF
 from transformers import AutoModelForCausalLM
 
 from fabric_llm.checkpoint import state_dicts, whole
-from fabric_llm.checkpoint.reading import Tensors
 from fabric_llm.model import gate, reference, weights
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import build_skeleton, load_config, open_weights
+from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.model.weights import first_names, units
 
 QUICK = ("llama", "gpt2", "mixtral", "gemma3_text")

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from fabric_llm.checkpoint.reading import Tensors  # noqa: E402
+from fabric_llm.model.tensor_files import Tensors  # noqa: E402
 
 STEPS, DEMO_STEPS = 12, 60
 TOYS = {

@@ -6,7 +6,7 @@ The files are those of `save_pretrained`, which would take all weights at once, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fabric_llm.base.ranks import waits_for_others
-from fabric_llm.checkpoint.reading import DTYPE_NAMES
 from fabric_llm.model import strategy
 from fabric_llm.model.strategy import PREFIX, original_name
+from fabric_llm.model.tensor_files import TensorFile
 from fabric_llm.model.weights import saved, units
 
 LARGEST_FILE = "5GB"
@@ -70,36 +70,6 @@ class Pieces:
         to_first = [len(piece), *nothing[1:]]
         torch.distributed.all_to_all_single(weight, piece, counts if is_first else nothing, to_first, group=group)
         return weight if is_first else None
-
-
-class TensorFile:
-    """A safetensors file that is written one tensor at a time, in any order: safetensors itself takes all at once, and copies them."""
-
-    def __init__(self, path: Path, layout: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-        """layout: name -> a tensor of its dtype and shape, on any device, also without memory."""
-        header: dict[str, Any] = {"__metadata__": metadata}
-        end, begins = 0, {}
-        for name in sorted(layout, key=lambda name: (-layout[name].element_size(), name)):  # so that each is aligned
-            tensor = layout[name]
-            begins[name], end = end, end + tensor.nbytes
-            header[name] = {
-                "dtype": DTYPE_NAMES[tensor.dtype],
-                "shape": [*tensor.shape],
-                "data_offsets": [begins[name], end],
-            }
-        encoded = json.dumps(header, separators=(",", ":")).encode()
-        encoded += b" " * (-len(encoded) % 8)
-        self.begins = {name: 8 + len(encoded) + begin for name, begin in begins.items()}  # of what isn't written yet
-        self.path, self.header = path, len(encoded).to_bytes(8, "little") + encoded
-
-    def write(self, name: str, tensor: Tensor) -> bool:
-        """Whether the file is complete now. It is open only meanwhile: a model may have more files than a process may open."""
-        header, self.header = self.header, b""
-        with self.path.open("wb" if header else "r+b") as file:
-            file.write(header)
-            file.seek(self.begins.pop(name))
-            file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        return not self.begins
 
 
 def in_files(skeleton: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -37,12 +37,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint._hf_utils import (
-    CUSTOM_METADATA_KEY,
-    DCP_VERSION_KEY,
-    HF_DCP_VERSION,
-    SAVED_OFFSETS_KEY,
-)
+from torch.distributed.checkpoint import _hf_utils as dcp
 from transformers import PreTrainedModel
 
 from fabric_llm.base import files
@@ -56,6 +51,7 @@ from fabric_llm.checkpoint import whole
 from fabric_llm.checkpoint.keep import Progress, versions
 from fabric_llm.checkpoint.state_dicts import Part, is_finite, optimizer_held, own_parts, weights_held
 from fabric_llm.model.strategy import reshard, shard_ranks
+from fabric_llm.model.tensor_files import TensorFile
 
 MANY_BYTES = 2**25  # of one rank
 
@@ -199,10 +195,10 @@ def _write_parts(pending: Pending, folder: str, parts: list[dict[str, Part]], de
         bins += [{name: some[name] for name in names} for names in split if names]
     for number, some in enumerate(bins, start=1):
         file = f"{folder}/shard-{pending.rank + 1:05}-model-{number:05}-of-{len(bins):05}.safetensors"
-        offsets = json.dumps({name: {SAVED_OFFSETS_KEY: part.offsets} for name, part in some.items()})
-        metadata = {CUSTOM_METADATA_KEY: offsets, DCP_VERSION_KEY: str(HF_DCP_VERSION), "format": "pt"}
+        offsets = json.dumps({name: {dcp.SAVED_OFFSETS_KEY: part.offsets} for name, part in some.items()})
+        metadata = {dcp.CUSTOM_METADATA_KEY: offsets, dcp.DCP_VERSION_KEY: str(dcp.HF_DCP_VERSION), "format": "pt"}
         layout = {name: part.tensor for name, part in some.items()}
-        out = whole.TensorFile(pending.temporary / file, layout, metadata)
+        out = TensorFile(pending.temporary / file, layout, metadata)
         for name, tensor in layout.items():
             out.write(name, tensor)
         describing.start([file])

@@ -2,6 +2,7 @@
 
 folders         `check_model_folder`: what a model's folder may hold and declare, before torch is imported
 loading         `load_config`, `build_skeleton`, `open_weights`: what a model's files say of it
+tensor_files    `Tensors`, `TensorFile`: safetensors files, whole or in parts, read and written one tensor at a time
 weights         `Stored`, `Drawn`, `fill`: weights from files or random numbers, unit by unit, to every rank's part
 reference       `load_reference`: the model as transformers has it, on one CPU, in the memory that there is
 language_model  `LanguageModel`, `token_loss`: the model that returns its loss, and the auxiliary loss of its routers

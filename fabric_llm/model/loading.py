@@ -10,11 +10,10 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,6 +30,8 @@ from fabric_llm.base import hub
 from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault, one_line
 from fabric_llm.base.files import MANIFEST, check_name
 from fabric_llm.model import fast_paths, folders, weights
+from fabric_llm.model.strategy import PREFIX
+from fabric_llm.model.tensor_files import Slice, Tensors
 from fabric_llm.prepare.tokenizer import load_tokenizer
 
 MOST_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever
@@ -77,8 +78,11 @@ def _read_bounded(model_name: str, file: str) -> Optional[Any]:
 
 def _unreadable(what: str, model_name: str, error: Exception) -> Fault:
     """What is wrong with a part of a model, or of a checkpoint, here or on the hub."""
-    code = NO_CHECKPOINT if Path(model_name, MANIFEST).is_file() else BAD_INPUT
-    return Fault(f"{what} of {model_name!r} can't be read: {one_line(error)[:400].rstrip('.')}.", code)
+    return Fault(f"{what} of {model_name!r} can't be read: {one_line(error)[:400].rstrip('.')}.", _code_of(model_name))
+
+
+def _code_of(model_name: str) -> int:
+    return NO_CHECKPOINT if Path(model_name, MANIFEST).is_file() else BAD_INPUT
 
 
 def tokenizer_beside(model_name: str) -> Optional[PreTrainedTokenizerBase]:
@@ -203,53 +207,44 @@ def checked_skeleton(model_name: str, config: PretrainedConfig, dtype: torch.dty
     return skeleton
 
 
-def open_weights(
-    model_name: str,
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    seed: int,
-    slices: Optional[weights.Slices] = None,
-) -> weights.Source:
-    """Where the weights of a model come from, unit by unit: its files, `slices`, or random numbers by `seed`.
+def open_weights(model_name: str, config: PretrainedConfig, dtype: torch.dtype, seed: int = 0) -> weights.Source:
+    """Where the weights of a model, or of a checkpoint, come from, unit by unit: its files, or random numbers by `seed`.
 
     Raises Fault where the files can't be read, or don't hold all weights of the model: 66 for a checkpoint, else 2.
     """
     skeleton = build_skeleton(config, dtype)
-    if slices is None and not has_weights(model_name):
+    if not has_weights(model_name):
         return weights.Drawn(skeleton, seed)
     try:
         if (quantized := getattr(config, "quantization_config", None)) is not None:
             method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
             raise ValueError(f"they are quantized ({method}), and only weights in 16 or 32 bits are trained")
-        return weights.Stored(skeleton, _slices(model_name, config) if slices is None else slices, dtype)
+        return weights.Stored(skeleton, _slices(model_name, config, skeleton), dtype)
+    except Fault:
+        raise
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, ImportError, SafetensorError) as error:
         raise _unreadable("The weights", model_name, error) from error
 
 
-def _slices(model_name: str, config: PretrainedConfig) -> weights.Slices:
-    """Those of a model's safetensors files."""
+def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel) -> weights.Slices:
+    """Those of a model's safetensors files. Raises ValueError where those of a sharded checkpoint hold another model."""
+    sharded = Path(model_name, "weights")
+    files = sharded.glob("*.safetensors") if sharded.is_dir() else _weight_files(model_name, config)
+    stored = Tensors(files, _code_of(model_name), f"The weights of {model_name!r}")
+    if sharded.is_dir():
+        wanted = {PREFIX + name: tuple(tensor.shape) for name, tensor in weights.saved(skeleton).items()}
+        for name in sorted(stored.keys() | wanted.keys()):
+            here, there = stored.shapes.get(name, "nothing"), wanted.get(name, "nothing")
+            if here != there:
+                raise ValueError(f"weights hold {here} as {name}, the model {there}")
+    return {name.removeprefix(PREFIX): Slice(stored, name) for name in stored}
+
+
+def _weight_files(model_name: str, config: PretrainedConfig) -> list[Path]:
     named = getattr(config, "transformers_weights", None)
     names = folders.WEIGHT_FILES if named is None else (named,)
     there = (cached_file(model_name, name, _raise_exceptions_for_missing_entries=False) for name in names)
     if (found := next(filter(None, there), None)) is None:
         raise FileNotFoundError(f"it has no {' and no '.join(names)}")
-    slices = {}
-    for path in get_checkpoint_shard_files(model_name, found)[0] if found.endswith(".index.json") else [found]:
-        with safe_open(path, framework="pt") as file:
-            slices |= {name: _Slice(path, name, file.get_slice(name).get_shape()) for name in file.keys()}
-    return slices
-
-
-class _Slice(NamedTuple):
-    """A tensor in a file that is open only while it is read: what was read of an open one stays mapped into memory."""
-
-    path: str
-    name: str
-    shape: list[int]
-
-    def get_shape(self) -> list[int]:
-        return self.shape
-
-    def __getitem__(self, index: Any) -> Tensor:
-        with safe_open(self.path, framework="pt") as file:
-            return file.get_slice(self.name)[index]
+    paths = get_checkpoint_shard_files(model_name, found)[0] if found.endswith(".index.json") else [found]
+    return [Path(path) for path in paths]

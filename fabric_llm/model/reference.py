@@ -47,22 +47,21 @@ def load_reference(model: PreTrainedModel, source: Source, limit_bytes: float = 
             held[:] = [unit]
             _give(tensors, source.read(unit))
 
+    def holding(unit: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        hold(unit)
+        return forward(*args, **kwargs)
+
     for unit in streamed:
         layer = model.get_submodule(unit)
-        layer.forward = partial(_compute, partial(hold, unit), layer.forward)
+        layer.forward = partial(_computed_again, partial(holding, unit, layer.forward))
     return model
 
 
-def _compute(hold: Callable[[], None], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a layer that gets its weights first, and is computed again for its backward pass."""
-
-    def computed(*args: Any, **kwargs: Any) -> Any:
-        hold()
-        return forward(*args, **kwargs)
-
+def _computed_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`forward`, which is computed again for its backward pass, if there is one."""
     if not torch.is_grad_enabled():
-        return computed(*args, **kwargs)
-    return checkpoint(computed, *args, use_reentrant=False, **kwargs)
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _layers_by_themselves(model: PreTrainedModel) -> set[str]:

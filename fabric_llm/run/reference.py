@@ -16,7 +16,6 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import UNEXPECTED, Fault, as_fault, one_line
 from fabric_llm.base.program import free_memory_bytes
-from fabric_llm.checkpoint import reading
 from fabric_llm.model import fast_paths, freezing, gate, language_model, loading, weights
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import reshard
@@ -79,7 +78,7 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Option
 
 def open_weights(plan: Plan, source: str, seed: int) -> weights.Source:
     """Where the weights of a run come from. Called on rank 0."""
-    return reading.open_weights(source, plan.model.config, loading.DTYPES[plan.model.precision], seed)
+    return loading.open_weights(source, plan.model.config, loading.DTYPES[plan.model.precision], seed)
 
 
 def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen:

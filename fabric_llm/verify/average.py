@@ -20,20 +20,19 @@ from transformers import PreTrainedModel
 from fabric_llm.base import command_line, files
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import NO_CHECKPOINT, NON_FINITE, Fault, one_line
-from fabric_llm.checkpoint import keep, reading
+from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.state_dicts import is_finite
 from fabric_llm.checkpoint.whole import layout_of_files
 from fabric_llm.data import mixture_text
 from fabric_llm.data.batches import Batches
-from fabric_llm.data.dataset import together
-from fabric_llm.data.sources import ONE_SET, open_source
+from fabric_llm.data.sources import ONE_SET
 from fabric_llm.model import fast_paths, gate, loading
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.model.weights import Source
-from fabric_llm.plan.make_plan import document_ends, find_document_end, open_eval_data, open_sources
+from fabric_llm.plan.make_plan import document_ends, find_document_end, open_eval_data, open_here, open_sources
 from fabric_llm.run.build import evaluation_batches
 from fabric_llm.training.evaluation import evaluate
 from fabric_llm.verify.export import VerificationError, logits_of, opened, replacing, require_weights, write_model
@@ -100,7 +99,7 @@ def open_part(folder: Path) -> Part:
     dtype = (config.dtype or torch.float32) if progress is None else loading.DTYPES[progress["fixed"]["precision"]]
     exact = torch.promote_types(dtype, torch.float32)  # holds what the files hold, be it of 16 or of 32 bits
     loading.checked_skeleton(str(folder), config, exact)
-    weights = reading.open_weights(str(folder), config, exact)
+    weights = loading.open_weights(str(folder), config, exact)
     return Part(folder, config, loading.tokenizer_beside(str(folder)), dtype, progress, weights)
 
 
@@ -210,13 +209,11 @@ def as_in_run(parts: Sequence[Part]) -> tuple[Path, dict[str, Any], dict[str, Ba
     eval_data = open_eval_data(flags)
     if flat["data_mix"]:
         sources = open_sources(flags, mixture_text.parse(flat["data_mix"]))
-        dataset = together(list(sources.values()))
     else:
-        dataset = open_source(Path(flat["train_data_dir"]), "size")
-        sources = {ONE_SET: dataset}
+        sources = {ONE_SET: open_here(flat["train_data_dir"], flags)}
     sets = {name: one.validation for name, one in {**sources, **eval_data}.items()}
     masks = bool(newest.progress["schedule"]["document_masking"])
-    ends = document_ends(sets, eval_data, find_document_end(masks, dataset))
+    ends = document_ends(sets, eval_data, find_document_end(masks, next(iter(sources.values()))))
     batches = {
         name: evaluation_batches(split, flags, rank=0, world_size=1, document_end=ends[name])
         for name, split in sets.items()
@@ -230,7 +227,7 @@ def losses_of(
     """Mean loss of the model in `folder` over each validation set. Its memory is free again afterwards."""
     config = loading.load_config(str(folder))
     config._attn_implementation = loading.resolve_attention(config, "auto", fabric.device.type)
-    model = load_reference(loading.build_skeleton(config, dtype), reading.open_weights(str(folder), config, dtype))
+    model = load_reference(loading.build_skeleton(config, dtype), loading.open_weights(str(folder), config, dtype))
     masks = any(batches.document_end is not None for batches in sets.values())
     packs = masks and gate.takes_packed_attention(model)
     with gate.attention(model, fast_paths.PACKED) if packs else nullcontext():

@@ -23,10 +23,10 @@ from fabric_llm.base import files
 from fabric_llm.base.faults import UNEXPECTED, Fault, one_line
 from fabric_llm.base.program import on_disk, uninterrupted
 from fabric_llm.checkpoint import keep, reading, whole
-from fabric_llm.checkpoint.reading import Tensors
 from fabric_llm.checkpoint.state_dicts import tied_names
 from fabric_llm.model import loading
 from fabric_llm.model.reference import load_reference
+from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.model.weights import Source, units
 
 # The largest mean difference of logits that rounding explains, as a fraction of their standard deviation, by the coarser
@@ -67,7 +67,7 @@ def export(source: Path, output: Path, *, dtype: str = "auto", max_shard_size: s
     # Except for what transformers keeps in float32.
     wanted = loading.DTYPES[precision] if dtype == "auto" else getattr(torch, dtype)
     skeleton = loading.checked_skeleton(str(source), config, wanted)
-    weights = reading.open_weights(str(source), config, wanted)
+    weights = loading.open_weights(str(source), config, wanted)
     probe = reading.read_probe(source)
     if ema:
         weights = reading.MovingAverage(source, weights)

@@ -48,7 +48,7 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
 
     config = loading.load_config(model_name)
     dtype = config.dtype or torch.float32
-    weights = loading.open_weights(model_name, config, dtype, 0)
+    weights = loading.open_weights(model_name, config, dtype)
     model = load_reference(loading.build_skeleton(config, dtype), weights)
     tables, rows = tables_of(model), model.get_input_embeddings().num_embeddings
     before = logits_of(model.float(), probe)[:, :first]
@@ -75,8 +75,8 @@ def extendable_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
     if tokenizer is None or not tokenizer.is_fast:
         raise ValueError(f"{model_name!r} has no tokenizer with a tokenizer.json, which is what is extended.")
     require_extendable(tokenizer.backend_tokenizer)
-    if not loading.has_weights(model_name) or (Path(model_name) / "weights").is_dir():
-        raise ValueError(f"{model_name!r} has no weights, or is a sharded checkpoint: take an export of export_hf.py.")
+    if not loading.has_weights(model_name):
+        raise ValueError(f"{model_name!r} has no weights.")
     model = loading.checked_skeleton(model_name, loading.load_config(model_name), torch.float32)
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     sizes = (config.vocab_size, getattr(config, "vocab_size_per_layer_input", None))

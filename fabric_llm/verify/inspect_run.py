@@ -22,13 +22,13 @@ from safetensors import SafetensorError, safe_open
 from fabric_llm.base import files
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, STOPPED, Fault, one_line
 from fabric_llm.checkpoint import keep
-from fabric_llm.checkpoint.reading import Tensors
 from fabric_llm.checkpoint.state_dicts import PREFIX, saved_shapes
 from fabric_llm.checkpoint.whole import layout_of_files
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.order import ROW_ORDER, RowsRead, claimed_by, claimed_rows
 from fabric_llm.model import freezing
 from fabric_llm.model.loading import DTYPES, checked_skeleton, disable_progress_bar, load_config
+from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.plan import run_directory
 from fabric_llm.verify.export import VerificationError, export, read_proof
 

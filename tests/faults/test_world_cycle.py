@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from fabric_llm.checkpoint import reading, state_dicts
-from fabric_llm.checkpoint.reading import Tensors
+from fabric_llm.model.tensor_files import Tensors
 
 pytestmark = pytest.mark.faults
 

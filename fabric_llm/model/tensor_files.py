@@ -1,0 +1,139 @@
+"""Safetensors files, read and written one tensor at a time. A file is open only meanwhile, and nothing in it runs code."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, DTYPE_MAP, SAVED_OFFSETS_KEY
+
+from fabric_llm.base.faults import NO_CHECKPOINT, OUT_OF_MEMORY, STOPPED, Fault, as_fault, one_line
+
+Shape = tuple[int, ...]
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPE_MAP.items()}  # of safetensors
+
+
+class Tensors(Mapping[str, Tensor]):
+    """Name -> tensor, on the CPU, which is read from safetensors files when it is asked for.
+
+    Files of Hugging Face hold whole tensors. Those of torch.distributed.checkpoint hold parts, and the offsets of each part in
+    their headers; replicas of a part have the same offsets.
+    """
+
+    def __init__(self, files: Iterable[Path], code: int = NO_CHECKPOINT, of: str = "") -> None:
+        """of: what they hold, in words. Raises Fault (`code`) for a file that can't be read, here and where a tensor is asked for."""
+        self.code, self.of = code, of
+        # Name -> offsets of a part -> its file and its shape.
+        self.parts: dict[str, dict[Shape, tuple[Path, Shape]]] = {}
+        self.shapes: dict[str, Shape] = {}  # of whole tensors
+        for path in sorted(files):
+            with readable(of or repr(str(path)), code), safe_open(path, framework="pt") as file:
+                places = json.loads((file.metadata() or {}).get(CUSTOM_METADATA_KEY, "{}"))
+                for name in file.keys():
+                    shape = tuple(file.get_slice(name).get_shape())
+                    offsets = tuple(places[name][SAVED_OFFSETS_KEY] if places else [0] * len(shape))
+                    end = tuple(first + length for first, length in zip(offsets, shape, strict=True))
+                    self.shapes[name] = tuple(map(max, end, self.shapes.get(name, end)))
+                    self.parts.setdefault(name, {})[offsets] = path, shape
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+        return name in self.parts
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The whole tensor. Raises Fault where a part of it is missing or can't be read."""
+        return self.elements(name, 0, math.prod(self.shapes[name])).view(self.shapes[name])
+
+    def elements(self, name: str, first: int, count: int) -> Tensor:
+        """Elements of the flattened tensor, one-dimensional, of which only the rows that hold them are read. Raises Fault as above."""
+        shape = self.shapes[name] or (1,)
+        of_row = math.prod(shape[1:])
+        begin, end = first // max(of_row, 1), -(-(first + count) // max(of_row, 1))
+        rows = None
+        for offsets, (path, lengths) in self.parts[name].items():
+            offsets, lengths = offsets or (0,), lengths or (1,)
+            low, high = max(begin, offsets[0]), min(end, offsets[0] + lengths[0])
+            if low >= high:
+                continue
+            with readable(self.of or repr(str(path)), self.code), safe_open(path, framework="pt") as file:
+                if missing := self.missing(name):  # before memory is taken for it
+                    raise ValueError(f"{name} lacks {missing} of {math.prod(shape)} elements")
+                part = file.get_tensor(name).view(lengths)[low - offsets[0] : high - offsets[0]]
+                if part.numel() == (end - begin) * of_row:  # all of it, which needn't be copied
+                    rows = part
+                    break
+                rows = torch.empty((end - begin, *shape[1:]), dtype=part.dtype) if rows is None else rows
+                across = (slice(at, at + length) for at, length in zip(offsets[1:], lengths[1:]))
+                rows[(slice(low - begin, high - begin), *across)] = part
+        whole = torch.empty(0) if rows is None else rows.view(-1)
+        return whole[first - begin * of_row :][:count]
+
+    def missing(self, name: str) -> int:
+        """How many elements of the tensor are in no file: 0 unless a part of it is missing."""
+        return math.prod(self.shapes[name]) - sum(math.prod(shape) for _, shape in self.parts[name].values())
+
+
+@contextmanager
+def readable(of: str, code: int = NO_CHECKPOINT) -> Iterator[None]:
+    """Raise what is wrong with the content `of` files, which hashes don't tell where somebody made them so, as Fault (`code`)."""
+    try:
+        yield
+    except Exception as error:
+        if as_fault(error).code in (OUT_OF_MEMORY, STOPPED):
+            raise as_fault(error) from error
+        raise Fault(f"{of} can't be read: {one_line(error)[:400].rstrip('.')}.", code) from error
+
+
+class Slice(NamedTuple):
+    """A tensor of `Tensors` that is read when it is indexed."""
+
+    tensors: Tensors
+    name: str
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensors.shapes[self.name])
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensors[self.name][index]
+
+
+class TensorFile:
+    """A safetensors file that is written one tensor at a time, in any order: safetensors itself takes all at once, and copies them."""
+
+    def __init__(self, path: Path, layout: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+        """layout: name -> a tensor of its dtype and shape, on any device, also without memory."""
+        header: dict[str, Any] = {"__metadata__": metadata}
+        end, begins = 0, {}
+        for name in sorted(layout, key=lambda name: (-layout[name].element_size(), name)):  # so that each is aligned
+            tensor = layout[name]
+            begins[name], end = end, end + tensor.nbytes
+            header[name] = {
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "shape": [*tensor.shape],
+                "data_offsets": [begins[name], end],
+            }
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        self.begins = {name: 8 + len(encoded) + begin for name, begin in begins.items()}  # of what isn't written yet
+        self.path, self.header = path, len(encoded).to_bytes(8, "little") + encoded
+
+    def write(self, name: str, tensor: Tensor) -> bool:
+        """Whether the file is complete now. It is open only meanwhile: a model may have more files than a process may open."""
+        header, self.header = self.header, b""
+        with self.path.open("wb" if header else "r+b") as file:
+            file.write(header)
+            file.seek(self.begins.pop(name))
+            file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        return not self.begins
