@@ -243,9 +243,10 @@ def _make_dataset(
     Raises ValueError for a file of which every record is bad, and where there is no document with text or too little.
     """
     sentences = encoding.bad_records(pieces, marks)
-    empty, bad = sum(mark.empty for mark in marks), sum(mark.bad for mark in marks)
+    total = {name: sum(getattr(mark, name) for mark in marks) for name in ("documents", "tokens", "empty", "bad")}
+    empty, bad = total["empty"], total["bad"]
     left_out = f"{empty} empty documents and {bad} that can't be read were skipped{': ' + sentences[0] if bad else ''}"
-    if not any(mark.documents for mark in marks):
+    if not total["documents"]:
         raise ValueError(f"no document with text in {len(found.sources)} inputs and files: {left_out}")
     if bad and options.on_error == "stop":  # in pieces that a former start made with `skip`
         raise ValueError(sentences[0])
@@ -253,16 +254,16 @@ def _make_dataset(
     shutil.rmtree(made, ignore_errors=True)
     # The tokens of the splits, their packed rows, and the dataset.
     copies = 3 if options.packing == "best_fit" else 2
-    room = sum(mark.tokens for mark in marks) * (2 if dtype == "uint16" else 4) * copies
+    room = total["tokens"] * (2 if dtype == "uint16" else 4) * copies
     files.room(folder, room, "The dataset", "make room, or take an --output on another disk")
     deduplicate = options.deduplicate == "exact"
-    splits, duplicates = split_documents(
-        folder, len(marks), dtype, options.seed, options.validation_fraction, deduplicate
-    )
+    documents = split_documents(folder, len(marks), options.seed, options.validation_fraction, deduplicate)
+    eos = tokenizer.eos_token_id
     try:
-        saved = save_rows(splits, made, options.context_length, options.packing, tokenizer.eos_token_id)
+        saved, largest = save_rows(documents, dtype, made, options.context_length, options.packing, eos)
     except ValueError as error:
         raise ValueError(f"{error}; {left_out}" if bad else str(error)) from error
+    kept = {name: sum(split[name] for split in saved.values()) for name in ("documents", "tokens")}
     shutil.copytree(folder / "tokenizer", made / "tokenizer")
     sources = found.sources
     packages = ["pyarrow", "datasets", "tokenizers", "transformers"]  # that the rows depend on
@@ -282,15 +283,15 @@ def _make_dataset(
         "tokenizer": options.tokenizer_name,
         "tokenizer_sha256": files.sha256(made / "tokenizer" / "tokenizer.json"),
         "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": eos,
         "bos_token_id": tokenizer.bos_token_id,
         "seed": options.seed,
         "validation_fraction": options.validation_fraction,
         "deduplicate": options.deduplicate,
         "dtype": dtype,
-        "max_token_id": max(split.max_token_id for split in splits.values()),
+        "max_token_id": largest,
         "splits": saved,
-        "duplicates": duplicates,
+        "duplicates": {name: total[name] - count for name, count in kept.items()},
         "skipped": {
             "empty": empty,
             "bad": bad,

@@ -18,10 +18,9 @@ import itertools
 import json
 import mmap
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -38,18 +37,13 @@ WINDOW_TOKENS = 2**26  # likewise: their rows are in memory
 SHARD_BYTES = 10**9
 
 
-@dataclass
-class Split:
-    """A split as a flat file of its documents, one behind the other."""
+class Documents(NamedTuple):
+    """The documents of the pieces in a work folder, in order."""
 
-    path: Path
-    lengths: np.ndarray  # tokens of each document, int64
-    dtype: np.dtype
-    max_token_id: int = -1
-
-    @property
-    def tokens(self) -> int:
-        return int(self.lengths.sum())
+    folder: Path
+    edges: np.ndarray  # the first document of each piece, and how many there are, int64 [pieces + 1]
+    lengths: np.ndarray  # tokens, int64 [documents]
+    splits: dict[str, np.ndarray]  # the documents of each split, bool [documents]; those that repeat others are in none
 
 
 def document_hashes(seed: int, indices: np.ndarray) -> np.ndarray:
@@ -102,43 +96,38 @@ def repeated(hashes: Sequence[Path]) -> np.ndarray:
     return found
 
 
-def split_documents(
-    folder: Path, pieces: int, dtype: str, seed: int, fraction: float, deduplicate: bool
-) -> tuple[dict[str, Split], dict[str, int]]:
-    """Write each document of the pieces in `folder`, whole and in order, to the flat file of its split.
-
-    Returns also how many documents and tokens were left out, because they repeat others.
-    """
+def split_documents(folder: Path, pieces: int, seed: int, fraction: float, deduplicate: bool) -> Documents:
+    """Divide the documents of the pieces in `folder` into the splits `train` and `validation`."""
     words = [np.fromfile(folder / f"{piece:06d}.lengths", "<u8") for piece in range(pieces)]
-    edges = np.cumsum([0, *map(len, words)])  # of the pieces: the first document of each
+    edges = np.cumsum([0, *map(len, words)])
     words = np.concatenate(words)
     lengths, goes = (words >> 2).astype(np.int64), (words & 3).astype(np.uint8)
     same = np.zeros(len(lengths), bool)
     if deduplicate:
         same = repeated([folder / f"{piece:06d}.hashes" for piece in range(pieces)])
     in_validation = drawn(lengths, goes, same, seed, fraction)
-    splits = {}
-    for name, mine in (("train", ~in_validation & ~same), ("validation", in_validation & ~same)):
-        splits[name] = split = Split(folder / f"{name}.tokens", lengths[mine], np.dtype(dtype))
-        with open(split.path, "wb") as out:
-            for piece, (first, end) in enumerate(itertools.pairwise(edges)):
-                tokens = _runs(folder / f"{piece:06d}.tokens", split.dtype, lengths[first:end], mine[first:end])
-                for some in tokens:
-                    out.write(some.data)
-                    split.max_token_id = max(split.max_token_id, int(some.max()))
-    return splits, {"documents": int(same.sum()), "tokens": int(lengths[same].sum())}
+    return Documents(folder, edges, lengths, {"train": ~in_validation & ~same, "validation": in_validation & ~same})
 
 
-def _runs(path: Path, dtype: np.dtype, lengths: np.ndarray, mine: np.ndarray) -> Iterator[np.ndarray]:
-    """The tokens of the documents of a piece that are `mine`, at most COPY_TOKENS at a time, however long a document is."""
-    ends = np.cumsum(lengths)
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mine, [False]])))  # of runs of documents
-    with open(path, "rb") as piece:
-        for first, after in zip(edges[::2].tolist(), edges[1::2].tolist()):
-            begin, end = int(ends[first] - lengths[first]), int(ends[after - 1])
-            piece.seek(begin * dtype.itemsize)
-            for at in range(begin, end, COPY_TOKENS):
-                yield np.fromfile(piece, dtype, min(COPY_TOKENS, end - at))
+def _copy(documents: Documents, mine: np.ndarray, dtype: np.dtype, path: Path) -> int:
+    """Write the tokens of the documents that are `mine`, one behind the other. Returns the largest token id.
+
+    At most COPY_TOKENS are in memory, however long a document is.
+    """
+    largest = -1
+    with open(path, "wb") as out:
+        for number, (first, after) in enumerate(itertools.pairwise(documents.edges)):
+            starts = np.concatenate([[0], np.cumsum(documents.lengths[first:after])])
+            # The first documents of runs that are copied together, and those behind the last ones, by turns.
+            runs = np.flatnonzero(np.diff(np.concatenate([[False], mine[first:after], [False]])))
+            with open(documents.folder / f"{number:06d}.tokens", "rb") as piece:
+                for begin, end in starts[runs].reshape(-1, 2).tolist():
+                    piece.seek(begin * dtype.itemsize)
+                    for at in range(begin, end, COPY_TOKENS):
+                        tokens = np.fromfile(piece, dtype, min(COPY_TOKENS, end - at))
+                        out.write(tokens.data)
+                        largest = max(largest, int(tokens.max()))
+    return largest
 
 
 def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -187,11 +176,8 @@ def pack(
         starts = begin + np.cumsum(some) - some
         begin += int(some.sum())
         whole = np.where(some > context, some // context, 0)
-        at_once = max(1, WINDOW_TOKENS // context) * context
         for start, count in zip(starts[whole > 0].tolist(), whole[whole > 0].tolist()):
-            end = start + count * context
-            for at in range(start, end, at_once):
-                write(tokens[at : min(at + at_once, end)].reshape(-1, context))
+            write(tokens[start : start + count * context].reshape(count, context))
         rest = some - whole * context
         item_starts, item_lengths = (starts + whole * context)[rest > 1], rest[rest > 1]
         row, place, count = best_fit(item_lengths, context)
@@ -212,69 +198,75 @@ def pack(
     }
 
 
-def save_rows(splits: dict[str, Split], folder: Path, context_length: int, packing: str, eos: int) -> dict[str, dict]:
-    """Write the rows of each split as a DatasetDict into the new `folder`. Returns `splits` of the manifest.
+def save_rows(
+    documents: Documents, dtype: str, folder: Path, context_length: int, packing: str, eos: int
+) -> tuple[dict[str, dict], int]:
+    """Write the rows of each split as a DatasetDict into the new `folder`. Returns `splits` of the manifest, the largest token id.
 
     Raises ValueError for a split without a row.
     """
     failpoint("prepare.rows")
-    total = sum(len(split.lengths) for split in splits.values())
-    for name, split in splits.items():
-        if split.tokens >= (1 if packing == "best_fit" else context_length):
+    counts = {name: int(mine.sum()) for name, mine in documents.splits.items()}
+    lengths = {name: documents.lengths[mine] for name, mine in documents.splits.items()}
+    for name, count in counts.items():
+        tokens = int(lengths[name].sum())
+        if tokens >= (1 if packing == "best_fit" else context_length):
             continue
         raise ValueError(
-            f"the {name} split has {split.tokens} tokens in {len(split.lengths)} of {total} documents, which do not"
+            f"the {name} split has {tokens} tokens in {count} of {sum(counts.values())} documents, which do not"
             f" fill one row of context_length {context_length}: choose a smaller --context_length or a"
             f" {'larger' if name == 'validation' else 'smaller'} --validation_fraction, or give more text (a plain-text file"
             f" is one document unless --document_separator says otherwise, and documents are never divided between splits)"
         )
-    described = {}
-    for name, split in splits.items():
+    described, largest, path = {}, -1, documents.folder / "rows"
+    for name, mine in documents.splits.items():
+        largest = max(largest, _copy(documents, mine, np.dtype(dtype), path))
+        tokens = int(lengths[name].sum())
         if packing == "best_fit":
-            said = _pack(split, context_length, eos)
+            said = _pack(path, np.dtype(dtype), lengths[name], context_length, eos)
         else:
-            rows = split.tokens // context_length
-            said = {"rows": rows, "dropped_tokens": split.tokens - rows * context_length}
-        digest = _save_split(split, said["rows"], folder / name, context_length)
-        described[name] = {"documents": len(split.lengths), "tokens": split.tokens, **said, "sha256": digest}
-        split.path.unlink()
-    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
-    return described
+            rows = tokens // context_length
+            said = {"rows": rows, "dropped_tokens": tokens - rows * context_length}
+        digest = _save_split(path, np.dtype(dtype), said["rows"], folder / name, context_length)
+        described[name] = {"documents": counts[name], "tokens": tokens, **said, "sha256": digest}
+    path.unlink()
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(described)}))
+    return described, largest
 
 
-def _pack(split: Split, context_length: int, eos: int) -> dict[str, Any]:
-    """Replace the flat file of a split by that of its packed rows."""
-    path = split.path.with_suffix(".packed")
-    with open(split.path, "rb") as flat, open(path, "wb") as file:
+def _pack(path: Path, dtype: np.dtype, lengths: np.ndarray, context_length: int, eos: int) -> dict[str, Any]:
+    """Replace the flat file of a split by that of its packed rows. lengths: tokens of its documents."""
+    packed = path.with_suffix(".packed")
+    with open(path, "rb") as flat, open(packed, "wb") as file:
         tokens = mmap.mmap(flat.fileno(), 0, access=mmap.ACCESS_READ)
 
         def write(rows: np.ndarray) -> None:
             file.write(np.ascontiguousarray(rows).data)
             tokens.madvise(mmap.MADV_DONTNEED)  # else all that was read would count as memory of this process
 
-        said = pack(np.frombuffer(tokens, split.dtype), split.lengths, context_length, eos, write)
-    path.replace(split.path)
+        said = pack(np.frombuffer(tokens, dtype), lengths, context_length, eos, write)
+    packed.replace(path)
     return said
 
 
-def _save_split(split: Split, rows: int, folder: Path, context_length: int) -> str:
+def _save_split(path: Path, dtype: np.dtype, rows: int, folder: Path, context_length: int) -> str:
     """Write the rows of a flat file as `datasets.save_to_disk` would; returns the sha256 of their tokens.
 
     `datasets` itself would map the whole file into memory.
     """
     folder.mkdir(parents=True)
-    features = datasets.Features({"input_ids": datasets.List(datasets.Value(str(split.dtype)), length=context_length)})
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value(str(dtype)), length=context_length)})
     schema = features.arrow_schema
-    shards = -(-rows * context_length * split.dtype.itemsize // SHARD_BYTES)
+    shards = -(-rows * context_length * dtype.itemsize // SHARD_BYTES)
     names = [f"data-{number:05d}-of-{shards:05d}.arrow" for number in range(shards)]
     at_once, digest = max(1, COPY_TOKENS // context_length), hashlib.sha256()
-    with open(split.path, "rb") as file, tqdm(desc=f"writing {folder.name}", total=rows, disable=None) as bar:
+    with open(path, "rb") as file, tqdm(desc=f"writing {folder.name}", total=rows, disable=None) as bar:
         for number, name in enumerate(names):
             mine = rows * (number + 1) // shards - rows * number // shards
             with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
                 for begin in range(0, mine, at_once):
                     count = min(at_once, mine - begin)
-                    tokens = np.fromfile(file, split.dtype, count * context_length)
+                    tokens = np.fromfile(file, dtype, count * context_length)
                     digest.update(tokens.data)
                     column = pa.FixedSizeListArray.from_arrays(pa.array(tokens), context_length)
                     writer.write_batch(pa.record_batch([column.cast(schema.field(0).type)], schema=schema))
