@@ -66,8 +66,8 @@ def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
     """Open and check a dataset folder that `datasets.load_from_disk` reads.
 
     verify: how the files that prepare_data.py has listed are checked: `size`, `full` (with hashes), or `auto` (with hashes
-    up to 1 GiB). If their hashes are compared, or there is no manifest, every row is read once; otherwise the row length and
-    the largest token id are taken from the manifest.
+    up to 1 GiB). The row length and the largest token id are taken from the manifest. Without one, or where rows
+    aren't lists of one size, every row is read once.
 
     Raises ValueError, with the offending value, for a missing folder or split, an empty split, missing or
     wrongly typed columns, and rows of different length.
@@ -76,7 +76,9 @@ def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
     names = split_names(folder)
     validation_name = next((name for name in VALIDATION_NAMES if name in names), "validation")
     manifest = _read_manifest(folder / "manifest.json")
-    hashed = _check_files(folder, manifest, verify)
+    entries = manifest.get("written", {})
+    hashed = verify == "full" or verify == "auto" and sum(entry["bytes"] for entry in entries.values()) <= SMALL_BYTES
+    files.check_files(folder, entries, hashed, f"Dataset {str(folder)!r} is damaged", BAD_INPUT)
     said = (manifest["context_length"], manifest["max_token_id"]) if manifest.get("packed") else None
     padding = manifest["eos_token_id"] if manifest.get("packing") == "best_fit" else NO_PADDING
     splits, kinds, largest = [], [], 0
@@ -87,7 +89,7 @@ def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
         split, columns = _load_split(folder / name, where)
         kind = split.data.schema.field("input_ids").type  # prepare_data.py writes lists of one size
         is_as_said = said is not None and pa.types.is_fixed_size_list(kind) and kind.list_size == said[0]
-        length, max_token_id = said if is_as_said and not hashed else _scan(split.data.table.select(columns), where)
+        length, max_token_id = said if is_as_said else _scan(split.data.table.select(columns), where)
         if said and (length != said[0] or max_token_id > said[1]):
             found = f"rows of {length} tokens with ids up to {max_token_id}"
             raise ValueError(f"The {where} holds {found}, but manifest.json says {said[0]} and {said[1]}.")
@@ -106,16 +108,6 @@ def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
 
 
 # ------------------------------------------------------------------------------- files
-
-
-def _check_files(folder: Path, manifest: dict[str, Any], verify: str) -> bool:
-    """Compare the files that a manifest lists with it; returns whether their hashes were compared. Raises Fault (2)."""
-    entries = manifest.get("written")
-    if entries is None:
-        return False
-    hashes = verify == "full" or verify == "auto" and sum(entry["bytes"] for entry in entries.values()) <= SMALL_BYTES
-    files.check_files(folder, entries, hashes, f"Dataset {str(folder)!r} is damaged", BAD_INPUT)
-    return hashes
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -182,13 +182,10 @@ def _no_field(text_field: str, present: Iterable[str]) -> str:
 
 
 def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
-    place = part.start
     for number, line in enumerate(iter(lambda: file.readline(RECORD_BYTES), b""), 1):
-        place += len(line)
         if len(line) == RECORD_BYTES and not line.endswith(b"\n"):
             while line and not line.endswith(b"\n"):
                 line = file.readline(BLOCK_BYTES)
-                place += len(line)
             yield Bad(number, f"is longer than {RECORD_BYTES >> 20} MiB")
         elif line.strip():
             try:
@@ -199,7 +196,7 @@ def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Re
                 yield Bad(number, f"is not valid JSON: {one_line(error)}")
             else:
                 yield _text_of(record, text_field, number)
-        if part.end is not None and place >= part.end:
+        if part.end is not None and file.tell() >= part.end:
             return
 
 
