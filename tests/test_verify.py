@@ -204,11 +204,6 @@ def test_weights_in_several_files_with_an_index(runs, tmp_path, capsys):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     reseal(folder)
     assert verified(capsys, run)[0] == 0
-    index["weight_map"]["model.norm.weight"] = next(file for file in parts if "model.norm.weight" not in parts[file])
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    reseal(folder)
-    code, _, error = verified(capsys, run)
-    assert code == 66 and "model.safetensors.index.json" in error and "model.norm.weight" in error
 
 
 def test_a_checkpoint_under_another_step(run, capsys):

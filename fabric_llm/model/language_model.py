@@ -44,15 +44,13 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.causal_lm, self.with_router_loss = causal_lm, with_router_loss
         self.head = fast_paths.Head(causal_lm) if chunked else None
+        # Modules that strategies mustn't shard by themselves, but with the outermost unit.
+        self.together: set[nn.Module] = self.head.together if chunked else set()
         self.token_loss, self.cross_entropy = token_loss, cross_entropy
         known = inspect.signature(causal_lm.forward).parameters.values()
         takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)
         self.without_cache = {"use_cache": False} if takes_use_cache else {}
         self.is_packed = causal_lm.config._attn_implementation == fast_paths.PACKED
-
-    def together(self) -> set[nn.Module]:
-        """Modules that strategies mustn't shard by themselves, but with the outermost unit."""
-        return set() if self.head is None else self.head.together
 
     def forward(
         self,

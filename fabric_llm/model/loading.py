@@ -233,8 +233,9 @@ def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel
     stored = Tensors(files, _code_of(model_name), f"The weights of {model_name!r}")
     if sharded.is_dir():
         wanted = {PREFIX + name: tuple(tensor.shape) for name, tensor in weights.saved(skeleton).items()}
-        for name in sorted(stored.keys() | wanted.keys()):
-            here, there = stored.shapes.get(name, "nothing"), wanted.get(name, "nothing")
+        held = {name: f"a part of {shape}" if stored.missing(name) else shape for name, shape in stored.shapes.items()}
+        for name in sorted(held.keys() | wanted.keys()):
+            here, there = held.get(name, "nothing"), wanted.get(name, "nothing")
             if here != there:
                 raise ValueError(f"weights hold {here} as {name}, the model {there}")
     return {name.removeprefix(PREFIX): Slice(stored, name) for name in stored}

@@ -203,9 +203,9 @@ def wrap(fabric: Fabric, name: str, model: nn.Module, fill: Fill, precision: str
     # Just before a strategy shards a module.
     give_memory = replacing(lambda meta: torch.empty_like(meta, device=fabric.device))
     if name in ("fsdp", "fsdp2"):
-        units = {unit for unit in modules_to_wrap(model, how.auto_wrap_policy) if unit not in model.together()}
+        units = {unit for unit in modules_to_wrap(model, how.auto_wrap_policy) if unit not in model.together}
         if name == "fsdp":
-            units |= _unlike_the_outermost(model, units) - model.together()
+            units |= _unlike_the_outermost(model, units) - model.together
         shard = _wrap_fsdp if name == "fsdp" else _wrap_fsdp2
         model = shard(fabric, model, of_one_dtype(model, units), give_memory, precision, how)
     else:
@@ -253,7 +253,7 @@ def _unlike_the_outermost(model: nn.Module, units: Collection[nn.Module]) -> set
     """
     inside = {module for unit in units for module in unit.modules()}
     held = {m: own for m in model.modules() if m not in inside and (own := list(m.parameters(recurse=False)))}
-    must_stay = [own for module, own in held.items() if module in model.together()] or held.values()
+    must_stay = [own for module, own in held.items() if module in model.together] or held.values()
     counts = Counter(id(parameter) for own in held.values() for parameter in own)
     trained = sum(p.numel() * (1 if p.requires_grad else -1) for own in must_stay for p in own) >= 0
     return {

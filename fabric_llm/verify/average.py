@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from fabric_llm.base import command_line, files
 from fabric_llm.base.fabric import Fabric
-from fabric_llm.base.faults import NO_CHECKPOINT, NON_FINITE, Fault, one_line
+from fabric_llm.base.faults import NON_FINITE, Fault, one_line
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.state_dicts import is_finite
 from fabric_llm.checkpoint.whole import layout_of_files
@@ -27,7 +27,6 @@ from fabric_llm.data import mixture_text
 from fabric_llm.data.batches import Batches
 from fabric_llm.data.sources import ONE_SET
 from fabric_llm.model import fast_paths, gate, loading
-from fabric_llm.model.folders import check_model_folder
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import make_fabric
@@ -84,16 +83,9 @@ def open_parts(folders: Sequence[Path]) -> list[Part]:
 
 
 def open_part(folder: Path) -> Part:
-    progress = None
-    if (folder / files.MANIFEST).is_file():
-        progress = keep.verified(folder, hashes=True)
-    elif (folder / "trainer" / "progress.json").is_file():
-        raise Fault(f"{str(folder)!r} isn't a checkpoint: it has no {files.MANIFEST}.", NO_CHECKPOINT)
-    else:
-        check_model_folder(str(folder), "The part")
+    is_of_run = any((folder / name).is_file() for name in (files.MANIFEST, "trainer/progress.json"))
+    progress = keep.verified(folder, hashes=True) if is_of_run else None
     config = loading.load_config(str(folder))
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{str(folder)!r} is quantized, and quantized weights can't be averaged.")
     if not loading.has_weights(str(folder)):
         raise ValueError(f"{str(folder)!r} has no weights that can be averaged: model.safetensors is missing.")
     dtype = (config.dtype or torch.float32) if progress is None else loading.DTYPES[progress["fixed"]["precision"]]

@@ -22,13 +22,12 @@ from safetensors import SafetensorError, safe_open
 from fabric_llm.base import files
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, REFUSED, STOPPED, Fault, one_line
 from fabric_llm.checkpoint import keep
+from fabric_llm.checkpoint.reading import optimizer_state
 from fabric_llm.checkpoint.state_dicts import PREFIX, saved_shapes
-from fabric_llm.checkpoint.whole import layout_of_files
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.order import ROW_ORDER, RowsRead, claimed_by, claimed_rows
 from fabric_llm.model import freezing
-from fabric_llm.model.loading import DTYPES, checked_skeleton, disable_progress_bar, load_config
-from fabric_llm.model.tensor_files import Tensors
+from fabric_llm.model.loading import DTYPES, checked_skeleton, disable_progress_bar, load_config, open_weights
 from fabric_llm.plan import run_directory
 from fabric_llm.verify.export import VerificationError, export, read_proof
 
@@ -169,18 +168,9 @@ def damaged_files(path: Path) -> Iterator[str]:
 
 def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
     """Compare weights and optimizer state with the model of config.json. progress: the content of progress.json."""
-    skeleton = checked_skeleton(str(path), load_config(str(path)), DTYPES[progress["fixed"]["precision"]])
-    weights = saved_shapes(skeleton)
-    if (path / "weights").is_dir():
-        compare(path / "weights", {PREFIX + name: shape for name, shape in weights.items()}, report)
-    else:
-        of_files = {name: tuple(tensor.shape) for name, tensor in layout_of_files(skeleton).items()}
-        stored = compare(path, of_files, report)
-        for index in path.glob("*.index.json"):
-            said = files.weight_map(index)
-            places = {name: file.name for name, parts in stored.parts.items() for file, _ in parts.values()}
-            if names := sorted(name for name in said.keys() | places.keys() if said.get(name) != places.get(name)):
-                report.find(f"{str(index)!r} doesn't say where these weights are: {listed(names)}.")
+    config, dtype = load_config(str(path)), DTYPES[progress["fixed"]["precision"]]
+    skeleton = checked_skeleton(str(path), config, dtype)
+    open_weights(str(path), config, dtype)  # raises Fault, which names what is missing or has another shape
     frozen = freezing.frozen_names(skeleton, *(progress["schedule"].get(flag) for flag in freezing.FLAGS))
     moments = {
         f"state.{PREFIX}{name}.{moment}": tuple(parameter.shape)
@@ -188,24 +178,18 @@ def check_shapes(path: Path, progress: dict[str, Any], report: Report) -> str:
         for moment in progress["optimizer_state"]
         if parameter.requires_grad and name not in frozen
     }
-    compare(path / "trainer" / "optimizer", moments, report, others=True)
-    report.counts["parameters"] = sum(parameter.numel() for parameter in skeleton.parameters())
-    return f"{len(weights)} weights and {len(moments)} moments have the names and shapes of {type(skeleton).__name__}"
-
-
-def compare(folder: Path, wanted: dict[str, tuple[int, ...]], report: Report, others: bool = False) -> Tensors:
-    """Report in one sentence which tensors of a folder have other names or shapes. others: more names are allowed."""
-    stored = Tensors(folder.glob("*.safetensors"))
-    words = [
-        f"{name} is {stored.shapes.get(name, 'missing')}, in the model {wanted.get(name, 'nothing')}"
-        for name in sorted(wanted.keys() if others else stored.keys() | wanted.keys())
-        if stored.shapes.get(name) != wanted.get(name)
+    stored = optimizer_state(path)
+    wrong = [
+        f"{name} is {stored.shapes.get(name, 'missing')}, in the model {shape}"
+        for name, shape in sorted(moments.items())
+        if stored.shapes.get(name) != shape
     ]
-    if words:
-        report.find(f"{str(folder)!r} doesn't hold the model of its config.json: {listed(words)}.")
-    if gaps := sorted(name for name in stored if stored.missing(name)):
-        report.find(f"{str(folder)!r} holds only some parts of {listed(gaps)}.")
-    return stored
+    wrong += [f"{name} lacks {missing} elements" for name in stored if (missing := stored.missing(name))]
+    if wrong:
+        report.find(f"{str(path / 'trainer' / 'optimizer')!r} isn't that of the model: {listed(wrong)}.")
+    report.counts["parameters"] = sum(parameter.numel() for parameter in skeleton.parameters())
+    count = len(saved_shapes(skeleton))
+    return f"{count} weights and {len(moments)} moments have the names and shapes of {type(skeleton).__name__}"
 
 
 def check_finite(path: Path, report: Report) -> str:
