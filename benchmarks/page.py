@@ -15,7 +15,6 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Optional
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "datasets", "numpy", "pyarrow", "accelerate", "litgpt")
 MIB = 2**20
 Row = dict[str, Any]  # what is known and measured of a contender; "error": why nothing was, or None
@@ -89,11 +88,16 @@ def mebibytes(key: str) -> Callable[[Row], str]:
 
 
 def compare(rows: list[Row], columns: dict[str, Callable[[Row], str]], beside: Optional[str] = None) -> str:
-    """A table with a line for each row, which gets "times": how many times as fast it is as the row `beside`."""
+    """A table with a line for each row, which gets "times": how many times as fast it is as the row `beside`.
+
+    A column in which no row has anything is left out.
+    """
     for row in rows:
         for other in rows:
             if other["name"] == beside:
                 row["times"] = times_faster(row, other)
+    measured = [row for row in rows if not row["error"]]
+    columns = {title: cell for title, cell in columns.items() if not measured or any(map(cell, measured))}
     cells = ([row["error"]] if row["error"] else [cell(row) for cell in columns.values()] for row in rows)
     return table(["", *columns], ([row["name"], *line] for row, line in zip(rows, cells)))
 
@@ -106,10 +110,11 @@ def table(titles: Iterable[str], lines: Iterable[Iterable[Any]], words: int = 1)
     return "\n".join("| " + " | ".join(cells + [""] * (len(titles) - len(cells))) + " |" for cells in rows)
 
 
-def page(script: str, title: str, notes: Iterable[str], options: argparse.Namespace, body: str) -> str:
-    """A heading, what was run where, and the tables."""
-    facts = [f"{name[0].upper()}{name[1:]}: {value}" for name, value in about(script, options).items()]
-    return "\n".join([f"# {title}", "", *(f"- {line}" for line in [*facts, *notes]), "", body])
+def flags(rows: list[Row]) -> str:
+    """The last section of a page on what others have published: how each of their runs was planned."""
+    lines = sorted({(row["run"], row["source"], f"`{row['flags']}`") for row in rows})
+    shape = "a folder of that shape's `config.json`"
+    return f"## Flags of plan.py\n\nBesides `--model_name` with {shape}.\n\n{table(['run', 'source', 'flags'], lines, words=3)}"
 
 
 def about(script: str, options: argparse.Namespace) -> dict[str, str]:
@@ -138,12 +143,18 @@ def cpu_name() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def write(script: str, title: str, notes: Iterable[str], options: argparse.Namespace, body: str, rows: Any) -> None:
-    """Print the page, and write it and the numbers to the files that were asked for."""
-    text = page(script, title, notes, options, body)
-    print(text)
+def keep(script: str, title: str, notes: Iterable[str], options: argparse.Namespace, body: str, rows: Any) -> str:
+    """The page: a heading, what was run where, and the tables. It and the numbers are in the files that were asked for."""
+    run = about(script, options)
+    facts = [f"{name[0].upper()}{name[1:]}: {value}" for name, value in run.items()]
+    text = "\n".join([f"# {title}", "", *(f"- {line}" for line in [*facts, *notes]), "", body])
     if options.markdown is not None:
         options.markdown.write_text(text + "\n")
     if options.output is not None:
-        document = {"about": about(script, options), "rows": rows}
-        options.output.write_text(json.dumps(document, indent=1, default=str) + "\n")
+        options.output.write_text(json.dumps({"about": run, "rows": rows}, indent=1, default=str) + "\n")
+    return text
+
+
+def write(*given: Any) -> None:
+    """Print the page as well."""
+    print(keep(*given))

@@ -1,9 +1,9 @@
 """What plan.py predicts for runs whose peak memory others, and this project, have published.
 
-    python benchmarks/plan.py --markdown docs/results/plan.md
+    python benchmarks/plan.py
 
 Each run is planned with the flags of this template that come nearest to it. Nothing is measured here, and no number of the plan
-was chosen by the runs of others. It needs no GPU.
+was chosen by the runs of others. It needs no GPU. docs/results/plan.md has the tables, and what explains the errors.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts  # noqa: E402
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from arguments import parse_plan  # noqa: E402
-from benchmarks import gpu, inputs, page  # noqa: E402
-from fabric_llm.model import gate, layers  # noqa: E402
-from fabric_llm.plan.memory import Memory  # noqa: E402
-from fabric_llm.plan.outlook import look  # noqa: E402
+from arguments import parse_plan
+from benchmarks import gpu, inputs, page
+from fabric_llm.model import gate, layers
+from fabric_llm.plan.memory import Memory
+from fabric_llm.plan.outlook import look
 
 GIB = 2**30
 CONTEXT, SLACK = "CUDA context (assumed)", "allocator's slack (assumed)"
 NOT_COUNTED = {"allocated": (CONTEXT, SLACK), "active": (CONTEXT, SLACK), "reserved": (CONTEXT,)}  # of the plan's parts
-SHAPES = {**gpu.SHAPES, "7B": dict(zip(gpu.FIELDS, (4096, 11008, 32, 32, 32, False, 32000)))}  # Llama 2 7B besides
+SHAPES = {**gpu.SHAPES, "7B": gpu.llama(4096, 11008, 32, 32, 32, False, 32000)}  # Llama 2 7B besides
 
 TITAN = "https://github.com/pytorch/torchtitan"
 PERFORMANCE = f"[torchtitan, December 2024]({TITAN}/blob/main/benchmarks/llama3_h100_202412_torchtitan.md)"
@@ -121,7 +120,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     options = page.parse(page.parser(__doc__, rounds=1), argv)
     with tempfile.TemporaryDirectory() as name:
         rows = [predicted(one, Path(name)) for one in PUBLISHED]
-    page.write("plan.py", "Published peaks of memory, and what plan.py says", NOTES, options, body(rows), rows)
+    page.write("plan.py", "Published peaks of memory, and what plan.py says", [], options, body(rows), rows)
     return 0
 
 
@@ -177,26 +176,27 @@ def body(rows: list[page.Row]) -> str:
     titles = ["run", "source", "counted", "not the same", "published, GiB", "plan, GiB", "error"]
     lines = ([row["run"], row["source"], row["counted"], row["other"] or "", *cells(row, "plan")] for row in rows)
     theirs = [row for row in rows if "as_theirs" in row]
-    kept = ([row["run"], row["source"], *cells(row, "as_theirs")] for row in theirs)
-    worst = max(rows, key=lambda row: abs(error(row)))
-    parts = sorted(worst["parts"].items(), key=lambda part: -part[1])
-    said = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size >= GIB / 10)
-    flags = ([row["run"], row["source"], f"`{row['flags']}`"] for row in rows)
+    others = [row for row in rows if row["source"] != OWN]
+    groups = {
+        "all": (rows, "plan"),
+        "this project's": ([row for row in rows if row["source"] == OWN], "plan"),
+        "of others": (others, "plan"),
+        "of others, which these flags express": ([row for row in others if row["other"] is None], "plan"),
+        "torchtitan's, with this template's choice of what is kept": (theirs, "plan"),
+        "torchtitan's, with their choice": (theirs, "as_theirs"),
+    }
     return "\n\n".join(
         [
             page.table(titles, lines, words=4),
-            f"Median of the errors' sizes, all rows: {middle(rows)}. {medians(rows)}",
-            f"The worst is {worst['run']} of {worst['source']}. Its plan has its peak in {worst['moment']}, GiB: {said}.",
-            EXPLAINED.strip(),
             "## With torchtitan's choice of what is kept",
-            CHOICE.strip(),
-            page.table(["run", "source", *titles[-3:]], kept, words=2),
-            f"Median of the errors' sizes: {middle(theirs, 'as_theirs')}; with this template's choice {middle(theirs)}.",
-            "## Left out",
-            LEFT_OUT.strip(),
-            "## Flags",
-            "Besides `--max_step 1` and `--model_name` with a folder of that shape's `config.json`.",
-            page.table(["run", "source", "flags of plan.py"], flags, words=3),
+            page.table(
+                ["run", "source", *titles[-3:]],
+                ([row["run"], row["source"], *cells(row, "as_theirs")] for row in theirs),
+                words=2,
+            ),
+            "## Sizes of the errors",
+            page.table(["runs", "number", "median", "largest"], ([name, *sizes(*of)] for name, of in groups.items())),
+            page.flags(rows),
         ]
     )
 
@@ -205,60 +205,10 @@ def cells(row: page.Row, key: str) -> list[str]:
     return [str(row["gib"]), f"{row[key]:.1f}", f"{error(row, key):+.1%}"]
 
 
-def medians(rows: list[page.Row]) -> str:
-    own = [row for row in rows if row["source"] == OWN]
-    others = [row for row in rows if row["source"] != OWN]
-    same = [row for row in others if row["other"] is None]
-    return (
-        f"Of this project's {len(own)} rows: {middle(own)}, at most {max(abs(error(row)) for row in own):.1%}. "
-        f"Of the {len(others)} of others: {middle(others)}; of the {len(same)} of them that these flags express: {middle(same)}."
-    )
+def sizes(rows: list[page.Row], key: str) -> list[str]:
+    found = [abs(error(row, key)) for row in rows]
+    return [str(len(rows)), f"{statistics.median(found):.1%}", f"{max(found):.1%}"]
 
-
-def middle(rows: list[page.Row], key: str = "plan") -> str:
-    return f"{statistics.median(abs(error(row, key)) for row in rows):.1%}"
-
-
-NOTES = [
-    "Published: allocated is what tensors hold; active, in blocks of the allocator; reserved, all that the allocator has taken from "
-    "the device, as torchtitan's log says, and torchao's table, which is made from that log",
-    "Plan: what plan.py prints, without the CUDA context, and but for reserved without the allocator's slack",
-    "torchtitan keeps parameters, gradients and moments in float32, computes in bfloat16 and reduces in float32, as "
-    "`--precision bf16-mixed` does here, and has the float32 logits of all tokens at once, as `--loss full`; torchtune keeps all in "
-    "bfloat16, as `--precision bf16-true`",
-    "torchtitan 135 gives percents of 95.04 GiB",
-]
-EXPLAINED = """
-What the errors come from, the largest first:
-
-- **Another choice of what selective checkpointing keeps.** This template keeps the output of every matrix product of a layer,
-  torchtitan of every second one. So these rows are planned too high by what the others take; the next table has them with
-  torchtitan's choice.
-- **Reserved memory.** The plan assumes that the allocator's is 3 % more than what tensors hold at the peak. With torchtitan's
-  choice, the published figures are more than that: 20 % and 15 % of torchtitan's eager runs
-  of December 2024, 12 % and 7 % of the compiled ones, 16 % of torchao's; these run with `expandable_segments:True`. torchtitan 355,
-  without it, has 45 %, and torchtitan 135, without it, gives both: reserved is 36 % more than active with full checkpointing, 20 %
-  (FSDP2) and 27 % (FSDP1) with selective. A part is that FSDP2 makes gradients in a stream of its own, and memory of one stream
-  isn't given to another: from 8 to 128 GPUs the published figures fall by 15 GiB, about as parameters, moments and gradients do,
-  and the plan by 11, because at its peak there are no gradients. What the rest is isn't known.
-- **7B with full checkpointing** is planned 2 to 3 GiB too low. torchtitan then held the logits until the next step, 2 GiB, and rotated
-  queries and keys in float32. Which of them it is isn't known.
-- **8B on one GPU**: when it was measured, the gradient norm took a float64 copy of a whole parameter, here 3.9 GiB of the
-  embedding's, after the last backward pass: the same peak at both micro-batches. The rows of [gpu.md](gpu.md) are planned with
-  it. By now it takes 32 MiB, and the plan of micro-batch 1 is 59.9 GiB.
-- torchtune's chunked loss computes the logits of all chunks first, 2 GiB here. Both rows are close in spite of that.
-"""
-CHOICE = """
-The same plans while selective checkpointing keeps of a layer's matrix products the first, the third and so on. No flag of this
-template does that: these figures say how much of the error above is that choice.
-"""
-LEFT_OUT = """
-- torchtune's optimizer in the backward pass (23.1), offloaded activations, 8-bit AdamW, LoRA: this template has none of them. Its
-  baseline (25.5) has rows of different lengths.
-- Rows in float8, with tensor, context or pipeline parallelism, of torchtitan and torchao: nor these.
-- MPT in llm-foundry: a model and kernels of its own.
-- Rows of [gpu.md](gpu.md) with masked attention, which isn't planned, and those of which a newer one is there.
-"""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,9 @@
 """What plan.py --sweep predicts for runs on 1 to 512 GPUs whose speed others have published.
 
-    python benchmarks/sweep.py --markdown docs/results/sweep.md
+    python benchmarks/sweep.py
 
 Each series is swept with the flags of this template that come nearest to it. Nothing is measured here, and no number of the
-sweep was chosen by these runs. It needs no GPU.
+sweep was chosen by these runs. It needs no GPU. docs/results/sweep.md has the tables, and where the sweep is wrong.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arguments import parse_plan  # noqa: E402
-from benchmarks import gpu, inputs, page  # noqa: E402
-from fabric_llm.plan import sweep  # noqa: E402
+from arguments import parse_plan
+from benchmarks import gpu, inputs, page
+from fabric_llm.plan import sweep
 
 GITHUB = "https://github.com"
 TITAN = f"[torchtitan]({GITHUB}/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md)"
@@ -31,11 +30,11 @@ AUTOMODEL = f"[Automodel]({GITHUB}/NVIDIA-NeMo/Automodel/blob/main/docs/performa
 
 LLAMAS = {
     "8B": gpu.SHAPES["8B"],
-    "7B": dict(zip(gpu.FIELDS, (4096, 11008, 32, 32, 32, False, 32000))),
-    "13B": dict(zip(gpu.FIELDS, (5120, 13824, 40, 40, 40, False, 32000))),
-    "34B": dict(zip(gpu.FIELDS, (8192, 22016, 48, 64, 8, False, 32000))),
-    "70B": dict(zip(gpu.FIELDS, (8192, 28672, 80, 64, 8, False, 32000))),
-    "3.1 70B": dict(zip(gpu.FIELDS, (8192, 28672, 80, 64, 8, False, gpu.VOCABULARY))),
+    "7B": gpu.llama(4096, 11008, 32, 32, 32, False, 32000),
+    "13B": gpu.llama(5120, 13824, 40, 40, 40, False, 32000),
+    "34B": gpu.llama(8192, 22016, 48, 64, 8, False, 32000),
+    "70B": gpu.llama(8192, 28672, 80, 64, 8, False, 32000),
+    "3.1 70B": gpu.llama(8192, 28672, 80, 64, 8, False, gpu.VOCABULARY),
 }
 MPTS = {"760M": (1536, 24), "1B": (2048, 24), "3B": (2560, 32), "7B": (4096, 32), "13B": (5120, 40), "30B": (7168, 48)}
 MPTS |= {"70B": (8192, 80)}  # width and layers
@@ -113,7 +112,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     options = page.parse(page.parser(__doc__, rounds=1), argv)
     with tempfile.TemporaryDirectory() as name:
         rows = [row for one in PUBLISHED for row in predicted(one, Path(name))]
-    page.write("sweep.py", "Published scaling, and what plan.py --sweep says", NOTES, options, body(rows), rows)
+    page.write("sweep.py", "Published scaling, and what plan.py --sweep says", [], options, body(rows), rows)
     return 0
 
 
@@ -155,7 +154,6 @@ def body(rows: list[page.Row]) -> str:
     titles = ["run", "source", "not the same", "GPUs", "published, tokens/s a GPU", "plan", "error", "messages"]
     more = ["published efficiency", "all hidden", "none hidden"]
     between = [row for row in later if row["none_hidden"] <= row["efficiency"] <= row["all_hidden"]]
-    flags = {(row["run"], row["source"], f"`{row['flags']}`") for row in rows}
     return "\n\n".join(
         [
             "## From few GPUs to many",
@@ -163,15 +161,9 @@ def body(rows: list[page.Row]) -> str:
             f"Of the {len(later)} efficiencies below 1, {len(between)} lie between the last two columns. The median of the errors' "
             f"sizes is {middle(later, 'all_hidden')} where all messages are hidden, as the plan says, and "
             f"{middle(later, 'none_hidden')} where none are.",
-            EXPLAINED.strip(),
             "## At one number of GPUs",
             page.table(titles, (cells(row) for row in rows if not row["is_series"]), words=3),
-            AT_ONE.strip(),
-            "## Left out",
-            LEFT_OUT.strip(),
-            "## Flags",
-            "Besides `--sweep`, and `--model_name` with a folder of that shape's `config.json`.",
-            page.table(["run", "source", "flags of plan.py"], sorted(flags), words=3),
+            page.flags(rows),
         ]
     )
 
@@ -193,44 +185,6 @@ def efficiencies(row: page.Row) -> list[str]:
 def middle(rows: list[page.Row], key: str) -> str:
     return f"{100 * statistics.median(abs(row[key] - row['efficiency']) for row in rows):.1f} points"
 
-
-NOTES = [
-    "Published: tokens per second and GPU, as the sources print them; KempnerForge prints them for all GPUs together. Efficiency: of the "
-    "same run, as a part of that with the fewest GPUs, on the same sequences for each GPU",
-    "Plan: what plan.py --sweep says, with the MFU that it assumes on any number of GPUs. Messages: their seconds, as a part of computing's",
-    "MPT is planned as a GPT-2 of its sizes, whose parameters are as many as the source says, to the last one; its network isn't "
-    "published for H100, and taken to be 3,200 Gbit/s a node, as torchtitan's is",
-]
-EXPLAINED = """
-Where the sweep is wrong:
-
-- **Efficiency.** All messages here take less time than computing, so that the plan hides them and says 100 %. The runs lose 1 to
-  11 points all the same. MPT 1B and 3B on 512 GPUs, whose messages take 27 % and 28 % of computing's time, have lost 9.7 and 7.5
-  points since 128; 13B, at 6 %, has lost 2.5. In the sweep, what grows from 16 nodes to 64 is the time from device to device, as
-  a node sends nearly as many bytes. It is NCCL's own estimate, wasn't fitted to these runs, and is of the right size: the last column,
-  where no message is hidden, is nearer to them. That it is the cause isn't shown.
-- **Below both columns** are MPT 13B, 30B and 70B, 1B from 16 to 64 GPUs, and KempnerForge, which loses 11 points from one GPU to two.
-  The sweep has no contention in the network, no slow device that all others wait for, and no compute units and memory bandwidth
-  that NCCL takes from a GPU while it computes. Which of them it is isn't known.
-- **Speed.** The errors are those of an assumed MFU, which is one number for each accelerator. It is too low for wide models: MPT
-  13B to 70B reach 54 % to 58 % of the peak with what they compute again, which the plan takes to be 40 %. It is too high for
-  torchtitan's H100, which had less power. KempnerForge's single GPU would reach 77 % with the checkpointing that the source names;
-  whether it was made isn't known. Give the `--mfu` of a run of yours.
-- **Above 512 GPUs** no figure is here. What the sweep says of 1,024 and more hasn't been held against anything.
-"""
-AT_ONE = """
-These say nothing of efficiency, but that messages of 41 % to 59 % of computing's time, on 400 and 800 Gbit/s (taken to be of a
-node), leave H100 as fast as planned, and A100 faster: fms-fsdp counts an MFU of 55 % to 68 % on A100 and of 38 % to 46 % on H100,
-where 45 % and 40 % are assumed. Automodel's 389 TFLOP/s are 39 % of the peak, and 52 % with what is computed again.
-"""
-LEFT_OUT = """
-- Rows in float8, such as [Trainy's](https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md)
-  Llama 8B, 10,938 tokens/s a GPU on 32 H200 and 10,753 on 64; with tensor or pipeline parallelism, of torchtitan and KempnerForge.
-- Rows of llm-foundry in which the micro-batch changes with the GPUs, and KempnerForge's 13B, which has one number of GPUs.
-- [Apertus](https://arxiv.org/abs/2604.12973) (Megatron), [FSDP's paper](https://arxiv.org/abs/2304.11277) and a
-  [study of up to 2,048 H100](https://arxiv.org/abs/2411.13055): their figures weren't at hand as numbers. The last one's abstract says
-  that scaling out with FSDP alone costs so much communication that other strategies become preferable.
-"""
 
 if __name__ == "__main__":
     sys.exit(main())
