@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(bf16_updates.__file__)
 BYTES = {  # a parameter: weights, optimizer state
-    "fp32": (4, 8), "master": (2, 12), "stochastic": (2, 4), "nearest": (2, 4), "torch": (2, 4),
+    "fp32": (4, 8), "master": (2, 12), "stochastic": (2, 4), "nearest": (2, 4),
 }  # fmt: skip
 
 
@@ -23,8 +23,7 @@ def result(toys, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bf16_updates")
     size = ("--steps", "40", "--lr", "1e-4", "--global_batch_size", "16", "--eval_iters", "8", "--accelerator", "cpu")
     files = ("--output", folder / "rows.json", "--markdown", folder / "page.md", "--output_dir", folder / "runs")
-    model = ("--model_name", toys / "llama-tied", "--train_data_dir", toys / "many")
-    command = [sys.executable, SCRIPT, *size, *files, *model]
+    command = [sys.executable, SCRIPT, toys / "llama-tied", toys / "many", *size, *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-6000:]
     assert (folder / "page.md").read_text() == done.stdout
@@ -36,24 +35,16 @@ def test_the_table_has_every_row(result):
     assert list(rows) == list(bf16_updates.ROWS)
     for name, row in rows.items():
         [line] = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
-        assert f"| {row['eval_losses'][0]:.4f} | {row['eval_losses'][-1]:.4f} |" in line
+        assert f"| {row['before']:.4f} | {row['after']:.4f} |" in line
         assert row["eval_steps"][0] == 0 and row["eval_steps"][-1] == 40
-        assert len(row["step_seconds"]) > 3
+        assert len(row["seconds"]) > 3
 
 
 def test_stochastic_and_master_are_closer_to_fp32_than_nearest(result):
     _, rows = result
-    gap = {name: abs(row["eval_losses"][-1] - rows["fp32"]["eval_losses"][-1]) for name, row in rows.items()}
+    gap = {name: abs(row["minus_fp32"]) for name, row in rows.items()}
     for name in ("stochastic", "master"):
         assert gap[name] < gap["nearest"] / 2, gap
-
-
-def test_nearest_is_the_recipe_of_torch(result):
-    _, rows = result
-    assert rows["torch"]["optimizer"].startswith("torch.optim")
-    assert rows["nearest"]["optimizer"] == "fabric_llm.training.adamw"
-    assert rows["torch"]["eval_losses"] == pytest.approx(rows["nearest"]["eval_losses"], abs=1e-3)
-    assert rows["torch"]["updated_fraction"] == pytest.approx(rows["nearest"]["updated_fraction"], abs=0.01)
 
 
 def test_float32_changes_all_weights_and_nearest_the_fewest(result):
@@ -67,11 +58,5 @@ def test_float32_changes_all_weights_and_nearest_the_fewest(result):
 def test_bytes_are_those_of_the_tensors(result, name, expected):
     row = result[1][name]
     steps_bytes = 4 * 22 / row["parameters"]  # a count for each tensor
-    assert row["weight_bytes"] / row["parameters"] == expected[0]
-    assert row["optimizer_bytes"] / row["parameters"] == pytest.approx(expected[1] + steps_bytes, abs=steps_bytes)
-
-
-def test_a_model_needs_its_data(capsys):
-    with pytest.raises(SystemExit):
-        bf16_updates.parse(["--model_name", "gpt2"])
-    assert "--train_data_dir" in capsys.readouterr().err
+    assert row["weight_bytes"] == expected[0]
+    assert row["optimizer_bytes"] == pytest.approx(expected[1] + steps_bytes, abs=steps_bytes)
