@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import html
 import json
+import re
 import subprocess
 import sys
 import sysconfig
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import inputs, page  # noqa: E402
+from benchmarks import inputs, page
 
 VOCABULARY, CONTEXT = 8192, 256
 NO_CODE = ("test", "tests", "idle_test", "site-packages", "dist-packages")  # folders of the standard library
@@ -53,7 +54,6 @@ SAID = {
     "replay-50": "50 % replay",
     "self-20": "20 % of the model's own samples",
     "constant-20": "20 % replay, constant rate",
-    "averaged": f"the same, last {LAST} checkpoints averaged",
 }
 
 
@@ -77,32 +77,18 @@ def call(script: str, *words: object, **flags: object) -> None:
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
 
 
-class Page(HTMLParser):
-    """The text of a page, without menus, scripts and styles."""
-
-    left_out = {"head", "script", "style", "nav", "aside", "footer"}
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.parts, self.depth = [], 0
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attributes: list) -> None:
-        self.depth += tag in self.left_out
-
-    def handle_endtag(self, tag: str) -> None:
-        self.depth -= tag in self.left_out
-
-    def handle_data(self, data: str) -> None:
-        if not self.depth and data.strip():
-            self.parts.append(" ".join(data.split()))
+def text_of(page: str) -> str:
+    """The text of a page of HTML, without menus, scripts and styles."""
+    body = re.sub(r"(?is)<(head|script|style|nav|aside|footer)\b.*?</\1>", " ", page)
+    parts = (" ".join(html.unescape(part).split()) for part in re.split(r"<[^>]*>", body))
+    return "\n".join(filter(None, parts))
 
 
 def text_of_pages(folder: Path, file: Path) -> Path:
     """Write the text of all pages below a folder as JSON lines."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    pages = (Page(path.read_text(errors="replace")) for path in sorted(folder.rglob("*.html")))
-    file.write_text("".join(json.dumps({"text": "\n".join(page.parts)}) + "\n" for page in pages))
+    pages = (text_of(path.read_text(errors="replace")) for path in sorted(folder.rglob("*.html")))
+    file.write_text("".join(json.dumps({"text": page}) + "\n" for page in pages))
     return file
 
 
@@ -115,18 +101,13 @@ def prepare(packages: Path, work: Path) -> None:
     code = [sysconfig.get_path("stdlib")]
     inputs_of = {"old": english + code, "english": english, "code": code, "basque": basque}
     patterns = {"old": ["*.txt", "*.py"], "english": ["*.txt"], "code": ["*.py"], "basque": ["*.jsonl"]}
-    common = {
-        "context_length": CONTEXT,
-        "packing": "best_fit",
-        "validation_fraction": 0.05,
-        "train_tokenizer": VOCABULARY,
-    }
+    common = {"context_length": CONTEXT, "packing": "best_fit", "validation_fraction": 0.05}
+    tokenizer: dict[str, object] = {"train_tokenizer": VOCABULARY}
     for corpus, folders in inputs_of.items():
         if not (work / "data" / corpus).exists():
             words = ["--input", *folders, "--pattern", *patterns[corpus], "--exclude", *NO_CODE]
-            call("prepare_data.py", *words, output=work / "data" / corpus, **common)
-        common.pop("train_tokenizer", None)
-        common["tokenizer"] = work / "data" / "old" / "tokenizer"
+            call("prepare_data.py", *words, output=work / "data" / corpus, **common, **tokenizer)
+        tokenizer = {"tokenizer": work / "data" / "old" / "tokenizer"}
 
 
 def train_base(packages: Path, work: Path) -> None:
@@ -174,39 +155,27 @@ def continue_from_base(work: Path) -> None:
 
 
 def evaluations(run: Path) -> list[dict[str, Any]]:
-    """The evaluation lines of a run."""
+    """Of each evaluation of a run what every dataset gave."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if "eval" in line]
-
-
-def of_sets(line: dict[str, Any], key: str = "bits_per_byte") -> dict[str, float]:
-    return {name: one[key] for name, one in line["eval"].items() if key in one}
-
-
-def of_average(work: Path) -> dict[str, float]:
-    """Bits per byte of the average, whose note has nats a token: a set's tokens and bytes are those of the run."""
-    last = evaluations(work / "constant-20")[-1]
-    note = json.loads((work / "averaged" / "average.json").read_text())
-    return {name: note["eval_loss"][name] * bits / of_sets(last, "loss")[name] for name, bits in of_sets(last).items()}
+    return [line["eval"] for line in lines if "eval" in line]
 
 
 def print_page(work: Path) -> None:
-    ends = {said: evaluations(work / name)[-1] for name, said in SAID.items() if name != "averaged"}
-    shown = {"base model": evaluations(work / "replay-20")[0], **ends}
-    lines = [[said, *bits_of(of_sets(line)), f"{line['eval']['copy']['loss']:.3f}"] for said, line in shown.items()]
-    lines.append([SAID["averaged"], *bits_of(of_average(work))])
+    found = {"base model": evaluations(work / "replay-20")[0]}
+    found |= {said: evaluations(work / name)[-1] for name, said in SAID.items()}
+    lines = [
+        [said, *(f"{of[name]['bits_per_byte']:.3f}" for name in SETS), f"{of['copy']['loss']:.3f}"]
+        for said, of in found.items()
+    ]
+    # The note of the average has nats a token: a set's tokens and bytes are those of the run.
+    nats, last = json.loads((work / "averaged" / "average.json").read_text())["eval_loss"], found[SAID["constant-20"]]
+    bits = (nats[name] * last[name]["bits_per_byte"] / last[name]["loss"] for name in SETS)
+    lines.append([f"the same, last {LAST} checkpoints averaged", *(f"{one:.3f}" for one in bits)])
     print(page.table(["run", *SETS, "copy, nats"], lines))
     for name in ("stopped", "rewound"):
         status = json.loads((work / name / "STATUS.json").read_text())
         print(f"\n{name}: exit code {status['code']}, step {status['step']}: {status['reason']}")
-    for line in map(json.loads, (work / "rewound" / "metrics.jsonl").read_text().splitlines()):
-        if line.get("verdict") == "rewind":
-            print(f"- back to step {line['step']}: {line['reason']}; shares {line['shares']}")
-    print(f"- rewound, at the end: {evaluations(work / 'rewound')[-1]['eval']}")
-
-
-def bits_of(bits: dict[str, float]) -> list[str]:
-    return [f"{bits[name]:.3f}" for name in SETS]
+    print(f"- rewound, at the end: {evaluations(work / 'rewound')[-1]}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
 """What a model that is large for its host takes of the host's memory: to start, resume, rewind, save and export, beside its goals.
 
-    python benchmarks/large_models.py --markdown docs/results/large_models.md --against ../before
+    python benchmarks/large_models.py --markdown docs/results/large_models.md
 
 A random Llama of 2 GiB in bfloat16, on ranks that share one host. Each case is a run that starts, saves, goes back once and saves
 again, then another that resumes it on another number of ranks and saves shards, and an export of either checkpoint. Memory is
 what the operating system says of all processes together, 20 times a second. It is compared with what was there just before: for
-a start what the processes have imported, for a save the memory of training. --against: another checkout, for seconds from the
-command to the first step.
+a start what the processes have imported, for a save the memory of training. start.py --gib 2 has the seconds of such a start.
+docs/results/large_models.md says what the columns are, and the goals.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-import signal
-import statistics
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,33 +26,26 @@ from typing import Any, NamedTuple, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import inputs, memory, page, start  # noqa: E402
-from benchmarks.turns import alternate  # noqa: E402
-from fabric_llm.base.program import plain_output  # noqa: E402
+from benchmarks import inputs, memory, page
+from fabric_llm.base.program import plain_output
 
 GIB = 2**30
-SHAPES = {  # GiB in bfloat16 -> fields of LlamaConfig
-    2: {"hidden_size": 1664, "intermediate_size": 4576, "num_hidden_layers": 31, "num_attention_heads": 26},
-    0.5: {"hidden_size": 832, "intermediate_size": 2288, "num_hidden_layers": 31, "num_attention_heads": 13},
-    0.125: {"hidden_size": 416, "intermediate_size": 1144, "num_hidden_layers": 31, "num_attention_heads": 13},
-}
-CONTEXT_TOKENS, VOCABULARY = 16, 8192
+CONTEXT_TOKENS = 16
 SETTLING_SECONDS = 2  # before a phase, so that what was there before it is sampled without what the last one has freed
 EVERY_SECONDS = 0.05
 REWINDS_AT = 2  # the step that a run goes back after, once
 
 
-class Case(NamedTuple):
-    """A run, and the number of ranks that it is resumed on."""
-
-    strategy: str
-    ranks: int
-    resumed_on: int
-
-
-CASES = (Case("fsdp2", 1, 2), Case("fsdp2", 2, 4), Case("fsdp2", 4, 1), Case("fsdp", 2, 1))
-EXPORTED, TIMED_RANKS = CASES[1], (1, 2)
-TITLES = ["", "ranks", "before", "peak", "beyond", "goal", "met", "with pages of files", "largest rank"]
+CASES = (("fsdp2", 1, 2), ("fsdp2", 2, 4), ("fsdp2", 4, 1), ("fsdp", 2, 1))  # a run's ranks, and those that resume it
+EXPORTED = CASES[1]
+COLUMNS = {
+    "ranks": lambda row: str(row["ranks"]),
+    **{"before": page.number("before", of=GIB), "peak": page.number("peak", of=GIB)},
+    **{"beyond": page.number("beyond", of=GIB), "goal": page.number("goal", of=GIB)},
+    "met": lambda row: "" if row["goal"] is None else "yes" if row["beyond"] <= row["goal"] else "**no**",
+    "with pages of files": page.number("beyond_with_files", of=GIB),
+    "largest rank": page.number("largest", of=GIB),
+}
 
 
 class Phase(NamedTuple):
@@ -63,81 +56,65 @@ class Phase(NamedTuple):
     ended: float
 
 
+Watched = tuple[list[Phase], list[memory.Held]]  # what a command did, and what it held
+
+
 def main(argv: Optional[list[str]] = None) -> int:
-    parser = page.parser(__doc__, rounds=3)
-    parser.add_argument("--against", type=Path, help="another checkout, to compare the seconds of a start with")
-    parser.add_argument("--gib", type=float, default=2, choices=SHAPES, help="size of the model")
+    parser = page.parser(__doc__, rounds=1)
+    parser.add_argument("--gib", type=float, default=2, choices=inputs.LARGE_LLAMAS, help="size of the model")
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="which of the cases, by number")
     options = page.parse(parser, argv)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        shape = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT_TOKENS, **SHAPES[options.gib]}
+        folder, shape = Path(temporary), inputs.LARGE_LLAMAS[options.gib]
         inputs.write_llama(folder / "model", with_weights=True, dtype="bfloat16", **shape)
-        inputs.write_rows(folder / "data", VOCABULARY, CONTEXT_TOKENS, 256)
+        inputs.write_rows(folder / "data", shape["vocab_size"], CONTEXT_TOKENS, 256)
         size = sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors"))
         rows = [row for case in options.cases for row in rows_of(folder, CASES[case], size)]
-        body = page.table(TITLES, map(cells, rows))
-        if options.against is not None:
-            seconds = seconds_to_first_step(folder, options.against.resolve(), options.rounds)
-            titles = ["seconds to the first step", "before", "after", "processor time: before", "after"]
-            body += f"\n\n{page.table(titles, seconds)}"
     notes = [
         f"Model: Llama, {size / 2:,.0f} parameters, {size / GIB:.2f} GiB in bfloat16, {shape['num_hidden_layers']} layers; "
         f"bf16-true, AdamW, context {CONTEXT_TOKENS}, micro-batch 1",
-        "Memory: GiB of all processes together, anonymous and shared (PSS of /proc/PID/smaps_rollup), before the phase, at its "
-        "peak, and beyond what was there before; then the same with pages of mapped files, which the kernel may drop; then "
-        "of the rank that has most",
-        "Goals, of what comes beyond: weights of a start 1.3 x the model and 1 GiB; verified no more than the first step; "
-        "optimizer 2.3 x, two moments; rewind and saves 0.3 x; an export 1.2 x its largest file",
     ]
-    page.write("large_models.py", "Models that are large for their host", notes, options, body, rows)
+    title = "Models that are large for their host"
+    page.write("large_models.py", title, notes, options, page.compare(rows, COLUMNS), rows)
     return 0
 
 
-# ------------------------------------------------------------------------------- memory
-
-
-def rows_of(folder: Path, case: Case, model_bytes: int) -> Iterator[page.Row]:
+def rows_of(folder: Path, case: tuple[str, int, int], model_bytes: int) -> Iterator[page.Row]:
     """The measurements of a case. Bytes: "before", "peak" and so on of anonymous memory, "goal" of what comes to "before"."""
-    name = f"{case.strategy}-{case.ranks}"
-    run = folder / "runs" / name
-    marks, trace = train(folder, name, max_step=REWINDS_AT, devices=case.ranks, strategy=case.strategy)
-    yield from rows_of_run(case, case.ranks, "start", marks, trace, model_bytes)
-    if case == EXPORTED:
-        yield export_row(folder, "full", run, model_bytes)
-    more = {"max_step": REWINDS_AT + 1, "resume": "true", "resume_override": "max_step", "state_dict_type": "sharded"}
-    marks, trace = train(folder, name, devices=case.resumed_on, strategy=case.strategy, **more)
-    yield from rows_of_run(case, case.resumed_on, "resume", marks, trace, model_bytes)
-    if case == EXPORTED:
-        yield export_row(folder, "sharded", run, model_bytes)
-    subprocess.run(["rm", "-r", run], check=True)
+    strategy, ranks, resumed_on = case
+    run = folder / "runs" / "run"
+    resumes = {"resume": "true", "resume_override": "max_step"}
+    for kind, of_ranks, max_step, begins, more in (
+        ("full", ranks, REWINDS_AT, "start", {}),
+        ("sharded", resumed_on, REWINDS_AT + 1, f"resume of what {ranks} have saved", resumes),
+    ):
+        flags = {"devices": of_ranks, "strategy": strategy, "max_step": max_step, "state_dict_type": kind, **more}
+        marks, trace = train(folder, run.name, **flags)
+        for name, *given in phases(begins, kind, marks, trace, model_bytes):
+            yield row(f"{strategy}: {name}", of_ranks, trace, *given)
+        if case == EXPORTED:
+            yield export_row(folder, kind, run, model_bytes)
+    shutil.rmtree(run)
 
 
-def rows_of_run(
-    case: Case, ranks: int, kind: str, marks: list[Phase], trace: list[memory.Held], model_bytes: int
-) -> Iterator[page.Row]:
-    by_name: dict[str, Phase] = {}
-    for phase in marks:
-        by_name.setdefault(phase.name, phase)
-    read, optimizer, verified, saved = (by_name[name] for name in ("read", "optimizer", "verify", "save"))
-    first = f"{case.strategy}: {kind}" + f" of what {case.ranks} have saved" * (kind == "resume")
+def phases(
+    begins: str, kind: str, marks: list[Phase], trace: list[memory.Held], model_bytes: int
+) -> Iterator[tuple[str, float, float, Optional[float]]]:
+    """(name, when it began and ended, its goal) of each phase of a run, where it has one."""
+    of = {phase.name: phase for phase in reversed(marks)}  # the first of each name
+    step = of["verify"].ended, of["save"].began
+    most = max(now.anonymous for now in trace if step[0] <= now.seconds <= step[1])
     # The weights are on this host, whose goal is three tenths of them and 1 GiB.
-    room = 1.3 * model_bytes + GIB
-    yield row(f"{first}, until the weights are there", ranks, trace, read.began, optimizer.began, room)
+    yield f"{begins}, until the weights are there", of["read"].began, of["optimizer"].began, 1.3 * model_bytes + GIB
     # What comes then is training's own: two moments, and gradients, which are on this host as well.
-    yield row(f"{first}, optimizer", ranks, trace, optimizer.began, optimizer.ended, 2.3 * model_bytes)
-    step = row(f"{case.strategy}: first step", ranks, trace, verified.ended, saved.began, None)
-    room = step["peak"] - at(trace, verified.began).anonymous
-    yield row(f"{first}, verified", ranks, trace, verified.began, verified.ended, room)
-    yield step
-    for phase in marks:
-        if phase.name == "rewind":
-            yield row(f"{case.strategy}: rewind", ranks, trace, phase.began, phase.ended, 0.3 * model_bytes)
-    words = "full save" if kind == "start" else "sharded save"
-    # It begins with a forward pass on the probe, which gathers as a step does.
-    probe = by_name["probe"]
-    yield row(f"{case.strategy}: probe of a save", ranks, trace, probe.began, probe.ended, None)
-    yield row(f"{case.strategy}: {words}", ranks, trace, probe.ended, saved.ended, 0.3 * model_bytes)
+    yield f"{begins}, optimizer", *of["optimizer"][1:], 2.3 * model_bytes
+    yield f"{begins}, verified", *of["verify"][1:], most - at(trace, of["verify"].began).anonymous
+    yield "first step", *step, None
+    if "rewind" in of:
+        yield "rewind", *of["rewind"][1:], 0.3 * model_bytes
+    # A save begins with a forward pass on the probe, which gathers as a step does.
+    yield "probe of a save", *of["probe"][1:], None
+    yield f"{kind} save", of["probe"].ended, of["save"].ended, 0.3 * model_bytes
 
 
 def export_row(folder: Path, kind: str, run: Path, model_bytes: int) -> page.Row:
@@ -147,26 +124,20 @@ def export_row(folder: Path, kind: str, run: Path, model_bytes: int) -> page.Row
     marks, trace = watch(folder, words)
     exported = next(phase for phase in marks if phase.name == "export")
     largest = max(file.stat().st_size for file in output.glob("*.safetensors"))
-    subprocess.run(["rm", "-r", output], check=True)
-    return row(f"export of a {kind} checkpoint", 1, trace, exported.began, exported.ended, 1.2 * largest)
+    shutil.rmtree(output)
+    return row(f"export of a {kind} checkpoint", 1, trace, *exported[1:], 1.2 * largest)
 
 
 def row(name: str, ranks: int, trace: list[memory.Held], began: float, ended: float, room: Optional[float]) -> page.Row:
     """room: what may come to the memory that was there before; None: as much as it takes."""
     before = at(trace, began)
     during = [now for now in trace if began <= now.seconds <= ended] or [before]
-    found = {
-        "name": name,
-        "ranks": ranks,
-        "before": before.anonymous,
-        "peak": max(now.anonymous for now in during),
-        "goal": room,
-        "pss": max(now.pss for now in during),
-        "pss_before": before.pss,
-        "largest": max(now.largest for now in during),
-        "seconds": ended - began,
-    }
-    page.progress(" ".join(map(str, cells(found))))
+    found = {"name": name, "ranks": ranks, "error": None, "goal": room, "before": before.anonymous}
+    found["peak"] = max(now.anonymous for now in during)
+    found["beyond"] = found["peak"] - before.anonymous
+    found["beyond_with_files"] = max(now.pss for now in during) - before.pss
+    found |= {"largest": max(now.largest for now in during), "seconds": ended - began}
+    page.progress(f"{name}: {found['beyond'] / GIB:.2f} GiB beyond {before.anonymous / GIB:.2f}")
     return found
 
 
@@ -175,30 +146,15 @@ def at(trace: list[memory.Held], moment: float) -> memory.Held:
     return [now for now in trace if now.seconds <= moment][-1]
 
 
-def cells(row: page.Row) -> list[Any]:
-    beyond, goal = row["peak"] - row["before"], row["goal"]
-    judged = ["", ""] if goal is None else [gib(goal), "yes" if beyond <= goal else "**no**"]
-    rest = [row["pss"] - row["pss_before"], row["largest"]]
-    return [row["name"], row["ranks"], gib(row["before"]), gib(row["peak"]), gib(beyond), *judged, *map(gib, rest)]
+def train(folder: Path, name: str, **flags: Any) -> Watched:
+    flags |= {"model_name": folder / "model", "train_data_dir": folder / "data", "output_dir": folder / "runs"}
+    flags |= {"precision": "bf16-true", "accumulation_dtype": "same", "log_step_interval": 1, "eval_iters": 0}
+    flags |= {"global_batch_size": 4, "micro_batch_size": 1, "save_step_interval": 1, "keep_last": 1}
+    return watch(folder, ["train.py", *inputs.flags(**flags, run_name=name)])
 
 
-def gib(count: float) -> str:
-    return f"{count / GIB:.2f}"
-
-
-def train(folder: Path, name: str, **flags: Any) -> tuple[list[Phase], list[memory.Held]]:
-    flags |= {**training_flags(folder, folder / "runs"), "run_name": name, "save_step_interval": 1, "keep_last": 1}
-    return watch(folder, ["train.py", *inputs.flags(**flags)])
-
-
-def training_flags(folder: Path, runs: Path | str) -> dict[str, Any]:
-    flags = {"model_name": folder / "model", "train_data_dir": folder / "data", "output_dir": runs}
-    flags |= {"precision": "bf16-true", "accumulation_dtype": "same", "log_step_interval": 1}
-    return flags | {"global_batch_size": 4, "micro_batch_size": 1, "eval_iters": 0}
-
-
-def watch(folder: Path, words: list[str]) -> tuple[list[Phase], list[memory.Held]]:
-    """What a script of this repository did, by what it marks, and the memory of it and its ranks. Raises where it fails."""
+def watch(folder: Path, words: list[str]) -> Watched:
+    """Of a script of this repository, by what it marks. Raises where it fails."""
     marks, trace = folder / "marks", []
     marks.write_text("")
     with (folder / "output.txt").open("w+") as output:
@@ -217,9 +173,6 @@ def watch(folder: Path, words: list[str]) -> tuple[list[Phase], list[memory.Held
         assert code == 0, output.read()[-3000:]
     lines = (line.split() for line in marks.read_text().splitlines())
     return [Phase(name, float(began), float(ended)) for name, began, ended in lines], trace
-
-
-# ------------------------------------------------------------------------------- what runs in the measured processes
 
 
 def run_marked(file: Path, script: str, words: list[str]) -> None:
@@ -246,16 +199,12 @@ def run_marked(file: Path, script: str, words: list[str]) -> None:
         mark(file, save, "save", "save")
         mark(file, writing, "record_probe", "probe")
         mark(file, verdicts, "rewind", "rewind")
-        judge, judged = Guard.accept, []
+        judge, steps = Guard._judge, itertools.count(1)
 
-        def accept(guard: Guard, *numbers: float) -> bool:
-            judged.append(judge(guard, *numbers))
-            if len(judged) == REWINDS_AT and guard.rewinds == 0:
-                guard.verdict, guard.reason = "rewind", "a spike, for once"
-                return False
-            return judged[-1]
+        def rewind_once(guard: Guard, *numbers: float) -> tuple[str, str]:
+            return ("rewind", "a spike, for once") if next(steps) == REWINDS_AT else judge(guard, *numbers)
 
-        Guard.accept = accept
+        Guard._judge = rewind_once
         return train(*given)
 
     script_of_training.train = marking
@@ -277,40 +226,6 @@ def mark(file: Path, module: ModuleType, function: str, name: str) -> None:
         return result
 
     setattr(module, function, marking)
-
-
-# ------------------------------------------------------------------------------- seconds
-
-
-def seconds_to_first_step(folder: Path, other: Path, rounds: int) -> Iterator[list[str]]:
-    """Lines of the table: medians of the other checkout and of this one, which take turns."""
-    checkouts = {"before": other, "after": ROOT}
-    times: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    for ranks, name in alternate([(ranks, name) for ranks in TIMED_RANKS for name in checkouts], rounds):
-        times.setdefault((ranks, name), []).append(time_first_step(checkouts[name], folder, ranks))
-    for ranks in TIMED_RANKS:
-        of_ranks = [zip(*times[ranks, name]) for name in checkouts]
-        passed, worked = zip(*([statistics.median(each) for each in both] for both in of_ranks))
-        yield [f"fsdp2 on {ranks}", *(f"{seconds:.1f}" for seconds in (*passed, *worked))]
-
-
-def time_first_step(checkout: Path, folder: Path, ranks: int) -> tuple[float, float]:
-    """Seconds until the line of step 1, and of processor time of all ranks. The run is killed then."""
-    with tempfile.TemporaryDirectory(dir=folder) as runs:
-        flags = {**training_flags(folder, runs), "run_name": "timed", "max_step": 2}
-        began = time.perf_counter()
-        process = start.started(checkout, inputs.flags(**flags, devices=ranks, strategy="fsdp2"))
-        line = next((line for line in process.stdout if line.startswith(start.SIGNS["first step"])), None)
-        seconds = time.perf_counter() - began
-        assert line is not None, f"{checkout} ended before its first step"
-        pids = memory.held(process.pid).pids
-        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
-        worked = sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        process.communicate()
-    page.progress(f"{checkout.name}, {ranks} ranks: {seconds:.1f} s, {worked:.1f} s of processor time")
-    return seconds, worked
 
 
 if __name__ == "__main__":

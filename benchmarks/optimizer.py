@@ -15,22 +15,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
-from benchmarks import page  # noqa: E402
-from benchmarks.turns import seconds_in_turns  # noqa: E402
-from fabric_llm.training import adamw, adamw_rounded  # noqa: E402
-from fabric_llm.training.adamw import AdamW  # noqa: E402
+from benchmarks import page
+from benchmarks.turns import seconds_in_turns
+from fabric_llm.training import adamw, adamw_rounded
+from fabric_llm.training.adamw import AdamW
 
 SHAPES = {  # hidden size, of the MLP, of keys and values, layers, vocabulary; embeddings tied
     "toy": (32, 64, 16, 2, 128),
     "30M": (384, 1024, 128, 9, 32000),
     "135M": (576, 1536, 192, 30, 49152),  # SmolLM2-135M
     "1B": (2048, 8192, 512, 16, 128256),  # Llama 3.2 1B, for a GPU
+}
+COLUMNS = {
+    **{"step, ms": page.step, "x torch fused": page.number("times_fused")},
+    "bytes a parameter, at least": lambda row: str(row["bytes"]),
+    **{"GB/s": page.number("rate", ".1f", 1e9), "of a copy's": page.number("of_copy", ".0%")},
 }
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -59,20 +63,16 @@ ROWS = [
 def main(argv: Optional[list[str]] = None) -> int:
     parser = page.parser(__doc__, rounds=9)
     parser.add_argument("--sizes", nargs="+", default=["30M", "135M"], choices=SHAPES, help="parameters")
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="of a CPU")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "cuda"), help="where to run")
     options = page.parse(parser, argv)
     device = torch.device(options.accelerator)
     if device.type == "cuda":
         options.device = {"name": torch.cuda.get_device_name()}
+    torch.set_num_threads(options.threads)
     tables = [("Compiling", compiling(device))]
-    for threads in options.threads if device.type == "cpu" else [1]:
-        torch.set_num_threads(threads)
-        for size in options.sizes:
-            on = f", {threads} thread{'s' * (threads != 1)}" * (device.type == "cpu")
-            tables.append((f"{size}{on}", timing(size, device, options.rounds)))
+    tables += [(size, timing(size, device, options.rounds)) for size in options.sizes]
     notes = [
-        *(["GPU: not measured"] if device.type == "cpu" else []),
         "Times: medians over rounds; the optimizers take turns, one step each. x torch fused: median of the ratios within a "
         "round to torch.optim.AdamW(fused=True) on bfloat16 parameters",
         "Bytes a parameter: what a step can't do without, reading and writing each tensor once; GB/s: these bytes in the time",
@@ -111,16 +111,13 @@ def timing(size: str, device: torch.device, rounds: int) -> str:
     steps["copy"] = lambda target=torch.empty_like(source): target.copy_(source)
     times = seconds_in_turns(steps, rounds, device.type)
     copied = 2 * source.numel() * 4 / statistics.median(times["copy"])
-    lines = []
-    for row in ROWS:
-        seconds = statistics.median(times[row.name])
-        ratio = statistics.median(own / fused for own, fused in zip(times[row.name], times[ROWS[0].name]))
-        rate = row.bytes * count / seconds
-        of_copy = [f"{rate / 1e9:.1f}", f"{rate / copied:.0%}"]
-        lines.append([row.name, f"{1000 * seconds:.1f}", f"{ratio:.2f}", row.bytes, *of_copy])
-    titles = ("", "step, ms", "x torch fused", "bytes a parameter, at least", "GB/s", "of a copy's")
+    rows = [{"name": row.name, "error": None, "seconds": times[row.name], "bytes": row.bytes} for row in ROWS]
+    for row in rows:
+        row["times_fused"] = page.times_faster(rows[0], row)
+        row["rate"] = row["bytes"] * count / page.median(row)
+        row["of_copy"] = row["rate"] / copied
     notes = f"{count / 1e6:.1f} M parameters; copying memory moves {copied / 1e9:.1f} GB/s (read and written)."
-    return f"{notes}\n\n{page.table(titles, lines)}"
+    return f"{notes}\n\n{page.compare(rows, COLUMNS)}"
 
 
 def shapes(hidden: int, wide: int, key_values: int, layers: int, vocabulary: int) -> Iterator[tuple[int, ...]]:
