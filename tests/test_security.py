@@ -864,6 +864,13 @@ def checkpoint_that_declares_a_petabyte(scene):
     return scene.export()
 
 
+@attack(66, "step-00000002", "has no model.safetensors")
+def checkpoint_without_weights(scene):
+    (step(scene.run) / "model.safetensors").unlink()
+    seal(step(scene.run))
+    return scene.resume()
+
+
 def with_offsets(file, offset):
     """Let a part say that it begins at `offset` of the whole tensors, which makes those larger."""
     with safe_open(file, framework="pt") as opened:

@@ -213,7 +213,7 @@ def open_weights(model_name: str, config: PretrainedConfig, dtype: torch.dtype, 
     Raises Fault where the files can't be read, or don't hold all weights of the model: 66 for a checkpoint, else 2.
     """
     skeleton = build_skeleton(config, dtype)
-    if not has_weights(model_name):
+    if not has_weights(model_name) and _code_of(model_name) != NO_CHECKPOINT:  # a checkpoint always has them
         return weights.Drawn(skeleton, seed)
     try:
         if (quantized := getattr(config, "quantization_config", None)) is not None:
