@@ -8,9 +8,14 @@ from typing import Any
 
 LLAMA = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8}
 TOY_LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+DEEP = {"num_hidden_layers": 31, "vocab_size": 8192}
+LARGE_LLAMAS = {  # GiB in bfloat16 -> fields of LlamaConfig
+    2: {"hidden_size": 1664, "intermediate_size": 4576, "num_attention_heads": 26, **DEEP},
+    0.5: {"hidden_size": 832, "intermediate_size": 2288, "num_attention_heads": 13, **DEEP},
+    0.125: {"hidden_size": 416, "intermediate_size": 1144, "num_attention_heads": 13, **DEEP},
+}
 DOCUMENT_END = 0  # the token that ends each document of packed rows
 DOCUMENT_TOKENS = 300  # of a document, on average
-ROWS_AT_ONCE = 1000  # of a record batch, as `datasets` writes them
 
 
 def write_llama(folder: Path, with_weights: bool = False, dtype: str = "float32", **shape: Any) -> None:
@@ -27,46 +32,28 @@ def write_llama(folder: Path, with_weights: bool = False, dtype: str = "float32"
         AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
 
 
-def write_rows(
-    folder: Path, vocabulary: int, context: int, rows: int, document_tokens: int = 0, dtype: str = "int32"
-) -> None:
-    """A dataset folder for train.py with rows of uniformly random tokens, written at constant memory.
+def write_rows(folder: Path, vocabulary: int, context: int, rows: int, document_tokens: int = 0) -> None:
+    """A dataset folder for train.py with rows of uniformly random tokens.
 
     document_tokens: the rows are packed with documents of so many tokens on average (each token ends its document
     with the same probability), as prepare_data.py packs them. 0: each row is one document.
     """
+    import datasets
     import numpy as np
 
+    datasets.disable_progress_bars()
     generator = np.random.default_rng(0)
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), length=context)})
+    splits = datasets.DatasetDict()
     for split, count in (("train", rows), ("validation", min(rows, 8))):
-        _write_split(folder / split, generator, vocabulary, context, count, document_tokens, dtype)
-    (folder / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
+        tokens = generator.integers(1, vocabulary, (count, context), dtype="int32")
+        if document_tokens:
+            tokens[generator.random(tokens.shape) < 1 / document_tokens] = DOCUMENT_END
+        splits[split] = datasets.Dataset.from_dict({"input_ids": tokens}, features=features)
+    splits.save_to_disk(str(folder))
     if document_tokens:
         manifest = {"packed": True, "context_length": context, "max_token_id": vocabulary - 1}
         (folder / "manifest.json").write_text(json.dumps({**manifest, "eos_token_id": DOCUMENT_END}))
-
-
-def _write_split(
-    folder: Path, generator: Any, vocabulary: int, context: int, rows: int, document_tokens: int, dtype: str
-) -> None:
-    """`datasets` writes a single row, whose file is then replaced by one with all rows."""
-    import datasets
-    import pyarrow as pa
-
-    datasets.disable_progress_bars()
-    features = datasets.Features({"input_ids": datasets.List(datasets.Value(dtype), length=context)})
-    one = datasets.Dataset.from_dict({"input_ids": [[DOCUMENT_END] * context]}, features=features)
-    one.save_to_disk(str(folder))
-    [file], schema = folder.glob("*.arrow"), one.data.table.schema
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
-        for begin in range(0, rows, ROWS_AT_ONCE):
-            tokens = generator.integers(1, vocabulary, (min(ROWS_AT_ONCE, rows - begin), context), dtype=dtype)
-            if document_tokens:
-                tokens[generator.random(tokens.shape) < 1 / document_tokens] = DOCUMENT_END
-            column = pa.FixedSizeListArray.from_arrays(pa.array(tokens.ravel()), context)
-            stream.write_batch(pa.record_batch([column.cast(schema.field(0).type)], schema=schema))
-    info = json.loads((folder / "dataset_info.json").read_text())
-    (folder / "dataset_info.json").write_text(json.dumps({**info, "splits": None}))
 
 
 def flags(**given: Any) -> list[str]:

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-from arguments import parse_train  # noqa: E402
-from fabric_llm.model import loading, weights  # noqa: E402
-from fabric_llm.model.language_model import trained_loss  # noqa: E402
-from fabric_llm.model.strategy import make_fabric  # noqa: E402
-from fabric_llm.plan import run_directory  # noqa: E402
-from fabric_llm.plan.make_plan import make_plan  # noqa: E402
-from fabric_llm.plan.plan import Plan  # noqa: E402
-from fabric_llm.plan.start import place  # noqa: E402
-from fabric_llm.run import build, reference  # noqa: E402
-from fabric_llm.run.run import Run  # noqa: E402
-from fabric_llm.training import step  # noqa: E402
+from arguments import parse_train
+from fabric_llm.model import loading, weights
+from fabric_llm.model.language_model import trained_loss
+from fabric_llm.model.strategy import make_fabric
+from fabric_llm.plan import run_directory
+from fabric_llm.plan.make_plan import make_plan
+from fabric_llm.plan.plan import Plan
+from fabric_llm.plan.start import place
+from fabric_llm.run import build, reference
+from fabric_llm.run.run import Run
+from fabric_llm.training import step
 
 SMALL_LLAMA = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256, "head_dim": 32}
 SMALL_LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1}

@@ -1,4 +1,4 @@
-"""Tokens per second of this template, a bare PyTorch loop, HF Trainer and litgpt, on the same model and tokens.
+"""Tokens per second of this template, a bare PyTorch loop and HF Trainer, on the same model and tokens.
 
     python benchmarks/throughput.py --output throughput.json
     python benchmarks/throughput.py --packed        rows of packed documents, which don't see each other
@@ -10,8 +10,7 @@ Contenders whose package is missing are rows that say so.
 
 `fabric_llm` runs as train.py does by default (one_step.py), `plain` with all fast paths off. The bare loop is
 transformers' Llama with its own loss, torch.optim.AdamW and clip_grad_norm_, each with its defaults. HF Trainer
-logs, evaluates and saves nothing. litgpt's contender makes the calls of its pretraining loop; it can't keep packed
-documents apart.
+logs, evaluates and saves nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ import tempfile
 from pathlib import Path
 from typing import Any, Optional
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import inputs, page, turns  # noqa: E402
-from benchmarks.turns import NotHere, training  # noqa: E402
+from benchmarks import inputs, page, turns
+from benchmarks.turns import training
 
 SIZES = {"vocabulary": 8192, "context": 512, "micro_batch": 4}
 TOY_SIZES = {"vocabulary": 128, "context": 32, "micro_batch": 2}
@@ -148,60 +146,11 @@ def hf_trainer(turns: Any, folder: Path, dtype: str, options: argparse.Namespace
     trainer.train()
 
 
-def litgpt(turns: Any, folder: Path, dtype: str, options: argparse.Namespace) -> None:
-    """The calls of litgpt's pretrain.py: main and fit, in their order, without the log."""
-    if options.packed:
-        raise NotHere("litgpt has no attention that keeps packed documents apart")
-    import torch
-    from litgpt import GPT
-    from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
-    from litgpt.utils import chunked_cross_entropy, instantiate_torch_optimizer
-    from safetensors.torch import load_file
-
-    from fabric_llm.base.fabric import Fabric
-
-    fabric = Fabric(devices=1, accelerator=options.kind, precision=PRECISION[dtype])
-    config = litgpt_config(folder)
-    with fabric.init_module(empty_init=True):
-        model = GPT(config)
-    weights: dict[str, Any] = {}  # the shared ones, under litgpt's names
-    copy_weights_hf_llama(config, {}, weights, load_file(folder / "llama" / "model.safetensors"))
-    model.load_state_dict(weights)
-    model = fabric.setup(torch.compile(model) if options.compile else model)
-    given = {"class_path": "torch.optim.AdamW", "init_args": dict(ADAMW)}
-    optimizer = instantiate_torch_optimizer(given, model.parameters(), fused=options.kind == "cuda")
-    optimizer, loss = fabric.setup_optimizers(optimizer), None
-    for batch in itertools.cycle(hf_batches(folder, options)):
-        if not turns.go_on(loss):
-            return
-        input_ids = batch["input_ids"].to(fabric.device)
-        targets = torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=-100)
-        loss = chunked_cross_entropy(model(input_ids), targets)
-        fabric.backward(loss)
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = loss.detach()
-
-
-def litgpt_config(folder: Path) -> Any:
-    from litgpt import Config
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder / "llama")
-    shape = {"n_layer": config.num_hidden_layers, "n_embd": config.hidden_size, "n_head": config.num_attention_heads}
-    shape |= {"intermediate_size": config.intermediate_size, "block_size": max(SIZES["context"], TOY_SIZES["context"])}
-    shape |= {"vocab_size": config.vocab_size, "padded_vocab_size": config.vocab_size}
-    llama = {"rotary_percentage": 1.0, "parallel_residual": False, "bias": False, "mlp_class_name": "LLaMAMLP"}
-    return Config(name="Llama", norm_class_name="RMSNorm", norm_eps=config.rms_norm_eps, **llama, **shape)
-
-
 CONTENDERS = {
     "fabric_llm": template,
     "fabric_llm, plain": functools.partial(template, loss="full", attention="sdpa", compile="false"),
     "bare loop": bare_loop,
     "HF Trainer": hf_trainer,
-    "litgpt": litgpt,
 }
 
 

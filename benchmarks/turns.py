@@ -23,11 +23,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import page  # noqa: E402
-from benchmarks.page import Row, progress  # noqa: E402
+from benchmarks import page
+from benchmarks.page import Row, progress
 
 DTYPES = {"float32": "32-true", "bfloat16": "bf16-true"}  # and what --precision calls them
 PRELOADED = ["fabric_llm.base.fabric", "transformers.models.llama.modeling_llama", "datasets", "benchmarks.one_step"]
@@ -42,7 +39,7 @@ def parser(document: Optional[str], rounds: int = 7) -> argparse.ArgumentParser:
     options.add_argument("--warm_up", type=int, default=2, help="steps of each contender before the first timed one")
     options.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each process on a CPU")
     options.add_argument("--accelerator", default="auto", choices=("auto", "cpu", "cuda"), help="where to run")
-    options.add_argument("--dtypes", help="float32, bfloat16, or both with a comma (default: both on a GPU)")
+    options.add_argument("--dtypes", nargs="+", choices=DTYPES, help="of parameters (default: on a GPU both)")
     options.add_argument("--smoke", action="store_true", help="toy sizes: whether it runs, not how fast it is")
     return options
 
@@ -58,24 +55,12 @@ def resolve(options: argparse.ArgumentParser, argv: Optional[list[str]]) -> argp
 
     if given.accelerator == "cuda" and not torch.cuda.is_available():
         options.error("--accelerator cuda: this machine shows no GPU to PyTorch.")
-    on_gpu = given.accelerator != "cpu" and torch.cuda.is_available()
-    given.kind = "cuda" if on_gpu else "cpu"
-    dtypes = given.dtypes or ("float32,bfloat16" if on_gpu else "float32")
-    given.dtypes = [name.strip() for name in dtypes.split(",")]
-    if unknown := [name for name in given.dtypes if name not in DTYPES]:
-        options.error(f"--dtypes {unknown[0]!r} is none of {', '.join(DTYPES)}.")
-    given.device = device_of(given.kind)
+    given.kind = "cuda" if given.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
+    given.dtypes = given.dtypes or (list(DTYPES) if given.kind == "cuda" else ["float32"])
+    if given.kind == "cuda":  # another process asks: a context takes memory of the GPU
+        ask = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
+        given.device = {"name": subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()}
     return given
-
-
-def device_of(kind: str) -> dict[str, Any]:
-    """Name and bytes of memory of the GPU, {} for a CPU. Another process asks: a context takes memory of the GPU."""
-    if kind == "cpu":
-        return {}
-    ask = "import torch; found = torch.cuda.get_device_properties(0); print(found.name, found.total_memory, sep='\\n')"
-    said = subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, check=True).stdout
-    name, count = said.splitlines()
-    return {"name": name, "bytes": int(count)}
 
 
 def alternate(contenders: Sequence[Each], rounds: int) -> Iterator[Each]:
@@ -215,7 +200,7 @@ def work(
     except EOFError:  # the benchmark is gone
         pass
     except BaseException as error:
-        if not isinstance(error, (ImportError, NotHere)):
+        if not isinstance(error, ImportError):
             traceback.print_exc()
         pipe.send(("failed", sentence_of(error)))
 
@@ -234,14 +219,8 @@ def join(rank: int, ranks: int, store: Path, kind: str) -> None:
     torch.distributed.init_process_group(backend, store=file_store, rank=rank, world_size=ranks)
 
 
-class NotHere(Exception):
-    """What a contender needs and this machine hasn't; the row says so."""
-
-
 def sentence_of(error: BaseException) -> str:
     """What a row says of an error."""
-    if isinstance(error, NotHere):
-        return str(error)
     if isinstance(error, ImportError):
         return f"not installed ({' '.join(str(error).split())[:80]})"
     return " ".join(f"{type(error).__name__}: {error}".split())[:160].replace("|", "/")
@@ -269,7 +248,8 @@ class Contender:
         if self.row["error"]:
             return None
         deadline = None if within_seconds is None else time.monotonic() + within_seconds
-        left, reports = self._send((what, steps)), []
+        self._send((what, steps))
+        left, reports = list(self.processes), []
         while left:
             ready = wait(left, None if deadline is None else max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -287,12 +267,11 @@ class Contender:
                 left.remove(pipe)
         return {key: max((r[key] for r in reports if r[key] is not None), default=None) for key in reports[0]}
 
-    def _send(self, request: Optional[tuple[str, int]]) -> list[Connection]:
+    def _send(self, request: Optional[tuple[str, int]]) -> None:
         """A process that has ended has said why, or is found at its end of the pipe."""
         for pipe in self.processes:
             with suppress(OSError):
                 pipe.send(request)
-        return list(self.processes)
 
     def _failed(self, sentence: str) -> None:
         self.row["error"] = sentence

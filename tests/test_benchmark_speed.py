@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks import gpu, page, scaling, throughput
+from benchmarks import gpu, page, steps, throughput
 
 FOLDER = Path(gpu.__file__).parent
 
@@ -17,8 +18,8 @@ FOLDER = Path(gpu.__file__).parent
 def run(script, tmp_path, *words, code=0):
     """(standard output, what --output holds) of a benchmark at toy size."""
     output = tmp_path / "numbers.json"
-    command = [sys.executable, FOLDER / script, "--smoke", "--accelerator", "cpu", "--rounds", "2", "--threads", "1"]
-    command += [*words] if "--output" in words else [*words, "--output", output]
+    command = [sys.executable, FOLDER / script, *words, "--smoke", "--accelerator", "cpu", "--rounds", "2"]
+    command += ["--threads", "1", "--output", output]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
     assert done.returncode == code, done.stderr[-6000:]
     return done.stdout, json.loads(output.read_text()) if output.exists() else None
@@ -29,9 +30,7 @@ def header(titles):
 
 
 @pytest.mark.longer
-@pytest.mark.parametrize(
-    "words", [(), ("--packed", "--only", "fabric_llm", "bare loop", "litgpt")], ids=["plain", "packed"]
-)
+@pytest.mark.parametrize("words", [(), ("--packed", "--only", "fabric_llm", "bare loop")], ids=["plain", "packed"])
 def test_throughput(tmp_path, words):
     said, document = run("throughput.py", tmp_path, *words)
     assert header(["", *throughput.COLUMNS]) in said
@@ -40,52 +39,48 @@ def test_throughput(tmp_path, words):
         assert rows[name]["tokens_per_second"] > 0 and rows[name]["additional_bytes"] > 0, rows[name]
         assert rows[name]["losses"][0] == pytest.approx(rows["bare loop"]["losses"][0], abs=1e-4)
     for row in rows.values():  # what isn't installed says so
-        assert row["error"] is None or "installed" in row["error"] or "packed documents" in row["error"], row
+        assert row["error"] is None or "installed" in row["error"], row
 
 
 @pytest.mark.longer
 def test_loss_head(tmp_path):
-    said, document = run("fast_paths.py", tmp_path, "--only", "loss", "--dtypes", "float32,bfloat16")
-    assert "| chunked |" in said and "of head's gradient" in said and "64x32x128 in bfloat16" in said
+    said, document = run("fast_paths.py", tmp_path, "--dtypes", "float32", "bfloat16")
+    assert "| chunked |" in said and "64x32x128 in bfloat16" in said
     rows = {(row["name"], row["dtype"]): row for row in document["rows"]}
-    for dtype, limit in (("float32", 1e-6), ("bfloat16", 1e-2)):
-        for name in ("full", "chunked"):
-            errors = [rows[name, dtype][key] for key in ("loss_error", "hidden_error", "head_error")]
-            assert max(errors) < limit and rows[name, dtype]["seconds"], rows[name, dtype]
-        assert rows["cce", dtype]["error"] == "needs a GPU"
+    for dtype, limit in (("float32", 1e-5), ("bfloat16", 1e-2)):
+        full, chunked = (rows[name, dtype] for name in ("full", "chunked"))
+        assert full["seconds"] and chunked["losses"][0] == pytest.approx(full["losses"][0], rel=limit)
 
 
 @pytest.mark.longer
 def test_attention(tmp_path):
-    said, document = run("fast_paths.py", tmp_path, "--only", "attention", "--dtypes", "float32")
-    assert "One layer's attention, context 32, float32" in said
-    rows = {(row["name"], row["part"]): row for row in document["rows"]}
-    assert set(rows) == {(name, part) for name in ("unmasked", "masked", "packed") for part in ("layer", "step")}
-    for (name, part), row in rows.items():
-        assert row["error"] is None and row["seconds"] and row["additional_bytes"] > 0, row
-        assert part == "step" or max(row["output_error"], row["gradient_error"]) < 1e-5, row
-    losses = [rows[name, "step"]["losses"][0] for name in ("masked", "packed", "unmasked")]
+    said, document = run("steps.py", tmp_path, "attention")
+    assert "Context 32, float32" in said and "times as fast as masked" in said
+    rows = {row["name"]: row for row in document["rows"]}
+    assert set(rows) == set(steps.ATTENTION)
+    assert all(row["error"] is None and row["seconds"] and row["additional_bytes"] > 0 for row in rows.values())
+    losses = [rows[name]["losses"][0] for name in ("masked", "packed", "unmasked")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5) and abs(losses[0] - losses[2]) > 1e-5
 
 
 @pytest.mark.longer
 def test_scaling(tmp_path):
-    said, document = run("scaling.py", tmp_path, "--axes", "context", "ranks")
-    assert header(["", *scaling.COLUMNS]) in said and header(scaling.EXPONENTS) in said
-    assert "Growth isn't what theory says: " in said
-    rows = {(row["axis"], row["size"]): row for row in document["rows"]}
-    assert set(rows) == {("context", 16), ("context", 32), ("ranks", 1), ("ranks", 2)}
-    assert all(row["error"] is None and row["tokens_per_second"] > 0 for row in rows.values())
+    said, document = run("steps.py", tmp_path, "scaling", "--only", "context", "ranks")
+    assert header(steps.EXPONENTS) in said and "Growth isn't what theory says: " in said
+    rows = {row["name"]: row for row in document["rows"]}
+    assert set(rows) == {"context 16", "context 32", "ranks 1", "ranks 2"}
+    for row in rows.values():
+        assert row["error"] is None and row["tokens_per_second"] > 0
+        assert row["additional_bytes"] == pytest.approx(row["additional_bytes_in_theory"], rel=0.25)
 
 
 @pytest.mark.longer
 def test_gpu_on_a_cpu(tmp_path):
-    said, _ = run("gpu.py", tmp_path, "--output", tmp_path)
-    assert header(gpu.TITLES) in said
+    said, document = run("gpu.py", tmp_path, "--markdown", tmp_path / "gpu.md")
     assert (tmp_path / "gpu.md").read_text().strip() == said.strip()
-    document = json.loads((tmp_path / "gpu.json").read_text())
-    *cases, last = document["cases"]
+    *cases, last = document["rows"]
     assert all(case["error"] is None and case["tokens_per_second"] > 0 for case in cases), cases
+    assert all(f"| {case['name']} |" in said for case in cases)
     assert "needs a GPU" in last["error"]  # the others have run all the same
 
 
@@ -106,53 +101,26 @@ def test_ratios_are_taken_within_rounds():
 
 
 def test_growth_is_the_exponent():
-    assert scaling.slope([1, 2, 4], [5, 20, 80]) == pytest.approx(2.0)
-    point = scaling.Point()
-    assert point._replace(layers=8).layer_parameters == 2 * point.layer_parameters
-    assert point.operations() < point._replace(context=512).operations() / 2  # attention is quadratic
-
-
-@pytest.mark.parametrize("name", ["toy"])
-def test_parameters_are_counted(name):
-    config = LlamaConfig(**gpu.SHAPES[name])
-    model = AutoModelForCausalLM.from_config(config)
-    assert gpu.parameters(gpu.SHAPES[name]) == sum(parameter.numel() for parameter in model.parameters())
+    assert steps.slope([1, 2, 4], [5, 20, 80]) == pytest.approx(2.0)
 
 
 def test_the_shapes_have_the_parameters_of_their_names():
-    counts = {name: gpu.parameters(gpu.SHAPES[name]) for name in ("1B", "3B", "8B")}
+    counts = {}
+    for name in ("1B", "3B", "8B"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(LlamaConfig(**gpu.SHAPES[name]))
+        counts[name] = sum(parameter.numel() for parameter in model.parameters())
     assert counts == {"1B": 1_235_814_400, "3B": 3_212_749_824, "8B": 8_030_261_248}  # as their model cards say
 
 
-def test_a_model_that_can_not_fit_is_a_row(tmp_path):
-    options = argparse.Namespace(kind="cuda", device={"name": "NVIDIA A100-SXM4-40GB", "bytes": 40 * 2**30})
-    row = gpu.try_case(gpu.Case("8B", 1), "bfloat16", tmp_path, options, 0.0)
-    assert row["error"] == "doesn't fit: weights, gradients and moments alone take 60 GiB, and this GPU has 40"
-    assert "not run" in gpu.try_case(gpu.Case("1B", 1), "bfloat16", tmp_path, options, 0.0)["error"]
-    assert all(
-        len(gpu.line_of(gpu.try_case(case, "bfloat16", tmp_path, options, 0.0))) == len(gpu.TITLES)
-        for case in gpu.CASES
-    )
+def test_what_is_not_run_is_a_row(tmp_path):
+    rows = [gpu.try_case(case, "bfloat16", tmp_path, argparse.Namespace(), 0.0) for case in gpu.CASES]
+    said = page.compare(rows, gpu.COLUMNS)
+    assert all(f"| {case} | not run: the minutes are over |" in said for case in gpu.CASES)
 
 
-@pytest.mark.parametrize("script", ["throughput.py", "fast_paths.py", "scaling.py", "gpu.py"])
+@pytest.mark.parametrize("script", ["throughput.py", "fast_paths.py", "steps.py", "gpu.py"])
 def test_help_begins_with_a_sentence(script):
     done = subprocess.run([sys.executable, FOLDER / script, "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "--rounds" in done.stdout and "--output" in done.stdout
     assert ". " in done.stdout.replace("\n", " ")
-
-
-@pytest.mark.longer
-def test_loader(tmp_path):
-    words = ["--gib", 0.005, "--context_length", 64, "--rounds", 1, "--steps", 5, "--folder", tmp_path]
-    done = subprocess.run(
-        list(map(str, [sys.executable, FOLDER / "loader.py", *words])), capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    rows = [
-        line.split("|")
-        for line in done.stdout.splitlines()
-        if line.startswith(("| fabric_llm", "| torch", "| the same"))
-    ]
-    assert len(rows) == 7 and all(float(row[5].replace(",", "")) > 0 for row in rows)
-    assert not list(tmp_path.iterdir()), "the datasets are removed"

@@ -1,4 +1,4 @@
-"""benchmarks/sharding.py at toy size: what it counts is what the strategies promise. No test here looks at a clock."""
+"""benchmarks/steps.py at toy size: what it counts is what the strategies promise. No test here looks at a clock."""
 
 import json
 import math
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import one_step, sharding
+from benchmarks import one_step, page, steps
 
-SCRIPT = Path(sharding.__file__)
+SCRIPT = Path(steps.__file__)
 SHARDED = ("fsdp, no wrapping", "fsdp, by layer", "fsdp2, by layer")
 WHOLE = ("ddp", "fsdp, by layer, NO_SHARD")
 
@@ -22,7 +22,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, dic
     folder = tmp_path_factory.mktemp("sharding")
     size = ("--smoke", "--warm_up", "2", "--rounds", "1", "--accelerator", "cpu")
     files = ("--output", folder / "rows.json", "--markdown", folder / "table.md")
-    command = [sys.executable, SCRIPT, *size, *files, "--only", *WHOLE, *SHARDED]
+    command = [sys.executable, SCRIPT, "sharding", *size, *files, "--only", *WHOLE, *SHARDED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-6000:]
     assert (folder / "table.md").read_text() == done.stdout
@@ -40,8 +40,8 @@ def test_sharded_rows_hold_half_and_whole_rows_hold_all(result, key):
 
 def test_ddp_holds_the_parameters_of_the_model_and_two_moments(result):
     ddp = result[1]["ddp"]
-    hidden, inner, layers = 32, 64, 2
-    parameters = 2 * 8192 * hidden + layers * (4 * hidden**2 + 3 * hidden * inner + 2 * hidden) + hidden
+    hidden, inner, layers, vocabulary = 64, 192, 2, 128
+    parameters = 2 * vocabulary * hidden + layers * (4 * hidden**2 + 3 * hidden * inner + 2 * hidden) + hidden
     assert ddp["parameter_bytes"] == 4 * parameters
     assert ddp["optimizer_bytes"] == pytest.approx(2 * 4 * parameters, rel=0.001)  # and a step count per parameter
 
@@ -66,15 +66,15 @@ def test_another_loss_is_an_error(other):
     rows = [
         {"name": name, "error": None, "losses": losses} for name, losses in (("a", [3.0, 2.0]), ("b", [3.0, other]))
     ]
-    assert sharding.problem_of(rows[:1]) is None
-    assert "b: losses" in sharding.problem_of(rows)
-    assert sharding.problem_of(rows[::-1]) is not None
+    assert steps.problem_of(rows[:1]) is None
+    assert "b: losses" in steps.problem_of(rows)
+    assert steps.problem_of(rows[::-1]) is not None
 
 
 def test_a_failed_row_is_an_error_and_stays_in_the_table():
     rows = [{"name": "a", "error": "why", "seconds": []}]
-    assert sharding.problem_of(rows) == "failed: a (why)."
-    assert "| a | why |" in sharding.table(rows)
+    assert steps.problem_of(rows) == "failed: a (why)."
+    assert "| a | why |" in page.compare(rows, steps.COLUMNS)
 
 
 def test_a_storage_counts_once_and_whole():
