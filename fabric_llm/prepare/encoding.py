@@ -2,10 +2,9 @@
 
 In the work folder a piece with number 7 is:
 
-    000007.tokens   the documents' tokens, one behind the other
-    000007.lengths  uint64 for each document: 4 times its tokens, and where it goes (documents.DRAWN ...)
-    000007.hashes   16 bytes for each document, the hash of its text
-    000007.json     the mark: all of them are on the disk, and what was read for them
+    000007.tokens     the documents' tokens, one behind the other
+    000007.documents  a record of each document (DOCUMENT)
+    000007.json       the mark: both are on the disk, and what was read for them
 
 A piece without a mark is made again from its beginning. Worker processes take one piece after the other, and end with the
 process that has started them. This module imports neither torch nor transformers, so that they start quickly.
@@ -50,7 +49,8 @@ BATCH_CHARACTERS = 1_000_000
 MAX_NAMED = 20  # bad records
 MAX_MESSAGE = 2000  # characters
 MANY_RECORDS = 100  # in a range of a large file, which end the preparation if all of them are bad
-HASH_BYTES = 16
+# Its tokens, where it goes (documents.DRAWN ...), and the hash of its text.
+DOCUMENT = np.dtype([("tokens", "<i8"), ("goes", "u1"), ("hash", "<u8", 2)])
 PACKAGE = Path(__file__).parents[2]  # what PYTHONPATH needs
 Report = Callable[[int], Any]
 
@@ -90,10 +90,8 @@ def read_mark(folder: Path, number: int) -> Optional[Mark]:
 class PieceFiles:
     """The files of a piece, while documents are added to them."""
 
-    names = ("tokens", "lengths", "hashes")
-
-    def __init__(self, job: Job, tokens: BinaryIO, lengths: BinaryIO, hashes: BinaryIO) -> None:
-        self.tokens, self.lengths, self.hashes, self.mark = tokens, lengths, hashes, Mark()
+    def __init__(self, job: Job, tokens: BinaryIO, documents: BinaryIO) -> None:
+        self.tokens, self.documents, self.mark = tokens, documents, Mark()
         self.dtype = np.dtype(job.dtype)
         self.before, self.after = np.array(job.before, self.dtype), np.array(job.after, self.dtype)
 
@@ -104,8 +102,8 @@ class PieceFiles:
             return
         tokens = np.concatenate([self.before, ids, self.after]).astype(self.dtype)
         self.tokens.write(tokens.data)
-        self.lengths.write((4 * len(tokens) + goes).to_bytes(8, "little"))
-        self.hashes.write(hashlib.blake2b(text.encode(), digest_size=HASH_BYTES).digest())
+        digest = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), "<u8")
+        self.documents.write(np.array((len(tokens), goes, digest), DOCUMENT).tobytes())
         self.mark.documents += 1
         self.mark.tokens += len(tokens)
 
@@ -117,7 +115,7 @@ def make_piece(number: int, job: Job, fill: Callable[[PieceFiles], Any]) -> Mark
     """
     path = Path(job.folder, f"{number:06d}")
     with ExitStack() as stack:
-        opened = [stack.enter_context(open(path.with_suffix(f".{name}"), "ab")) for name in PieceFiles.names]
+        opened = [stack.enter_context(open(path.with_suffix(name), "ab")) for name in (".tokens", ".documents")]
         lock(opened[0].fileno(), f"piece {number} in {job.folder!r} is being made by another process")
         if (mark := read_mark(path.parent, number)) is not None:
             return mark

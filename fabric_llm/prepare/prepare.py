@@ -51,6 +51,7 @@ MAX_LISTED_FILES = 10_000
 MAX_LISTED_SUFFIXES = 10
 LITTLE_BYTES = 16 * 2**20  # of input, for which no process is started
 KEY = "key.json"  # what the pieces in the work folder were made of
+PIECE_FORMAT = 2  # of their files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,7 @@ def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
     # Here, so that it fails before anything is written.
     tokenizer = None if options.tokenizer is None else packing_tokenizer(options.tokenizer)
     key = {
+        "format": PIECE_FORMAT,
         "inputs": fingerprint(found, pieces) if generated is None else generated.settings,
         "tokenizer": options.tokenizer_name,
         "text_field": options.text_field,
