@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from conftest import TOY_CONFIGS
-from ranks import Job, refuse_imports
+from ranks import Job, refuse_imports, train_ranks
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
@@ -268,6 +268,20 @@ def test_the_model_is_what_it_was(tmp_path, corpus_folder, capsys, kind, family,
         before, after = (model.float().eval()(ids).logits for model in (old, new))
     torch.testing.assert_close(after[..., : len(was)], before[..., : len(was)], rtol=0, atol=1e-6)
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_sharded_checkpoint_is_extended_as_any_model(toys, tmp_path, corpus_folder):
+    folder = make_model(tmp_path / "model", byte_level())
+    flags = ("--model_name", folder, "--train_data_dir", toys / "data", "--output_dir", tmp_path, "--run_name", "run")
+    flags += ("--max_step", 1, "--eval_iters", 0, "--verify_start", "false", "--state_dict_type", "sharded")
+    train_ranks(1, *flags)
+    assert (
+        run(tmp_path / "run" / "step-00000001", "--input", corpus_folder, "--tokens", 20, "--output", tmp_path / "hf")
+        == 0
+    )
+    new = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    first = new_tokens.size(byte_level().backend_tokenizer)
+    assert len(new.get_input_embeddings().weight) == first + 20 and new.dtype == torch.bfloat16
 
 
 def test_what_goes_wrong_leaves_nothing(tmp_path, corpus_folder, capsys, monkeypatch):
