@@ -1,7 +1,7 @@
 """What pure bfloat16 loses, and what each --bf16_updates gives back: loss, weights that move, memory, time.
 
     python train.py --output_dir work --run_name base
-    python prepare_data.py --input PYTHON/lib --pattern METADATA topics.py --tokenizer data/demo/tokenizer \\
+    python prepare_data.py --input PYDOC_DATA SITE_PACKAGES --pattern METADATA topics.py --tokenizer data/demo/tokenizer \\
         --context_length 256 --validation_fraction 0.1 --deduplicate exact --output work/documentation
     python benchmarks/bf16_updates.py work/base/step-00000400 work/documentation --output_dir work
     python -m fabric_llm.report work/fp32 work/stochastic work/nearest      # draws the runs
