@@ -205,14 +205,13 @@ def save_rows(
     Raises ValueError for a split without a row.
     """
     failpoint("prepare.rows")
-    counts = {name: int(mine.sum()) for name, mine in documents.splits.items()}
-    lengths = {name: documents.lengths[mine] for name, mine in documents.splits.items()}
-    for name, count in counts.items():
-        tokens = int(lengths[name].sum())
+    total = sum(int(mine.sum()) for mine in documents.splits.values())
+    for name, mine in documents.splits.items():
+        tokens = int(documents.lengths[mine].sum())
         if tokens >= (1 if packing == "best_fit" else context_length):
             continue
         raise ValueError(
-            f"the {name} split has {tokens} tokens in {count} of {sum(counts.values())} documents, which do not"
+            f"the {name} split has {tokens} tokens in {int(mine.sum())} of {total} documents, which do not"
             f" fill one row of context_length {context_length}: choose a smaller --context_length or a"
             f" {'larger' if name == 'validation' else 'smaller'} --validation_fraction, or give more text (a plain-text file"
             f" is one document unless --document_separator says otherwise, and documents are never divided between splits)"
@@ -220,14 +219,15 @@ def save_rows(
     described, largest, path = {}, -1, documents.folder / "rows"
     for name, mine in documents.splits.items():
         largest = max(largest, _copy(documents, mine, np.dtype(dtype), path))
-        tokens = int(lengths[name].sum())
+        lengths = documents.lengths[mine]
+        tokens = int(lengths.sum())
         if packing == "best_fit":
-            said = _pack(path, np.dtype(dtype), lengths[name], context_length, eos)
+            said = _pack(path, np.dtype(dtype), lengths, context_length, eos)
         else:
             rows = tokens // context_length
             said = {"rows": rows, "dropped_tokens": tokens - rows * context_length}
         digest = _save_split(path, np.dtype(dtype), said["rows"], folder / name, context_length)
-        described[name] = {"documents": counts[name], "tokens": tokens, **said, "sha256": digest}
+        described[name] = {"documents": len(lengths), "tokens": tokens, **said, "sha256": digest}
     path.unlink()
     (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(described)}))
     return described, largest
