@@ -97,6 +97,9 @@ class ModelArguments:
         "stochastic", fixed=True, needs="precision bf16-true"
     )
     """bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 6 (they don't), 14"""
+    float8: Literal["none", "tensorwise", "rowwise"] = flag("none", also="fp8 enable_fp8 float8_recipe")
+    """bf16-true, bf16-mixed: make the products of the layers in 8 bits (docs/speed.md), with a scale for each tensor or row;
+    needs torchao, and on a CPU it is emulated, which is slow"""
     attention: Literal["auto", "packed", "sdpa", "flash_attention_2", "flex_attention", "eager"] = setting(
         "auto", also="attn_implementation attn_impl flash_attn sdp_attention"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import math
 import os
 import select
@@ -74,6 +75,9 @@ def outlast_readers() -> None:
 
 def plain_output() -> None:
     """Called first by each program. Warnings become a sentence without file and source; only a terminal gets progress bars."""
+    # transformers imports torchao where it is installed, which warns of its libraries for inference, and torch of it.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     # Lightning replaces formatwarning when it is imported, so showwarning is set.
     warnings.showwarning = lambda message, *_, **__: print(f"Warning: {one_line(message)}", file=sys.stderr, flush=True)
     if sys.stderr is None or not sys.stderr.isatty():

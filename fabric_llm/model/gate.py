@@ -58,6 +58,9 @@ LIMITS = {
     "bf16-true": Limits(5e-2, 1e-1, 1.5e-1, 0.15, 0.03),
     "bf16-mixed": Limits(5e-2, 1e-1, 1.5e-1, 0.15, 0.03),
     "16-mixed": Limits(1e-2, 5e-2, 5e-2),
+    # With --float8 only gradients are compared by these, since all else is computed as without it. Random models of 2 to 32 layers
+    # have 0.02 to 0.22 of the norm and cosines from 0.99 down to 0.75 (docs/results/float8.md).
+    "float8": Limits(0.15, 1e-1, 1.5e-1, 0.5, 0.4),
 }
 
 

@@ -51,6 +51,10 @@ def check_training(flags: Flags) -> None:
         raise ValueError("--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture.")
     mix = mixture_text.parse(data.data_mix) if data.data_mix else None
     activation_checkpointing(flags.fsdp.activation_checkpointing)
+    if flags.model.float8 != "none" and (flags.model.precision not in ("bf16-true", "bf16-mixed") or flags.devices.tpu):
+        raise ValueError(
+            f"--float8 {flags.model.float8} goes with --precision bf16-true or bf16-mixed, on a CPU or on GPUs."
+        )
     if training.min_lr > training.lr:
         raise ValueError(f"--min_lr {training.min_lr} is larger than --lr {training.lr}.")
     if (rate := training.constant_lr) is not None and not training.min_lr <= rate <= training.lr:

@@ -100,6 +100,7 @@ def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan
         tokenizer=None,
         precision=asked.precision,
         bf16_updates=asked.bf16_updates,
+        float8=asked.float8,
         sums_in_float32=training.accumulation_dtype == "float32",
         router_aux_loss_coef=0.0,
         loss=asked.loss,
@@ -152,6 +153,10 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
         raise ValueError(f"--activation_checkpointing {checkpointing}: {name} doesn't support it.")
     if checkpointing != "auto":
         layers.checkpoint_activations(skeleton, checkpointing)
+    if plan.model.float8 != "none":
+        if (missing := layers.no_float8(plan.placement.kind)) is not None:
+            raise ValueError(f"--float8 {plan.model.float8}: {missing}.")
+        layers.float8_products(skeleton, plan.model.float8, is_emulated=True)
     masks = plan.data.document_end is not None and plan.data.document_masking is True
     if masks and not loading.takes_positions(type(skeleton)):
         raise ValueError(

@@ -36,6 +36,7 @@ class ModelPlan:
     tokenizer: Optional[Any]
     precision: str
     bf16_updates: str
+    float8: str  # none, tensorwise or rowwise
     sums_in_float32: bool  # gradients of low-precision weights, over micro-batches
     router_aux_loss_coef: float  # 0 where no auxiliary loss of a mixture of experts is trained
     loss: str  # full or chunked; "auto" until the reference is loaded

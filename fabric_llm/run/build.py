@@ -130,6 +130,8 @@ def build_model(run: Run, source: str, planner: Optional[Planner] = None) -> Non
     has_router_loss = plan.model.router_aux_loss_coef > 0
     model = language_model.LanguageModel(_skeleton(plan), with_router_loss=has_router_loss, chunked=chunked)
     weights.compute_buffers(model.causal_lm)
+    if plan.model.float8 != "none":
+        layers.float8_products(model.causal_lm, plan.model.float8, is_emulated=plan.placement.kind == "cpu")
     layers.checkpoint_activations(model.causal_lm, plan.model.activation_checkpointing)
     if plan.model.compiles:
         layers.compile_layers(model)
@@ -264,6 +266,7 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
     recomputed, place = plan.model.activation_checkpointing, plan.placement
     paths = [f"{attention} attention"] * (attention != "sdpa") + [f"{loss} loss"] * (loss != "full")
     paths += ["compiled layers"] * plan.model.compiles
+    paths += [f"products in 8 bits ({plan.model.float8})"] * (plan.model.float8 != "none")
     paths += [f"activations recomputed ({recomputed})"] * (recomputed != "none")
     start = f"{'random weights,' if is_random else 'weights of'} {plan.model.source}"
     start = f"resumed from {plan.resume_from}" if plan.resume_from else start

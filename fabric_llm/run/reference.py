@@ -130,19 +130,21 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expec
     """Stop on all ranks if the wrapped model isn't the one that transformers loads, or trains otherwise. All ranks call it."""
     began, inputs, with_gradients = time.monotonic(), probe_of(plan, plan.data.document_end), compares_gradients(plan)
     outputs, gradients = expected
+    limits = plan.model.precision if plan.model.float8 == "none" else "float8"
     ours = gate.outputs_of(wrapped.module, inputs["input_ids"], lambda ids: wrapped(ids.to(fabric.device)))
     reshard(wrapped)
     problem = outputs and gate.output_difference(ours, outputs, plan.model.precision)
     if (problem := ranks.from_first(problem)) is None and with_gradients:
         found = gate.gradients_of_wrapped(fabric, wrapped, inputs)
-        words = gradients and gate.gradient_difference(found, gradients, plan.model.precision)
+        words = gradients and gate.gradient_difference(found, gradients, limits)
         problem = words and f"the model as it would be trained isn't plain transformers': {words}. {TURN_OFF}"
         problem = ranks.from_first(problem)
     if problem is not None:
         raise Fault(problem)
     wrapped.train()
     if outputs is not None:
-        words = ", and the gradients are equal to rounding" if with_gradients else ""
+        to_rounding = "to rounding" if limits != "float8" else "to rounding in 8 bits"
+        words = f", and the gradients are equal {to_rounding}" if with_gradients else ""
         print(
             f"Start verified: loss {ours.loss:.4f} on {inputs['input_ids'].numel()} tokens, {outputs.loss:.4f} in "
             f"plain transformers{words} ({time.monotonic() - began:.1f} s)."
