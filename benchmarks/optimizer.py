@@ -88,7 +88,7 @@ def compiling(device: torch.device) -> str:
     if device.type == "cpu":
         adamw_rounded.compiled()
     built = time.perf_counter() - began
-    used = adamw_rounded.fastest(device) is not adamw_rounded.plain_update
+    used = adamw.fastest(device) is not adamw_rounded.plain_update
     whole = time.perf_counter() - began - built
     return (
         f"The compiler takes {built:.2f} s in each process. Compiling and comparing with plain PyTorch take {whole:.2f} s. "

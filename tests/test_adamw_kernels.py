@@ -25,9 +25,9 @@ def compiled():
 @pytest.fixture
 def forgetful():
     """The choice of a kernel is made anew, before the test and after it."""
-    adamw_rounded.fastest.cache_clear()
+    adamw.fastest.cache_clear()
     yield
-    adamw_rounded.fastest.cache_clear()
+    adamw.fastest.cache_clear()
 
 
 # ------------------------------------------------------------------------------- the same bits
@@ -145,10 +145,10 @@ def train(count, threads):
 def test_large_models_take_the_compiled_update_with_the_same_bits(forgetful, monkeypatch, threads):
     monkeypatch.setattr(adamw_rounded, "PIECE_ELEMENTS", {"cpu": 999})
     expected = train(5000, threads)
-    assert adamw_rounded.fastest.cache_info().misses == 0  # toy models don't wait for a compiler
+    assert adamw.fastest.cache_info().misses == 0  # toy models don't wait for a compiler
     monkeypatch.setattr(adamw, "LEAST_ELEMENTS", 5000)
     assert torch.equal(train(5000, threads), expected)
-    assert adamw_rounded.fastest(CPU) is not adamw_rounded.plain_update
+    assert adamw.fastest(CPU) is not adamw_rounded.plain_update
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ def test_a_kernel_with_other_bits_is_refused(forgetful, monkeypatch):
         adamw_rounded.plain_update(pieces, numbers)
         pieces[0][0][0].view(torch.int16)[-1] ^= 1
 
-    monkeypatch.setattr(adamw_rounded, "compiled", lambda: contracted)
+    monkeypatch.setattr(adamw, "compiled", lambda: contracted)
     with pytest.warns(UserWarning, match="its bits differ from those of plain PyTorch"):
-        assert adamw_rounded.fastest(CPU) is adamw_rounded.plain_update
+        assert adamw.fastest(CPU) is adamw_rounded.plain_update
 
 
 # ------------------------------------------------------------------------------- the noise

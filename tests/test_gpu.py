@@ -13,7 +13,7 @@ from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.model import fast_paths, gate, layers
 from fabric_llm.model.language_model import LanguageModel
-from fabric_llm.training import adamw_rounded
+from fabric_llm.training import adamw, adamw_rounded
 from fabric_llm.training.adamw import AdamW
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +66,7 @@ def test_a_chunked_loss_is_no_further_from_float64_than_the_full_one(name, compi
 
 
 def test_a_gpu_rounds_as_a_cpu():
-    kernel = adamw_rounded.fastest(GPU)
+    kernel = adamw.fastest(GPU)
     assert kernel is not adamw_rounded.plain_update and adamw_rounded.equals_plain(kernel, GPU)
     found = []
     for device in (CPU, GPU):

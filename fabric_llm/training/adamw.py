@@ -14,7 +14,9 @@ All arithmetic is float32. Besides its state, a step takes at most 8 MiB on a CP
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, Optional
 
 import torch
@@ -22,9 +24,18 @@ from torch import Tensor, nn
 
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.failpoints import failpoint
+from fabric_llm.base.faults import one_line
 from fabric_llm.model import strategy
 from fabric_llm.model.strategy import local_part
-from fabric_llm.training.adamw_rounded import Origin, fastest, plain_update, rounded_step
+from fabric_llm.training.adamw_rounded import (
+    ALIGNED_ELEMENTS,
+    Origin,
+    Update,
+    compiled,
+    equals_plain,
+    plain_update,
+    rounded_step,
+)
 
 LEAST_ELEMENTS = 2**20  # below this, plain PyTorch takes less time in ten steps than compiling a kernel would
 UPDATED = ("exp_avg", "exp_avg_sq", "master")  # of the state
@@ -146,6 +157,31 @@ class AdamW(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(number, {}).items():
                 counts = name == "step"  # copied, since each parameter's is incremented in place
                 self.state[param][name] = value.to("cpu" if counts else param.device, copy=counts)
+
+
+@cache
+def fastest(device: torch.device) -> Update:
+    """The kernel of a device, if it compiles and has the right bits. Otherwise warn, and return `plain_update`, with the same bits."""
+    if device.type not in ("cpu", "cuda"):
+        return plain_update
+    try:
+        if device.type == "cpu":
+            update = compiled()
+        else:
+            from fabric_llm.training.adamw_triton import update  # where there are GPUs there is Triton
+        if equals_plain(update, device) and equals_plain(update, device, ALIGNED_ELEMENTS):
+            return update
+        reason = "its bits differ from those of plain PyTorch"
+    except Exception as error:  # whatever a compiler does, plain PyTorch has the same bits
+        reason = one_line(getattr(error, "stderr", None) or f"{type(error).__name__}: {error}")[:400]
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        needs = "a C++ compiler" if device.type == "cpu" else "Triton and a C compiler"
+        warnings.warn(
+            f"The optimizer's kernel for {device.type}, which needs {needs}, isn't used ({reason}). "
+            "Without it, plain PyTorch takes several times as long for the same numbers.",
+            stacklevel=2,
+        )
+    return plain_update
 
 
 def fused_step(tensors: list[list[Tensor]], group: dict[str, Any], step: float) -> None:

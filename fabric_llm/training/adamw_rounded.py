@@ -15,17 +15,13 @@ import shlex
 import struct
 import subprocess
 import tempfile
-import warnings
 from array import array
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, Callable
 
 import torch
 from torch import Tensor
-
-from fabric_llm.base.faults import one_line
 
 Key = tuple[int, int, int]  # three int32
 Piece = tuple[Sequence[Tensor], int, Key]  # contiguous tensors, first index modulo 2**32, key of the noise
@@ -137,31 +133,6 @@ def noise(first: int, count: int, key: Key, device: torch.device) -> tuple[Tenso
     y = x ^ key[2]
     y.bitwise_xor_(upper(y, 15)).mul_(0x31848BAB)
     return upper(x, 16), x & 0xFFFF, upper(y, 16)
-
-
-@cache
-def fastest(device: torch.device) -> Update:
-    """The kernel of a device, if it compiles and has the right bits. Otherwise warn, and return `plain_update`, with the same bits."""
-    if device.type not in ("cpu", "cuda"):
-        return plain_update
-    try:
-        if device.type == "cpu":
-            update = compiled()
-        else:
-            from fabric_llm.training.adamw_triton import update  # where there are GPUs there is Triton
-        if equals_plain(update, device) and equals_plain(update, device, ALIGNED_ELEMENTS):
-            return update
-        reason = "its bits differ from those of plain PyTorch"
-    except Exception as error:  # whatever a compiler does, plain PyTorch has the same bits
-        reason = one_line(getattr(error, "stderr", None) or f"{type(error).__name__}: {error}")[:400]
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        needs = "a C++ compiler" if device.type == "cpu" else "Triton and a C compiler"
-        warnings.warn(
-            f"The optimizer's kernel for {device.type}, which needs {needs}, isn't used ({reason}). "
-            "Without it, plain PyTorch takes several times as long for the same numbers.",
-            stacklevel=2,
-        )
-    return plain_update
 
 
 def compiled() -> Update:
