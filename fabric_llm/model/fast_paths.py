@@ -11,7 +11,9 @@ and a model's layers hear where documents end in the arguments that are there fo
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, Optional
 
 import torch
@@ -19,14 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import AttentionMaskInterface
 
+from fabric_llm.base.faults import one_line
+
 # A CPU's chunk stays in its cache, a GPU's keeps the matrix products large.
 LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**28}
 PACKED = "packed"
+HOPPER = (9, 0)  # compute capability of an H100 or H200
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 NOT_HERE = ("softcap", "s_aux", "position_bias")  # of some models' attention: what isn't computed here
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits [tokens, vocabulary], targets int64 [tokens] -> sum, scalar
@@ -139,6 +145,21 @@ def of_documents(ends: Tensor, longest: int) -> dict[str, Any]:
     from being compiled again."""
     maybe_mark_dynamic(ends, 0)
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def takes_flash_attention_3() -> bool:
+    """Whether packed attention and SDPA have the kernels of flash attention 3 from here on, in place of PyTorch's own.
+
+    That is on GPUs for which they were written, where the package flash_attn_interface is installed. --verify_start compares.
+    """
+    if torch.cuda.get_device_capability() != HOPPER or find_spec("flash_attn_interface") is None:
+        return False
+    try:
+        activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError, ValueError) as error:
+        warnings.warn(f"Flash attention 3 isn't used: {one_line(error)[:200]}", stacklevel=2)
+        return False
+    return True
 
 
 def packed_attention(

@@ -22,7 +22,7 @@ from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.checkpoint import keep, reading, writing
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.token_bytes import bytes_of_tokens
-from fabric_llm.model import flops, freezing, language_model, layers, loading, strategy, weights
+from fabric_llm.model import fast_paths, flops, freezing, language_model, layers, loading, strategy, weights
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.make_plan import document_ends
@@ -125,6 +125,9 @@ def build_model(run: Run, source: str, planner: Optional[Planner] = None) -> Non
     if recomputed == "auto":
         recomputed = ranks.from_rank_zero(lambda: planner.activation_checkpointing())
     model_plan = replace(plan.model, config=config, loss=loss, activation_checkpointing=recomputed)
+    if fabric.device.type == "cuda" and run.flags.model.attention == "auto" and fast_paths.takes_flash_attention_3():
+        if fabric.global_rank == 0:
+            print("Attention: the kernels of flash attention 3.", flush=True)
     run.plan = plan = replace(plan, model=model_plan, data=replace(plan.data, document_end=document_end))
     chunked = loss == "chunked"
     has_router_loss = plan.model.router_aux_loss_coef > 0
