@@ -375,7 +375,7 @@ class Arguments:
 class PrepareArguments:
     """Options"""
 
-    input: Optional[list[str]] = flag(None)
+    input: list[str] = flag(None)
     """files or folders of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, also with .gz, .zst, .bz2, .xz; dataset
     folders; names of datasets on the hub"""
     output: str = flag(None)
@@ -384,11 +384,6 @@ class PrepareArguments:
     """hub name or local directory of the tokenizer (that of your model)"""
     train_tokenizer: Optional[int] = flag(None)
     """train a byte-level BPE tokenizer of this many tokens instead"""
-    self_replay: Optional[str] = flag(None)
-    """hub name or local directory of a model: sample documents from it instead of reading --input, to be replayed when
-    training goes on from it (docs/forgetting.md); takes its tokenizer"""
-    tokens: Optional[int] = flag(None, above=0)
-    """of --self_replay, at least"""
     context_length: int = flag(2048)
     """tokens per sequence"""
     validation_fraction: float = flag(0.01)

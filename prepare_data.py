@@ -19,20 +19,12 @@ def main(argv: Optional[list[str]] = None) -> None:
         ending.left = f"nothing was written to {arguments.output}"
         checks.check_preparation(arguments)
         from fabric_llm.prepare import prepare
-        from fabric_llm.prepare.inputs import DEFAULT_PATTERNS, work_folder_of
+        from fabric_llm.prepare.inputs import work_folder_of
 
         given = {name: value for name, value in vars(arguments).items() if value is not None}
-        inputs, pattern = given.pop("input", []), given.pop("pattern", DEFAULT_PATTERNS)
-        if (model := given.pop("self_replay", None)) is not None:
-            from fabric_llm.model.sampling import self_replay
-
-            tokens = given.pop("tokens")
-            given |= {
-                "generated": self_replay(model, tokens, arguments.context_length, arguments.seed),
-                "tokenizer": model,
-            }
+        inputs = given.pop("input")
         try:
-            manifest = prepare.prepare(inputs=inputs, pattern=pattern, **given)
+            manifest = prepare.prepare(inputs=inputs, **given)
         except BaseException:
             if prepare.has_work(work_folder_of(Path(arguments.output).resolve())):
                 ending.left += "; the same command goes on from there"

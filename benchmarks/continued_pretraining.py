@@ -38,7 +38,6 @@ MODEL = {
 }
 COMMON = {"global_batch_size": 32, "micro_batch_size": 32, "eval_iters": 4, "eval_batch_size": 64}
 BASE = {"lr": 3e-3, "warmup_steps": 100, "max_step": 1800, "lr_schedule": "wsd", "decay_steps": 360}
-SELF_TOKENS = 600_000
 LAST = 5  # checkpoints of a constant rate that are averaged
 CONTINUED = {
     **{"max_step": 160, "lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 10},
@@ -52,7 +51,6 @@ SAID = {
     "replay-5": "5 % replay",
     "replay-20": "20 % replay",
     "replay-50": "50 % replay",
-    "self-20": "20 % of the model's own samples",
     "constant-20": "20 % replay, constant rate",
 }
 
@@ -129,9 +127,6 @@ def runs_of(work: Path) -> dict[str, dict[str, object]]:
     for percent in (0, 5, 20, 50):
         shares = {"basque": 1 - percent / 100, **{name: part * percent / 100 for name, part in OLD.items()}}
         runs[f"replay-{percent}"] = {"data_mix": mix_of(work, shares), "forgetting_budget": NOTHING}
-    old = ",".join(f"{name}={work}/data/{name}" for name in OLD)
-    runs["self-20"] = {"data_mix": mix_of(work, {"basque": 0.8, "self": 0.2}), "eval_data": old}
-    runs["self-20"]["forgetting_budget"] = NOTHING
     runs["constant-20"] = {**runs["replay-20"], "lr_schedule": "constant"}
     runs["stopped"] = {**runs["replay-0"], "forgetting_budget": "english:0.25", "forgetting_action": "stop"}
     replay = {"train_data_dir": work / "data" / "basque", "replay": work / "data" / "english", "replay_fraction": 0.1}
@@ -142,9 +137,6 @@ def runs_of(work: Path) -> dict[str, dict[str, object]]:
 def continue_from_base(work: Path) -> None:
     base = work / "base" / f"step-{BASE['max_step']:08d}"
     for name, flags in runs_of(work).items():
-        if name == "self-20" and not (work / "data" / "self").exists():
-            given = {"tokens": SELF_TOKENS, "context_length": CONTEXT, "output": work / "data" / "self"}
-            call("prepare_data.py", self_replay=base, packing="best_fit", validation_fraction=0.05, **given)
         status = work / name / "STATUS.json"
         if not status.exists() or json.loads(status.read_text())["code"] not in (0, 76):
             run = {"output_dir": work, "run_name": name, "resume": "auto"}

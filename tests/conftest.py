@@ -199,7 +199,6 @@ QUICK = {
     "test_generation_config_is_that_of_the_model_it_started_from": None,
     "test_weights_in_several_files_with_an_index": None,
     "test_two_ranks_then_one_then_four_read_the_same_rows": None,
-    "test_samples_are_of_the_models_own_distribution": None,
     "test_the_demo_runs_says_what_it_is_and_what_comes_next": None,
     "test_sets_are_evaluated_by_name_before_step_1_and_alike_on_any_ranks": None,
     "test_a_restart_of_the_same_command_goes_on": None,

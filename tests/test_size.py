@@ -93,9 +93,6 @@ ROWS = {
     ),
     "verify": Row("-m fabric_llm.verify runs/two", 1, 2 * E, ("resume_from_two_on_one",)),
     "extend_vocab": Row("-m fabric_llm.extend_vocab model --input new --tokens 50 --output hf/extended", 1, E),
-    "self_replay": Row(
-        "prepare_data.py --self_replay model --tokens 200 --context_length 16 --output replay", 1, 2 * E
-    ),
 }
 
 

@@ -20,7 +20,7 @@ NAMES = (
     *("optimizer_step", "between_steps", "evaluate", "finish"),
     *("save.begin", "save.parts", "save.rest", "save.hash"),
     *("publish.begin", "publish.manifest", "publish.before_rename", "publish.renamed", "publish.done"),
-    *("prepare.documents", "prepare.mark", "prepare.marked", "prepare.rows", "prepare.publish", "prepare.sampled"),
+    *("prepare.documents", "prepare.mark", "prepare.marked", "prepare.rows", "prepare.publish"),
     *("prune.begin", "prune.renamed", "prune.done", "resume.moved_aside", "metrics.replace"),
 )
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "int": signal.SIGINT}

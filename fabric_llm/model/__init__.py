@@ -13,5 +13,4 @@ strategy_rules  `Sharding`, `strategy`: which strategies go with which flags, wi
 strategy        `make_fabric`, `wrap`: FSDP, FSDP2, DDP, one device, TPU; nothing else knows about sharding
 gate            `outputs_of`, `find_leak`: is it the model that transformers loads, and which fast paths can it take?
 flops           `of_model`, `peak_tflops`: operations of a step, and what a device can do
-sampling        `self_replay`: text from a finished model, to be replayed
 """

@@ -161,24 +161,11 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
 def check_preparation(flags: Flags) -> None:
     """The flags of prepare_data.py, and what they name. Raises ValueError."""
     pattern, output = flags.pattern or DEFAULT_PATTERNS, Path(flags.output).resolve()
-    if flags.self_replay is not None or flags.tokens is not None:
-        if flags.self_replay is None or flags.tokens is None:
-            raise ValueError("--self_replay MODEL and --tokens N go together: how many to sample from which model")
-        others = {"input": flags.input, "tokenizer": flags.tokenizer, "train_tokenizer": flags.train_tokenizer}
-        others |= {"engine ray": flags.engine == "ray"}
-        if given := [name for name, value in others.items() if value]:
-            raise ValueError(f"--{given[0]} doesn't go with --self_replay, which samples its documents on this machine")
-        check_model_folder(flags.self_replay)
-        if flags.packing == "concat" and flags.tokens < (least := 2 * flags.context_length):
-            raise ValueError(
-                f"--tokens {flags.tokens} don't fill a row of {flags.context_length} tokens to train on and one to validate: "
-                f"ask for {least} at least, or take a smaller --context_length"
-            )
-    preparation(flags, flags.input or flags.self_replay, flags.tokenizer or flags.self_replay)
+    preparation(flags, flags.input)
     separator(flags.document_separator)
     prepared_output(output, flags.overwrite)
     files.writable(output)
-    find_sources(flags.input or (), pattern=pattern, exclude=flags.exclude or [], output=output)
+    find_sources(flags.input, pattern=pattern, exclude=flags.exclude or [], output=output)
     if flags.tokenizer is not None and os.path.isdir(flags.tokenizer):
         tokenizer_bounds.check_file(Path(flags.tokenizer, "tokenizer.json"))
     elif flags.tokenizer is not None:

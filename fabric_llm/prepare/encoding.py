@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import traceback
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Optional
 
@@ -40,7 +39,7 @@ from fabric_llm.base.faults import PEER_LOST, UNWRITABLE, Fault
 from fabric_llm.base.names import shown
 from fabric_llm.base.program import die_with
 from fabric_llm.prepare.corpus import Piece
-from fabric_llm.prepare.documents import DRAWN, Bad, Record, read_part, sections, where
+from fabric_llm.prepare.documents import Bad, Record, read_part, sections, where
 from fabric_llm.prepare.tokenizer_bounds import without_panic
 
 # Many documents in a batch keep all threads of the tokenizer busy. Its working memory is about 120 bytes a character.
@@ -95,8 +94,8 @@ class PieceFiles:
         self.dtype = np.dtype(job.dtype)
         self.before, self.after = np.array(job.before, self.dtype), np.array(job.after, self.dtype)
 
-    def add(self, ids: np.ndarray, text: str, goes: int = DRAWN) -> None:
-        """Append a document, unless no character of it is visible. ids: the tokens of `text`, integers [tokens]."""
+    def add(self, ids: np.ndarray, text: str, goes: int) -> None:
+        """Append a document, unless no character of it is visible. ids: the tokens of `text`, uint32 [tokens]."""
         if not (text.strip() and len(ids)):
             self.mark.empty += 1
             return
@@ -106,29 +105,6 @@ class PieceFiles:
         self.documents.write(np.array((len(tokens), goes, digest), DOCUMENT).tobytes())
         self.mark.documents += 1
         self.mark.tokens += len(tokens)
-
-
-def make_piece(number: int, job: Job, fill: Callable[[PieceFiles], Any]) -> Mark:
-    """Make the files of a piece with `fill`, unless that is done. They are on the disk when this returns.
-
-    Raises Fault (73) where another process has the piece.
-    """
-    path = Path(job.folder, f"{number:06d}")
-    with ExitStack() as stack:
-        opened = [stack.enter_context(open(path.with_suffix(name), "ab")) for name in (".tokens", ".documents")]
-        lock(opened[0].fileno(), f"piece {number} in {job.folder!r} is being made by another process")
-        if (mark := read_mark(path.parent, number)) is not None:
-            return mark
-        for file in opened:
-            file.truncate(0)
-        fill(out := PieceFiles(job, *opened))
-        for file in opened:
-            file.flush()
-            os.fsync(file.fileno())
-        failpoint("prepare.mark")
-        files.write_atomically(path.with_suffix(".json"), json.dumps(asdict(out.mark)), durable=True)
-        failpoint("prepare.marked")
-        return out.mark
 
 
 def lock(descriptor: int, taken: str) -> None:
@@ -153,17 +129,33 @@ def _load_backend(path: str, modified_ns: int) -> Tokenizer:
 
 
 def encode_piece(piece: Piece, job: Job) -> None:
-    """Encode a piece, unless that is done.
+    """Encode a piece, unless that is done. Its files are on the disk when this returns.
 
     Raises ValueError for a bad record if the job stops on errors, and for a file of which every record is bad; Fault (73)
     where another process has the piece.
     """
+    path = Path(job.folder, f"{piece.number:06d}")
+    with ExitStack() as stack:
+        opened = [stack.enter_context(open(path.with_suffix(name), "ab")) for name in (".tokens", ".documents")]
+        lock(opened[0].fileno(), f"piece {piece.number} in {job.folder!r} is being made by another process")
+        if read_mark(path.parent, piece.number) is not None:
+            return
+        for file in opened:
+            file.truncate(0)
+        out = PieceFiles(job, *opened)
+        _encode_documents(piece, job, out)
+        for file in opened:
+            file.flush()
+            os.fsync(file.fileno())
+        failpoint("prepare.mark")
+        files.write_atomically(path.with_suffix(".json"), json.dumps(asdict(out.mark)), durable=True)
+        failpoint("prepare.marked")
+
+
+def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
+    """Add the documents of a piece to its files, and its bad records to its mark."""
     path = os.path.join(job.folder, "tokenizer", "tokenizer.json")
     backend = _load_backend(path, os.stat(path).st_mtime_ns)  # which a process keeps from one piece to the next
-    make_piece(piece.number, job, partial(_encode_documents, piece, job, backend))
-
-
-def _encode_documents(piece: Piece, job: Job, backend: Tokenizer, out: PieceFiles) -> None:
     good: set[int] = set()  # parts with a record that can be read, by their number
     bad: dict[int, list] = {}  # likewise those with one that can't: how many, the first
     for batch in _batches(piece, job):
@@ -229,36 +221,9 @@ def _sentence(piece: Piece, number: int, record: Bad) -> str:
 def bad_records(pieces: Sequence[Piece], marks: Sequence[Mark]) -> list[str]:
     """Sentences on the first ones of all pieces."""
     named = []
-    for piece, mark in zip(pieces, marks):  # no pieces where a program makes the documents: none of these is bad
+    for piece, mark in zip(pieces, marks):
         named += [(piece, number, Bad(*record)) for number, record in mark.named]
     return [_sentence(*record) for record in named[:MAX_NAMED]]
-
-
-class Generated(NamedTuple):
-    """Documents that a program makes, in place of those that `--input` names: a function of `settings` alone."""
-
-    settings: dict[str, Any]  # goes into the manifest; a later start with the same settings goes on
-    tokens: int  # at least
-    # Fills the files of a piece, of `number`, behind pieces with `before` tokens in `documents`.
-    fill: Callable[[PieceFiles, int, int, int], None]
-
-
-def generate(generated: Generated, job: Job, report: Report) -> list[Mark]:
-    """Make pieces until there are enough tokens, after those that are there. report: takes the tokens of each."""
-    marks: list[Mark] = []
-    while (mark := read_mark(Path(job.folder), len(marks))) is not None:
-        marks.append(mark)
-    tokens, documents = sum(mark.tokens for mark in marks), sum(mark.documents + mark.empty for mark in marks)
-    if 0 < tokens < generated.tokens:
-        print(f"Going on: {tokens:,} of {generated.tokens:,} tokens are there.", file=sys.stderr)
-    report(tokens)
-    while tokens < generated.tokens:
-        fill = partial(generated.fill, number=len(marks), before=tokens, documents=documents)
-        marks.append(mark := make_piece(len(marks), job, fill))
-        tokens, documents = tokens + mark.tokens, documents + mark.documents + mark.empty
-        report(mark.tokens)
-        failpoint("prepare.sampled")
-    return marks
 
 
 def encode_locally(pieces: Sequence[Piece], job: Job, num_workers: int, report: Report) -> None:

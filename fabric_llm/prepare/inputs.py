@@ -42,12 +42,9 @@ SMALLEST_VOCABULARY = 257  # 256 bytes and the end of a text
 NOWHERE = "input {} is neither a file or folder here nor a dataset that can be read from the hub"
 
 
-def preparation(given: Any, inputs: Any, tokenizer: Optional[str]) -> None:
-    """Check the arguments of `prepare`, or the flags of prepare_data.py, on their own, without looking at any file.
-
-    inputs, tokenizer: those of `given`, or the model whose samples are prepared.
-    """
-    size, fraction = given.train_tokenizer, given.validation_fraction
+def preparation(given: Any, inputs: Sequence[str | Path]) -> None:
+    """Check the arguments of `prepare`, or the flags of prepare_data.py, on their own, without looking at any file."""
+    tokenizer, size, fraction = given.tokenizer, given.train_tokenizer, given.validation_fraction
     if not inputs:
         raise ValueError("no input: name at least one file, folder or hub dataset with --input")
     if (tokenizer is None) == (size is None):

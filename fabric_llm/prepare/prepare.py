@@ -42,7 +42,7 @@ from fabric_llm.base.program import cores, on_disk, uninterrupted
 from fabric_llm.prepare import encoding, inputs
 from fabric_llm.prepare.corpus import Piece, fingerprint, plan
 from fabric_llm.prepare.documents import DRAWN, Part, texts
-from fabric_llm.prepare.encoding import Generated, Job, Mark, read_mark
+from fabric_llm.prepare.encoding import Job, Mark, read_mark
 from fabric_llm.prepare.rows import save_rows, split_documents
 from fabric_llm.prepare.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
 
@@ -81,24 +81,19 @@ class Options:
         return f"trained:{self.train_tokenizer}" if self.tokenizer is None else str(self.tokenizer)
 
 
-def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
+def prepare(**arguments: Any) -> dict:
     """Turn raw text into a packed token dataset at `output`, and return its manifest. The arguments are those of `Options`.
-
-    generated: documents in place of those of `inputs`.
 
     `output` appears only once it is complete, and a dataset that it replaces is removed last.
 
     Raises ValueError for everything that a user can correct, with a sentence that says how.
     """
     options = Options(**arguments)
-    given = options.inputs if generated is None else generated.settings["model"]
-    inputs.preparation(options, given, options.tokenizer)
+    inputs.preparation(options, options.inputs)
     target = Path(options.output).resolve()  # a link to a larger disk stays a link
     inputs.prepared_output(target, options.overwrite)
-    found, pieces = inputs.Found(), []
-    if generated is None:
-        found = inputs.find_sources(options.inputs, pattern=options.pattern, exclude=options.exclude, output=target)
-        pieces = plan(found, inputs.separator(options.document_separator))
+    found = inputs.find_sources(options.inputs, pattern=options.pattern, exclude=options.exclude, output=target)
+    pieces = plan(found, inputs.separator(options.document_separator))
     parts = [part for piece in pieces for part in piece.parts]
     if not options.validation_fraction and all(part.goes == DRAWN for part in parts):
         raise ValueError("validation_fraction is 0, and no input has a validation split of its own: take more than 0")
@@ -106,7 +101,7 @@ def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
     tokenizer = None if options.tokenizer is None else packing_tokenizer(options.tokenizer)
     key = {
         "format": PIECE_FORMAT,
-        "inputs": fingerprint(found, pieces) if generated is None else generated.settings,
+        "inputs": fingerprint(found, pieces),
         "tokenizer": options.tokenizer_name,
         "text_field": options.text_field,
     }
@@ -117,14 +112,9 @@ def prepare(generated: Optional[Generated] = None, **arguments: Any) -> dict:
             tokenizer = _begin(folder, options, key, tokenizer, parts)
             backend = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
             job = Job(str(folder), options.text_field, options.on_error == "stop", **convention(backend, tokenizer))
-            if generated is None:
-                marks = _encode(pieces, job, options)
-            else:
-                with tqdm(desc="sampling", total=generated.tokens, unit=" tokens", disable=None) as bar:
-                    marks = encoding.generate(generated, job, bar.update)
-            is_encoded = generated is None
+            marks = _encode(pieces, job, options)
+            is_encoded = True
             manifest = _make_dataset(folder, options, found, pieces, marks, job.dtype, tokenizer)
-            manifest |= {} if generated is None else {"self_replay": generated.settings}
             content = files.encode(manifest)
             (folder / "dataset" / "manifest.json").write_bytes(content)
             with uninterrupted():
@@ -315,9 +305,6 @@ def summary(manifest: dict) -> str:
             alone = f", {split['dropped_tokens']:,} of them without their end" if split["dropped_tokens"] else ""
             said = f"{split['row_use_percent']} % of them text, {split['documents_cut']:,} documents cut{alone}"
         lines.append((name, f"{rows} ({said})"))
-    if (sampled := manifest.get("self_replay")) is not None:
-        said = f"{sampled['tokens']:,} tokens or more of {sampled['model']}, seed {sampled['seed']}"
-        lines.append(("sampled", said))
     if skipped["empty"] or skipped["bad"]:
         lines.append(("skipped", f"{skipped['empty']:,} empty documents, {skipped['bad']:,} bad records"))
         lines += [("", sentence) for sentence in skipped["bad_records"]]
