@@ -13,7 +13,7 @@ from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.dataset import open_dataset
 from fabric_llm.model import fast_paths, gate, layers
 from fabric_llm.model.language_model import LanguageModel
-from fabric_llm.training import adamw, adamw_rounded
+from fabric_llm.training import adamw, adamw_rounded, step
 from fabric_llm.training.adamw import AdamW
 
 pytestmark = pytest.mark.gpu
@@ -72,11 +72,23 @@ def test_a_gpu_rounds_as_a_cpu():
     for device in (CPU, GPU):
         param = torch.nn.Parameter(torch.randn(2**20, generator=torch.Generator().manual_seed(0)).bfloat16().to(device))
         optimizer = AdamW([param], lr=1e-3)
-        for step in range(3):
-            param.grad = torch.randn(2**20, generator=torch.Generator().manual_seed(step)).bfloat16().to(device)
+        for seed in range(3):
+            param.grad = torch.randn(2**20, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
             optimizer.step()
         found.append(torch.stack([t.cpu() for t in (param.detach(), *list(optimizer.state[param].values())[1:])]))
     assert torch.equal(*found)
+
+
+def test_the_norm_of_a_gradient_is_that_of_a_cpu_and_takes_no_copy():
+    gradients = [torch.randn(count, generator=torch.Generator().manual_seed(count)).bfloat16() for count in (7, 2**25)]
+    there = [gradient.to(GPU) for gradient in gradients]
+    step.sum_of_squares(there)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = step.sum_of_squares(there)
+    assert torch.cuda.max_memory_allocated() - before < 2**20
+    assert found.dtype == torch.float64
+    assert found.item() == pytest.approx(step.sum_of_squares(gradients).item(), rel=1e-13)
 
 
 def test_pinned_copies_are_the_batches(toys):

@@ -100,13 +100,21 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: O
     """
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     gradients = [g for g in gradients if g.numel()]
-    squares = [square(g) for g in gradients] or [torch.zeros((), dtype=torch.float64)]
-    norm = sum_over_shards(torch.stack(squares).sum(), group).sqrt().item()
+    norm = sum_over_shards(sum_of_squares(gradients), group).sqrt().item()
     if max_norm > 0 and gradients and not norm + 1e-6 <= max_norm:  # NaN as well
         # Rounded to float32, so that another order of the sums, 1e-16 apart, doesn't change a gradient's last bit.
         coefficient = torch.tensor(max_norm / (norm + 1e-6), dtype=torch.float32).item()
         torch._foreach_mul_(gradients, coefficient)
     return norm
+
+
+def sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """Of all elements of the gradients, float64 scalar on their device."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    if gradients[0].is_cuda:  # one launch, which reads them once: `square` makes float64 copies of parts of them
+        return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
+    return torch.stack([square(gradient) for gradient in gradients]).sum()
 
 
 def share(fabric: Fabric, total: Tensor, asked: Sequence[int]) -> tuple[list[float], list[int]]:
