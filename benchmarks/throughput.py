@@ -27,10 +27,12 @@ from typing import Any, Optional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import inputs, page, turns
+from benchmarks.gpu import SHAPES, VOCABULARY
 from benchmarks.turns import training
 
 SIZES = {"vocabulary": 8192, "context": 512, "micro_batch": 4}
 TOY_SIZES = {"vocabulary": 128, "context": 32, "micro_batch": 2}
+GPU_SIZES = {"vocabulary": VOCABULARY, "context": 4096, "micro_batch": 4}  # of a Llama of one billion parameters
 ROWS, SEED = 256, 1234  # of the order, as train.py has it
 ADAMW = {"lr": 2e-5, "betas": (0.9, 0.95), "weight_decay": 0.1}  # as train.py has them
 PRECISION = turns.DTYPES  # the contenders call their turns by that name
@@ -51,6 +53,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # HF Trainer would take all GPUs
     options = turns.resolve(parser, argv)
     shape, options.sizes = (inputs.TOY_LLAMA, TOY_SIZES) if options.smoke else (inputs.LLAMA, SIZES)
+    if options.kind == "cuda" and not options.smoke:
+        shape, options.sizes = {name: size for name, size in SHAPES["1B"].items() if name != "vocab_size"}, GPU_SIZES
     vocabulary, context, micro_batch = options.sizes.values()
     rows: list[page.Row] = []
     with tempfile.TemporaryDirectory() as name:
