@@ -217,7 +217,6 @@ def test_a_run_of_epochs_that_went_back_resumes_on_the_same_schedule(toys, tmp_p
     assert run(toys, tmp_path, 1, {}, *flags, *branch) == 0
     for key in ("step", "loss", "lr"):
         assert metrics(tmp_path / "branch", key) == metrics(tmp_path / "run", key)
-    assert not (tmp_path / "branch" / "metrics.discarded.jsonl").exists(), "what it left out is the run's, not its own"
     ours, theirs = (load_file(tmp_path / name / "step-00000020" / "model.safetensors") for name in ("branch", "run"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

@@ -120,27 +120,6 @@ def test_a_resumed_file_loses_what_is_done_again_and_a_torn_line(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_what_goes_is_kept_as_discarded_and_once(tmp_path):
-    path, file = tmp_path / "metrics.jsonl", tmp_path / "metrics.discarded.jsonl"
-    whole = '{"step": 1, "loss": 1.5}\n{"step": 2, "loss": 1.25}\n{"step": 2, "eval_loss": 3.0}\n{"step": 3, "lo'
-    for _ in range(2):  # the second time after a kill that came before the file was cut back
-        path.write_text(whole)
-        MetricsFile(path, last=1, keeps_discarded=True)
-        assert lines(tmp_path) == [{"step": 1, "loss": 1.5}]
-    MetricsFile(path, keeps_discarded=True)
-    discarded = [json.loads(line) for line in file.read_text().splitlines()]
-    assert discarded == [
-        *({"step": 1, "discarded": 2}, {"step": 2, "loss": 1.25}, {"step": 2, "eval_loss": 3.0}),
-        *({"step": 0, "discarded": 1}, {"step": 1, "loss": 1.5}),
-    ]
-    assert lines(tmp_path) == []
-
-
-def test_a_run_that_goes_back_keeps_what_it_does_again(run):
-    [header, *discarded] = map(json.loads, (run / "metrics.discarded.jsonl").read_text().splitlines())
-    assert header == {"step": 4, "discarded": 3} and [line["step"] for line in discarded] == [5, 6, 6]
-
-
 def test_a_run_that_starts_again_starts_its_file_again(tmp_path):
     """Killed before its first checkpoint: nothing of the first try stays, the evaluation at step 0 neither."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 2.0}\n{"step": 1, "loss": 1.5}\n')

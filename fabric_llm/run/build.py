@@ -237,9 +237,7 @@ def open_log(run: Run, planner: Optional[Planner]) -> Log:
     if branches and (before := plan.resume_from.parent / "metrics.jsonl").is_file():
         shutil.copyfile(before, folder / "metrics.jsonl")
     write_yaml({**flags.kept(), **plan.resolved()}, folder / "arguments.yaml")
-    # Lines after the checkpoint of a branch belong to the run that it left, which still has them.
-    file, last = folder / "metrics.jsonl", plan.start.step or -1
-    log.metrics = MetricsFile(file, last, plan.resumed, keeps_discarded=not branches)
+    log.metrics = MetricsFile(folder / "metrics.jsonl", plan.start.step or -1, plan.resumed)
     run_directory.write_status(folder, None, "running", plan.start.step, True)
     parameters, place = sum(p.numel() for p in skeleton.parameters()), plan.placement
     is_random = plan.resume_from is None and not loading.has_weights(plan.model.source)

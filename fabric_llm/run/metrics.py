@@ -28,19 +28,16 @@ Log, Close = Callable[[int, Record], None], Callable[[], None]
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, each with `step`. Open only while a line is written."""
 
-    def __init__(
-        self, path: Path, last: int = -1, resumed: Mapping[str, Any] = {}, keeps_discarded: bool = False
-    ) -> None:
+    def __init__(self, path: Path, last: int = -1, resumed: Mapping[str, Any] = {}) -> None:
         """Remove the lines of steps after `last`, since this work is done again, and lines that aren't whole.
 
         resumed: progress.json of the checkpoint that is resumed from. The lines of later rewinds, whose step is the one they
-        went back to, are removed as well, and so is an evaluation that is made again. keeps_discarded: removed lines are added
-        to metrics.discarded.jsonl.
+        went back to, are removed as well, and so is an evaluation that is made again.
         """
         self.path = path
         if not path.exists():
             return
-        kept, discarded = [], []
+        kept = []
         rewinds = resumed.get("guard", {}).get("rewinds", math.inf)
         for line, record in json_lines(path):
             step = _step_of(record)
@@ -49,14 +46,6 @@ class MetricsFile:
             is_owed = "eval_loss" in record and step == last and resumed.get("owes_evaluation")
             if step <= last and not (is_owed or is_rewind and rewinds < 0):
                 kept.append(f"{line.rstrip()}\n")
-            elif step < math.inf:
-                discarded.append(f"{line.rstrip()}\n")
-        if keeps_discarded and discarded:
-            file, added = path.with_suffix(".discarded.jsonl"), "".join(discarded)
-            before = file.read_text(errors="replace") if file.exists() else ""
-            if not before.endswith(added):  # it does if a kill came before they were removed from `path`
-                header = json.dumps({"step": max(last, 0), "discarded": len(discarded)})
-                write_atomically(file, f"{before}{header}\n{added}", durable=True)
         failpoint("metrics.replace")
         write_atomically(path, "".join(kept), durable=True)
 
