@@ -120,7 +120,7 @@ def evaluate(run: Run) -> bool:
     run.watch.mark(run.progress.step, "in the next step")
     if found is not None and run.evaluation.is_on:
         run.guard.accept_evaluation(run.progress.step, found.losses)
-        run.log.evaluation(found, run.guard.forgetting)
+        run.log.evaluation(found, run.guard)
     return found is not None
 
 

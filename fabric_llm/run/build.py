@@ -37,7 +37,7 @@ from fabric_llm.run.run import Run, leave, say_what_comes_next
 from fabric_llm.run.samples import Samples
 from fabric_llm.training import adamw, ema
 from fabric_llm.training.evaluation import Evaluation
-from fabric_llm.training.guard import Forgetting, Guard, parse_budgets
+from fabric_llm.training.guard import Guard
 
 
 def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: Watch) -> Run:
@@ -63,10 +63,9 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     if fabric.global_rank == 0 and (compares or plan.model.activation_checkpointing == "auto"):
         planner = Planner(plan, flags, fabric.device)
     build_model(run, plan.model.source, planner)
-    evaluation, guard = flags.evaluation, flags.guard
-    forgetting = Forgetting(parse_budgets(evaluation.forgetting_budget), evaluation.forgetting_action)
-    limits = guard.max_skipped_steps, guard.spike_threshold, guard.spike_window, guard.spike_action
-    run.guard = Guard(*limits, forgetting=forgetting)
+    run.guard = Guard(
+        **vars(flags.guard), budgets=plan.data.budgets, forgetting_action=flags.evaluation.forgetting_action
+    )
     if plan.resumed:
         restore(run, plan.resumed)
     run.batches = make_batches(run)

@@ -23,7 +23,7 @@ from fabric_llm.plan.plan import Plan
 from fabric_llm.run.forecast import MEASURED, WARM, Forecast
 from fabric_llm.run.metrics import MetricsFile, Record, Trackers, flat
 from fabric_llm.training.evaluation import Found
-from fabric_llm.training.guard import Forgetting, Guard
+from fabric_llm.training.guard import Guard
 
 FEW_UPDATES, FEW_UPDATES_LOGS = 0.1, 3  # part of the weights that changes in a step; logged steps in a row
 LARGEST_COSTS = 5  # of a profile, that are printed
@@ -121,9 +121,9 @@ class Log:
                 few = f"Warning: only {update[0]:.1%} of the weights change in a step"
                 self.line(f"{few}; {advice} (docs/numerics.md).")
 
-    def evaluation(self, found: Found, forgetting: Forgetting) -> None:
+    def evaluation(self, found: Found, guard: Guard) -> None:
         """Write and print what an evaluation after the last step has found. The losses of sources are averaged by their shares."""
-        self.eval_losses, forgotten = found.losses, forgetting.forgotten(found.losses)
+        self.eval_losses, rises = found.losses, guard.rises(found.losses)
         self.eval_loss = self._together(found.losses)
         record: Record = {"eval_loss": self.eval_loss, "eval": {}}
         if self.plan.data.mixture is not None:  # without the shares, the average can't be compared
@@ -134,11 +134,11 @@ class Log:
             # The line begins with the loss of the only set, which needs no name.
             words = [name, f"{one['loss']:.4f}"] if len(found.sets) > 1 else []
             words += [f"{one['bits_per_byte']:.3f} bits/byte"] if "bits_per_byte" in one else []
-            if name in forgotten:
-                of_set["forgotten"] = forgotten[name]
-            if name in forgetting.budgets:
-                of_set["budget"] = most = forgetting.budgets[name]
-                words += [f"{forgotten[name]:+.4f} of {most:g}"] if name in forgotten else []
+            if name in rises:
+                of_set["forgotten"] = rises[name]
+            if name in guard.budgets:
+                of_set["budget"] = most = guard.budgets[name]
+                words += [f"{rises[name]:+.4f} of {most:g}"] if name in rises else []
             said += [" ".join(words)] if words else []
         line = f"validation loss {self.eval_loss:.4f}" + (f" ({', '.join(said)})" if said else "")
         if found.of_average is not None:
@@ -146,9 +146,9 @@ class Log:
             line += f"  of the moving average {record['eval_loss_ema']:.4f}"
         self._write(record)
         self.said(line)
-        if forgetting.over:
-            self._write({"verdict": "forgetting", "action": forgetting.action, "reason": forgetting.reason})
-            self.said(f"Warning: {forgetting.reason}")
+        if guard.over:
+            self._write({"verdict": "forgetting", "action": guard.forgetting, "reason": guard.forgotten})
+            self.said(f"Warning: {guard.forgotten}")
 
     def _together(self, losses: Mapping[str, float]) -> float:
         shares = self.plan.shares_at(self.progress.position)

@@ -37,8 +37,8 @@ def report(run: Run, before: Progress) -> None:
 
 def require_budget(run: Run) -> None:
     """Raises Fault (76) if a run ends with more forgotten than --forgetting_budget, unless that only warns."""
-    if run.guard.forgetting.verdict in ("stop", "rewind"):
-        reason = f"{run.guard.forgetting.reason} (--forgetting_budget: more replay or a larger budget may help)"
+    if run.guard.forgetting in ("stop", "rewind"):
+        reason = f"{run.guard.forgotten} (--forgetting_budget: more replay or a larger budget may help)"
         raise _fault(run, reason, forgot=True)
 
 
@@ -50,14 +50,14 @@ def rewind(run: Run) -> None:
     """
     save.publish(run)
     guard, position = run.guard, run.progress.position
-    forgot = guard.forgetting.verdict == "rewind"
+    forgot = guard.forgetting == "rewind"
     last, document = ranks.from_rank_zero(lambda: choose_checkpoint(run, forgot))
     there = replace(Progress(**document["progress"]), position=position)
     record = {"verdict": "rewind", "position": position, "reason": guard.reason}
     words = f"went back to {last or 'the beginning'}, past position {position}"
     if forgot:
         try:
-            run.plan = run.plan.with_more_replay(guard.forgetting.over, there)
+            run.plan = run.plan.with_more_replay(guard.over, there)
         except ValueError as error:
             raise _fault(run, f"{guard.reason} (--forgetting_budget: {error})", forgot) from error
         run.batches.go_on_with(run.plan.data.mixture, run.plan.schedule.end)
@@ -67,7 +67,7 @@ def rewind(run: Run) -> None:
         run.plan = run.plan.going_on_from(there)
     run.progress = there
     load_again(run, last)
-    state = {**document["guard"], "rewinds": guard.rewinds + 1, "before": guard.forgetting.before}
+    state = {**document["guard"], "rewinds": guard.rewinds + 1, "before": guard.before}
     restore(run, {**document, "guard": state})
     if run.fabric.global_rank == 0:
         keep.move_aside(run.plan.run_directory, there.step)  # later checkpoints are damaged, or have forgotten
@@ -96,7 +96,7 @@ def choose_checkpoint(run: Run, forgot: bool) -> tuple[Optional[Path], dict[str,
 
 def suits(run: Run, forgot: bool) -> Callable[[dict[str, Any]], bool]:
     """Whether a run may go back to the checkpoint of a progress.json. If it forgot, at most half of each budget may be used there."""
-    return lambda document: not forgot or run.guard.forgetting.has_room(document.get("eval_losses"))
+    return lambda document: not forgot or run.guard.has_room(document.get("eval_losses"))
 
 
 def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:

@@ -16,54 +16,31 @@ ENOUGH_LOSSES = 10  # for a standard deviation
 
 
 @dataclass
-class Forgetting:
-    """Judges each evaluation by how far the losses of validation sets rose above their values before step 1."""
-
-    budgets: Mapping[str, float] = field(default_factory=dict)  # of some sets, nats
-    action: str = "warn"  # one of ACTIONS, when a set is above its budget
-    before: dict[str, float] = field(default_factory=dict)  # loss of each set before step 1, nats; in checkpoints
-    verdict: str = "keep"  # on the last evaluation: keep, or the action
-    reason: str = ""
-    over: tuple[str, ...] = ()  # sets above their budget
-
-    def judge(self, step: int, losses: Mapping[str, float]) -> None:
-        """Set `verdict`, `reason` and `over` by the losses after `step` steps, nats. Those at step 0 become `before`."""
-        if step == 0:
-            self.before = dict(losses)
-        rises = self.forgotten(losses)
-        self.over = tuple(name for name, most in self.budgets.items() if not rises.get(name, 0.0) <= most)
-        words = (
-            f"{name} {self.before[name]:.4f} -> {losses[name]:.4f}, {rises[name]:+.4f} of {self.budgets[name]:g} nats"
-            for name in self.over
-        )
-        self.verdict, self.reason = self.action if self.over else "keep", f"forgotten: {'; '.join(words)}"
-
-    def forgotten(self, losses: Mapping[str, float]) -> dict[str, float]:
-        """{set: nats that its loss is above its value before step 1}, of sets for which that is known."""
-        return {name: loss - self.before[name] for name, loss in losses.items() if name in self.before}
-
-    def has_room(self, losses: Optional[Mapping[str, float]]) -> bool:
-        """Whether a checkpoint with these losses has used at most ROOM of each budget. None: it wasn't evaluated."""
-        if losses is None or not self.budgets.keys() <= losses.keys():
-            return False
-        rises = self.forgotten(losses)
-        return all(rises.get(name, 0.0) <= ROOM * most for name, most in self.budgets.items())
-
-
-@dataclass
 class Guard:
-    """Judges each step by its loss and gradient norm, and each evaluation by what was forgotten."""
+    """Judges each step by its loss and gradient norm, and each evaluation by what was forgotten.
+
+    Forgotten is how far the losses of validation sets rose above their values before step 1.
+    """
 
     max_skipped_steps: int = 10
     spike_threshold: Optional[float] = None  # standard deviations; None: no step is a spike
     spike_window: int = 100  # steps
     spike_action: str = "warn"  # warn, skip or rewind
+    budgets: Mapping[str, float] = field(default_factory=dict)  # of some validation sets, nats
+    forgetting_action: str = "warn"  # one of ACTIONS, when a set is above its budget
     losses: list[float] = field(default_factory=list)  # of the last steps taken, at most spike_window
     skipped: int = 0  # steps in a row
     rewinds: int = 0  # of the whole run
-    forgetting: Forgetting = field(default_factory=Forgetting)
+    before: dict[str, float] = field(default_factory=dict)  # loss of each set before step 1, nats
+    over: tuple[str, ...] = ()  # sets above their budget in the last evaluation
+    forgotten: str = ""  # how far these are above it, in words
     verdict: str = "take"  # on the last step: take, warn, skip or rewind; after its evaluation it may be stop as well
     reason: str = ""
+
+    @property
+    def forgetting(self) -> str:
+        """What the last evaluation asks for: one of ACTIONS, or "" if no set was above its budget."""
+        return self.forgetting_action if self.over else ""
 
     def accept(self, loss: float, grad_norm: float) -> bool:
         """Whether the step is to be taken. Sets `verdict` and `reason`."""
@@ -76,8 +53,8 @@ class Guard:
         return False
 
     def _judge(self, loss: float, grad_norm: float) -> tuple[str, str]:
-        if self.forgetting.verdict == "rewind":  # by the evaluation with which a resumed run began
-            return "rewind", self.forgetting.reason
+        if self.forgetting == "rewind":  # by the evaluation with which a resumed run began
+            return "rewind", self.forgotten
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return "skip", f"loss {loss}, gradient norm {grad_norm}"
         if self.spike_threshold is not None and len(self.losses) >= min(ENOUGH_LOSSES, self.spike_window):
@@ -88,10 +65,32 @@ class Guard:
         return "take", ""
 
     def accept_evaluation(self, step: int, losses: Mapping[str, float]) -> None:
-        """Judge the losses of the validation sets after `step` steps, nats. May set `verdict` and `reason`."""
-        self.forgetting.judge(step, losses)
-        if self.forgetting.verdict in ("stop", "rewind"):
-            self.verdict, self.reason = self.forgetting.verdict, self.forgetting.reason
+        """Judge the losses of the validation sets after `step` steps, nats. Those at step 0 become `before`.
+
+        Sets `over` and `forgotten`, and may set `verdict` and `reason`.
+        """
+        if step == 0:
+            self.before = dict(losses)
+        rises = self.rises(losses)
+        self.over = tuple(name for name, most in self.budgets.items() if not rises.get(name, 0.0) <= most)
+        words = (
+            f"{name} {self.before[name]:.4f} -> {losses[name]:.4f}, {rises[name]:+.4f} of {self.budgets[name]:g} nats"
+            for name in self.over
+        )
+        self.forgotten = f"forgotten: {'; '.join(words)}"
+        if self.forgetting in ("stop", "rewind"):
+            self.verdict, self.reason = self.forgetting, self.forgotten
+
+    def rises(self, losses: Mapping[str, float]) -> dict[str, float]:
+        """{set: nats that its loss is above its value before step 1}, of sets for which that is known."""
+        return {name: loss - self.before[name] for name, loss in losses.items() if name in self.before}
+
+    def has_room(self, losses: Optional[Mapping[str, float]]) -> bool:
+        """Whether a checkpoint with these losses has used at most ROOM of each budget. None: it wasn't evaluated."""
+        if losses is None or not self.budgets.keys() <= losses.keys():
+            return False
+        rises = self.rises(losses)
+        return all(rises.get(name, 0.0) <= ROOM * most for name, most in self.budgets.items())
 
     def gives_up(self) -> bool:
         """Whether more steps in a row were skipped, or the run would rewind more often, than allowed."""
@@ -100,14 +99,12 @@ class Guard:
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs, for JSON."""
-        state = {"losses": self.losses, "skipped": self.skipped, "rewinds": self.rewinds}
-        return {**state, "before": self.forgetting.before}
+        return {"losses": self.losses, "skipped": self.skipped, "rewinds": self.rewinds, "before": self.before}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `state()`."""
         self.losses, self.skipped, self.rewinds = list(state["losses"]), state["skipped"], state["rewinds"]
-        forgetting = self.forgetting
-        forgetting.before, forgetting.verdict, forgetting.over = dict(state["before"]), "keep", ()
+        self.before, self.over = dict(state["before"]), ()
 
 
 def parse_budgets(given: Optional[str]) -> dict[str, float]:
