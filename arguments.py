@@ -100,6 +100,11 @@ class ModelArguments:
     float8: Literal["none", "tensorwise", "rowwise"] = flag("none", also="fp8 enable_fp8 float8_recipe")
     """bf16-true, bf16-mixed: make the products of the layers in 8 bits (docs/speed.md), with a scale for each tensor or row;
     needs torchao, and on a CPU it is emulated, which is slow"""
+    rope: Optional[str] = flag(
+        None, fixed=True, takes="theta:THETA, or yarn, linear or llama3 with a factor, such as yarn:4"
+    )
+    """other rotary positions for longer rows (docs/long_context.md), in a new run, and in all that it saves:
+    theta:8e6, or scaled, as yarn:4, linear:4 or llama3:8"""
     attention: Literal["auto", "packed", "sdpa", "flash_attention_2", "flex_attention", "eager"] = setting(
         "auto", also="attn_implementation attn_impl flash_attn sdp_attention"
     )

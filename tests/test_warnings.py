@@ -9,7 +9,8 @@ from ranks import Job, toy_run
 from transformers import AutoConfig, LlamaConfig
 
 from arguments import parse_train
-from fabric_llm.plan.warnings import positions, warnings_of
+from fabric_llm.model.positions import length
+from fabric_llm.plan.warnings import warnings_of
 
 FACTS = {
     **{"strategy": "single", "kind": "cpu", "devices": 1, "num_nodes": 1, "cores": 8},
@@ -135,13 +136,13 @@ def test_the_presets_are_meant(tmp_path):
 
 
 def test_positions(toys):
-    assert positions(AutoConfig.from_pretrained(toys / "llama")) == 64
-    assert positions(AutoConfig.from_pretrained(toys / "gpt2")) is None, "learned ones are an error, see preflight.py"
+    assert length(AutoConfig.from_pretrained(toys / "llama")) == 64
+    assert length(AutoConfig.from_pretrained(toys / "gpt2")) is None, "learned ones are an error, see preflight.py"
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-    assert positions(LlamaConfig(max_position_embeddings=64, rope_parameters=yarn)) == 256
+    assert length(LlamaConfig(max_position_embeddings=64, rope_parameters=yarn)) == 256
     llama3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
     llama3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    assert positions(LlamaConfig(max_position_embeddings=512, rope_parameters=llama3)) == 512
+    assert length(LlamaConfig(max_position_embeddings=512, rope_parameters=llama3)) == 512
 
 
 def test_rank_0_says_it_once(toys, tmp_path):

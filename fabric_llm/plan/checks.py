@@ -25,7 +25,7 @@ from fabric_llm.data.sources import (
     parse_eval_data,
     read_prompts,
 )
-from fabric_llm.model import freezing
+from fabric_llm.model import freezing, positions
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.plan import run_directory
 from fabric_llm.prepare import tokenizer_bounds
@@ -51,6 +51,8 @@ def check_training(flags: Flags) -> None:
         raise ValueError("--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture.")
     mix = mixture_text.parse(data.data_mix) if data.data_mix else None
     activation_checkpointing(flags.fsdp.activation_checkpointing)
+    if flags.model.rope is not None:
+        positions.parse(flags.model.rope)
     if flags.model.float8 != "none" and (flags.model.precision not in ("bf16-true", "bf16-mixed") or flags.devices.tpu):
         raise ValueError(
             f"--float8 {flags.model.float8} goes with --precision bf16-true or bf16-mixed, on a CPU or on GPUs."

@@ -25,7 +25,7 @@ from fabric_llm.data.dataset import TokenDataset, together
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import DataMix
 from fabric_llm.data.sources import open_source, parse_eval_data
-from fabric_llm.model import freezing, language_model, layers, loading
+from fabric_llm.model import freezing, language_model, layers, loading, positions
 from fabric_llm.model import strategy as strategies
 from fabric_llm.plan import checks, same_run
 from fabric_llm.plan.mixture import Here, last_step, lay_out
@@ -59,8 +59,10 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
     """(the plan of the model, the model on the meta device). kind: "cpu" or "cuda". Raises ValueError."""
     asked, training = flags.model, flags.training
     config = loading.load_config(source)
+    datasets, rope = [*(data.sources or {"": data.dataset}).values(), *data.eval_data.values()], ""
+    if asked.rope is not None and source == asked.model_name:  # a resumed run has them from its checkpoint
+        config, rope = positions.scaled(config, asked.rope, max(dataset.context_length for dataset in datasets))
     config._attn_implementation = loading.resolve_attention(config, asked.attention, kind)
-    datasets = [*(data.sources or {"": data.dataset}).values(), *data.eval_data.values()]
     if is_rank_zero():
         _require_rows_for(config.get_text_config(), datasets, source)
     skeleton = loading.checked_skeleton(source, config, loading.DTYPES[asked.precision])
@@ -84,7 +86,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
         compiles = False
     model = replace(model_plan(flags, config, skeleton, kind), source=source, tokenizer=tokenizer, compiles=compiles)
     coefficient = language_model.router_coefficient(skeleton, training.router_aux_loss_coef)
-    return replace(model, router_aux_loss_coef=coefficient), skeleton
+    return replace(model, router_aux_loss_coef=coefficient, rope=rope), skeleton
 
 
 def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan:
@@ -101,6 +103,7 @@ def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan
         precision=asked.precision,
         bf16_updates=asked.bf16_updates,
         float8=asked.float8,
+        rope="",
         sums_in_float32=training.accumulation_dtype == "float32",
         router_aux_loss_coef=0.0,
         loss=asked.loss,

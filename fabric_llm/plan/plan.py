@@ -37,6 +37,7 @@ class ModelPlan:
     precision: str
     bf16_updates: str
     float8: str  # none, tensorwise or rowwise
+    rope: str  # what --rope has changed in the configuration, in a sentence, or ""
     sums_in_float32: bool  # gradients of low-precision weights, over micro-batches
     router_aux_loss_coef: float  # 0 where no auxiliary loss of a mixture of experts is trained
     loss: str  # full or chunked; "auto" until the reference is loaded

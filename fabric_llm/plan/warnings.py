@@ -6,10 +6,11 @@ A flag counts as given if it differs from its default, since arguments.yaml of a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Optional
+from typing import Any
 
 from fabric_llm.base.command_line import Flag, Flags
 from fabric_llm.base.program import cores
+from fabric_llm.model import positions
 from fabric_llm.model.loading import has_weights
 from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.plan import Plan
@@ -28,7 +29,7 @@ MANY_STEPS = 200  # that nobody wants to lose
 def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     """One sentence for each flag, or group of flags, that is probably a mistake."""
     flat, placement, last, done = flags.flat(), plan.placement, plan.schedule.max_step, plan.start.step
-    context_length, made_for = plan.data.dataset.context_length, positions(plan.model.config.get_text_config())
+    context_length, made_for = plan.data.dataset.context_length, positions.length(plan.model.config.get_text_config())
     sequences, on_cpu, here = plan.schedule.global_batch_size, placement.kind == "cpu", cores()
     lr, weight_decay, warmup = flat["lr"], flat["weight_decay"], flat["warmup_steps"]
     if on_cpu and placement.devices > here:
@@ -88,16 +89,3 @@ def _without_effect(flat: Mapping[str, Any], flags: Mapping[str, Flag], strategy
     for missing, names in found.items():
         listed = f"{', '.join(names[:-1])} and {names[-1]} have" if len(names) > 1 else f"{names[0]} has"
         yield f"{listed} no effect {as_said.get(missing, missing)}."
-
-
-def positions(config: Any) -> Optional[int]:
-    """Tokens that a transformers configuration with rotary positions was made for; None if it doesn't say."""
-    longest, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None)
-    if not isinstance(longest, int) or not isinstance(rope, dict):
-        return None
-    for scaling in (rope, *rope.values()):  # of the model, or of each kind of layer
-        if isinstance(scaling, dict) and scaling.get("rope_type") in ("linear", "dynamic", "yarn", "longrope"):
-            before, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
-            if isinstance(factor, (int, float)):
-                longest = max(longest, int((before or longest) * factor))
-    return longest

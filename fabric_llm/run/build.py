@@ -276,6 +276,8 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
         f"{plan.schedule.global_batch_size} sequences of {' or '.join(map(str, plan.contexts))} tokens a step, "
         f"{plan.schedule.max_step} steps; {plan.run_directory}"
     )
+    if plan.model.rope:
+        print(plan.model.rope)
     for line in freezing.tied_both_ways(skeleton, flags.training.freeze, flags.training.train_only):
         print(line)
     if plan.data.mixture is not None:

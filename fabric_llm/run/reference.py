@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from copy import deepcopy
 from typing import Optional
 
 import torch
@@ -39,7 +40,9 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Option
     def load() -> Chosen:
         nonlocal opened, expected
         flash = config._attn_implementation == "flash_attention_2"  # has no CPU kernel
-        on_cpu, dtype = loading.load_config(source) if flash else config, loading.DTYPES[plan.model.precision]
+        on_cpu, dtype = deepcopy(config), loading.DTYPES[plan.model.precision]
+        if flash:
+            on_cpu._attn_implementation = "sdpa"
         opened = open_weights(plan, source, seed)
         skeleton = loading.build_skeleton(on_cpu, dtype)
         freezing.freeze(skeleton, plan.model.frozen)  # so that the probe makes no gradients of what doesn't train

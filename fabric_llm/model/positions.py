@@ -1,0 +1,86 @@
+"""--rope: other frequencies of rotary positions, for rows that are longer than those that a model was trained on.
+
+Nothing here imports torch before a model is built.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any, Optional
+
+THETA = "theta"
+# What transformers calls them -> its other parameters, as Llama 3.1 has them.
+SCALED = {"yarn": {}, "linear": {}, "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
+WHOLE_ROWS = "full_attention"  # of families whose layers differ: those that see whole rows
+LARGEST = 1e12
+
+
+def parse(given: str) -> tuple[str, float]:
+    """(kind, number) of --rope, such as ("yarn", 4.0). Raises ValueError."""
+    kind, _, number = given.partition(":")
+    try:
+        value = float(number)
+    except ValueError:
+        value = 0.0
+    if kind not in (THETA, *SCALED) or not 1 < value <= LARGEST:
+        raise ValueError(
+            f"--rope takes theta:THETA, such as theta:8e6, or {', '.join(SCALED)} with a factor above 1, such as yarn:4, not {given!r}."
+        )
+    return kind, value
+
+
+def length(config: Any) -> Optional[int]:
+    """Tokens that a transformers configuration with rotary positions was made for; None if it doesn't say."""
+    longest, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None)
+    if not isinstance(longest, int) or not isinstance(rope, dict):
+        return None
+    for scaling in (rope, *rope.values()):  # of the model, or of each kind of layer
+        if isinstance(scaling, dict) and scaling.get("rope_type") in ("linear", "dynamic", "yarn", "longrope"):
+            before, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+            if isinstance(factor, (int, float)):
+                longest = max(longest, int((before or longest) * factor))
+    return longest
+
+
+def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
+    """(a configuration with the positions of --rope, what has changed in a sentence). Raises ValueError.
+
+    context_length: tokens of the longest row, for which `theta` makes the model. Scaling multiplies what it was made for.
+    """
+    (kind, value), found = parse(given), deepcopy(config)
+    text, name = found.get_text_config(), type(config).__name__
+    rope, trained = getattr(text, "rope_parameters", None), getattr(text, "max_position_embeddings", None)
+    if not isinstance(rope, dict) or trained is None:
+        raise ValueError(f"--rope {given}: a model of {name} has no rotary positions that its configuration sets.")
+    own = rope.get(WHOLE_ROWS, rope)
+    before = _in_words(own)
+    if kind == THETA:
+        own["rope_theta"], made_for = value, max(trained, context_length)
+    elif (former := own.get("rope_type", "default")) != "default":
+        raise ValueError(
+            f"--rope {given}: the positions of this model are scaled already ({former}); take theta:THETA."
+        )
+    else:
+        made_for = int(trained * value)
+        own |= {"rope_type": kind, "factor": value, "original_max_position_embeddings": trained, **SCALED[kind]}
+        if kind == "linear":  # knows no length
+            del own["original_max_position_embeddings"]
+    text.max_position_embeddings = made_for
+    if _frequencies(found) == _frequencies(config):
+        raise ValueError(f"--rope {given}: a model of {name} has the same positions with it as before.")
+    never = f"; positions from {trained:,} on were never trained" if made_for > trained else ""
+    return found, f"Positions: {before}, for {trained:,} tokens -> {_in_words(own)}, for {made_for:,}{never}."
+
+
+def _in_words(rope: dict[str, Any]) -> str:
+    factor = f", factor {rope['factor']:g}" if "factor" in rope else ""
+    return f"{rope.get('rope_type', 'default')}{factor}, theta {rope['rope_theta']:,.12g}"
+
+
+def _frequencies(config: Any) -> list[list[float]]:
+    """The buffers of rotary positions of a model with this configuration."""
+    from fabric_llm.model import loading, weights
+
+    skeleton = loading.build_skeleton(config, loading.DTYPES["32-true"])
+    weights.compute_buffers(skeleton)
+    return [buffer.flatten().tolist() for name, buffer in skeleton.named_buffers() if "inv_freq" in name]
