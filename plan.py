@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from arguments import PlanArguments, parse_plan
+from fabric_llm.base import files
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.program import in_one_sentence, plain_output
-from fabric_llm.report.__main__ import page_module, require_output
+from fabric_llm.report.__main__ import page_module
 
 OWN = [field.name for field in fields(PlanArguments)]
 GIB = 2**30
@@ -29,7 +30,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         asks, plan = flags.fsdp.activation_checkpointing == "auto", None
         flags = changes.least_recomputed(own, flags)
         if own.html is not None:
-            require_output(Path(own.html), "--html")
+            files.require_name(Path(own.html), "--html")
             page = page_module("planned")
             if own.json:
                 raise Fault("--json true prints and --html draws: give one of them.")

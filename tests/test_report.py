@@ -368,7 +368,8 @@ def test_mistakes_are_one_sentence(tmp_path, capsys):
         ([run, "--output", tmp_path / "no" / "x.html"], "in a folder that is there"),
         ([run, "--bogus"], "--bogus"),
     ):
-        assert command.main([str(word) for word in argv]) == 2, argv
+        with pytest.raises(SystemExit, match="2"):
+            command.main([str(word) for word in argv])
         said = capsys.readouterr().err
         assert len(said.splitlines()) == 1 and said.startswith("fabric_llm.report: error: ") and words in said, said
     code = f"import sys; sys.modules['plotly'] = None; from fabric_llm.report.__main__ import main; sys.exit(main([{str(run)!r}]))"

@@ -47,7 +47,10 @@ def run(runs, tmp_path, monkeypatch):
 
 def verified(capsys, *argv):
     """(exit code, stdout, stderr) of the verifier."""
-    code = verify_main.main([str(word) for word in argv])
+    try:
+        code = verify_main.main([str(word) for word in argv])
+    except SystemExit as ended:
+        code = ended.code
     return code, *capsys.readouterr()
 
 

@@ -243,6 +243,12 @@ def writable(output: Path, wrong: str = "") -> None:
         raise Fault(f"{wrong}: {error.strerror}.", UNWRITABLE) from error
 
 
+def require_name(output: Path, flag: str) -> None:
+    """Raises Fault (2) where `output`, which a flag gives, can't be a file."""
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        raise Fault(f"{flag} {str(output)!r} must name a file in a folder that is there.")
+
+
 def step_of(path: Path) -> int:
     """checkpoints/RUN/step-00000100 -> 100"""
     return int(path.name.removeprefix("step-"))

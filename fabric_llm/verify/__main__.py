@@ -3,7 +3,7 @@
 The first reads every byte of a run, changes nothing, and prints a certificate with all that is wrong (inspect_run.py). The
 second trains a few steps with the user's own flags twice, once killed and resumed, and compares bit for bit (drill.py).
 
-Exit codes: 0 all good, 2 bad arguments, 66 damaged or different, 77 refused for security.
+Exit codes: 0 all good, 2 bad arguments, 66 damaged or different, 75 stopped on request, 77 refused for security.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import json
 import platform
 import secrets
-import signal
 import sys
 import tempfile
 from dataclasses import asdict
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 from fabric_llm.base import files
-from fabric_llm.base.faults import BAD_INPUT, DONE, REFUSED, Fault
+from fabric_llm.base.faults import DONE, REFUSED, Fault
 from fabric_llm.base.names import nearest_of
-from fabric_llm.base.program import plain_output
+from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.checkpoint.keep import versions
 from fabric_llm.verify.drill import drill
 
@@ -57,14 +56,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise Fault("which run? python -m fabric_llm.verify checkpoints/RUN.")
     if given.steps < 3:
         raise Fault(f"--steps must be at least 3, not {given.steps}.")
-    if given.output is not None and not Path(given.output).absolute().parent.is_dir():
-        raise Fault(f"--output {given.output!r}: there is no such folder.")
+    if given.output is not None:
+        files.require_name(Path(given.output), "--output")
     return given
 
 
 def main(argv: Optional[list[str]] = None) -> int:
-    """Run the command and return its exit code."""
-    try:
+    """Run the command and return 0. Raises SystemExit where it fails, or anything is damaged or different."""
+    with in_one_sentence("fabric_llm.verify"):
         given = parse(sys.argv[1:] if argv is None else argv)
         document = drilled(given) if given.drill else verified(given)
         document["versions"] = {**versions(), "python": platform.python_version()}
@@ -77,17 +76,10 @@ def main(argv: Optional[list[str]] = None) -> int:
                 print(f"  {key:<15} {line}", flush=True)
         if given.output is not None:
             Path(given.output).write_text(json.dumps(document, indent=2) + "\n")
-        wrong, code = document["differences" if given.drill else "findings"], document["code"]
-        sentence = "".join(wrong[:1]) + (f" And {len(wrong) - 1} more." if len(wrong) > 1 else "")
-    except Fault as fault:
-        sentence, code = str(fault), fault.code
-    except OSError as error:
-        sentence, code = f"{error.filename or ''}: {error.strerror or error}.".removeprefix(": "), BAD_INPUT
-    except KeyboardInterrupt:
-        sentence, code = "interrupted.", 130
-    if code != DONE:
-        print(f"fabric_llm.verify: error: {sentence}", file=sys.stderr, flush=True)
-    return code
+        if document["code"] != DONE:
+            first, *others = document["differences" if given.drill else "findings"]
+            raise Fault(first + f" And {len(others)} more." * bool(others), document["code"])
+    return DONE
 
 
 def drilled(given: argparse.Namespace) -> dict[str, Any]:
@@ -126,5 +118,4 @@ def verified(given: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     plain_output()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that nothing is left behind
     sys.exit(main())
