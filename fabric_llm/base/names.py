@@ -1,17 +1,23 @@
-"""What a mistyped flag, model, dataset or folder may mean, and how names are shown in messages."""
+"""What a mistyped flag, model, dataset or folder may mean, how names are shown in messages, and whether the hub knows them."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
+from threading import Event, Thread
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from fabric_llm.base.faults import printable
 
 MOST_CHARACTERS = 300  # of a path
+SECONDS_FOR_THE_HUB = 2.0
 SHORT = 5  # letters: in such a name two swapped letters, as in `lod` for `old`, are a large part
 LEAST_LIKENESS_OF_SHORT, LEAST_LIKENESS = 0.65, 0.8  # difflib's ratios: a wrong suggestion is worse than none
 
@@ -37,6 +43,33 @@ def hub_name(flag: str, name: str, what: str = "model") -> None:
         return
     nor = "" if is_name else ", and it can't be a name on the hub"
     raise ValueError(f"No {what} {name!r}: there is no such folder{nor}.{nearest_of(Path(name))}")
+
+
+@cache
+def reach_hub() -> bool:
+    """Whether the Hugging Face hub can be reached, tried once, for two seconds. If not, all libraries take their caches.
+
+    Otherwise they would retry, with messages, for half a minute and more. True also if the hub isn't to be asked, and behind a
+    proxy.
+    """
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    host, port = address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
+    if constants.is_offline_mode() or address.scheme in getproxies() and not proxy_bypass(host):
+        return True
+    answered = Event()
+
+    def ask() -> None:
+        with suppress(OSError), socket.create_connection((host, port), SECONDS_FOR_THE_HUB):
+            answered.set()
+
+    thread = Thread(target=ask, daemon=True)  # looking up an address has no time-out of its own
+    thread.start()
+    thread.join(SECONDS_FOR_THE_HUB)
+    if not answered.is_set():
+        constants.HF_HUB_OFFLINE = True
+    return answered.is_set()
 
 
 def is_path(name: str) -> bool:

@@ -76,14 +76,6 @@ def _instead(folder: Path, flag: str) -> str:
     """What a folder without a config.json is, and what to name in its place."""
     if (newest := files.latest(folder)) is not None:
         return f" It is a run: take its newest checkpoint, {flag} {newest}."
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return f" It is a dataset: that goes to --train_data_dir, and a model to {flag}."
-    inside = [*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")]  # the second in the hub's cache
-    if inside := sorted(str(path.parent) for path in inside):
-        return f" There is one in {', '.join(map(repr, inside[:3]))}."
-    runs = sorted(path for path in folder.glob("*/step-*") if files.latest(path.parent) == path)
-    if runs:
-        return f" It is a folder of runs: take a checkpoint, such as {flag} {runs[0]}."
     held = sorted(path.name for path in folder.iterdir())[:3]
     return f" It holds {', '.join(held)}: take a model in Hugging Face's format." if held else ""
 

@@ -42,7 +42,10 @@ def frozen_names(causal_lm: PreTrainedModel, freeze: Optional[str], train_only: 
     chosen: set[str] = set()
     for word in words(given):
         if not (found := _chosen(causal_lm, word)):
-            raise ValueError(_no_match(flag, word, causal_lm))
+            names = [name for name, _ in causal_lm.named_parameters(remove_duplicate=False)]
+            close = nearest(word, [EMBEDDINGS, *names])
+            hint = f"did you mean {close[0]}?" if close else f"its last parameters are {', '.join(names[-2:])}."
+            raise ValueError(f"--{flag} {word}: no parameter of {type(causal_lm).__name__} has such a name; {hint}")
         chosen |= found.keys()
     parameters = dict(causal_lm.named_parameters())
     frozen = frozenset(chosen if flag == "freeze" else parameters.keys() - chosen)
@@ -85,16 +88,3 @@ def _chosen(causal_lm: PreTrainedModel, word: str) -> dict[str, list[str]]:
     else:
         wanted = {p for p, all_names in names.items() if any(fnmatchcase(name, word) for name in all_names)}
     return {all_names[0]: all_names for parameter, all_names in names.items() if parameter in wanted}
-
-
-def _no_match(flag: str, word: str, causal_lm: PreTrainedModel) -> str:
-    """One sentence for a pattern that no name matches, with what may be meant."""
-    names = [name for name, _ in causal_lm.named_parameters(remove_duplicate=False)]
-    if any(name.startswith(f"{word.rstrip('.')}.") for name in names):
-        return f"--{flag} {word} is no parameter but a module; its parameters are {word.rstrip('.')}.*"
-    parts = [name.split(".") for name in names]
-    modules = {f"{'.'.join(path[:end])}.*" for path in parts for end in range(1, len(path))}
-    inner = {f"*.{part}.*" for path in parts for part in path[1:-1] if not part.isdigit()}
-    close = nearest(word, sorted({EMBEDDINGS, *names, *modules, *inner}))
-    hint = f"did you mean {close[0]}?" if close else f"its last parameters are {', '.join(names[-2:])}."
-    return f"--{flag} {word}: no parameter of {type(causal_lm).__name__} has such a name; {hint}"

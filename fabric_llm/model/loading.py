@@ -26,9 +26,9 @@ from transformers.utils import CONFIG_NAME, cached_file, is_flash_attn_2_availab
 from transformers.utils.hub import get_checkpoint_shard_files
 from transformers.utils.logging import disable_progress_bar  # noqa: F401
 
-from fabric_llm.base import hub
 from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault, one_line
 from fabric_llm.base.files import MANIFEST, check_name
+from fabric_llm.base.names import reach_hub
 from fabric_llm.model import fast_paths, folders, weights
 from fabric_llm.model.strategy import PREFIX
 from fabric_llm.model.tensor_files import Slice, Tensors
@@ -42,7 +42,7 @@ def load_config(model_name: str) -> PretrainedConfig:
     """The model's configuration. Raises ValueError where there is none or it isn't a causal LM's, Fault (77) for code."""
     folders.check_model_folder(model_name)
     if not Path(model_name).is_dir():
-        hub.reach()
+        reach_hub()
     try:
         document = _read_bounded(model_name, CONFIG_NAME) or {}  # AutoConfig says that there is none
         for name in document.get("configuration_files", ()):  # others, for other versions of transformers

@@ -6,7 +6,6 @@ on rank 0 only.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -72,7 +71,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
         if None not in (of_model, of_data) and (differing := differing_tokens(of_model, of_data)):
             raise ValueError(
                 f"{str(dataset.folder)!r} was made with another tokenizer than that of {source!r}{differing}; "
-                f"{_made_with(dataset, source)}."
+                f"make it with prepare_data.py --tokenizer {source}."
             )
         tokenizer = tokenizer or of_data
     compiles = asked.compile is True
@@ -131,19 +130,11 @@ def _require_rows_for(text_config: Any, datasets: Sequence[TokenDataset], source
             raise ValueError(
                 f"{str(dataset.folder)!r} holds token id {dataset.max_token_id}, but the vocabulary of {source!r} "
                 f"has {text_config.vocab_size} tokens: the dataset was made with another tokenizer; "
-                f"{_made_with(dataset, source)}."
+                f"make it with prepare_data.py --tokenizer {source}."
             )
         if longest is not None and dataset.context_length > longest and not rotary:
             rows = f"Rows of {str(dataset.folder)!r} hold {dataset.context_length} tokens"
             raise ValueError(f"{rows}, but {source!r} has positions for {longest}.")
-
-
-def _made_with(dataset: TokenDataset, tokenizer: str) -> str:
-    """The command that makes a dataset again with a tokenizer, as the end of a sentence."""
-    inputs = [str(name) for name in (dataset.manifest.get("inputs") or ["TEXT"])[:10]]
-    length = ["--context_length", str(dataset.context_length)] if dataset.manifest else []
-    words = ["--input", *inputs, "--tokenizer", tokenizer, *length, "--output", f"{dataset.folder}-anew"]
-    return f"make it with prepare_data.py {shlex.join(words)}"
 
 
 def _require_model_can(plan: Plan, skeleton: Any) -> None:

@@ -20,9 +20,8 @@ import ijson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fabric_llm.base import hub
 from fabric_llm.base.faults import REFUSED, Fault, one_line
-from fabric_llm.base.names import shown
+from fabric_llm.base.names import reach_hub, shown
 from fabric_llm.prepare.inputs import LONGEST_SEPARATOR, NOWHERE, compression_of, is_damage, opened, suffix
 
 SECTION_CHARACTERS = 1_000_000  # of a document that are encoded at once
@@ -284,7 +283,7 @@ def load_splits(kind: str, name: str) -> dict[str, Any]:
     try:
         if kind == "hub":
             repository, _, config = name.partition(":")
-            if not hub.reach():
+            if not reach_hub():
                 datasets.config.HF_HUB_OFFLINE = True
             return dict(datasets.load_dataset(repository, config or None, streaming=True))
         folder = Path(name)

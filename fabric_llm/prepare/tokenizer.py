@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
-from fabric_llm.base import hub
 from fabric_llm.base.faults import REFUSED, Fault, one_line
 from fabric_llm.base.files import check_name
+from fabric_llm.base.names import reach_hub
 from fabric_llm.prepare import tokenizer_bounds
 
 END_OF_TEXT = "<|endoftext|>"
@@ -27,7 +27,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     whatever transformers, huggingface_hub and the tokenizer's class raise where it can't be loaded.
     """
     if not os.path.isdir(name):
-        hub.reach()
+        reach_hub()
     try:
         with suppress(OSError):  # where there is none
             tokenizer_bounds.check_file(Path(cached_file(name, "tokenizer.json")))
