@@ -10,6 +10,7 @@ from ranks import metrics, run_ranks, toy_run, train_ranks
 from test_report import Page, browser, opened
 
 import plan
+from arguments import parse_plan
 
 pytest.importorskip("plotly", reason="plotly isn't installed: pip install -e '.[report]'")
 ROOT = Path(__file__).parent.parent
@@ -51,8 +52,16 @@ def mixed(toys, tmp_path_factory):
     return flags, before, folder / "run"
 
 
+def due_by_plan(words):
+    """[(step, kind, words)] of what is due in a run with these flags."""
+    from fabric_llm.report import planned
+
+    own, flags = parse_plan(words)
+    return planned.course(planned.plan_of(own, flags), flags)[1]
+
+
 def test_learning_rate_sources_checkpoints_and_evaluations_are_those_of_the_run(mixed):
-    _, drawn, run = mixed
+    flags, drawn, run = mixed
     [lr] = drawn.lines("lr")
     assert lr["x"] == metrics(run, "step")[1:21] or lr["x"] == list(range(1, 21))
     assert lr["y"] == pytest.approx(metrics(run, "lr"), rel=1e-5)
@@ -65,8 +74,11 @@ def test_learning_rate_sources_checkpoints_and_evaluations_are_those_of_the_run(
     due = {"evaluated": [one["step"] for one in lines if "eval_loss" in one]}
     due["saved"] = sorted(int(path.name[5:]) for path in run.glob("step-*"))
     due["stage"] = [10]
+    [happens] = run_ranks(1, due_by_plan, [*map(str, flags), "--run_name", "another"])
     for kind, steps in due.items():
-        assert [event["x"] for event in drawn.events() if event["kind"] == kind] == steps
+        assert [step for step, name, _ in happens if name == kind] == steps
+    counts = f"Evaluation {len(due['evaluated'])} Checkpoint {len(due['saved'])}"
+    assert counts in drawn.text and [mark["x0"] for mark in drawn.data["marks"]] == due["stage"]
     assert "1,920" in drawn.text and "3,200" in drawn.text, "tokens of the run, rows of a source"
 
 
@@ -81,7 +93,7 @@ def test_one_dataset_by_epochs(toys, tmp_path):
     flags = (*toy_run(toys, tmp_path), "--number_epochs", 2, "--global_batch_size", 8, "--eval_iters", 0)
     drawn = preview(tmp_path, *flags)
     assert drawn.names() == ["lr", "memory"] and drawn.lines("lr")[0]["x"][-1] == 11 and "2.00" in drawn.text
-    assert not [event for event in drawn.events() if event["kind"] == "evaluated"]
+    assert "Checkpoint 1" in drawn.text and "Evaluation" not in drawn.text
 
 
 def test_doubts_are_shown(toys, tmp_path):
@@ -130,4 +142,4 @@ def test_from_any_folder(toys, tmp_path):
 def test_it_opens_in_a_browser(mixed, tmp_path):
     console, seen = opened(mixed[2].parent / "preview.html", tmp_path, width=500)
     assert console == [] and seen["problems"] == [] and seen["asked"] == [] and not seen["wide"]
-    assert seen["before"] == 6, "the learning rate, two shares, two epochs, and what is due"
+    assert seen["before"] == 5, "the learning rate, two shares, two epochs"

@@ -15,12 +15,11 @@ import numpy as np
 import pandas as pd
 from plotly import graph_objects as go
 
-from fabric_llm.report.reading import KINDS, UNMARKED, Event, Run, Series
+from fabric_llm.report.reading import UNMARKED, Event, Run, Series
 
 MOST_POINTS = 1000  # of a line
 FEW_POINTS = 60  # are shown each
 TREND_FROM_POINTS = 100  # shorter lines have no trend
-MOST_CHARACTERS = 300  # of the words of an event on the time line
 MOST_MARKED = 40  # events of a run, by upright lines
 
 
@@ -173,32 +172,14 @@ def thinned(series: Series, most: int) -> Series:
     return Series(series.steps[index], series.values[index])
 
 
-def strip(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> Chart:
-    """The time line: the events of each run, by kind. Its "marks" are upright lines in the other figures."""
-    traces, marks = [], []
-    for i, (run, of_run) in enumerate(zip(runs, events)):
+def marks(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> list[dict[str, Any]]:
+    """Upright lines in all figures over steps or tokens: where something happened that isn't of UNMARKED."""
+    found = []
+    for i, of_run in enumerate(events):
         color = COLORS[i % len(COLORS) if len(runs) > 1 else GREY]
-        places = _places(runs, i, np.array([event.step for event in of_run], dtype=np.int64))
-        trace = go.Scatter(
-            mode="markers",
-            x=places,
-            y=[KINDS[event.kind] for event in of_run],
-            text=[html.escape(event.words[:MOST_CHARACTERS]) for event in of_run],
-            hovertemplate="%{y}, %{xaxis.title.text} %{x:,}<br>%{text}",
-            name=html.escape(run.name),
-            marker={"size": 11, "color": color},
-            opacity=0.8,  # events of several runs may lie on each other
-            cliponaxis=False,
-        )
-        traces.append(trace.to_plotly_json())
-        marked = [place for place, event in zip(places, of_run) if event.kind not in UNMARKED]
-        marks += [upright(place, color) for place in marked[:MOST_MARKED]]
-    seen = {event.kind for of_run in events for event in of_run}
-    titles = [title for name, title in KINDS.items() if name in seen][::-1]
-    axis = {"type": "category", "categoryarray": titles, "range": [-0.6, len(titles) - 0.4], "nticks": 0}
-    layout = {"hovermode": "closest", "showlegend": False, "shapes": [], "yaxis": axis}
-    layout["xaxis"] = {**_axis(runs), "rangemode": "normal"}
-    return {"name": "events", "traces": traces, "layout": layout, "marks": marks}
+        steps = [event.step for event in of_run if event.kind not in UNMARKED][:MOST_MARKED]
+        found += [upright(place, color) for place in _places(runs, i, np.array(steps, dtype=np.int64))]
+    return found
 
 
 def upright(place: float, color: str, **more: Any) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def write(folders: Sequence[str], output: Path) -> None:
         {name: name.capitalize() for name in (SECTIONS if is_one else COMPARED)},
         made_of=f"from {', '.join(folders)}",
         charts=figures.charts(figures.figures(runs), runs),
-        strip=figures.strip(runs, events),
+        marks=figures.marks(runs, events),
         runs=[
             {**vars(run), "facts": facts(run), "data": sources(run), "flags": of_run, "headline": headline(run)}
             for run, of_run in zip(runs, flags)
@@ -79,7 +79,7 @@ def write_page(
         lead=lead,
         sections=sections,
         made=f"{kind} made by fabric_llm on {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC {made_of}.",
-        data={"template": figures.template(), "charts": [*inside["charts"], *bars, inside["strip"]]},
+        data={"template": figures.template(), "charts": [*inside["charts"], *bars], "marks": inside["marks"]},
         plotly=get_plotlyjs(),
         **inside,
     )
@@ -190,13 +190,12 @@ def sources(run: Run) -> Optional[Table]:
 
 
 def events_table(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> Table:
-    """The events of all runs but saves, which the time line has."""
+    """The events of all runs."""
     several, found = len(runs) > 1, []
     for run, of_run in zip(runs, events):
         for event in of_run:
-            if event.kind != "saved":
-                time = event.time.replace("T", " ").removesuffix("+00:00")
-                found.append([*[run.name] * several, f"{event.step:,}", time, reading.KINDS[event.kind], event.words])
+            time = event.time.replace("T", " ").removesuffix("+00:00")
+            found.append([*[run.name] * several, f"{event.step:,}", time, reading.KINDS[event.kind], event.words])
     return [*["Run"] * several, "Step", "Time (UTC)", "Event", "What"], found
 
 

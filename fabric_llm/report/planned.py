@@ -38,7 +38,7 @@ def plan_of(own: Flags, flags: Flags) -> Optional[Plan]:
 def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) -> None:
     """Write the page. Raises Fault (2) where it can't be written."""
     plain = {"title": outlook.model, "lead": outlook.on, "sections": {}, "data": None, "charts": [], "problems": []}
-    plain |= {"strip": figures.strip([], []), "headline": [], "events": None}
+    plain |= {"marks": [], "headline": [], "events": None}
     drawn = plain if plan is None else _drawing(flags, plan, outlook.on)
     peak = outlook.memory.peak
     below = f"{100 * outlook.used:.0f} % of the device, in {outlook.memory.moment}" if outlook.used else "of a device"
@@ -97,7 +97,7 @@ def write_sweep(output: Path, own: Flags, flags: Flags, rows: list[sweep.Row]) -
         {"curves": "Over devices", "table": "Numbers", "flags": "Flags"},
         "Nothing was trained.",
         charts=charts,
-        strip=figures.strip([], []),
+        marks=[],
         headline=[(how, words, "") for how, words in hidden.items()],
         problems=[],
         numbers=(sweep.TITLES, [row.cells() for row in rows]),
@@ -162,7 +162,7 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
         "sections": {"setup": "Data", "curves": "Curves", "events": "What is due"},
         "data": (head, rows),
         "charts": figures.charts([known["lr"], shares, known["sources_epochs"]], [run]),
-        "strip": figures.strip([run], [[reading.Event(*event) for event in sorted(happens)]]),
+        "marks": figures.marks([run], [[reading.Event(*event) for event in happens]]),
         "headline": [
             ("Steps", f"{last.step - start.step:,}", f"from {start.step:,} to {last.step:,}"),
             ("Tokens", page.number(last.tokens - start.tokens), batch),

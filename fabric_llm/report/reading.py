@@ -180,7 +180,7 @@ def _collect(columns: Columns, step: int, said: Mapping[str, Any], prefix: str =
 # ------------------------------------------------------------------------------- events
 
 
-KINDS = {  # with their titles, in the order of the time line
+KINDS = {  # with their titles
     "started": "Start",
     "resumed": "Resume",
     "evaluated": "Evaluation",
