@@ -203,7 +203,7 @@ def test_a_mixture_without_budgets_shows_what_is_forgotten_of_each_source(tmp_pa
         "old": [0, pytest.approx(0.1)],
     }
     assert [one["set"] for one in shown.lines("sources_epochs")] == ["new", "old"]
-    assert "new 1,536 0.50 old 512 0.01" in shown.text and "data/new:0.75:4" in shown.text
+    assert "trained on new, old" in shown.text and "data/new:0.75:4" in shown.text
 
 
 def test_verdicts_kills_stops_and_other_devices_are_events(tmp_path):

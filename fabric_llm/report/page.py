@@ -26,8 +26,8 @@ from fabric_llm.report.reading import Event, Run, Series
 
 NONE = "\N{EN DASH}"
 NOT_COMPARED = ("run_name", "output_dir")  # flags
-SECTIONS = ("setup", "curves", "events", "samples", "flags")
-COMPARED = ("curves", "events", "flags")  # sections of several runs: each has a page of its own for the rest
+SECTIONS = ("curves", "events", "samples", "flags")
+COMPARED = ("curves", "events", "flags")  # sections of several runs: each has a page of its own for its samples
 Table = tuple[Sequence[Any], Sequence[Sequence[Any]]]  # head, rows
 
 
@@ -48,11 +48,7 @@ def write(folders: Sequence[str], output: Path) -> None:
         made_of=f"from {', '.join(folders)}",
         charts=figures.charts(figures.figures(runs), runs),
         marks=figures.marks(runs, events),
-        runs=[
-            {**vars(run), "facts": facts(run), "data": sources(run), "flags": of_run, "headline": headline(run)}
-            for run, of_run in zip(runs, flags)
-        ],
-        headline=headline(runs[0]) if is_one else None,
+        runs=[{**vars(run), "flags": known(run), "headline": headline(run)} for run in runs],
         problems=[f"{run.name}: {note}" for run in runs for note in run.notes],
         events=events_table(runs, events),
         differing=None if is_one else differing(runs, flags),
@@ -154,36 +150,21 @@ def last_and_best(run: Run, loss: Series) -> tuple[str, str]:
 # ------------------------------------------------------------------------------- what was trained on what
 
 
-SETUP = (
-    "model parameters precision strategy train_data_dir data_mix global_batch_size micro_batch_size context_length lr"
-)
-SETUP += " lr_schedule lr_decay warmup_steps weight_decay seed torch"  # flags, and what the last start has recorded
-SETUP += " peak_memory_gib step_seconds"  # beside the plan, see run/forecast.py
-
-
-def facts(run: Run) -> dict[str, str]:
-    """{name: value} of what decides most; what isn't known is left out."""
-    known = {**run.flags, **run.begun}
-    if "parameters" in known:
-        known["parameters"] = f"{number(known['parameters'])} parameters"
-    for name, said in run.planned.items():
+def known(run: Run) -> dict[str, str]:
+    """{name: value} of the flags, of what the last start has recorded, and of what was planned (run/forecast.py)."""
+    said = {**run.flags, **run.begun}
+    for name, one in run.planned.items():
         with suppress(TypeError, KeyError, ValueError):  # what a run can't have written
-            known[name] = f"{said['measured']:.3g}, {said['ratio']:.2f} times the plan's {said['planned']:.3g}"
-    return {name: shown(known[name]) for name in SETUP.split() if known.get(name) is not None}
+            said[name] = f"{one['measured']:.3g}, {one['ratio']:.2f} times the plan's {one['planned']:.3g}"
+    return {name: shown(value) for name, value in said.items()}
 
 
 def in_a_sentence(run: Run) -> str:
     """What was trained on what."""
-    said, on = facts(run), ", ".join(run.numbers.get("sources_tokens", ())) or run.flags.get("train_data_dir")
-    words = [said.get("model"), said.get("parameters"), on and f"trained on {on}", said.get("precision")]
-    return "; ".join(filter(None, [*words, reading.devices(run.begun), said.get("strategy")]))
-
-
-def sources(run: Run) -> Optional[Table]:
-    """What was read of each source of a mixture."""
-    tokens, epochs = run.numbers.get("sources_tokens", {}), run.numbers.get("sources_epochs", {})
-    found = [[name, number(tokens[name].values[-1]), f"{epochs[name].values[-1]:.2f}"] for name in tokens]
-    return (["Source", "Tokens read", "Epochs"], found) if found else None
+    begun, on = run.begun, ", ".join(run.numbers.get("sources_tokens", ())) or run.flags.get("train_data_dir")
+    parameters = "parameters" in begun and f"{number(begun['parameters'])} parameters"
+    words = [begun.get("model"), parameters, on and f"trained on {on}", run.flags.get("precision")]
+    return "; ".join(map(str, filter(None, [*words, reading.devices(begun), begun.get("strategy")])))
 
 
 # ------------------------------------------------------------------------------- events and flags

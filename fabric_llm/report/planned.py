@@ -37,7 +37,7 @@ def plan_of(own: Flags, flags: Flags) -> Optional[Plan]:
 
 def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) -> None:
     """Write the page. Raises Fault (2) where it can't be written."""
-    plain = {"title": outlook.model, "lead": outlook.on, "sections": {}, "data": None, "charts": [], "problems": []}
+    plain = {"title": outlook.model, "lead": outlook.on, "sections": {}, "charts": [], "problems": []}
     plain |= {"marks": [], "headline": [], "events": None}
     drawn = plain if plan is None else _drawing(flags, plan, outlook.on)
     peak = outlook.memory.peak
@@ -50,8 +50,6 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) ->
     ]
     parts = {**outlook.memory.parts, "together": peak}
     rows = [[name, f"{size / GIB:,.2f}", f"{100 * size / peak:.1f} %"] for name, size in parts.items()]
-    shown = {"name": drawn["title"], "facts": {}, "data": drawn.pop("data")}
-    shown["flags"] = {name: page.shown(value) for name, value in flags.flat().items()}
     page.write_page(
         output,
         "Plan of a run",
@@ -61,7 +59,7 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) ->
         "Nothing was trained.",
         memory=(["Part", "GiB", "Of the peak"], rows),
         bars=figures.bars(outlook.memory.parts, outlook.device_bytes, (CLOSE, NO)),
-        runs=[shown],
+        runs=[{"headline": drawn.pop("headline"), "flags": shown(flags)}],
         differing=None,
         **drawn,
     )
@@ -98,13 +96,17 @@ def write_sweep(output: Path, own: Flags, flags: Flags, rows: list[sweep.Row]) -
         "Nothing was trained.",
         charts=charts,
         marks=[],
-        headline=[(how, words, "") for how, words in hidden.items()],
         problems=[],
         numbers=(sweep.TITLES, [row.cells() for row in rows]),
         assumed=sweep.assumptions(own, rows),
-        runs=[{"flags": {name: page.shown(value) for name, value in flags.flat().items()}}],
+        runs=[{"headline": [(how, words, "") for how, words in hidden.items()], "flags": shown(flags)}],
         differing=None,
     )
+
+
+def shown(flags: Flags) -> dict[str, str]:
+    """{name: value} of all flags."""
+    return {name: page.shown(value) for name, value in flags.flat().items()}
 
 
 def course(plan: Plan, flags: Flags) -> tuple[list[dict[str, Any]], list[tuple[int, str, str]], Progress]:
@@ -144,23 +146,12 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
     counts = {kind: [event[1] for event in happens].count(kind) for kind in names}
     shares = figures.Figure("sources_share", "Share of each source", "of the sequences", style="steps")
     known = {figure.name: figure for figure in figures.FIGURES}
-    # What is read of each dataset by the end of the run.
-    epochs = last.position / len(plan.data.dataset.train) if plan.data.mixture is None else None
-    read = lines[-1].get("sources") or {"training": {"tokens": last.tokens, "epochs": epochs}}
-    datasets = plan.data.sources or {"training": plan.data.dataset}
-    whole, rows = sum(one["tokens"] for one in read.values()), []
-    for name, one in read.items():
-        share, sequences = f"{100 * one['tokens'] / whole:.3g} %", page.number(len(datasets[name].train))
-        epochs, folder = f"{one['epochs']:.2f}", str(datasets[name].folder)
-        rows.append([name, share, page.number(one["tokens"]), epochs, sequences, folder])
     begins = f"resumed from {plan.resume_from}" if plan.resume_from else plan.model.source
     data = ", ".join(plan.data.sources) or flags.data.train_data_dir
-    head = ["Dataset", "Share of the tokens", "Tokens read", "Epochs", "Sequences", "Folder"]
     return {
         "title": run.name,
         "lead": f"{begins} on {data}; {plan.model.precision}; {on}",
-        "sections": {"setup": "Data", "curves": "Curves", "events": "What is due"},
-        "data": (head, rows),
+        "sections": {"curves": "Curves", "events": "What is due"},
         "charts": figures.charts([known["lr"], shares, known["sources_epochs"]], [run]),
         "marks": figures.marks([run], [[reading.Event(*event) for event in happens]]),
         "headline": [
