@@ -46,7 +46,6 @@ def said_of(flags, **facts):
 TABLE = [  # flags, facts, the beginning of the one warning
     ("--profile 3:5", {"start_step": 5}, "--profile 3:5 has no effect: the run goes on after step 5."),
     ("--lr 2", {}, "--lr 2 is far above what language models are trained with"),
-    ("--lr 0.02 --weight_decay 2", {}, "--weight_decay 2 with --lr 0.02 takes 4% off every weight in a step."),
     ("", {"sequences": 1, "context_length": 64}, "a step of 1 x 64 tokens is mostly noise to a trained model: give --global"),
     ("", {"sequences": 2, "context_length": 32_767, "positions": None}, "a step of 2 x 32767 tokens is mostly noise"),
     ("--warmup_steps 100", {}, "--warmup_steps 100 isn't less than the run's 100 steps: the learning rate only rises, to 2e-05."),

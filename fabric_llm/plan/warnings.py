@@ -18,7 +18,6 @@ from fabric_llm.plan.plan import Plan
 # AdamW moves a weight by about the learning rate in a step. Weights of language models begin, and mostly stay, around 0.02
 # (initializer_range in transformers): with a larger rate, one step replaces them.
 LARGEST_LR = 0.02
-LARGEST_DECAY = 0.01  # of a weight in one step: a third is left after a hundred
 # The gradient of so few sequences is mostly noise, unless they have that many tokens.
 FEW_SEQUENCES, FEW_TOKENS = 2, 65_536
 # Nearly as good as new text: Muennighoff et al. 2023, Scaling Data-Constrained Language Models, arXiv 2305.16264.
@@ -31,7 +30,7 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     flat, placement, last, done = flags.flat(), plan.placement, plan.schedule.max_step, plan.start.step
     context_length, made_for = plan.data.dataset.context_length, positions.length(plan.model.config.get_text_config())
     sequences, on_cpu, here = plan.schedule.global_batch_size, placement.kind == "cpu", cores()
-    lr, weight_decay, warmup = flat["lr"], flat["weight_decay"], flat["warmup_steps"]
+    lr, warmup = flat["lr"], flat["warmup_steps"]
     if on_cpu and placement.devices > here:
         yield f"{placement.devices} processes share {here} CPU cores and wait for each other: take --devices {here} at most."
     if made_for is not None and context_length > made_for:
@@ -47,9 +46,6 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             f"--lr {lr:g} is far above what language models are trained with: AdamW moves each weight by about that much "
             f"a step, and most weights are around {LARGEST_LR}."
         )
-    elif lr * weight_decay > LARGEST_DECAY:
-        off = f"{lr * weight_decay:.0%} off every weight in a step"
-        yield f"--weight_decay {weight_decay:g} with --lr {lr:g} takes {off}."
     is_small = sequences <= FEW_SEQUENCES and sequences * context_length < FEW_TOKENS
     if is_small and done == 0 and has_weights(plan.model.source):
         yield (
