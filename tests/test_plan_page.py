@@ -53,7 +53,7 @@ def mixed(toys, tmp_path_factory):
 
 
 def due_by_plan(words):
-    """[(step, kind, words)] of what is due in a run with these flags."""
+    """[(step, kind)] of what is due in a run with these flags."""
     from fabric_llm.report import planned
 
     own, flags = parse_plan(words)
@@ -76,8 +76,8 @@ def test_learning_rate_sources_checkpoints_and_evaluations_are_those_of_the_run(
     due["stage"] = [10]
     [happens] = run_ranks(1, due_by_plan, [*map(str, flags), "--run_name", "another"])
     for kind, steps in due.items():
-        assert [step for step, name, _ in happens if name == kind] == steps
-    counts = f"Evaluation {len(due['evaluated'])} Checkpoint {len(due['saved'])}"
+        assert [step for step, name in happens if name == kind] == steps
+    counts = f"Checkpoints {len(due['saved'])} and {len(due['evaluated'])} evaluations"
     assert counts in drawn.text and [mark["x0"] for mark in drawn.data["marks"]] == due["stage"]
     assert "1,920" in drawn.text, "tokens of the run"
 
@@ -93,7 +93,7 @@ def test_one_dataset_by_epochs(toys, tmp_path):
     flags = (*toy_run(toys, tmp_path), "--number_epochs", 2, "--global_batch_size", 8, "--eval_iters", 0)
     drawn = preview(tmp_path, *flags)
     assert drawn.names() == ["lr", "memory"] and drawn.lines("lr")[0]["x"][-1] == 11
-    assert "Checkpoint 1" in drawn.text and "Evaluation" not in drawn.text
+    assert "Checkpoints 1 and 0 evaluations" in drawn.text
 
 
 def test_doubts_are_shown(toys, tmp_path):

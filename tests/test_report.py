@@ -70,11 +70,10 @@ class Page(html.parser.HTMLParser):
 
     def events(self):
         """The rows of the table of events, each with its step, kind and words."""
-        names = {title: name for name, title in reading.KINDS.items()}
         table = re.search(r'aria-label="Events">.*?</table>', self.content, re.S)[0]
         rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.S) for row in table.split("<tr>")]
         return [
-            {"kind": names[kind], "x": int(step.replace(",", "")), "words": html.unescape(words)}
+            {"kind": kind.lower(), "x": int(step.replace(",", "")), "words": html.unescape(words)}
             for *_, step, _, kind, words in filter(None, rows)
         ]
 
@@ -172,7 +171,7 @@ def test_a_rewind_stages_and_an_average_are_drawn(toys, tmp_path):
     kinds = {event["kind"]: event for event in shown.events()}
     assert kinds["stage"]["x"] == 8 and kinds["stage"]["words"] == "from here on new 25 %, old 75 %"
     assert [mark["x0"] for mark in shown.data["marks"]] == [8, 12], "the stage and the rewind"
-    row = r"12 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d Rewind [^;]*; at sequence 56; 192 tokens discarded"
+    row = r"12 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d Rewound [^;]*; at sequence 56; 192 tokens discarded"
     assert re.search(row, shown.text), "with a time"
 
 
@@ -193,9 +192,11 @@ def test_evaluations_with_sets_budgets_and_a_copy_probe(tmp_path):
 
 def test_a_mixture_without_budgets_shows_what_is_forgotten_of_each_source(tmp_path):
     read = {"new": {"tokens": 1536, "epochs": 0.5}, "old": {"tokens": 512, "epochs": 0.01}}
-    lines = [{"step": 0, "eval_loss": 5.0, "eval": {"new": {"loss": 6.0}, "old": {"loss": 4.0}}}]
+    base = {"new": {"loss": 6.0, "forgotten": 0.0}, "old": {"loss": 4.0, "forgotten": 0.0}}
+    lines = [{"step": 0, "eval_loss": 5.0, "eval": base}]
     lines += [training(1, sources=read), training(2, sources=read)]
-    lines += [{"step": 2, "eval_loss": 4.0, "eval": {"new": {"loss": 4.5}, "old": {"loss": 4.1}}}]
+    then = {"new": {"loss": 4.5, "forgotten": -1.5}, "old": {"loss": 4.1, "forgotten": 0.1}}
+    lines += [{"step": 2, "eval_loss": 4.0, "eval": then}]
     flags = {"train_data_dir": None, "data_mix": "new=data/new:0.75:4,old=data/old:0.25"}
     shown = report(made(tmp_path / "run", lines, flags=flags))
     assert {one["set"]: one["y"] for one in shown.lines("forgetting")} == {

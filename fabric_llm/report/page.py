@@ -176,7 +176,7 @@ def events_table(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> Tabl
     for run, of_run in zip(runs, events):
         for event in of_run:
             time = event.time.replace("T", " ").removesuffix("+00:00")
-            found.append([*[run.name] * several, f"{event.step:,}", time, reading.KINDS[event.kind], event.words])
+            found.append([*[run.name] * several, f"{event.step:,}", time, event.kind.capitalize(), event.words])
     return [*["Run"] * several, "Step", "Time (UTC)", "Event", "What"], found
 
 

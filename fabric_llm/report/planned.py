@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, Optional
 
@@ -38,7 +39,7 @@ def plan_of(own: Flags, flags: Flags) -> Optional[Plan]:
 def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) -> None:
     """Write the page. Raises Fault (2) where it can't be written."""
     plain = {"title": outlook.model, "lead": outlook.on, "sections": {}, "charts": [], "problems": []}
-    plain |= {"marks": [], "headline": [], "events": None}
+    plain |= {"marks": [], "headline": []}
     drawn = plain if plan is None else _drawing(flags, plan, outlook.on)
     peak = outlook.memory.peak
     below = f"{100 * outlook.used:.0f} % of the device, in {outlook.memory.moment}" if outlook.used else "of a device"
@@ -109,12 +110,12 @@ def shown(flags: Flags) -> dict[str, str]:
     return {name: page.shown(value) for name, value in flags.flat().items()}
 
 
-def course(plan: Plan, flags: Flags) -> tuple[list[dict[str, Any]], list[tuple[int, str, str]], Progress]:
-    """(the lines that the run will log, (step, kind, words) of what happens, where it ends), by the run's own functions."""
+def course(plan: Plan, flags: Flags) -> tuple[list[dict[str, Any]], list[tuple[int, str]], Progress]:
+    """(the lines that the run will log, (step, kind) of what happens, where it ends), by the run's own functions."""
     lines, happens, progress, shares = [], [], plan.start, None
     has_sets = flags.evaluation.eval_iters > 0
     if has_sets and save.evaluates_first(plan):
-        happens.append((progress.step, "evaluated", ""))
+        happens.append((progress.step, "evaluated"))
     while not plan.is_over(progress):
         before, progress = progress, plan.after(progress)
         lr = lr_at(before.step, max_step=plan.schedule.max_step, **arguments_of(vars(flags.training)))
@@ -122,15 +123,14 @@ def course(plan: Plan, flags: Flags) -> tuple[list[dict[str, Any]], list[tuple[i
         if plan.data.mixture is not None:
             last_shares, shares = shares, plan.data.mixture.shares_at(before.position)
             if last_shares not in (None, shares):
-                words = ", ".join(f"{name} {100 * share:.3g} %" for name, share in shares.items())
-                happens.append((before.step, "stage", words))
+                happens.append((before.step, "stage"))
             read = plan.data.mixture.read_before(progress.position)
             lines[-1]["sources"] = {name: {**one, "share": shares.get(name, 0.0)} for name, one in read.items()}
         _, evaluates, saves = save.due_after(before, progress, plan, flags)
         if has_sets and evaluates:
-            happens.append((progress.step, "evaluated", ""))
+            happens.append((progress.step, "evaluated"))
         if saves:
-            happens.append((progress.step, "saved", ""))
+            happens.append((progress.step, "saved"))
     return lines, happens, progress
 
 
@@ -142,8 +142,7 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
     lr, start = run.number("lr").values, plan.start
     contexts = " or ".join(f"{context:,}" for context in plan.contexts)
     batch = f"{plan.schedule.global_batch_size:,} sequences of {contexts} a step"
-    names = {"stage": "Stage", "evaluated": "Evaluation", "saved": "Checkpoint"}
-    counts = {kind: [event[1] for event in happens].count(kind) for kind in names}
+    due = Counter(kind for _, kind in happens)
     shares = figures.Figure("sources_share", "Share of each source", "of the sequences", style="steps")
     known = {figure.name: figure for figure in figures.FIGURES}
     begins = f"resumed from {plan.resume_from}" if plan.resume_from else plan.model.source
@@ -151,14 +150,14 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
     return {
         "title": run.name,
         "lead": f"{begins} on {data}; {plan.model.precision}; {on}",
-        "sections": {"curves": "Curves", "events": "What is due"},
+        "sections": {"curves": "Curves"},
         "charts": figures.charts([known["lr"], shares, known["sources_epochs"]], [run]),
-        "marks": figures.marks([run], [[reading.Event(*event) for event in happens]]),
+        "marks": figures.marks([run], [[reading.Event(step, kind) for step, kind in happens if kind == "stage"]]),
         "headline": [
             ("Steps", f"{last.step - start.step:,}", f"from {start.step:,} to {last.step:,}"),
             ("Tokens", page.number(last.tokens - start.tokens), batch),
+            ("Checkpoints", f"{due['saved']:,}", f"and {due['evaluated']:,} evaluations"),
             ("Peak learning rate", f"{lr.max():.3g}", f"{lr[-1]:.3g} at the last step"),
         ],
         "problems": list(warnings_of(flags, plan)),
-        "events": (["What", "How often"], [[names[kind], f"{count:,}"] for kind, count in counts.items() if count]),
     }

@@ -23,7 +23,6 @@ from fabric_llm.plan import run_directory
 
 # Sets of an evaluation: the only one, all together, the same with other weights, the copying probe.
 ONE_SET, MEAN, AVERAGE, COPY = "validation", "all sets, weighted", "moving average of the weights", "copy"
-EVALUATED = ("eval_loss", "eval_loss_ema", "eval")  # of a line of an evaluation
 
 
 class Series(NamedTuple):
@@ -125,33 +124,24 @@ Columns = dict[tuple[str, str], tuple[array, array]]  # (name, set or source or 
 
 
 def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
-    """Add the numbers of the lines to the run; sort its sets, and name what is of all of them.
-
-    What is forgotten is of the sets with a budget, and where the run has none computed of each.
-    """
+    """Add the numbers of the lines to the run; sort its sets, and name what is of all of them."""
     columns: Columns = defaultdict(lambda: (array("q"), array("d")))
     for record in lines:
         if "verdict" in record:
             run.verdicts.append(record)
         elif isinstance(record.get("plan"), dict):
             run.planned = record["plan"]
-        elif "eval_loss" in record:
-            _collect(columns, record["step"], {name: record[name] for name in EVALUATED if name in record})
+        else:
+            _collect(columns, record["step"], record)
             shares = record.get("shares")
             if isinstance(shares, dict) and (not run.shares or run.shares[-1][1] != shares):
                 run.shares.append((record["step"], shares))
-        else:
-            _collect(columns, record["step"], record)
     numbers: dict[str, dict[str, Series]] = defaultdict(dict, run.numbers)
     for (name, of_what), column in columns.items():
         series = Series(*map(np.array, column))
         if name != "step" and not np.isnan(series.values).all():
             numbers[name][of_what] = series
     losses, forgotten = dict(sorted(numbers["eval_loss"].items())), numbers["eval_forgotten"]
-    if not forgotten:
-        for name, loss in losses.items():
-            if name not in ("", COPY) and loss.steps[0] == 0 and np.isfinite(loss.values[0]):
-                forgotten[name] = Series(loss.steps, loss.values - loss.values[0])
     if numbers["eval_budget"]:  # the others may rise, and what is learned falls far
         forgotten = {name: series for name, series in forgotten.items() if name in numbers["eval_budget"]}
     budgets = {f"budget of {name}": budget for name, budget in numbers["eval_budget"].items()}
@@ -180,22 +170,7 @@ def _collect(columns: Columns, step: int, said: Mapping[str, Any], prefix: str =
 # ------------------------------------------------------------------------------- events
 
 
-KINDS = {  # with their titles
-    "started": "Start",
-    "resumed": "Resume",
-    "evaluated": "Evaluation",
-    "saved": "Checkpoint",
-    "spike": "Spike",
-    "skipped": "Skipped step",
-    "rewound": "Rewind",
-    "forgetting": "Forgetting",
-    "stage": "Stage",
-    "stopped": "Stop",
-    "killed": "Killed",
-    "failed": "Failed",
-    "done": "Done",
-}
-UNMARKED = ("started", "evaluated", "saved", "done")  # the others have an upright line in all figures
+UNMARKED = ("started", "saved", "done")  # kinds of events; the others have an upright line in all figures
 VERDICTS = {"skip": "skipped", "warn": "spike", "rewind": "rewound", "forgetting": "forgetting"}
 
 
@@ -203,7 +178,7 @@ class Event(NamedTuple):
     """Something that happened after `step` finished steps."""
 
     step: int
-    kind: str  # of KINDS
+    kind: str  # started, resumed, saved, stage, stopped, killed, failed, done, or of VERDICTS
     words: str = ""
     time: str = ""  # UTC, as ISO 8601
 
