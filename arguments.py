@@ -38,6 +38,10 @@ class DeviceArguments:
     """processes per node, one device each; auto: all GPUs, or 1 CPU, or as many as torchrun or srun started"""
     num_nodes: int = setting(1, above=0, also="num_machines")
     """number of machines; under torchrun or srun: as many as it started processes on"""
+    context_parallel: int = setting(
+        1, above=0, needs="tpu false", also="context_parallel_size cp cp_size sequence_parallel_size"
+    )
+    """so many ranks side by side share each row, of which each holds a part (docs/long_context.md)"""
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = setting("auto", also="device device_type")
     """auto: cuda where there is a GPU, else cpu"""
     hang_timeout: float = setting(1800.0, above=0, also="ddp_timeout nccl_timeout")

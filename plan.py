@@ -118,6 +118,8 @@ def show(outlook: Any, own: PlanArguments) -> None:
             f"      computing {seconds.compute:.3g} s, messages {seconds.messages:.3g} s, {hidden}: "
             f"{outlook.link_bytes / 1e9:,.1f} GB a device, {outlook.network_bytes / 1e9:,.1f} GB a node over the network"
         )
+    if seconds.exchange:
+        print(f"      exchanging heads among ranks that share rows {seconds.exchange:.3g} s, not hidden")
     rate = outlook.tokens_a_step / seconds.step
     money = "" if outlook.price is None else f"; {outlook.price:,.2f} for them"
     lasts = f"{outlook.hours:,.2f} hours" if outlook.hours >= 1 else f"{60 * outlook.hours:,.1f} minutes"

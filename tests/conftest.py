@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 
+for name in ("torchao", "torch.utils._pytree"):  # as each program does, see plain_output
+    logging.getLogger(name).setLevel(logging.ERROR)
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -164,6 +164,14 @@ def test_other_families(folder, strategy, model):
     assert said.peak == pytest.approx(measured, rel=0.02), said
 
 
+@pytest.mark.parametrize(("model", "mode"), [("small", "none"), ("wide", "none"), ("wide", "full")])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
+def test_ranks_that_share_rows(folder, strategy, model, mode):
+    flags = ("--context_parallel", 2, "--activation_checkpointing", mode)
+    measured, said = measured_and_said(folder, model, strategy, *flags)
+    assert said.peak == pytest.approx(measured, rel=0.02), said
+
+
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_the_profiler_counts_the_same(folder, mode):
     measured, said = measured_and_said(folder, "wide", "single", "--activation_checkpointing", mode, profiles=True)

@@ -45,6 +45,8 @@ class Batches:
     end: Optional[int] = None  # sequences; None: one epoch after the other, without end
     document_end: Optional[int] = None  # id of the token that ends each document, if packed documents are kept apart
     mixture: Optional[Mixture] = None  # which says instead of `seed` which rows are read
+    part: int = 0  # of each row, which several ranks may share, see `part_of`
+    parts: int = 1
 
     @property
     def global_batch_size(self) -> int:
@@ -72,7 +74,8 @@ class Batches:
         positions = self.positions(position)
         rows = self.indices(positions)  # of all at once: the order costs most for a few rows
         counted = positions < (math.inf if self.end is None else self.end)
-        return list(map(self._micro_batch, positions, rows)), RowsRead.of(positions[counted], rows[counted])
+        read = RowsRead.of(positions[counted], rows[counted]) if self.part == 0 else RowsRead()  # rows count once
+        return list(map(self._micro_batch, positions, rows)), read
 
     def stream(self, position: int) -> Iterator[MicroBatch]:
         """The micro-batches of `at`, read one at a time."""
@@ -93,7 +96,23 @@ class Batches:
             labels[begins] = IGNORED  # the document before doesn't predict it
         if self.end is not None:
             labels[torch.from_numpy(positions >= self.end)] = IGNORED
-        return {**batch, "labels": labels}
+        batch["labels"] = labels
+        return batch if self.parts == 1 else part_of(batch, self.part, self.parts)
+
+
+def part_of(batch: MicroBatch, part: int, parts: int) -> MicroBatch:
+    """The columns of one of the ranks that share the rows of a micro-batch, int64 [rows, context / parts].
+
+    Labels have one column more, so that the last token of a part has its target. document_ends are those of the whole rows.
+    """
+    rows, context = batch["input_ids"].shape
+    whole = {"position_ids": torch.arange(context).expand(rows, context), **batch}
+    ends = whole["document_ends"] if "document_ends" in whole else document_ends(whole["position_ids"])
+    whole["labels"] = torch.nn.functional.pad(whole["labels"], (0, 1), value=IGNORED)
+    here = slice(part * context // parts, (part + 1) * context // parts)
+    cut = {name: whole[name][:, here].contiguous() for name in ("input_ids", "position_ids")}
+    cut["labels"] = whole["labels"][:, here.start : here.stop + 1].contiguous()
+    return {**cut, "document_ends": ends}
 
 
 def document_begins(input_ids: Tensor, document_end: int) -> Tensor:
@@ -191,13 +210,16 @@ class Prefetch:
 
 
 def token_places(micro_batches: list[MicroBatch]) -> np.ndarray:
-    """How many tokens see k tokens before them, those of their document or row: int64 [context], for each k."""
-    places = []
+    """How many tokens see k tokens before them, those of their document or row: int64 [longest], for each k.
+
+    Of rows that ranks share, all tokens count.
+    """
+    found = np.zeros(1, dtype=np.int64)
     for batch in micro_batches:
         rows, context = batch["input_ids"].shape
-        positions = batch.get("position_ids", torch.arange(context).expand(rows, context))
-        places.append(np.bincount(positions.numpy().ravel(), minlength=context))
-    return np.sum(places, axis=0, dtype=np.int64)
+        lengths = batch["document_ends"].diff().numpy() if "document_ends" in batch else np.full(rows, context)
+        found = added(found, np.bincount(lengths)[::-1].cumsum()[::-1][1:])  # documents that are longer than k
+    return found
 
 
 def added(one: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Optional
 
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
@@ -139,12 +141,13 @@ def takes_documents(model_class: type[PreTrainedModel]) -> bool:
     return model_class._supports_flash_attn and model_class._supports_sdpa
 
 
-def of_documents(ends: Tensor, longest: int) -> dict[str, Any]:
+def of_documents(ends: Tensor, longest: int, group: Optional[ProcessGroup]) -> dict[str, Any]:
     """What transformers hands to the attention of each layer. ends: see batches.document_ends. longest: at least the tokens of
     the longest document. One such number for all batches, and a mark that batches differ in their documents, spare compiled layers
-    from being compiled again."""
+    from being compiled again. group: the ranks that share the rows, each of which has a part of them."""
     maybe_mark_dynamic(ends, 0)
-    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    given = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return given if group is None else {**given, "context_group": group}
 
 
 def takes_flash_attention_3() -> bool:
@@ -173,13 +176,21 @@ def packed_attention(
     sliding_window: Optional[int] = None,
     cu_seq_lens_q: Optional[Tensor] = None,
     max_length_q: Optional[int] = None,
+    context_group: Optional[ProcessGroup] = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each document, as transformers calls it. Returns [rows, context, heads, head size].
 
     query: [rows, heads, context, head size], key and value: the same, with as many heads or a part of them. Without
     boundaries each row is one document. Raises NotImplementedError for what some models add to the scores.
+
+    context_group: ranks that have a part of each row's positions, see `share_rows`.
     """
+    if context_group is not None:
+        more |= {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
+        more |= {"sliding_window": sliding_window, "cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
+        whole = partial(packed_attention, module, **more)
+        return share_rows(lambda *tensors: whole(*tensors)[0], context_group, query, key, value), None
     if added := [name for name in NOT_HERE if more.get(name) is not None]:
         raise NotImplementedError(f"packed attention has no {added[0]}")
     rows, heads, context, _ = query.shape
@@ -203,6 +214,41 @@ def packed_attention(
     else:
         out = _one_by_one(flat, cu_seq_lens_q, scaling, dropout, sliding_window)
     return out.unflatten(0, (rows, context)), None
+
+
+def share_rows(
+    attention: Callable[..., Tensor], group: ProcessGroup, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """`attention(query, key, value)` of ranks that have a part of each row's positions: [rows, context, heads, head size].
+
+    They exchange positions for heads, of which each then has a part and all positions, and exchange them back: DeepSpeed-Ulysses,
+    https://arxiv.org/abs/2309.14509.
+    """
+    if key.shape[1] % group.size():  # each rank needs those of its queries
+        key, value = (repeat_kv(tensor, query.shape[1] // key.shape[1]) for tensor in (key, value))
+    whole = (_Exchange.apply(tensor, group, 1, 2) for tensor in (query, key, value))
+    return _Exchange.apply(attention(*whole), group, 1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """Each rank gives every other one its part of a dimension, and lays the parts that it is given one behind the other in another."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, given: int, joined: int) -> Tensor:
+        ctx.how = group, joined, given
+        return _exchange(tensor, group, given, joined)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
+        return _exchange(gradient, *ctx.how), None, None, None
+
+
+@torch.compiler.disable  # a process group isn't a part of a graph
+def _exchange(tensor: Tensor, group: ProcessGroup, given: int, joined: int) -> Tensor:
+    parts = torch.stack(tensor.chunk(group.size(), dim=given))
+    received = torch.empty_like(parts)
+    torch.distributed.all_to_all_single(received, parts, group=group)
+    return torch.cat(received.unbind(), dim=joined)
 
 
 @torch.compiler.disable  # the number and lengths of documents differ from batch to batch

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from fabric_llm.base import ranks
 from fabric_llm.base.fabric import Fabric
+from fabric_llm.data.batches import part_of
 from fabric_llm.model import fast_paths
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import takes_positions
@@ -151,20 +152,29 @@ def gradients_of_reference(model: nn.Module, inputs: Inputs) -> Gradients:
 
     handles = [parameter.register_post_accumulate_grad_hook(keep) for parameter in names]
     with torch.enable_grad():
-        loss = _probe_loss(model, inputs)
+        loss = model.eval()(**inputs) / (inputs["labels"].numel() - len(inputs["labels"]))
         loss.backward()
     for handle in handles:
         handle.remove()
     return Gradients(loss.item(), squares, samples)
 
 
-def gradients_of_wrapped(fabric: Fabric, wrapped: nn.Module, inputs: Inputs) -> Gradients:
-    """Those of the wrapped model, right on rank 0. All ranks call it with the same inputs. No gradient is left."""
+def gradients_of_wrapped(fabric: Fabric, wrapped: nn.Module, inputs: Inputs, place: dict[str, int]) -> Gradients:
+    """Those of the wrapped model, right on rank 0. All ranks call it with the same inputs. No gradient is left.
+
+    place: see Placement.rows_of. Ranks that share rows each compute a part of the probe.
+    """
+    parts, targets = place["parts"], inputs["labels"].numel() - len(inputs["labels"])
+    if parts > 1:
+        inputs = part_of(inputs, place["part"], parts)
     with warnings.catch_warnings():
         # Without dropout a layer may return a view of its last product, which nobody writes into here.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
-        loss = _probe_loss(wrapped, fabric.to_device(inputs))
-        fabric.backward(loss)
+        loss = wrapped.eval()(**fabric.to_device(inputs)) / targets
+        fabric.backward(loss * parts)  # strategies average over all ranks
+    loss = loss.detach()
+    if parts > 1:
+        loss = ranks.sum_over_ranks(fabric, loss.clone()) / place["world_size"]
     found = {}
     for name, (parameter, first, counts) in shards(wrapped).items():
         if parameter.requires_grad:
@@ -180,11 +190,6 @@ def gradients_of_wrapped(fabric: Fabric, wrapped: nn.Module, inputs: Inputs) -> 
         {name: sum(own[name][0] for own in held) for name in found},
         {name: torch.cat([own[name][1] for own in held]) for name in found},
     )
-
-
-def _probe_loss(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Nats per target, without dropout."""
-    return model.eval()(**inputs) / (inputs["labels"].numel() - len(inputs["labels"]))
 
 
 def gradient_difference(ours: Gradients, reference: Gradients, precision: str) -> Optional[str]:

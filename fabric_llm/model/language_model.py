@@ -13,6 +13,7 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from fabric_llm.data import batches
@@ -51,6 +52,9 @@ class LanguageModel(nn.Module):
         takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)
         self.without_cache = {"use_cache": False} if takes_use_cache else {}
         self.is_packed = causal_lm.config._attn_implementation == fast_paths.PACKED
+        self.context_group: Optional[ProcessGroup] = (
+            None  # ranks that share the rows of a batch, see data/batches.part_of
+        )
 
     def forward(
         self,
@@ -65,7 +69,8 @@ class LanguageModel(nn.Module):
         with_router_loss, in training: float32 [2], the second the rows' auxiliary losses, each times the row's targets.
 
         input_ids, labels, attention_mask, position_ids: int64 [rows, context]. Labels are unshifted: position t is predicted from
-        the positions before it, -100 is no target. Logits: [rows, context, vocabulary]. position_ids that restart keep
+        the positions before it, -100 is no target. Labels of parts of rows have one column more: the ranks of `context_group` have
+        the other parts. Logits: [rows, context, vocabulary]. position_ids that restart keep
         documents apart: transformers reads the attention mask from them if no other is given and nothing is cached.
         document_ends: what packed attention takes in place of a mask, see batches.document_ends.
         """
@@ -74,13 +79,16 @@ class LanguageModel(nn.Module):
         balances = self.with_router_loss and self.training and labels is not None
         if balances:
             given["output_router_logits"] = True
+        after = 0 if labels is None else labels.shape[1] - input_ids.shape[1]  # columns that are another rank's
         if self.is_packed and position_ids is not None:
+            group = self.context_group if after else None
             ends = batches.document_ends(position_ids.cpu()) if document_ends is None else document_ends
-            given |= fast_paths.of_documents(ends, longest=input_ids.shape[1])
+            longest = input_ids.shape[1] * (1 if group is None else group.size())
+            given |= fast_paths.of_documents(ends, longest, group)
         inputs = {"input_ids": input_ids, **self.without_cache, **given}
         if labels is None:
             return self.causal_lm(**inputs).logits
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # position t is predicted from those before it
+        targets = F.pad(labels[:, 1:], (0, 1 - after), value=IGNORED)  # position t is predicted from those before it
         loss_of = self.token_loss if torch.is_grad_enabled() else self.cross_entropy
         if self.head is None:
             outputs = self.causal_lm(**inputs)

@@ -91,10 +91,25 @@ class Seconds:
     compute: float
     messages: float
     hidden: bool  # that messages are sent while devices compute
+    exchange: float = 0.0  # of heads, among ranks that share rows: layers wait for it
 
     @property
     def step(self) -> float:
-        return max(self.compute, self.messages) if self.hidden else self.compute + self.messages
+        others = max(self.compute, self.messages) if self.hidden else self.compute + self.messages
+        return others + self.exchange
+
+
+def exchanged_bytes(config: Any, sharing: int, tokens: int, passes: float) -> float:
+    """Bytes that a device sends to exchange heads, see fast_paths.share_rows. tokens: of the device, in a step.
+
+    passes: forward and backward, and those that are made a second time.
+    """
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_values = getattr(config, "num_key_value_heads", None) or heads
+    key_values = heads if key_values % sharing else key_values
+    elements = 2 * (heads + key_values) * size * config.num_hidden_layers
+    return passes * tokens * elements * 2 * (sharing - 1) / sharing
 
 
 def message_bytes(

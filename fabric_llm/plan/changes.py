@@ -129,10 +129,13 @@ def _sizes(flags: Flags) -> tuple[int, int, int, int]:
     return size, batch, devices, nodes
 
 
-def _of_the_same_batch(flags: Flags, size: int, world_size: int) -> Change:
-    """Micro-batches of `size` sequences, and as many of them as keep a step's; {} where these don't divide."""
+def _of_the_same_batch(flags: Flags, size: int, world_size: int, sharing: Optional[int] = None) -> Change:
+    """Micro-batches of `size` sequences, and as many of them as keep a step's; {} where these don't divide.
+
+    sharing: ranks that share each row; None: as many as the flags say.
+    """
     batch = _sizes(flags)[1]
-    count, rest = divmod(batch, size * world_size)
+    count, rest = divmod(batch, size * world_size // (sharing or flags.devices.context_parallel))
     if rest:
         return {}
     return {"micro_batch_size": size, "gradient_accumulation_steps": count, "global_batch_size": batch}
@@ -156,6 +159,10 @@ def _cheapest_first(now: Callable[[], Flags]) -> Iterator[Change]:
         yield {"strategy": "fsdp"}
     if fsdp.sharding_strategy != "FULL_SHARD":
         yield {"sharding_strategy": "FULL_SHARD"}
+    size = _sizes(now())[0]
+    for sharing in (2, 4, 8):
+        if devices % sharing == 0 and sharing > now().devices.context_parallel:
+            yield {"context_parallel": sharing, **_of_the_same_batch(now(), size, devices * nodes, sharing)}
     if model.precision != "bf16-true":
         yield {"precision": "bf16-true"}
     size = _sizes(now())[0]

@@ -47,6 +47,7 @@ def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: 
     plan = Plan(placement, model, data, schedule, start, directory, resume_from, resumed)
     if is_rank_zero():
         _require_model_can(plan, skeleton)
+        _require_rows_to_share(plan, flags.model.attention)
         checks.check_length(flags, schedule.max_step)
         if resume_from is not None:
             with same_run.written_by_a_run(resume_from):
@@ -169,6 +170,27 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
             f"{str(plan.resume_from)!r} belongs to another model than --model_name {plan.model.name!r}: "
             f"{len(differing)} parameters differ: {'; '.join(words)}."
         )
+
+
+def _require_rows_to_share(plan: Plan, attention: str) -> None:
+    """Raises ValueError if --context_parallel ranks can't have equal parts of each row, or of the heads."""
+    if (sharing := plan.placement.context_parallel) == 1:
+        return
+    flag, text_config = f"--context_parallel {sharing}", plan.model.config.get_text_config()
+    if attention not in ("auto", "packed"):
+        raise ValueError(f"{flag} exchanges heads around packed attention: take --attention auto, not {attention}.")
+    if plan.model.router_aux_loss_coef > 0:
+        raise ValueError(f"{flag}: the routers' auxiliary loss needs whole rows; take --router_aux_loss_coef 0.")
+    if (heads := getattr(text_config, "num_attention_heads", sharing)) % sharing:
+        raise ValueError(f"{flag}: {plan.model.name!r} has {heads} attention heads, which don't divide by it.")
+    for dataset in [*(plan.data.sources or {"": plan.data.dataset}).values(), *plan.data.eval_data.values()]:
+        if dataset.context_length % sharing:
+            rows = f"rows of {str(dataset.folder)!r} hold {dataset.context_length} tokens"
+            raise ValueError(f"{flag}: {rows}, which don't divide by it.")
+        if "attention_mask" in dataset.train[0]:
+            raise ValueError(
+                f"{flag}: {str(dataset.folder)!r} has an attention_mask, which packed attention doesn't read."
+            )
 
 
 def _plan_data(

@@ -76,7 +76,7 @@ def predict(work: Work) -> Memory:
         strategy=SimpleNamespace(num_processes=placement.devices),
         setup_module=lambda model, move_to_device: model,
     )
-    with _ranks(placement.world_size), _as_on_devices(work, fabric):
+    with _ranks(placement.world_size), _as_on_devices(work, fabric), _sharing(placement.context_parallel):
         ledger = trace.Ledger(copies_messages=placement.kind == "cpu")
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), ledger.resizes(), ledger:
@@ -118,7 +118,7 @@ def _step(work: Work, fabric: Any, ledger: trace.Ledger) -> None:
         ledger.label = trace.AVERAGE
         ema.begin(optimizer, 0.999, "same", 1, 0)
     ledger.label = trace.BATCH
-    shape = work.micro_batch_size, work.context_length
+    shape = work.micro_batch_size, work.context_length // work.placement.context_parallel
     batch = {key: torch.zeros(shape, dtype=torch.long) for key in ("input_ids", "labels")}
     precision, count = model_plan.precision, min(work.micro_batches, 2)  # from the second on all are alike
     sums = None
@@ -195,6 +195,25 @@ def _ranks(world_size: int) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def _sharing(ranks: int) -> Iterator[None]:
+    """In the body, attention exchanges heads among so many ranks, if they share rows."""
+    group = strategy.context_group(ranks)
+
+    def attention(module: nn.Module, *tensors: Tensor, **more: Any) -> tuple[Tensor, None]:
+        mask = tensors[3:]
+        return fast_paths.share_rows(
+            lambda *whole: sdpa_attention_forward(module, *whole, *mask, **more)[0], group, *tensors[:3]
+        ), None
+
+    if group is not None:
+        AttentionInterface.register(UNMASKED, attention)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(UNMASKED, sdpa_attention_forward)
 
 
 @contextmanager

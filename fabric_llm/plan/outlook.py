@@ -104,10 +104,18 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
     syncs, units = micro_batches if syncs_all else 1, len(strategies.repeated_layers(skeleton)) + 1
     sent = accelerators.message_bytes(placement, count * (4 if wide else 2), reduced, syncs, micro_batches)
     passed_on = accelerators.latency(placement, units, syncs, micro_batches)
+    sharing = placement.context_parallel
+    exchanged = 0.0
+    if sharing > 1:
+        passes = 2 + 3 * again  # a forward pass is a third of the operations
+        text_config = model.config.get_text_config()
+        exchanged = accelerators.exchanged_bytes(text_config, sharing, tokens // world, passes)
+        exchanged /= device.link_gb * 1e9 if sharing <= placement.devices else own.network * 1e9 / 8 / placement.devices
     seconds = accelerators.Seconds(
         compute=operations * (1 + again) / (world * device.tflops * 1e12 * mfu),
         messages=max(sent[0] / (device.link_gb * 1e9), sent[1] / (own.network * 1e9 / 8)) + passed_on,
         hidden=flags.fsdp.backward_prefetch != "none",
+        exchange=exchanged,
     )
     known = device.memory_gib if own.device_memory is None else own.device_memory
     saves = 1 + (steps - 1) // (flags.save.save_step_interval or steps)
@@ -144,7 +152,7 @@ def _place(flags: Flags, kind: str) -> Placement:
     if flags.devices.tpu:
         raise Fault("--tpu true can't be planned: what XLA keeps isn't known.")
     name = strategy_rules.strategy(fsdp.strategy, world, False, flags.model.precision, kind, sharding)
-    return Placement(name, sharding, devices, flags.devices.num_nodes, kind)
+    return Placement(name, sharding, devices, flags.devices.num_nodes, kind, flags.devices.context_parallel)
 
 
 def _recomputed(activation_checkpointing: str) -> float:

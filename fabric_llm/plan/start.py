@@ -41,10 +41,21 @@ class Placement:
     devices: int  # per node
     num_nodes: int
     kind: str  # "cpu" or "cuda"
+    context_parallel: int = 1  # ranks side by side that share each row
 
     @property
     def world_size(self) -> int:
         return self.devices * self.num_nodes
+
+    def rows_of(self, rank: int) -> dict[str, Any]:
+        """Which rows a rank reads, and which part of each: fields of data/batches.Batches."""
+        reader, part = divmod(rank, self.context_parallel)
+        return {
+            "rank": reader,
+            "world_size": self.world_size // self.context_parallel,
+            "part": part,
+            "parts": self.context_parallel,
+        }
 
 
 @dataclass
@@ -67,7 +78,7 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
     Flags that aren't given follow from the others. The demo takes a smaller micro-batch if its own doesn't divide. Raises
     ValueError, with all numbers, if they don't divide or disagree.
     """
-    training, world_size = flags.training, devices * num_nodes
+    training, world_size = flags.training, readers(flags, devices, num_nodes)
     micro_batch_size, global_batch_size = training.micro_batch_size, training.global_batch_size
     accumulation = training.gradient_accumulation_steps
     if global_batch_size is None:
@@ -78,7 +89,9 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
     if flags.demo:
         micro_batch_size = min(micro_batch_size, max(1, global_batch_size // world_size))
     needed, rest = divmod(global_batch_size, micro_batch_size * world_size)
-    spelled = f"--micro_batch_size {micro_batch_size} x {devices} devices x {num_nodes} nodes = {micro_batch_size * world_size}"
+    sharing = flags.devices.context_parallel
+    spelled = f"--micro_batch_size {micro_batch_size} x {devices} devices x {num_nodes} nodes"
+    spelled += f" / {sharing} that share rows" * (sharing > 1) + f" = {micro_batch_size * world_size}"
     if rest:
         raise ValueError(f"--global_batch_size {global_batch_size} doesn't divide by {spelled}.")
     if accumulation not in (None, needed):
@@ -87,6 +100,15 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
             f"not {accumulation}: {spelled}."
         )
     return micro_batch_size, needed, global_batch_size
+
+
+def readers(flags: Flags, devices: int, num_nodes: int) -> int:
+    """How many ranks, or groups of ranks that share rows, read other rows than each other. Raises ValueError."""
+    sharing = flags.devices.context_parallel
+    count, rest = divmod(devices * num_nodes, sharing)
+    if rest:
+        raise ValueError(f"--context_parallel {sharing}: {devices} devices x {num_nodes} nodes don't divide by it.")
+    return count
 
 
 def place(flags: Flags) -> Placement:
@@ -117,7 +139,7 @@ def place(flags: Flags) -> Placement:
     if gpus and "bf16" in precision and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(f"--precision {precision}: this GPU has no bfloat16; take 16-mixed or 32-true.")
     strategy_rules.offload(strategy, fsdp.cpu_offload, batch_sizes(flags, devices, num_nodes)[1])
-    return Placement(strategy, sharding, devices, num_nodes, kind)
+    return Placement(strategy, sharding, devices, num_nodes, kind, flags.devices.context_parallel)
 
 
 def start(flags: Flags) -> ThisRank:

@@ -131,6 +131,7 @@ def build_model(run: Run, source: str, planner: Optional[Planner] = None) -> Non
     chunked = loss == "chunked"
     has_router_loss = plan.model.router_aux_loss_coef > 0
     model = language_model.LanguageModel(_skeleton(plan), with_router_loss=has_router_loss, chunked=chunked)
+    model.context_group = strategy.context_group(plan.placement.context_parallel)
     weights.compute_buffers(model.causal_lm)
     if plan.model.float8 != "none":
         layers.float8_products(model.causal_lm, plan.model.float8, is_emulated=plan.placement.kind == "cpu")
@@ -187,8 +188,8 @@ def restore(run: Run, document: dict[str, Any]) -> None:
 def make_batches(run: Run) -> Prefetch:
     """What gives this rank its micro-batches."""
     fabric, data, schedule = run.fabric, run.plan.data, run.plan.schedule
-    sizes = schedule.micro_batch_size, schedule.micro_batches, fabric.global_rank, fabric.world_size
-    how = {"end": schedule.end, "mixture": data.mixture, "document_end": data.document_end}
+    sizes, how = (schedule.micro_batch_size, schedule.micro_batches), run.plan.placement.rows_of(fabric.global_rank)
+    how |= {"end": schedule.end, "mixture": data.mixture, "document_end": data.document_end}
     batches = Batches(data.dataset.train, run.flags.training.seed, *sizes, **how)
     copies = PinnedCopies(fabric.device) if fabric.device.type == "cuda" else None
     return Prefetch(batches, run.flags.data.num_workers, copies)
@@ -200,8 +201,8 @@ def make_evaluation(run: Run) -> Evaluation:
     special = [] if tokenizer is None else tokenizer.all_special_ids
     sets = plan.validation_splits() | plan.copy_set([plan.data.document_end, *special], flags.training.seed)
     ends = document_ends(sets, plan.data.eval_data, plan.data.document_end)
-    place = fabric.global_rank, fabric.world_size
-    batches = {name: evaluation_batches(split, flags, *place, ends[name]) for name, split in sets.items()}
+    place = plan.placement.rows_of(fabric.global_rank)
+    batches = {name: evaluation_batches(split, flags, ends[name], **place) for name, split in sets.items()}
     token_bytes = None
     if flags.evaluation.eval_iters and tokenizer is not None and tokenizer.is_fast:
         size = max([plan.model.config.get_text_config().vocab_size, *tokenizer.get_vocab().values()]) + 1
@@ -213,12 +214,14 @@ def make_evaluation(run: Run) -> Evaluation:
     return Evaluation(fabric, batches, run.requests.is_to_stop, working, token_bytes)
 
 
-def evaluation_batches(split: Any, flags: Flags, rank: int, world_size: int, document_end: Optional[int]) -> Batches:
-    """The first --eval_iters batches of a validation split, not past its end; as many on each rank."""
+def evaluation_batches(
+    split: Any, flags: Flags, document_end: Optional[int], world_size: int = 1, **place: int
+) -> Batches:
+    """The first --eval_iters batches of a validation split, not past its end; as many on each rank. place: see Placement.rows_of."""
     size = flags.evaluation.eval_batch_size
     count = min(flags.evaluation.eval_iters, -(-len(split) // size))
-    sizes = flags.training.seed, size, -(-count // world_size), rank, world_size
-    return Batches(split, *sizes, shuffle=False, end=min(count * size, len(split)), document_end=document_end)
+    place |= {"world_size": world_size, "end": min(count * size, len(split)), "document_end": document_end}
+    return Batches(split, flags.training.seed, size, -(-count // world_size), shuffle=False, **place)
 
 
 def open_log(run: Run, planner: Optional[Planner]) -> Log:

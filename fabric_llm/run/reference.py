@@ -88,19 +88,26 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
     """What the flags leave open, and this model can. Raises ValueError where it can't do what they ask for."""
     name, asked = type(reference).__name__, plan.model.config._attn_implementation
     attention, loss, document_end = asked, plan.model.loss, plan.data.document_end
+    sharing = plan.placement.context_parallel
+    if sharing > 1 and not gate.takes_packed_attention(reference):
+        raise ValueError(f"--context_parallel {sharing}: {name} can't, since it doesn't take packed attention.")
     chunks = loss != "full" and gate.chunks_its_loss(reference, plan.model.precision)
     if loss == "chunked" and not chunks:
         raise ValueError(f"--loss chunked: {name} in {plan.model.precision} can't; take --loss auto.")
-    if model_flags.attention == "auto" and asked == "sdpa" and document_end is not None:
+    if sharing > 1:
+        attention = fast_paths.PACKED
+    elif model_flags.attention == "auto" and asked == "sdpa" and document_end is not None:
         # torch's kernel for GPUs takes 16 bits.
         kernel = plan.placement.kind == "cpu" or plan.model.precision != "32-true"
         if kernel and gate.takes_packed_attention(reference):
             attention = fast_paths.PACKED
     elif asked == fast_paths.PACKED and not gate.takes_packed_attention(reference):
         raise ValueError(f"--attention packed: {name} can't; take --attention auto.")
-    if document_end is not None:
+    if document_end is not None or sharing > 1:
         with gate.attention(reference, "sdpa" if attention == "flash_attention_2" else attention):
             leak = gate.find_leak(reference)
+        if leak is not None and sharing > 1:
+            raise ValueError(f"--context_parallel {sharing}: {name} can't, since tokens meet outside of its attention.")
         if leak is not None:
             said, document_end = f"{name} doesn't keep packed documents apart", None
             if plan.data.document_masking is True:
@@ -109,7 +116,7 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
                 f"Warning: {said} (with another document before it, a document's logits change by up to {leak:.2g} of "
                 "their standard deviation): --document_masking is off."
             )
-    if document_end is None and model_flags.attention == "auto":
+    if document_end is None and model_flags.attention == "auto" and sharing == 1:
         attention = asked
     return document_end, attention, "chunked" if chunks else "full"
 
@@ -121,7 +128,8 @@ def compares_gradients(plan: Plan) -> bool:
 
 def probe_of(plan: Plan, document_end: Optional[int]) -> dict[str, Tensor]:
     """The first tokens of the validation split, as two packed documents where those are kept apart."""
-    ids = plan.probe_input()[:, : gate.PROBE_TOKENS]
+    length = gate.PROBE_TOKENS - gate.PROBE_TOKENS % plan.placement.context_parallel
+    ids = plan.probe_input()[:, :length]
     inputs = {"input_ids": ids, "labels": ids}
     if document_end is not None:
         places, second = torch.arange(ids.shape[1]), ids.shape[1] // 3
@@ -138,7 +146,7 @@ def verify_start(fabric: Fabric, plan: Plan, wrapped: nn.Module, expected: Expec
     reshard(wrapped)
     problem = outputs and gate.output_difference(ours, outputs, plan.model.precision)
     if (problem := ranks.from_first(problem)) is None and with_gradients:
-        found = gate.gradients_of_wrapped(fabric, wrapped, inputs)
+        found = gate.gradients_of_wrapped(fabric, wrapped, inputs, plan.placement.rows_of(fabric.global_rank))
         words = gradients and gate.gradient_difference(found, gradients, limits)
         problem = words and f"the model as it would be trained isn't plain transformers': {words}. {TURN_OFF}"
         problem = ranks.from_first(problem)

@@ -206,10 +206,7 @@ def as_in_run(parts: Sequence[Part]) -> tuple[Path, dict[str, Any], dict[str, Ba
     sets = {name: one.validation for name, one in {**sources, **eval_data}.items()}
     masks = bool(newest.progress["schedule"]["document_masking"])
     ends = document_ends(sets, eval_data, find_document_end(masks, next(iter(sources.values()))))
-    batches = {
-        name: evaluation_batches(split, flags, rank=0, world_size=1, document_end=ends[name])
-        for name, split in sets.items()
-    }
+    batches = {name: evaluation_batches(split, flags, ends[name]) for name, split in sets.items()}
     return run, flat, batches
 
 

@@ -1,0 +1,167 @@
+"""--context_parallel: ranks that share rows compute what one process computes, with documents that cross their cuts."""
+
+import datasets
+import pytest
+import torch
+from conftest import documents
+from families import write_data, write_model
+from ranks import metrics, run_ranks, toy_run, train_ranks
+from test_float8 import refused
+from test_law_9_packed_documents import packed_batch
+from transformers import AutoModelForCausalLM
+
+from fabric_llm.checkpoint.keep import checkpoint_at
+from fabric_llm.data.batches import part_of, target_count, token_places
+from fabric_llm.model import fast_paths
+from fabric_llm.model.language_model import LanguageModel
+from fabric_llm.model.strategy import context_group
+from fabric_llm.verify import __main__ as verify
+
+STRATEGIES = [("fsdp", 2, 2), ("fsdp2", 2, 2), ("ddp", 2, 2), ("fsdp2", 4, 2), ("fsdp", 4, 4)]  # ranks; that share rows
+FAMILIES = ["qwen3", "gemma3_text", "mixtral", "gpt2-no-dropout", "phi", "olmo2", "deepseek_v3"]
+
+
+def run_of(model, data, folder, name, *more):
+    flags = ("--model_name", model, "--train_data_dir", data, "--output_dir", folder, "--run_name", name, "--lr", 1e-3)
+    flags += ("--max_step", 4, "--global_batch_size", 4, "--precision", "32-true", "--eval_iters", 4)
+    return (*flags, "--eval_step_interval", 2, *more)
+
+
+def numbers(folder, name):
+    return {key: metrics(folder / name, key) for key in ("step", "loss", "grad_norm", "eval_loss", "tokens")}
+
+
+def assert_same(found, expected, rel=2e-6):
+    for key, values in expected.items():
+        assert found[key] == pytest.approx(values, rel=rel), key
+
+
+@pytest.fixture(scope="module")
+def alone(toys, packed_data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    train_ranks(1, *run_of(toys / "llama", packed_data, folder, "packed"))
+    train_ranks(1, *run_of(toys / "llama", toys / "many", folder, "rows"))
+    return {name: numbers(folder, name) for name in ("packed", "rows")}
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "sharing"), STRATEGIES)
+def test_the_numbers_are_those_of_one_process(toys, packed_data, tmp_path, alone, strategy, ranks, sharing):
+    how = ("--strategy", strategy, "--context_parallel", sharing)
+    train_ranks(ranks, *run_of(toys / "llama", packed_data, tmp_path, "packed", *how))
+    assert_same(numbers(tmp_path, "packed"), alone["packed"])
+    assert verify.main([str(tmp_path / "packed")]) == 0, "each row was read once"
+
+
+def test_rows_of_one_document_are_shared_as_well(toys, tmp_path, alone):
+    train_ranks(2, *run_of(toys / "llama", toys / "many", tmp_path, "rows", "--context_parallel", 2))
+    assert_same(numbers(tmp_path, "rows"), alone["rows"])
+
+
+def test_a_run_goes_on_with_any_number_that_shares(toys, packed_data, tmp_path, alone):
+    """Laws 2 and 3: bit for bit with the same, the same curve with another, and one of the runs exports."""
+    flags = run_of(toys / "llama", packed_data, tmp_path, "packed", "--save_step_interval", 2)
+    train_ranks(2, *flags, "--context_parallel", 2)
+    exact = numbers(tmp_path, "packed")
+    go_on = ("--resume", "true", "--checkpoint", tmp_path / "packed" / "step-00000002")
+    train_ranks(2, *flags, "--context_parallel", 2, *go_on)
+    assert numbers(tmp_path, "packed") == exact
+    for ranks, sharing in ((1, 1), (4, 4), (4, 2)):
+        train_ranks(ranks, *flags, "--context_parallel", sharing, *go_on)
+        assert_same(numbers(tmp_path, "packed"), alone["packed"])
+    assert verify.main([str(tmp_path / "packed")]) == 0
+    assert AutoModelForCausalLM.from_pretrained(checkpoint_at(tmp_path / "packed")) is not None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_share_rows(toys, tmp_path, family):
+    """Windows, experts, learned positions, heads of several sizes."""
+    model = toys / family if (toys / family).is_dir() else write_model(family, tmp_path / family)
+    data = write_data(tmp_path / "data")
+    more = ("--router_aux_loss_coef", 0) if family == "mixtral" else ()
+    for name, ranks in (("one", 1), ("two", 2)):
+        train_ranks(ranks, *run_of(model, data, tmp_path, name, *more, "--context_parallel", ranks))
+    assert_same(numbers(tmp_path, "two"), numbers(tmp_path, "one"), rel=2e-5)
+
+
+def gradients_of_parts(model_name):
+    """(loss, gradients) of this rank's part of a row, each of the sum over all ranks, and how often heads were exchanged."""
+    ranks, exchange, calls = torch.distributed.get_world_size(), fast_paths._exchange, []
+
+    def counted(*args):
+        calls.append(args[0].shape)
+        return exchange(*args)
+
+    fast_paths._exchange = counted
+    model = LanguageModel(
+        AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32, attn_implementation="packed"),
+        chunked=True,
+    )
+    model.context_group = context_group(ranks)
+    batch = part_of(
+        packed_batch([[t for d in documents([9, 7, 8], seed=1) for t in d]]), torch.distributed.get_rank(), ranks
+    )
+    assert batch["input_ids"].shape == (1, 24 // ranks) and batch["labels"].shape == (1, 24 // ranks + 1)
+    loss = model(**batch)
+    loss.backward()
+    found = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    for tensor in found:
+        torch.distributed.all_reduce(tensor)
+    return [tensor.numpy() for tensor in found], len(calls), int(target_count(batch))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_loss_and_gradients_are_equal_to_rounding(toys, model, ranks):
+    plain = LanguageModel(
+        AutoModelForCausalLM.from_pretrained(toys / model, dtype=torch.float32, attn_implementation="packed")
+    )
+    batch = packed_batch([[t for d in documents([9, 7, 8], seed=1) for t in d]])
+    loss = plain(**batch)
+    loss.backward()
+    reports = run_ranks(ranks, gradients_of_parts, toys / model)
+    (found_loss, *found), exchanges, _ = reports[0]
+    assert exchanges == 2 * 2 * 4, "two layers, forward and backward: query, key, value and what comes out"
+    assert sum(targets for *_, targets in reports) == int(target_count(batch))
+    assert found_loss == pytest.approx(loss.item(), rel=1e-6)
+    for gradient, parameter in zip(found, plain.parameters(), strict=True):
+        expected = parameter.grad
+        assert (torch.from_numpy(gradient) - expected).norm() <= 2e-6 * expected.norm()
+
+
+def test_parts_count_the_tokens_of_whole_rows():
+    batch = packed_batch([[t for d in documents([9, 7, 8], seed=1) for t in d]])
+    expected = [3, 3, 3, 3, 3, 3, 3, 2, 1]
+    assert token_places([batch]).tolist() == expected
+    assert token_places([part_of(batch, 1, 2)]).tolist() == expected
+
+
+def write_masked(folder, toys):
+    rows = {"input_ids": [[1, 2, 3, 4]] * 8, "attention_mask": [[1, 1, 1, 0]] * 8}
+    split = datasets.Dataset.from_dict(rows)
+    datasets.DatasetDict({"train": split, "validation": split}).save_to_disk(str(folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (("--context_parallel", 3), "--context_parallel 3: 2 devices x 1 nodes don't divide by it."),
+        (("--attention", "sdpa"), "exchanges heads around packed attention: take --attention auto, not sdpa."),
+        (("--model_name", "jamba"), "JambaForCausalLM can't, since tokens meet outside of its attention."),
+        (("--model_name", "mamba"), "MambaForCausalLM can't, since it doesn't take packed attention."),
+        (("--model_name", "gemma2"), "Gemma2ForCausalLM can't, since it doesn't take packed attention."),
+        (("--model_name", "mixtral"), "the routers' auxiliary loss needs whole rows; take --router_aux_loss_coef 0."),
+        (("--train_data_dir", "masked"), "has an attention_mask, which packed attention doesn't read."),
+        (("--global_batch_size", 3, "--micro_batch_size", 2), "x 2 devices x 1 nodes / 2 that share rows = 2."),
+    ],
+)
+def test_what_cannot_share_rows_is_refused(toys, packed_data, tmp_path, more, sentence):
+    more = list(more)
+    if more[0] == "--model_name":
+        more[1] = toys / "mixtral" if more[1] == "mixtral" else write_model(more[1], tmp_path / more[1])
+    elif more[0] == "--train_data_dir":
+        more[1] = write_masked(tmp_path / "masked", toys)
+    flags = (*toy_run(toys, tmp_path), "--train_data_dir", packed_data, "--max_step", 1, "--context_parallel", 2, *more)
+    found = run_ranks(2, refused, [str(word) for word in (*flags, "--devices", 2)], False)
+    assert {code for code, _ in found} == {2}
+    assert any(sentence in said for _, said in found), found
