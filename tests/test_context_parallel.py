@@ -77,10 +77,11 @@ def test_families_share_rows(toys, tmp_path, family):
     """Windows, experts, learned positions, heads of several sizes."""
     model = toys / family if (toys / family).is_dir() else write_model(family, tmp_path / family)
     data = write_data(tmp_path / "data")
-    more = ("--router_aux_loss_coef", 0) if family == "mixtral" else ()
     for name, ranks in (("one", 1), ("two", 2)):
-        train_ranks(ranks, *run_of(model, data, tmp_path, name, *more, "--context_parallel", ranks))
+        train_ranks(ranks, *run_of(model, data, tmp_path, name, "--context_parallel", ranks))
     assert_same(numbers(tmp_path, "two"), numbers(tmp_path, "one"), rel=2e-5)
+    balance = [metrics(tmp_path / name, "aux_loss") for name in ("one", "two")]
+    assert balance[0] == pytest.approx(balance[1], rel=2e-6) and len(balance[0]) == 4 * (family == "mixtral")
 
 
 def gradients_of_parts(model_name):
@@ -150,7 +151,6 @@ def write_masked(folder, toys):
         (("--model_name", "jamba"), "JambaForCausalLM can't, since tokens meet outside of its attention."),
         (("--model_name", "mamba"), "MambaForCausalLM can't, since it doesn't take packed attention."),
         (("--model_name", "gemma2"), "Gemma2ForCausalLM can't, since it doesn't take packed attention."),
-        (("--model_name", "mixtral"), "the routers' auxiliary loss needs whole rows; take --router_aux_loss_coef 0."),
         (("--train_data_dir", "masked"), "has an attention_mask, which packed attention doesn't read."),
         (("--global_batch_size", 3, "--micro_batch_size", 2), "x 2 devices x 1 nodes / 2 that share rows = 2."),
     ],
@@ -158,7 +158,7 @@ def write_masked(folder, toys):
 def test_what_cannot_share_rows_is_refused(toys, packed_data, tmp_path, more, sentence):
     more = list(more)
     if more[0] == "--model_name":
-        more[1] = toys / "mixtral" if more[1] == "mixtral" else write_model(more[1], tmp_path / more[1])
+        more[1] = write_model(more[1], tmp_path / more[1])
     elif more[0] == "--train_data_dir":
         more[1] = write_masked(tmp_path / "masked", toys)
     flags = (*toy_run(toys, tmp_path), "--train_data_dir", packed_data, "--max_step", 1, "--context_parallel", 2, *more)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +101,8 @@ class LanguageModel(nn.Module):
         of_rows = torch.zeros(len(targets), device=targets.device)
         if outputs.router_logits:  # none where the configuration leaves no layer with experts
             top_k = self.causal_lm.num_experts_per_tok
-            of_rows = load_balancing_loss(outputs.router_logits, len(targets), top_k, attention_mask)
+            group = self.context_group if after else None
+            of_rows = load_balancing_loss(outputs.router_logits, len(targets), top_k, attention_mask, group)
         return torch.stack([loss, (of_rows * (targets != IGNORED).sum(dim=1)).sum()])
 
 
@@ -145,8 +146,26 @@ def has_router_loss(causal_lm: PreTrainedModel) -> bool:
     return list(inspect.signature(function).parameters) == ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
+class _Summed(torch.autograd.Function):
+    """The sum over the ranks of a group. Each rank's loss depends on every rank's part, so gradients are summed as well."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group, total = group, tensor.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Summed.forward(ctx, gradient, ctx.group), None
+
+
 def load_balancing_loss(
-    router_logits: Sequence[Tensor], rows: int, top_k: int, attention_mask: Optional[Tensor] = None
+    router_logits: Sequence[Tensor],
+    rows: int,
+    top_k: int,
+    attention_mask: Optional[Tensor] = None,
+    group: Optional[ProcessGroup] = None,
 ) -> Tensor:
     """The loss that asks that tokens are spread evenly over the experts, float32 [rows], of each row by itself.
 
@@ -154,7 +173,8 @@ def load_balancing_loss(
     product of means over tokens, of which the mean over micro-batches isn't that of the whole batch. That of each row, averaged by
     the rows' targets as the cross-entropy is, is the same however rows are spread over micro-batches and ranks.
 
-    router_logits: of each layer with experts, [rows x context, experts]. attention_mask: [rows, context], 0 for padding.
+    router_logits: of each layer with experts, [rows x context, experts]. attention_mask: [rows, context], 0 for padding. group: the
+    ranks that have the other parts of the rows.
     Fedus et al. (2021), Switch Transformers (https://arxiv.org/abs/2101.03961), equations 4 to 6, over all layers together:
     experts x the sum over experts of (part of the tokens that it is chosen for) x (mean of its probability). 1 x top_k where
     all is even. Only the probabilities have a gradient.
@@ -168,5 +188,8 @@ def load_balancing_loss(
         places = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k, dim=-1).indices, 1.0)
         chosen = chosen + (places * is_token[..., None]).sum(dim=1)
         probable = probable + (probabilities * is_token[..., None]).sum(dim=1)
-    tokens = (len(router_logits) * is_token.sum(dim=1, keepdim=True)).clamp(min=1)
+    tokens = len(router_logits) * is_token.sum(dim=1, keepdim=True)
+    if group is not None:
+        chosen, probable, tokens = (_Summed.apply(part, group) for part in (chosen, probable, tokens))
+    tokens = tokens.clamp(min=1)
     return experts * (chosen / tokens * (probable / tokens)).sum(dim=1)

@@ -179,8 +179,6 @@ def _require_rows_to_share(plan: Plan, attention: str) -> None:
     flag, text_config = f"--context_parallel {sharing}", plan.model.config.get_text_config()
     if attention not in ("auto", "packed"):
         raise ValueError(f"{flag} exchanges heads around packed attention: take --attention auto, not {attention}.")
-    if plan.model.router_aux_loss_coef > 0:
-        raise ValueError(f"{flag}: the routers' auxiliary loss needs whole rows; take --router_aux_loss_coef 0.")
     if (heads := getattr(text_config, "num_attention_heads", sharing)) % sharing:
         raise ValueError(f"{flag}: {plan.model.name!r} has {heads} attention heads, which don't divide by it.")
     for dataset in [*(plan.data.sources or {"": plan.data.dataset}).values(), *plan.data.eval_data.values()]:
