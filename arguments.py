@@ -543,12 +543,10 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
 
 def parse_prepare(argv: Optional[list[str]] = None) -> PrepareArguments:
     """Arguments of prepare_data.py. Exits with code 2 and one sentence on anything it doesn't know."""
-    argv = list(sys.argv[1:] if argv is None else argv)
     return PrepareArguments(**parse("prepare_data.py", "Raw text -> a packed dataset.", [PrepareArguments], argv))
 
 
 def parse_export(argv: Optional[list[str]] = None) -> ExportArguments:
     """Arguments of export_hf.py. Exits with code 2 and one sentence on anything it doesn't know."""
-    argv = list(sys.argv[1:] if argv is None else argv)
     description = "Checkpoint -> a Hugging Face model."
     return ExportArguments(**parse("export_hf.py", description, [ExportArguments], argv, first="checkpoint"))

@@ -9,7 +9,6 @@ Exit codes: 0 done, 1 the verification failed, 2 bad arguments or parts of diffe
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,9 +79,8 @@ def weights_of(given: str, count: int) -> list[float]:
 
 def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit where it fails."""
-    words = sys.argv[1:] if argv is None else argv
     with in_one_sentence(PROGRAM) as ending:
-        given = AverageArguments(**parse(PROGRAM, DESCRIPTION, [AverageArguments], words, first="parts"))
+        given = AverageArguments(**parse(PROGRAM, DESCRIPTION, [AverageArguments], argv, first="parts"))
         ending.left = f"nothing was written to {given.output}"
         output = Path(given.output)
         folders = named(given.parts, given.last)

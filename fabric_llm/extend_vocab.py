@@ -8,7 +8,6 @@ their order.
 from __future__ import annotations
 
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -43,8 +42,7 @@ class ExtendArguments:
 def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit with an exit code of docs/faults.md where it fails."""
     with in_one_sentence(PROGRAM) as ending:
-        words = list(sys.argv[1:] if argv is None else argv)
-        given = ExtendArguments(**parse(PROGRAM, DESCRIPTION, [ExtendArguments], words, first="model_name"))
+        given = ExtendArguments(**parse(PROGRAM, DESCRIPTION, [ExtendArguments], argv, first="model_name"))
         ending.left = f"nothing was written to {given.output}"
         output = Path(given.output)
         check_model_folder(given.model_name)

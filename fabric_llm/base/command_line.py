@@ -147,7 +147,7 @@ def parse(
     program: str,
     description: str,
     flag_groups: Iterable[type],
-    argv: list[str],
+    argv: Optional[list[str]] = None,
     first: str = "",
     of_run: bool = False,
 ) -> dict[str, Any]:
@@ -176,6 +176,7 @@ def parse(
             options = {"required": True} if required else {"default": one.default}
             options |= {"type": str, "nargs": "+"} if one.kinds == [list[str]] else {"type": one.type}
             section.add_argument(f"--{name}", help=one.help, **options)
+    argv = list(sys.argv[1:] if argv is None else argv)
     if first and argv and not argv[0].startswith("-"):
         argv = [f"--{first}", *argv]
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

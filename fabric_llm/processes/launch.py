@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
@@ -28,12 +29,13 @@ PARENT = "FABRIC_LLM_PARENT"  # environment variable of a started rank: id of th
 SECONDS_TO_END = 10.0  # for a rank to end by itself once it knows another rank's fault
 
 
+@dataclass
 class Children:
     """The ranks 1, 2, ... of this machine, started by this process; none under torchrun and the like."""
 
-    def __init__(self, processes: dict[int, subprocess.Popen[bytes]], door: Optional[socket.socket] = None) -> None:
-        """door: listens at the port where the ranks will meet, so that no other program takes it before rank 0's store does."""
-        self.processes, self.door = processes, door
+    processes: dict[int, subprocess.Popen[bytes]]
+    # Listens at the port where the ranks will meet, so that no other program takes it before rank 0's store does.
+    door: Optional[socket.socket] = None
 
     def dead(self) -> Optional[tuple[int, str, int]]:
         """(rank, how, code) of one that has failed. code: the exit code for the run, which is its own if docs/faults.md has it."""

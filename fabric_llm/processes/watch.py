@@ -60,7 +60,7 @@ class Watch:
     ) -> None:
         self.rank, self.world_size, self.on_fault = rank, world_size, on_fault
         self.children, self.is_asked = children or Children({}), is_asked
-        self.is_joining = self.has_joined = False
+        self.is_joining = True  # until all ranks have joined
         self.step, self.doing, self.marked = 0, "joining", time.monotonic()
         self.main_thread = threading.get_ident()
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -84,7 +84,6 @@ class Watch:
 
         timeout_seconds: longest silence of a rank that is waited for, and time for all to connect once they are there.
         """
-        self.is_joining = True
         self._start(max(timeout_seconds, 1.0))
         wait_until(lambda: not self._unheard(), SECONDS_TO_MEET, 0.02)
         time.sleep(2 * SECONDS_TO_FIRST_WORDS)  # so that the others hear of this rank before it joins
@@ -92,7 +91,7 @@ class Watch:
     def begin(self, timeout_seconds: float) -> None:
         """All ranks have joined. From now on the run hangs if this rank isn't marked for `timeout_seconds`."""
         self.mark(0, "setting up")
-        self.is_joining, self.has_joined = False, True
+        self.is_joining = False
         self._start(timeout_seconds)
 
     def mark(self, step: int, doing: str) -> None:
@@ -167,7 +166,7 @@ class Watch:
                 self.done = self.begun
             except (RuntimeError, ValueError):
                 store = None  # before the ranks have joined, it may not be there yet
-                if self.has_joined:  # a broken connection, which collectives notice, too
+                if not self.is_joining:  # a broken connection, which collectives notice, too
                     self.store_is_lost = True
             self.woken.wait(min(self.interval, SECONDS_TO_FIRST_WORDS) if self._unheard() else self.interval)
             self.woken.clear()
@@ -220,7 +219,7 @@ class Watch:
         begun, deadline = self.begun, time.monotonic() + seconds
         self.woken.set()
         while self.done <= begun and not self.store_is_lost:
-            if time.monotonic() > deadline or not (self.done or self.has_joined):
+            if time.monotonic() > deadline or self.is_joining and not self.done:
                 self.store_is_lost = True
             time.sleep(0.002)
 

@@ -195,9 +195,7 @@ def timeline(run: Run) -> list[Event]:
                 found.append(Event(known, "killed", no_end))
             source = event.get("from") and f"from {'random weights, ' * bool(event.get('random'))}{event['from']}"
             words = "; ".join(filter(None, [devices(event), event.get("strategy"), source]))
-        elif kind == "saved":
-            words = f"step-{step:08d}"
-        elif kind == "stage":
+        elif kind in ("saved", "stage"):
             words = _shares(event)
         elif kind == "ended":
             code, words = event.get("code"), event.get("reason") or ""

@@ -66,16 +66,13 @@ class Planner:
     @cached_property
     def forecast(self) -> Optional[Forecast]:
         """The plan, which is waited for. None, with a warning, if there is none."""
+        error = ""
         try:
             said, error = self.process.communicate(timeout=SECONDS_TO_PLAN)
             numbers = json.loads(said)
         except (subprocess.TimeoutExpired, ValueError):
             self.process.kill()
-            why = (
-                one_line(error).rstrip(".")
-                if self.process.returncode
-                else f"it took more than {SECONDS_TO_PLAN} seconds"
-            )
+            why = one_line(error).rstrip(".") or f"it took more than {SECONDS_TO_PLAN} seconds"
             warnings.warn(f"The run isn't compared with its plan: {why}.", stacklevel=2)
             return None
         finally:
