@@ -47,7 +47,11 @@ def check_model_folder(name: str, flag: str = "--model_name") -> None:
     if (folder / "adapter_config.json").is_file():  # names a base model, which peft would fetch
         raise ValueError(f"{name!r} holds an adapter: merge it into its model first.")
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{name!r} isn't a model directory: it has no config.json.{_instead(folder, flag)}")
+        newest, held = files.latest(folder), sorted(path.name for path in folder.iterdir())[:3]
+        instead = f"It holds {', '.join(held) or 'nothing'}: take a model in Hugging Face's format"
+        if newest is not None:
+            instead = f"It is a run: take its newest checkpoint, {flag} {newest}"
+        raise ValueError(f"{name!r} isn't a model directory: it has no config.json. {instead}.")
     try:
         read_json(folder / "config.json")
     except (OSError, ValueError, RecursionError) as error:
@@ -70,14 +74,6 @@ def weights_name(name: Any, where: Path) -> None:
     check_name(str(name), where)
     if not str(name).endswith((".safetensors", ".safetensors.index.json")):
         raise Fault(f"{str(where)!r} names the weights {name!r}, which aren't safetensors: refused.", REFUSED)
-
-
-def _instead(folder: Path, flag: str) -> str:
-    """What a folder without a config.json is, and what to name in its place."""
-    if (newest := files.latest(folder)) is not None:
-        return f" It is a run: take its newest checkpoint, {flag} {newest}."
-    held = sorted(path.name for path in folder.iterdir())[:3]
-    return f" It holds {', '.join(held)}: take a model in Hugging Face's format." if held else ""
 
 
 def read_json(path: Path) -> Any:

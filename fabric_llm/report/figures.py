@@ -43,6 +43,7 @@ FIGURES = (
     Figure("forgetting", FORGETTING, "nats a token", "Below 0 a set was learned.", yaxis={"zeroline": True}),
     Figure("eval_bits_per_byte", "Bits per byte of validation text", "bits"),
     Figure("copy", "Copying from context", "nats a token", COPYING),
+    Figure("sources_share", "Share of each source", "of the sequences", style="steps"),  # of a plan
     Figure("sources_epochs", "How often each source is read", "epochs"),
     Figure("lr", "Learning rate"),
     Figure("grad_norm", "Gradient norm, before clipping", has_trend=True, yaxis={"type": "log"}),

@@ -38,8 +38,7 @@ def plan_of(own: Flags, flags: Flags) -> Optional[Plan]:
 
 def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) -> None:
     """Write the page. Raises Fault (2) where it can't be written."""
-    plain = {"title": outlook.model, "lead": outlook.on, "sections": {}, "charts": [], "problems": []}
-    plain |= {"marks": [], "headline": []}
+    plain = {"title": outlook.model, "lead": outlook.on, "sections": {}, "headline": []}
     drawn = plain if plan is None else _drawing(flags, plan, outlook.on)
     peak = outlook.memory.peak
     below = f"{100 * outlook.used:.0f} % of the device, in {outlook.memory.moment}" if outlook.used else "of a device"
@@ -61,7 +60,6 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) ->
         memory=(["Part", "GiB", "Of the peak"], rows),
         bars=figures.bars(outlook.memory.parts, outlook.device_bytes, (CLOSE, NO)),
         runs=[{"headline": drawn.pop("headline"), "flags": shown(flags)}],
-        differing=None,
         **drawn,
     )
 
@@ -69,21 +67,18 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) ->
 def write_sweep(output: Path, own: Flags, flags: Flags, rows: list[sweep.Row]) -> None:
     """Write the page of plans on more and more devices. Raises Fault (2) where it can't be written."""
     first, hidden, run = rows[0].outlook, sweep.hidden(rows), reading.Run("", output)
+    drawn = [
+        ("efficiency", "Tokens per second and device", "% of the most on the fewest", lambda row: 100 * row.efficiency),
+        ("none", "The same, if no messages are hidden", "%", lambda row: 100 * row.none_hidden),
+        ("step", "A step", "seconds", lambda row: row.outlook.seconds.step),
+        ("memory", "Memory of a device at its peak", "GiB", lambda row: row.outlook.memory.peak / GIB),
+    ]
     for how in hidden:
         of = [row for row in rows if row.sharding == how]
-        values = {"efficiency": [100 * row.efficiency for row in of], "none": [100 * row.none_hidden for row in of]}
-        values |= {"step": [row.outlook.seconds.step for row in of]}
-        values |= {"memory": [row.outlook.memory.peak / GIB for row in of]}
-        for name, found in values.items():
-            counts = np.array([row.devices for row in of])
-            run.numbers.setdefault(name, {})[how] = reading.Series(counts, np.array(found))
-    drawn = [
-        figures.Figure("efficiency", "Tokens per second and device", "% of the most on the fewest"),
-        figures.Figure("none", "The same, if no messages are hidden", "%"),
-        figures.Figure("step", "A step", "seconds"),
-        figures.Figure("memory", "Memory of a device at its peak", "GiB"),
-    ]
-    charts = figures.charts(drawn, [run])
+        counts = np.array([row.devices for row in of])
+        for name, _, _, value in drawn:
+            run.numbers.setdefault(name, {})[how] = reading.Series(counts, np.array([value(row) for row in of]))
+    charts = figures.charts([figures.Figure(*words) for *words, _ in drawn], [run])
     ticks = [row.devices for row in rows]
     for chart in charts:
         axis = {"type": "log", "tickvals": ticks, "title": {"text": "Devices"}}
@@ -96,12 +91,9 @@ def write_sweep(output: Path, own: Flags, flags: Flags, rows: list[sweep.Row]) -
         {"curves": "Over devices", "table": "Numbers", "flags": "Flags"},
         "Nothing was trained.",
         charts=charts,
-        marks=[],
-        problems=[],
         numbers=(sweep.TITLES, [row.cells() for row in rows]),
         assumed=sweep.assumptions(own, rows),
         runs=[{"headline": [(how, words, "") for how, words in hidden.items()], "flags": shown(flags)}],
-        differing=None,
     )
 
 
@@ -143,15 +135,13 @@ def _drawing(flags: Flags, plan: Plan, on: str) -> dict[str, Any]:
     contexts = " or ".join(f"{context:,}" for context in plan.contexts)
     batch = f"{plan.schedule.global_batch_size:,} sequences of {contexts} a step"
     due = Counter(kind for _, kind in happens)
-    shares = figures.Figure("sources_share", "Share of each source", "of the sequences", style="steps")
-    known = {figure.name: figure for figure in figures.FIGURES}
     begins = f"resumed from {plan.resume_from}" if plan.resume_from else plan.model.source
     data = ", ".join(plan.data.sources) or flags.data.train_data_dir
     return {
         "title": run.name,
         "lead": f"{begins} on {data}; {plan.model.precision}; {on}",
         "sections": {"curves": "Curves"},
-        "charts": figures.charts([known["lr"], shares, known["sources_epochs"]], [run]),
+        "charts": figures.charts(figures.FIGURES, [run]),
         "marks": figures.marks([run], [[reading.Event(step, kind) for step, kind in happens if kind == "stage"]]),
         "headline": [
             ("Steps", f"{last.step - start.step:,}", f"from {start.step:,} to {last.step:,}"),
