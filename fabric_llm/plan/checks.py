@@ -18,13 +18,7 @@ from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import hub_name, nearest
 from fabric_llm.checkpoint import keep
 from fabric_llm.data import mixture_text
-from fabric_llm.data.sources import (
-    COPY,
-    ONE_SET,
-    check_dataset_folder,
-    parse_eval_data,
-    read_prompts,
-)
+from fabric_llm.data.sources import COPY, ONE_SET, check_dataset_folder, parse_eval_data, read_prompts
 from fabric_llm.model import freezing, positions
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.plan import run_directory
