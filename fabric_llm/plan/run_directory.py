@@ -54,6 +54,13 @@ def directory(flags: Flags) -> Path:
         return no_link(given.parent)
     if name is None:
         default = default_name(flags.model.model_name, flags.data.train_data_dir, flags.data.data_mix)
+        if flags.demo and resume is True:  # which may mean other runs than the demo's
+            runs = sorted(path.name for path in parent.glob("*") if files.latest(path) is not None)
+            if others := [run for run in runs if not re.fullmatch(rf"{re.escape(default)}(-\d+)?", run)]:
+                raise ValueError(
+                    f"--resume true doesn't say which run of {str(parent)!r} goes on, "
+                    f"{', '.join(map(repr, runs[:MOST_DIFFERENCES]))}: name it, such as --run_name {others[0]}."
+                )
         numbered = [default, *(f"{default}-{k}" for k in range(2, 10_000))]
         there = set(os.listdir(parent)) if parent.is_dir() else set()
         taken = [run for run in numbered if run in there]
