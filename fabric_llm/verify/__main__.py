@@ -58,6 +58,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise Fault(f"--steps must be at least 3, not {given.steps}.")
     if given.output is not None:
         files.require_name(Path(given.output), "--output")
+        files.writable(Path(given.output))
     return given
 
 
