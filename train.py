@@ -132,6 +132,9 @@ if __name__ == "__main__":
         main()
     except SystemExit as stop:
         code = stop.code or 0
+        if not isinstance(code, int):  # as Python does, of which os._exit knows nothing
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException:
         traceback.print_exc()
         code = 1
