@@ -1,10 +1,13 @@
 """What the heartbeats say, where no process is needed to see it."""
 
+import json
 import time
 from types import SimpleNamespace
 
+import torch
 from ranks import run_ranks
 
+from fabric_llm.base.faults import PEER_LOST, SAVE_FAILED, Fault
 from fabric_llm.base.ranks import from_first, gather, waiting
 from fabric_llm.processes.watch import Watch, hanging
 
@@ -50,3 +53,14 @@ def test_ranks_that_have_met_have_entered_as_many_collectives():
         return waiting.collectives - before
 
     assert run_ranks(2, met) == [2, 2]
+
+
+def test_a_fault_that_was_heard_is_known_once_the_store_has_gone():
+    """Rank 0 holds the store, and ends with it."""
+    store, watch = torch.distributed.HashStore(), Watch(0, 1, on_fault=print)
+    told = {"rank": 3, "sentence": "no space left.", "code": SAVE_FAILED, "retryable": True}
+    store.set("first", json.dumps(told))
+    watch._exchange(store)
+    watch.store_is_lost = True
+    rank, fault = watch.report(Fault("a connection broke.", PEER_LOST))
+    assert (rank, str(fault), fault.code) == (3, "no space left.", SAVE_FAILED)
