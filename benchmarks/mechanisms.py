@@ -66,8 +66,14 @@ def is_now(value: Any) -> Callable[[Any], Any]:
 
 
 def with_names(**names: Any) -> Callable[[Any], Any]:
-    """In the place of an imported module, one with some other names."""
-    return lambda original: SimpleNamespace(**{**vars(original), **names})
+    """In the place of an imported module, one with some other names. Raises AttributeError where it has none of them."""
+
+    def instead(original: Any) -> Any:
+        for name in names:
+            getattr(original, name)
+        return SimpleNamespace(**{**vars(original), **names})
+
+    return instead
 
 
 def nothing(*args: Any, **more: Any) -> None:
@@ -365,7 +371,7 @@ MECHANISMS = [Mechanism(*entry) for entry in [
     ("directory", "a fresh one goes when the plan is wrong", "plan.run_directory:leave", BAD_INPUT, "another_tokenizer",
      wrapping(lambda original, fault, has_plan=True: original(fault))),
     ("another model", "shapes are compared", "plan.make_plan:state_dicts", BAD_INPUT, "another_model",
-     with_names(shapes=lambda skeleton: [])),
+     with_names(saved_shapes=lambda skeleton: [])),
     ("another model", "precision, data and seed stay", "plan.same_run:_differences", BAD_INPUT, "run_that_is_there",
      wrapping(lambda original, then, now: {} if "precision" in now else original(then, now))),
     ("other ranks", "order doesn't depend on their number", "data.batches:Batches.indices", WORLD_CYCLE, "sharded-fsdp",
@@ -498,7 +504,8 @@ def verdict(folder: Path, mechanism: Mechanism) -> str:
 def is_stale(mechanism: Mechanism) -> bool:
     """Whether what it replaces doesn't exist any more."""
     try:
-        owner_of(mechanism, importlib.import_module(mechanism.module))
+        owner, attribute = owner_of(mechanism, importlib.import_module(mechanism.module))
+        mechanism.instead(getattr(owner, attribute))
     except (ModuleNotFoundError, AttributeError):
         return True
     return False
