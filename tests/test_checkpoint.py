@@ -165,6 +165,7 @@ def test_progress_json_says_where_the_run_is(runs):
             "seed": 1234,
             "precision": "32-true",
             "bf16_updates": None,
+            "rope": None,
         },
         "end_step": 3,
         "eval_loss": None,
