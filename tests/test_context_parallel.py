@@ -52,6 +52,24 @@ def test_the_numbers_are_those_of_one_process(toys, packed_data, tmp_path, alone
     assert verify.main([str(tmp_path / "packed")]) == 0, "each row was read once"
 
 
+@pytest.mark.longer
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        ("fsdp2", ("--compile", "true")),
+        ("fsdp", ("--activation_checkpointing", "full")),
+        ("fsdp2", ("--activation_checkpointing", "selective", "--micro_batch_size", 2)),
+        ("ddp", ("--loss", "full")),
+    ],
+)
+def test_other_paths_share_rows(toys, packed_data, tmp_path, alone, strategy, more):
+    """Compiled, recomputed, in micro-batches, without chunks of the loss."""
+    how = ("--strategy", strategy, "--context_parallel", 2, *more)
+    train_ranks(2, *run_of(toys / "llama", packed_data, tmp_path, "packed", *how), timeout_seconds=300)
+    assert_same(numbers(tmp_path, "packed"), alone["packed"], rel=5e-6)
+
+
 def test_rows_of_one_document_are_shared_as_well(toys, tmp_path, alone):
     train_ranks(2, *run_of(toys / "llama", toys / "many", tmp_path, "rows", "--context_parallel", 2))
     assert_same(numbers(tmp_path, "rows"), alone["rows"])

@@ -226,8 +226,14 @@ def share_rows(
     """
     if key.shape[1] % group.size():  # each rank needs those of its queries
         key, value = (repeat_kv(tensor, query.shape[1] // key.shape[1]) for tensor in (key, value))
-    whole = (_Exchange.apply(tensor, group, 1, 2) for tensor in (query, key, value))
-    return _Exchange.apply(attention(*whole), group, 1, 2)
+    whole = (_positions_for_heads(tensor, group) for tensor in (query, key, value))
+    return _positions_for_heads(attention(*whole), group)
+
+
+@torch.compiler.disable  # a process group isn't a part of a graph
+def _positions_for_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Or heads for positions. tensor: [rows, what is given away, what is joined, head size]."""
+    return _Exchange.apply(tensor, group, 1, 2)
 
 
 class _Exchange(torch.autograd.Function):
@@ -243,7 +249,6 @@ class _Exchange(torch.autograd.Function):
         return _exchange(gradient, *ctx.how), None, None, None
 
 
-@torch.compiler.disable  # a process group isn't a part of a graph
 def _exchange(tensor: Tensor, group: ProcessGroup, given: int, joined: int) -> Tensor:
     parts = torch.stack(tensor.chunk(group.size(), dim=given))
     received = torch.empty_like(parts)

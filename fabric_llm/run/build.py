@@ -58,8 +58,8 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
 
     ranks.from_rank_zero(require_room)
     failpoint("set_up")
-    compares, planner = flags.logging.compare_plan, None
-    compares = fabric.device.type == "cuda" if compares == "auto" else compares
+    asked, planner = flags.logging.compare_plan, None
+    compares = fabric.device.type == "cuda" if asked == "auto" else asked
     if fabric.global_rank == 0 and (compares or plan.model.activation_checkpointing == "auto"):
         planner = Planner(plan, flags, fabric.device)
     build_model(run, plan.model.source, planner)
