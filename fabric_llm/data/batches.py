@@ -217,7 +217,10 @@ def token_places(micro_batches: list[MicroBatch]) -> np.ndarray:
     found = np.zeros(1, dtype=np.int64)
     for batch in micro_batches:
         rows, context = batch["input_ids"].shape
-        lengths = batch["document_ends"].diff().numpy() if "document_ends" in batch else np.full(rows, context)
+        lengths = np.full(rows, context)
+        if "position_ids" in batch:
+            ends = batch["document_ends"] if "document_ends" in batch else document_ends(batch["position_ids"])
+            lengths = ends.diff().numpy()
         found = added(found, np.bincount(lengths)[::-1].cumsum()[::-1][1:])  # documents that are longer than k
     return found
 
