@@ -391,11 +391,11 @@ class PrepareArguments:
     """dataset folder to write, such as data/mine"""
     tokenizer: Optional[str] = flag(None)
     """hub name or local directory of the tokenizer (that of your model)"""
-    train_tokenizer: Optional[int] = flag(None)
-    """train a byte-level BPE tokenizer of this many tokens instead"""
-    context_length: int = flag(2048)
+    train_tokenizer: Optional[int] = flag(None, at_least=257)
+    """train a byte-level BPE tokenizer of this many tokens instead: every byte, the end of a text, and more"""
+    context_length: int = flag(2048, at_least=2)
     """tokens per sequence"""
-    validation_fraction: float = flag(0.01)
+    validation_fraction: float = flag(0.01, at_least=0, below=1)
     """part of the documents that goes to validation, with at most about twice that part of the tokens; none of a
     dataset with a validation split of its own"""
     text_field: str = flag("text")
@@ -415,7 +415,7 @@ class PrepareArguments:
     """names of folders to leave out"""
     seed: int = flag(1234)
     """of the split"""
-    num_workers: Optional[int] = flag(None)
+    num_workers: Optional[int] = flag(None, above=0)
     """processes that tokenize (default: one a core)"""
     engine: Literal["local", "ray"] = flag("local")
     """ray: tokenize on the machines of a Ray cluster, which share the disk"""

@@ -244,11 +244,19 @@ OTHERS = [
     ("prepare_data", "--output out --train_tokenizer 300", 2, "arguments are required: input"),
     ("prepare_data", "--input corpus --output out", 2, "give exactly one of --tokenizer"),
     ("prepare_data", "--input corpus --output out --train_tokenizer 9", 2, "at least 257"),
+    ("prepare_data", "--input corpus --output out --tokenizer x --context_length 1", 2, "must be at least 2, not 1."),
+    ("prepare_data", "--input corpus --output out --tokenizer x --num_workers 0", 2, "must be positive, not 0."),
     (
         "prepare_data",
-        "--input corpus --output out --train_tokenizer 300 --context_length 1",
+        "--input corpus --output out --tokenizer x --validation_fraction -0.1",
         2,
-        "at least 2 tokens, got 1",
+        "--validation_fraction must be at least 0, not -0.1.",
+    ),
+    (
+        "prepare_data",
+        "--input corpus --output out --tokenizer x --validation_fraction 1.0",
+        2,
+        "--validation_fraction must be less than 1, not 1.0.",
     ),
     (
         "prepare_data",

@@ -38,26 +38,16 @@ WEB = (".html", ".htm", ".xhtml", ".wet", ".warc")  # whose markup and headers w
 HIDDEN = "hidden files and folders"  # among the files of folders that aren't read, which are counted by suffix
 PROBE_BYTES = 64 * 1024  # of a file of another suffix, which must be UTF-8
 LONGEST_SEPARATOR = 1000  # bytes
-SMALLEST_VOCABULARY = 257  # 256 bytes and the end of a text
 NOWHERE = "input {} is neither a file or folder here nor a dataset that can be read from the hub"
 
 
 def preparation(given: Any, inputs: Sequence[str | Path]) -> None:
-    """Check the arguments of `prepare`, or the flags of prepare_data.py, on their own, without looking at any file."""
-    tokenizer, size, fraction = given.tokenizer, given.train_tokenizer, given.validation_fraction
+    """Check the arguments of `prepare`, or the flags of prepare_data.py, against each other, without looking at any file."""
+    tokenizer, size = given.tokenizer, given.train_tokenizer
     if not inputs:
         raise ValueError("no input: name at least one file, folder or hub dataset with --input")
     if (tokenizer is None) == (size is None):
         raise ValueError(f"give exactly one of --tokenizer (got {tokenizer}) and --train_tokenizer (got {size})")
-    if size is not None and size < SMALLEST_VOCABULARY:
-        least = f"at least {SMALLEST_VOCABULARY} (every byte and <|endoftext|>)"
-        raise ValueError(f"train_tokenizer must be {least}, got {size}")
-    if given.context_length < 2:
-        raise ValueError(f"context_length must be at least 2 tokens, got {given.context_length}")
-    if given.num_workers is not None and given.num_workers < 1:
-        raise ValueError(f"num_workers must be at least 1, got {given.num_workers}")
-    if not 0 <= fraction < 1:
-        raise ValueError(f"validation_fraction must be at least 0 and less than 1, got {fraction}")
 
 
 def prepared_output(output: Path, overwrite: bool) -> None:
