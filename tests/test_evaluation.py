@@ -3,11 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_dataset
+from conftest import END, make_dataset
 from datasets import load_from_disk
 from ranks import Job, metrics, toy_run, train_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from fabric_llm.data.batches import restarting_positions
+from fabric_llm.model.language_model import PLACES
+from fabric_llm.training import evaluation
 
 VALIDATION_ROWS = 40
 
@@ -129,3 +133,45 @@ def test_evaluation_is_plain_cross_entropy_whatever_trains(toys, data, tmp_path,
     rows = torch.tensor(load_from_disk(str(data))["validation"]["input_ids"])
     with torch.no_grad():
         assert metrics(other, "eval_loss")[-1] == pytest.approx(model(rows, labels=rows).loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (1, ("--loss", "chunked")),
+        (1, ("--loss", "full")),
+        (2, ("--strategy", "fsdp2")),
+        (2, ("--strategy", "fsdp", "--context_parallel", 2)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["packed", "rows"])
+def test_the_loss_by_position_is_that_of_the_tokens_there(
+    toys, data, packed_data, tmp_path, monkeypatch, kind, ranks, more
+):
+    """Here from 4 tokens on instead of 1,024. Documents of 7 tokens, and rows of one document."""
+    monkeypatch.setattr(evaluation, "EDGES", 4 * 2 ** torch.arange(PLACES - 1))
+    folder = packed_data if kind == "packed" else data
+    words = flags(toys, folder, tmp_path, "--eval_iters", 8, "--precision", "32-true", "--max_step", 1, *map(str, more))
+    train_ranks(ranks, *words, "--run_name", "run")
+    found = metrics(tmp_path / "run", "eval")[0]["validation"]
+    rows = torch.tensor(load_from_disk(str(folder))["validation"][:8]["input_ids"])
+    ends = rows[:, :-1] == (END if kind == "packed" else -1)
+    begins = torch.cat([torch.zeros(8, 1, dtype=torch.bool), ends], dim=1)
+    places = restarting_positions(begins)
+    model = AutoModelForCausalLM.from_pretrained(toys / "llama", dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(rows, position_ids=places, use_cache=False).logits
+    targets = rows.masked_fill(begins, -100)[:, 1:]
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), targets, reduction="none")
+    for first in (0, 4, 8, 16):
+        inside = (places[:, :-1] >= first) & (places[:, :-1] < max(2 * first, 4)) & (targets != -100)
+        if inside.any():
+            assert found[f"loss_from_{first}"] == pytest.approx(losses[inside].mean().item(), rel=1e-5)
+        else:
+            assert f"loss_from_{first}" not in found
+    assert metrics(tmp_path / "run", "eval_loss")[0] == pytest.approx(losses[targets != -100].mean().item(), rel=1e-5)
+
+
+def test_short_documents_have_no_loss_by_position(toys, data, tmp_path):
+    train_ranks(1, *flags(toys, data, tmp_path, "--run_name", "run"))
+    assert not any("loss_from_0" in one["validation"] for one in metrics(tmp_path / "run", "eval"))

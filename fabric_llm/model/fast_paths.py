@@ -87,8 +87,13 @@ class Head:
 
 
 def chunked_loss(head: Head, token_loss: Loss, hidden: Tensor, targets: Tensor) -> Tensor:
-    """`token_loss(head(hidden), targets)`, float32 scalar. hidden: [tokens, hidden size]. targets: int64 [tokens]."""
-    return _ChunkedLoss.apply(head, token_loss, targets, hidden, *head.tensors())
+    """`token_loss(head(hidden), targets)`, float32 scalar. hidden: [tokens, hidden size]. targets: int64 [tokens].
+
+    Where no gradient is wanted, targets may have more columns, and the loss may be a vector.
+    """
+    if torch.is_grad_enabled():
+        return _ChunkedLoss.apply(head, token_loss, targets, hidden, *head.tensors())
+    return _ChunkedLoss.apply(head, token_loss, targets, hidden.detach())  # else it would make gradients all the same
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -105,7 +110,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits = head(chunk)
                 leaf = logits.detach().requires_grad_(logits.requires_grad)  # PyTorch's compiler warns of any other
                 loss = token_loss(leaf, chunk_targets)
-            total += loss.detach()
+            total = total + loss.detach()
             if loss.requires_grad:
                 loss.backward()
                 wanted = [chunk, *tensors] if needs_hidden else tensors

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -20,6 +21,7 @@ from fabric_llm.data import batches
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.model import fast_paths
 
+PLACES = 12  # of a document, by whose positions a loss is told apart, see training/evaluation.py
 # Of the routers' loss, as causal LMs call it.
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 
@@ -35,6 +37,14 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     logits: [tokens, vocabulary]. targets: int64 [tokens], -100 where there is none. Tokens may be a part of a batch.
     """
     return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def _by_place(cross_entropy: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> Tensor:
+    """float32 [1 + PLACES]: the cross-entropy, and its parts by the places in the second column of `targets`."""
+    targets, places = targets.unbind(dim=1)
+    each = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
+    by_place = torch.zeros(PLACES, device=logits.device).index_add_(0, places, each)
+    return torch.cat([cross_entropy(logits, targets)[None], by_place])
 
 
 class LanguageModel(nn.Module):
@@ -63,6 +73,7 @@ class LanguageModel(nn.Module):
         attention_mask: Optional[Tensor] = None,
         position_ids: Optional[Tensor] = None,
         document_ends: Optional[Tensor] = None,
+        places: Optional[Tensor] = None,
     ) -> Tensor:
         """`token_loss`, or `cross_entropy` where no gradient is wanted; without `labels` the logits.
 
@@ -73,6 +84,8 @@ class LanguageModel(nn.Module):
         the other parts. Logits: [rows, context, vocabulary]. position_ids that restart keep
         documents apart: transformers reads the attention mask from them if no other is given and nothing is cached.
         document_ends: what packed attention takes in place of a mask, see batches.document_ends.
+        places: int64 [rows, context], numbers below PLACES, in an evaluation: float32 [1 + PLACES], the loss, and that of the targets
+        of each place.
         """
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
         given = {name: value for name, value in given.items() if value is not None}
@@ -90,12 +103,15 @@ class LanguageModel(nn.Module):
             return self.causal_lm(**inputs).logits
         targets = F.pad(labels[:, 1:], (0, 1 - after), value=IGNORED)  # position t is predicted from those before it
         loss_of = self.token_loss if torch.is_grad_enabled() else self.cross_entropy
+        targets_of = targets.flatten()
+        if places is not None:
+            loss_of, targets_of = partial(_by_place, loss_of), torch.stack([targets_of, places.flatten()], dim=1)
         if self.head is None:
             outputs = self.causal_lm(**inputs)
-            loss = loss_of(outputs.logits.flatten(0, 1), targets.flatten())
+            loss = loss_of(outputs.logits.flatten(0, 1), targets_of)
         else:
             hidden, outputs = self.head.hidden_states(**inputs)
-            loss = fast_paths.chunked_loss(self.head, loss_of, hidden.flatten(0, 1), targets.flatten())
+            loss = fast_paths.chunked_loss(self.head, loss_of, hidden.flatten(0, 1), targets_of)
         if not balances:
             return loss
         of_rows = torch.zeros(len(targets), device=targets.device)

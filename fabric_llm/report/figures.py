@@ -35,6 +35,9 @@ class Figure(NamedTuple):
     yaxis: Mapping[str, Any] = {}  # plotly's layout of it
 
 
+BY_POSITION = (
+    "Of tokens with so many and more before them, up to twice as many: lower where the model uses what it sees."
+)
 COPYING = "The loss on the second occurrence of a repeated random passage: low where the model copies from its context."
 FORGETTING = "Forgetting: loss minus its value before step 1"
 FIGURES = (
@@ -42,6 +45,7 @@ FIGURES = (
     Figure("loss", "Training loss", "nats a token", has_trend=True),
     Figure("forgetting", FORGETTING, "nats a token", "Below 0 a set was learned.", yaxis={"zeroline": True}),
     Figure("eval_bits_per_byte", "Bits per byte of validation text", "bits"),
+    Figure("by_position", "Validation loss by position in the document", "nats a token", BY_POSITION),
     Figure("copy", "Copying from context", "nats a token", COPYING),
     Figure("sources_share", "Share of each source", "of the sequences", style="steps"),  # of a plan
     Figure("sources_epochs", "How often each source is read", "epochs"),

@@ -151,6 +151,13 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
     if average := numbers["eval_loss_ema"].get(""):
         losses[AVERAGE] = average
     numbers |= {"eval_loss": losses, "forgetting": {**forgotten, **budgets}, "copy": {COPY: copy} if copy else {}}
+    first = "eval_loss_from_"  # and how many tokens are before those
+    numbers["by_position"] = {
+        f"{of_what} from {int(name.removeprefix(first)):,}": series
+        for name, named in list(numbers.items())
+        if name.startswith(first)
+        for of_what, series in named.items()
+    }
     run.numbers = numbers
 
 

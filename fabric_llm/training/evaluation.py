@@ -16,7 +16,11 @@ from fabric_llm.base.ranks import any_rank, sum_over_ranks
 from fabric_llm.data.batches import Batches, MicroBatch, target_count
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.sources import COPY
+from fabric_llm.model.language_model import PLACES
 from fabric_llm.model.strategy import reshard
+
+FIRST_PLACE = 1024  # tokens
+EDGES = FIRST_PLACE * 2 ** torch.arange(PLACES - 1)
 
 
 class Found(NamedTuple):
@@ -80,22 +84,37 @@ def evaluate(
 ) -> dict[str, float]:
     """Loss (mean over the targets of all ranks' batches, nats), perplexity and, with `token_bytes`, bits_per_byte of text.
 
-    All ranks have the same number of batches.
+    Of documents longer than FIRST_PLACE also `loss_from_N`, the mean over targets with N and more tokens before them in their
+    document, and fewer than 2 N: it falls where a model uses what it sees. All ranks have the same number of batches.
     """
     model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=fabric.device)
-    counts = torch.zeros(2, dtype=torch.int64)  # targets, and bytes of their text
+    totals = torch.zeros(1 + PLACES, dtype=torch.float64, device=fabric.device)  # of all targets, and by place
+    counts = torch.zeros(2 + PLACES, dtype=torch.int64)  # targets, bytes of their text, targets by place
     for batch in batches:
         failpoint("evaluate")
         counts[0] += target_count(batch)
+        labels = batch["labels"][:, 1:]
         if token_bytes is not None:
-            labels = batch["labels"][:, 1:]
             counts[1] += token_bytes[labels[labels != IGNORED]].sum()
-        total += model(**fabric.to_device(batch))
+        places = places_of(batch)
+        counts[2:] += torch.bincount(places[:, : labels.shape[1]][labels != IGNORED], minlength=PLACES)
+        if places.any():
+            totals += model(**fabric.to_device({**batch, "places": places}))
+        else:
+            totals[:2] += model(**fabric.to_device(batch))
     model.train()
     reshard(model)  # otherwise the next step would find the outermost unit gathered, and not reduce its gradients
-    total = sum_over_ranks(fabric, total).item()
-    targets, text = sum_over_ranks(fabric, counts.to(fabric.device)).tolist()
+    total, *sums = sum_over_ranks(fabric, totals).tolist()
+    targets, text, *of_places = sum_over_ranks(fabric, counts.to(fabric.device)).tolist()
     loss = total / max(targets, 1)
-    bits = {"bits_per_byte": total / text / math.log(2)} if text else {}
-    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, **bits}
+    found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+    found |= {"bits_per_byte": total / text / math.log(2)} if text else {}
+    by_place = zip([0, *EDGES.tolist()], sums, of_places)
+    return found | ({f"loss_from_{first}": part / n for first, part, n in by_place if n} if any(of_places[1:]) else {})
+
+
+def places_of(batch: MicroBatch) -> Tensor:
+    """Of each token, by how many are before it in its document: 0 below FIRST_PLACE, 1 below twice that, and so on. int64."""
+    rows, context = batch["input_ids"].shape
+    positions = batch.get("position_ids", torch.arange(context).expand(rows, context))
+    return torch.bucketize(positions.contiguous(), EDGES, right=True)
