@@ -25,6 +25,14 @@ def run(*words):
     return plan.main([str(word) for word in words])
 
 
+def assert_mistake(toys, capsys, words, sentence):
+    """plan.py with these words ends with the code of a mistake, and says this in one line."""
+    with pytest.raises(SystemExit) as stop:
+        run("--model_name", toys / "llama", *SHORT, *words.split())
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith(f"plan.py: error: {sentence}") and error.count("\n") == 1
+
+
 def said(*words):
     """What --json says, of a process of its own, as its process group needs."""
     [text] = run_ranks(1, captured, [str(word) for word in (*words, "--json", "true")])
@@ -135,10 +143,7 @@ def test_a_command_has_each_flag_once_as_it_was_given_last():
     ],
 )
 def test_mistakes_are_told_in_one_sentence(toys, capsys, words, sentence):
-    with pytest.raises(SystemExit) as stop:
-        run("--model_name", toys / "llama", *SHORT, *words.split())
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith(f"plan.py: error: {sentence}") and error.count("\n") == 1
+    assert_mistake(toys, capsys, words, sentence)
 
 
 @pytest.mark.parametrize(

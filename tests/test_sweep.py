@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from test_plan import SHORT, captured, run, said
+from test_plan import SHORT, assert_mistake, captured, said
 
 from benchmarks import sweep as published
 from fabric_llm.model.strategy_rules import Sharding
@@ -93,10 +93,7 @@ def test_the_latency_of_rings_and_trees():
     ],
 )
 def test_mistakes_are_told_in_one_sentence(toys, capsys, words, sentence):
-    with pytest.raises(SystemExit) as stop:
-        run("--model_name", toys / "llama", *SHORT, *words.split())
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith(f"plan.py: error: {sentence}") and error.count("\n") == 1
+    assert_mistake(toys, capsys, words, sentence)
 
 
 def test_what_does_not_fit_is_said(toys):
