@@ -284,9 +284,12 @@ class EvaluationArguments:
     )
     """validation sets besides those of the training data: name=folder, comma-separated, of prepare_data.py or any with
     input_ids, made with the model's tokenizer; the loss of each is also given in bits per byte of text"""
+    probes: Optional[str] = setting(None, needs="eval_iters", takes="copy, retrieval or copy,retrieval")
+    """copy, retrieval: evaluate as well whether the model copies a passage, and finds what stood far before
+    (docs/long_context.md); those with a --forgetting_budget are, and copy with any"""
     forgetting_budget: Optional[str] = flag(None, takes="name:nats, comma-separated, such as general:0.05,copy:0.2")
     """nats that the loss of validation sets may rise above its value before step 1 (docs/forgetting.md): name:nats,
-    comma-separated, such as general:0.05; the name copy: a probe of in-context learning"""
+    comma-separated, such as general:0.05; copy and retrieval: of --probes"""
     forgetting_action: Literal[ACTIONS] = flag("warn")
     """when a set is above its budget; stop: save and end with exit code 76; rewind: back to the last checkpoint that
     has used at most half of it, and on with twice the share of that source, up to a half, then stop"""

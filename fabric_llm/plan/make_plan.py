@@ -23,7 +23,7 @@ from fabric_llm.data.columns import is_padded
 from fabric_llm.data.dataset import TokenDataset, together
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import DataMix
-from fabric_llm.data.sources import open_source, parse_eval_data
+from fabric_llm.data.sources import COPY, PROBES, open_source, parse_eval_data, parse_probes
 from fabric_llm.model import freezing, language_model, layers, loading, positions
 from fabric_llm.model import strategy as strategies
 from fabric_llm.plan import checks, same_run
@@ -213,11 +213,14 @@ def _plan_data(
         if max_step is None:
             end = training.number_epochs * len(dataset.train)
             max_step = last_step(start.step, start.position, end, batches[2])
+    budgets = parse_budgets(evaluation.forgetting_budget)
+    probes = {*parse_probes(evaluation.probes), *budgets, *[COPY] * bool(budgets)}
     data = DataPlan(
         **read,
         eval_data=open_eval_data(flags),
         evaluated_rows=evaluation.eval_iters * evaluation.eval_batch_size,
-        budgets=parse_budgets(evaluation.forgetting_budget),
+        budgets=budgets,
+        probes=[name for name in PROBES if name in probes],
         document_end=find_document_end(bool(masking), read["dataset"]),
         document_masking=masking,
     )

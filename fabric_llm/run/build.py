@@ -199,7 +199,7 @@ def make_evaluation(run: Run) -> Evaluation:
     """What evaluates the model on the validation sets, and on the probe of in-context learning."""
     fabric, flags, plan, watch, tokenizer = run.fabric, run.flags, run.plan, run.watch, run.plan.model.tokenizer
     special = [] if tokenizer is None else tokenizer.all_special_ids
-    sets = plan.validation_splits() | plan.copy_set([plan.data.document_end, *special], flags.training.seed)
+    sets = plan.validation_splits() | plan.probes([plan.data.document_end, *special], flags.training.seed)
     ends = document_ends(sets, plan.data.eval_data, plan.data.document_end)
     place = plan.placement.rows_of(fabric.global_rank)
     batches = {name: evaluation_batches(split, flags, ends[name], **place) for name, split in sets.items()}
