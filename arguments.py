@@ -410,6 +410,8 @@ class PrepareArguments:
     """concat: documents are cut where a row ends; best_fit: only those longer than a row, with padding"""
     deduplicate: Literal["none", "exact"] = flag("none")
     """exact: drop documents whose text has come before"""
+    min_document_tokens: int = flag(0, at_least=0)
+    """leave out documents of fewer tokens, such as for rows that are to hold long ones; they are counted"""
     on_error: Literal["skip", "stop"] = flag("skip")
     """bad records (broken JSON, not UTF-8, no field): skip and count, or stop"""
     pattern: Optional[list[str]] = flag(None)
