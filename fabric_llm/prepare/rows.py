@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import mmap
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -135,28 +136,28 @@ def _copy(documents: Documents, mine: np.ndarray, dtype: np.dtype, path: Path) -
 def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray, int]:
     """(row of each item, its place in that row, number of rows) for items of `lengths` tokens, each at most `room`.
 
-    Bit n of `bits` says that a row has room for n more tokens: the lowest one at or above `length` is that of the fullest row
-    with enough room.
+    `rooms` are in order: the first one of `length` tokens or more is that of the fullest row with enough room.
     """
     rows_with: defaultdict[int, list[int]] = defaultdict(list)  # by tokens that are left
-    bits, count = 0, 0
+    rooms: list[int] = []  # that some row has
+    count = 0
     row, place = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])
-        fitting = bits >> length
-        if fitting:
-            left = length + (fitting & -fitting).bit_length() - 1
-            rows = rows_with[left]
-            into = rows.pop()
-            if not rows:
-                bits ^= 1 << left
+        fitting = bisect_left(rooms, length)
+        if fitting < len(rooms):
+            left = rooms[fitting]
+            into = rows_with[left].pop()
+            if not rows_with[left]:
+                del rooms[fitting]
         else:
             left, into, count = room, count, count + 1
         row[item], place[item] = into, room - left
         left -= length
         if left:
+            if not rows_with[left]:
+                insort(rooms, left)
             rows_with[left].append(into)
-            bits |= 1 << left
     return row, place, count
 
 
