@@ -158,11 +158,12 @@ class FSDPArguments:
     """fsdp, fsdp2: dtype that gradients are summed over devices in, unless --precision is 32-true"""
     activation_checkpointing: Union[bool, str] = setting(
         False,
-        takes="none, full, every:N (such as every:2), selective or auto",
+        takes="none, full, every:N (such as every:2), selective, offload or auto",
         also="gradient_checkpointing recompute_activations",
     )
     """recompute in the backward pass instead of storing: none, full (each layer), every:N (one layer of N), selective
-    (layers, but for their matrix products and attention); auto: the least that fits the GPU, as plan.py says"""
+    (layers, but for their matrix products and attention), offload (each layer, whose input waits in the host's memory);
+    auto: the least that fits the GPU, as plan.py says"""
 
 
 @dataclass

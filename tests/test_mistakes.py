@@ -118,7 +118,7 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     (
         "--activation_checkpointing",
         2,
-        "takes none, full, every:N (such as every:2), selective or auto, and nothing is given.",
+        "takes none, full, every:N (such as every:2), selective, offload or auto, and nothing is given.",
     ),
     ("--train_data_dir nowhere", 2, "No dataset at 'nowhere'. Make one with prepare_data.py"),
     ("--train_data_dir corpus", 2, "isn't a dataset folder: it has no dataset_dict.json"),

@@ -99,12 +99,12 @@ def check_length(flags: Flags, max_step: Optional[int]) -> None:
 
 
 def activation_checkpointing(asked: Union[bool, str]) -> str:
-    """--activation_checkpointing as one word: none, full, every:N, selective or auto."""
+    """--activation_checkpointing as one word: none, full, every:N, selective, offload or auto."""
     word = {True: "full", False: "none"}.get(asked, asked)
-    if word in ("none", "full", "selective", "auto") or re.fullmatch(r"every:[1-9]\d*", word):
+    if word in ("none", "full", "selective", "offload", "auto") or re.fullmatch(r"every:[1-9]\d*", word):
         return word
     raise ValueError(
-        f"--activation_checkpointing takes none, full, every:N (such as every:2), selective or auto, not {asked!r}."
+        f"--activation_checkpointing takes none, full, every:N (such as every:2), selective, offload or auto, not {asked!r}."
     )
 
 

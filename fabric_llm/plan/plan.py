@@ -41,7 +41,7 @@ class ModelPlan:
     sums_in_float32: bool  # gradients of low-precision weights, over micro-batches
     router_aux_loss_coef: float  # 0 where no auxiliary loss of a mixture of experts is trained
     loss: str  # full or chunked; "auto" until the reference is loaded
-    activation_checkpointing: str  # none, full, every:N or selective; "auto" until plan.py has said what fits
+    activation_checkpointing: str  # none, full, every:N, selective or offload; "auto" until plan.py has said what fits
     compiles: bool  # each layer
     frozen: frozenset[str]  # names of the parameters that don't train, without those that never do
 
