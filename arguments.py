@@ -164,6 +164,9 @@ class FSDPArguments:
     """recompute in the backward pass instead of storing: none, full (each layer), every:N (one layer of N), selective
     (layers, but for their matrix products and attention), offload (each layer, whose input waits in the host's memory);
     auto: the least that fits the GPU, as plan.py says"""
+    tiled_mlp: bool = setting(False, also="tiled_mlp_num_shards tiled_mlp_compute")
+    """MLPs and norms take as many tokens at once as a hidden state has elements, so that they need no more memory in longer
+    rows (docs/long_context.md); they are computed once more, and layers aren't compiled"""
 
 
 @dataclass

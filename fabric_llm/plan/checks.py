@@ -52,6 +52,8 @@ def check_training(flags: Flags) -> None:
         raise ValueError("--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture.")
     mix = mixture_text.parse(data.data_mix) if data.data_mix else None
     activation_checkpointing(flags.fsdp.activation_checkpointing)
+    if flags.fsdp.tiled_mlp and flags.model.compile is True:
+        raise ValueError("--tiled_mlp true computes MLPs and norms without the compiler: take it, or --compile true.")
     if flags.model.rope is not None:
         positions.parse(flags.model.rope)
     if flags.model.float8 != "none" and (flags.model.precision not in ("bf16-true", "bf16-mixed") or flags.devices.tpu):

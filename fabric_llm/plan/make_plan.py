@@ -76,7 +76,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
             )
         tokenizer = tokenizer or of_data
     compiles = asked.compile is True
-    if asked.compile == "auto" and kind != "cpu":
+    if asked.compile == "auto" and kind != "cpu" and not flags.fsdp.tiled_mlp:
         compiles = layers.is_worth_compiling(skeleton)
     if compiles and (missing := layers.no_compiler(kind)) is not None:
         if asked.compile is True:
@@ -86,6 +86,10 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
         compiles = False
     model = replace(model_plan(flags, config, skeleton, kind), source=source, tokenizer=tokenizer, compiles=compiles)
     coefficient = language_model.router_coefficient(skeleton, training.router_aux_loss_coef)
+    if coefficient and model.tiled_mlp:
+        raise ValueError(
+            f"--tiled_mlp true: --router_aux_loss_coef {coefficient:g} needs what routers say of whole rows."
+        )
     return replace(model, router_aux_loss_coef=coefficient, rope=rope), skeleton
 
 
@@ -108,6 +112,7 @@ def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan
         router_aux_loss_coef=0.0,
         loss=asked.loss,
         activation_checkpointing=recomputed,
+        tiled_mlp=flags.fsdp.tiled_mlp,
         compiles=asked.compile is True,
         frozen=freezing.frozen_names(skeleton, training.freeze, training.train_only),
     )

@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from fabric_llm.model import fast_paths, freezing, gate, language_model, layers, loading, offload, strategy
+from fabric_llm.model import fast_paths, freezing, gate, language_model, layers, loading, offload, strategy, tiles
 from fabric_llm.model.flops import windows
 from fabric_llm.plan import trace
 from fabric_llm.plan.plan import ModelPlan
@@ -105,9 +105,9 @@ def _step(work: Work, fabric: Any, ledger: trace.Ledger) -> None:
     layers.checkpoint_activations(skeleton, model_plan.activation_checkpointing)
     if model_plan.compiles and work.placement.kind == "cuda" and model_plan.loss == "chunked":
         model.token_loss = _CompiledLoss.apply
-    for module in model.modules():
-        for key, buffer in module._buffers.items():
-            module._buffers[key] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
+    _fill_buffers(model)
+    if model_plan.tiled_mlp:
+        tiles.tile(skeleton, tiled_modules(skeleton))
     offloads = work.placement.kind == "cuda" and model_plan.activation_checkpointing == "offload"
     followed = trace.Layers(skeleton, ledger, model_plan.compiles, offloads)
     wrapped = strategy.wrap(fabric, name, model, lambda model: None, model_plan.precision, work.placement.sharding)
@@ -148,6 +148,21 @@ def _step(work: Work, fabric: Any, ledger: trace.Ledger) -> None:
     ledger.label, ledger.moment = trace.OPTIMIZER, "the update"
     widest = max((strategy.local_part(parameter).numel() for parameter in trained), default=0)
     torch.empty(min(widest, gate.SQUARED_AT_ONCE), dtype=torch.float64)  # of the gradient norm
+
+
+def tiled_modules(skeleton: Any) -> list[str]:
+    """The names of the modules that --tiled_mlp concerns, on fake tensors: whether they draw random numbers isn't known."""
+    probe = loading.build_skeleton(skeleton.config, skeleton.dtype)
+    for module in probe.modules():
+        strategy.replacing(lambda meta: torch.empty_like(meta, device="cpu"))(module)
+    _fill_buffers(probe)
+    return tiles.found_in(probe, measures=False)
+
+
+def _fill_buffers(model: nn.Module) -> None:
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def _traced(config: Any, context_length: int) -> Any:

@@ -237,7 +237,13 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
         if asked.loss == "chunked":
             raise Fault(f"--loss chunked: {error}; take --loss auto.") from None
         loss = "full"
-    compiles = model.compiles or asked.compile == "auto" and kind == "cuda" and layers.is_worth_compiling(skeleton)
+    compiles = (
+        model.compiles
+        or asked.compile == "auto"
+        and kind == "cuda"
+        and not model.tiled_mlp
+        and layers.is_worth_compiling(skeleton)
+    )
     return replace(model, loss=loss, compiles=compiles), skeleton
 
 
