@@ -1,7 +1,7 @@
 """Every flag, declared once: the command lines of train.py, prepare_data.py and export_hf.py.
 
 A flag is a field with a type, a default and other fields of `command_line.Flag`. The string below it is its text in `--help`,
-with the unit. Nothing here imports torch, so `--help` answers at once.
+with the unit; its first clause, up to a semicolon, is one line of it. Nothing here imports torch, so `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fabric_llm.training.schedule import DECAYS, SCHEDULES
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 setting = partial(flag, may_change=True)  # a flag that may have another value in a resumed run
-basic, basic_setting = partial(flag, basic=True), partial(setting, basic=True)  # what a first run needs
+basic, basic_setting = partial(flag, basic=True), partial(setting, basic=True)  # those that a first run needs
 
 
 # --------------------------------------------------------------------------- train.py
@@ -98,7 +98,7 @@ class ModelArguments:
     precision: Literal["bf16-true", "bf16-mixed", "16-mixed", "32-true"] = basic(
         "bf16-true", fixed=True, also="bf16 fp16 fp32 dtype torch_dtype mixed_precision"
     )
-    """dtype of weights and of computation; -true: weights in that dtype; -mixed: float32 weights, computation in 16 bit"""
+    """dtype of weights and of computation; -mixed: float32 weights, computation in 16 bit; -true: both in that dtype"""
     bf16_updates: Literal["stochastic", "nearest", "master"] = flag(
         "stochastic", fixed=True, needs="precision bf16-true"
     )
@@ -201,11 +201,11 @@ class TrainingArguments:
     micro_batch_size: Optional[int] = basic_setting(
         None, above=0, also="batch_size local_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu"
     )
-    """sequences per device at once (default: 1); in one forward pass; where the other two are given: what follows"""
+    """sequences per device at once (default: 1); in one forward pass; follows from the next two where both are given"""
     gradient_accumulation_steps: Optional[int] = basic_setting(
         None, above=0, also="accumulate_grad_batches grad_acc_steps"
     )
-    """micro-batches per step (default: 1); where the other two are given: what follows"""
+    """micro-batches per step (default: 1); follows from --global_batch_size where that is given"""
     global_batch_size: Optional[int] = basic(None, above=0, also="total_batch_size effective_batch_size")
     """sequences per step, over all devices; micro_batch_size x gradient_accumulation_steps x devices x nodes"""
     accumulation_dtype: Literal["float32", "same"] = setting("float32")

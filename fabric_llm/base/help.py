@@ -76,7 +76,7 @@ def _full(name: str, one: Any, columns: int, of_run: bool) -> list[str]:
     unless = " and ".join(f"--{flag} is {' or '.join(values) or 'on'}" for flag, *values in needs)
     may = "may change it" if one.may_change else "keeps it" if one.fixed else "changes it only by --resume_override"
     said = [f"No effect unless {unless}."] * bool(needs) + [f"A resumed run {may}."] * (of_run and one.kept)
-    said += [f"Elsewhere: {', '.join(one.also.split())}."] * bool(one.also)
+    said += [f"In other trainers: {', '.join(one.also.split())}."] * bool(one.also)
     default, indent = f"; default: {_default(one)}" * (one.default is not None), " " * 6
     parts = f"  --{name}  ({takes}{default})", indent + one.help, indent + " ".join(said)
     folded = TextWrapper(columns, subsequent_indent=indent, break_on_hyphens=False)
