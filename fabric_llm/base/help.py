@@ -22,7 +22,7 @@ def answer_help(about: str, groups: Groups, argv: list[str]) -> None:
     after = argv[asked[0] + 1 :]
     named = [word for word in after if word.startswith("--")] or after  # --devices, not its value
     columns = max(shutil.get_terminal_size().columns, 80) - 1
-    lines = [] if named else [about]
+    lines = [about] if named in ([], ["all"]) else []
     if not named and any(one.basic for title, group in groups.items() if title for one in group.values()):
         lines += _short(groups, columns)
     else:
