@@ -62,7 +62,8 @@ def _short(groups: Groups, columns: int) -> list[str]:
     clauses = re.compile(rf".{{1,{columns - wide}}}(?=; | \([^()]*\)(;|$)|$)|[^;]+")
     for title, group in groups.items():
         basic, short = [name for name in group if name in starts], title.split(" (")[0]
-        lines += [f"{short} ({len(group) - len(basic)} more: --help {short.lower()})"] * bool(title and basic)
+        if title and basic:
+            lines.append(f"{short} ({len(group) - len(basic)} more: --help {short.split()[0].lower()})")
         lines += [starts[name].ljust(wide) + clauses.match(group[name].help)[0] for name in basic]
     count = sum(map(len, groups.values()))
     return [*lines, f"--help GROUP or --help FLAG: all about it. --help all: all about {count} flags."]
