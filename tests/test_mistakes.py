@@ -112,7 +112,7 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     ("--min_lr 1", 2, "--min_lr 1.0 is larger than --lr 2e-05."),
     ("--devices 0", 2, "--devices must be positive, not 0."),
     ("--devices -1", 2, "--devices must be positive, not -1."),
-    ("--precision bf16", 2, "--precision takes bf16-true or bf16-mixed or 16-mixed or 32-true, not 'bf16'."),
+    ("--precision bf16", 2, "--precision takes bf16-true, bf16-mixed, 16-mixed or 32-true, not 'bf16'."),
     ("--devices 0,1", 2, "--devices takes an integer or auto, not '0,1'."),
     ("--max_step 1e3", 2, "--max_step takes an integer, not '1e3'."),
     (

@@ -392,7 +392,7 @@ def test_mistakes_are_one_sentence(tmp_path, capsys):
     assert not (run / "report.html").exists()
 
 
-@pytest.mark.parametrize(("command", "flag"), [("-m fabric_llm.report", "--output"), ("plan.py", "--html")])
+@pytest.mark.parametrize(("command", "flag"), [("-m fabric_llm.report", "--output"), ("plan.py", "--auto")])
 def test_help_imports_no_torch(command, flag):
     words = [sys.executable, "-X", "importtime", *command.split(), "--help"]
     said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
