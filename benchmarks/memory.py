@@ -1,12 +1,20 @@
-"""What a command and all that it has started hold in memory, by the operating system's own figures, /proc/PID/smaps_rollup."""
+"""What a command and all that it has started hold in memory, by the operating system's own figures, /proc/PID/smaps_rollup.
+
+`Counted`: what the tensors of a step hold, by another count than the plan's.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Held(NamedTuple):
@@ -63,3 +71,26 @@ def watched(words: list[str], every_seconds: float, seen: Callable[[Held], Any],
 def returning(bytes_: int) -> dict[str, str]:
     """For the environment of what is measured: malloc returns freed blocks that are larger. By itself it keeps those up to 32 MiB."""
     return {"MALLOC_MMAP_THRESHOLD_": str(bytes_)}
+
+
+class Counted(TorchDispatchMode):
+    """Bytes of the storages that are alive, each once, and the most that they were."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.sizes, self.peak = {}, 0
+        self.count(tensors)
+
+    def count(self, tensors):
+        for tensor in tensors:
+            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+            if storage._cdata not in self.sizes:
+                weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
+            self.sizes[storage._cdata] = weakref.ref(storage)
+        found = (reference() for reference in list(self.sizes.values()))  # other threads free, too
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in found if storage is not None))
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        self.count(one for one in tree_leaves(result) if isinstance(one, torch.Tensor))
+        return result

@@ -6,17 +6,14 @@ torch's profiler counts as well, which sees what kernels allocate inside. (It se
 """
 
 import os
-import weakref
 from dataclasses import replace
 
 import pytest
-import torch
 from ranks import run_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 from benchmarks import inputs, one_step, turns
+from benchmarks.memory import Counted
 
 VOCABULARY, CONTEXT = 1024, 128
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -27,29 +24,6 @@ CONFIGS = {
     "gpt2": GPT2Config(n_embd=192, n_layer=4, n_head=4, vocab_size=VOCABULARY, n_positions=CONTEXT),
     "mixtral": MixtralConfig(**dict(zip(FIELDS, (128, 256, 4, 4, 2))), vocab_size=VOCABULARY, num_local_experts=4),
 }
-
-
-class Counted(TorchDispatchMode):
-    """Bytes of the storages that are alive, each once, and the most that they were."""
-
-    def __init__(self, tensors):
-        super().__init__()
-        self.sizes, self.peak = {}, 0
-        self.count(tensors)
-
-    def count(self, tensors):
-        for tensor in tensors:
-            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-            if storage._cdata not in self.sizes:
-                weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
-            self.sizes[storage._cdata] = weakref.ref(storage)
-        found = (reference() for reference in list(self.sizes.values()))  # other threads free, too
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in found if storage is not None))
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        self.count(one for one in tree_leaves(result) if isinstance(one, torch.Tensor))
-        return result
 
 
 def measure(flags, profiles):
