@@ -3,8 +3,6 @@
 A manifest, of a checkpoint or a prepared dataset, is JSON: {"files": {name: {"bytes", "sha256"}}, ..., "sha256": its own}.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -17,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, Optional
+from typing import Any, Optional, Self
 
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, SAVE_FAILED, UNWRITABLE, Fault
 
@@ -106,7 +104,7 @@ class Describing:
             found[name] = {"bytes": (self.folder / name).stat().st_size, "sha256": hashed.result()}
         return found
 
-    def __enter__(self) -> Describing:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

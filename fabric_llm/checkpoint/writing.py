@@ -16,8 +16,6 @@ rank its own files, durable and hashed; `commit` gathers what all ranks say, and
 The rename is the one commit point. A failure on any rank is raised on all of them, and leaves nothing behind.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

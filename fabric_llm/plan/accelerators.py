@@ -1,7 +1,5 @@
 """Accelerators, and how long a step takes on them at most: a roofline."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from math import ceil, log2

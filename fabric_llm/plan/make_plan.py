@@ -4,8 +4,6 @@ Each check raises ValueError in one sentence with the offending value. A check w
 on rank 0 only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction

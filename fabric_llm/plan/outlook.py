@@ -1,7 +1,5 @@
 """Flags and a config.json -> what a run needs: memory of device and host, disk, time and money. Nothing is loaded or started."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import ceil

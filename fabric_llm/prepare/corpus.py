@@ -4,8 +4,6 @@ A piece is one or more parts: ranges of large files, cut after a line or between
 and many small files. The plan depends on the inputs alone, never on the number of processes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

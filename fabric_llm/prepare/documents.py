@@ -4,8 +4,6 @@ A reader yields (number, text) for each document, and `Bad` in place of a record
 memory, or one document of at most RECORD_BYTES.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io

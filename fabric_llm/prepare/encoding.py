@@ -10,8 +10,6 @@ A piece without a mark is made again from its beginning. Worker processes take o
 process that has started them. This module imports neither torch nor transformers, so that they start quickly.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

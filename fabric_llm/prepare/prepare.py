@@ -14,8 +14,6 @@ or int32 where the vocabulary has more than 65,536 tokens, with `manifest.json` 
 don't fill a last row are dropped and counted: in each split tokens = rows * context_length + dropped_tokens - padding.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -4,8 +4,6 @@ Fabric could start them, but when a rank fails it kills all, before one can say 
 environment variables that torchrun sets, and Fabric takes them as it takes torchrun's.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shlex

@@ -4,8 +4,6 @@ A line keeps few enough points for a page to stay small, its extremes among them
 over tokens, because their steps may be of other sizes.
 """
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ Text that comes from runs is escaped by Jinja, and the data is JSON in which no 
 page from asking the network for anything.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

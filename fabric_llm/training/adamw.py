@@ -12,8 +12,6 @@ of continued pretraining most updates are. `updates` says what is done:
 All arithmetic is float32. Besides its state, a step takes at most 8 MiB on a CPU and 512 MiB on a GPU for any model.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache

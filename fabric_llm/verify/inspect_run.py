@@ -4,8 +4,6 @@ A check takes a path, facts about it, and a `Report`, to which it adds everythin
 shown if it has found nothing, see `Report.look`. Nothing is changed.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections import Counter
