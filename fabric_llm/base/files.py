@@ -113,12 +113,7 @@ class Describing:
 
 def files_in(folder: Path) -> list[str]:
     """Names of all files below `folder`, relative to it. Raises Fault (77) for a link, which may lead anywhere."""
-    names = []
-    for parent, folders, files in os.walk(folder):
-        for name in [*folders, *files]:
-            no_link(Path(parent, name))
-        names += [str(Path(parent, name).relative_to(folder)) for name in files]
-    return names
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if not no_link(path).is_dir()]
 
 
 def no_link(path: Path) -> Path:
