@@ -151,7 +151,7 @@ def start(flags: Flags) -> ThisRank:
     by_other, has_ranks = launch.started_by_other(), placement.world_size > 1 and not flags.devices.tpu
     starts = has_ranks and not by_other
     if has_ranks and by_other:
-        launch.require_port()
+        launch.number_of("MASTER_PORT", 0, 2**16 - 1, default="")  # at which they meet
     if placement.num_nodes == 1 and not by_other:
         os.environ.pop("NODE_RANK", None)  # not of this run, of which this process is the first
     if starts and placement.num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= os.environ.keys():
