@@ -73,18 +73,15 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
                 f"make it with prepare_data.py --tokenizer {source}."
             )
         tokenizer = tokenizer or of_data
-    compiles = asked.compile is True
-    if asked.compile == "auto" and kind != "cpu":
-        compiles = layers.is_worth_compiling(skeleton)
-    if compiles and (missing := layers.no_compiler(kind)) is not None:
+    model = replace(model_plan(flags, config, skeleton, kind), source=source, tokenizer=tokenizer, rope=rope)
+    if model.compiles and (missing := layers.no_compiler(kind)) is not None:
         if asked.compile is True:
             raise ValueError(f"--compile true: {missing}.")
         if is_rank_zero():
             print(f"Layers aren't compiled: {missing}.", flush=True)
-        compiles = False
-    model = replace(model_plan(flags, config, skeleton, kind), source=source, tokenizer=tokenizer, compiles=compiles)
+        model = replace(model, compiles=False)
     coefficient = language_model.router_coefficient(skeleton, training.router_aux_loss_coef)
-    return replace(model, router_aux_loss_coef=coefficient, rope=rope), skeleton
+    return replace(model, router_aux_loss_coef=coefficient), skeleton
 
 
 def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan:
@@ -93,6 +90,7 @@ def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan
     recomputed = checks.activation_checkpointing(flags.fsdp.activation_checkpointing)
     if recomputed == "auto" and (kind == "cpu" or not skeleton.supports_gradient_checkpointing):
         recomputed = "none"  # a CPU's memory is the host's, which others use as well
+    is_worth_it = asked.compile == "auto" and kind != "cpu" and layers.is_worth_compiling(skeleton)
     return ModelPlan(
         name=asked.model_name,
         source=asked.model_name,
@@ -106,7 +104,7 @@ def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan
         router_aux_loss_coef=0.0,
         loss=asked.loss,
         activation_checkpointing=recomputed,
-        compiles=asked.compile is True,
+        compiles=asked.compile is True or is_worth_it,
         frozen=freezing.frozen_names(skeleton, training.freeze, training.train_only),
     )
 
