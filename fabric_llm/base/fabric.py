@@ -12,12 +12,7 @@ import warnings
 absent = sys.modules.setdefault("torchmetrics", None) is None  # such a module can't be imported
 try:
     from lightning_fabric import Fabric
-    from lightning_fabric.plugins.environments import (
-        ClusterEnvironment,
-        LightningEnvironment,
-        SLURMEnvironment,
-        TorchElasticEnvironment,
-    )
+    from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
     from lightning_fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
     from lightning_fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, XLAFSDPStrategy
 finally:

@@ -7,8 +7,6 @@
 forever), enospc (raise OSError, disk full), raise (RuntimeError), oom (allocate more memory than there is).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Exit codes, and `Fault`, the exception that carries one of them and a sentence for the user."""
 
-from __future__ import annotations
-
 import errno
 import sys
 from typing import Optional

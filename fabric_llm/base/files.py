@@ -3,8 +3,6 @@
 A manifest, of a checkpoint or a prepared dataset, is JSON: {"files": {name: {"bytes", "sha256"}}, ..., "sha256": its own}.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -17,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, Optional
+from typing import Any, Optional, Self
 
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, SAVE_FAILED, UNWRITABLE, Fault
 
@@ -106,7 +104,7 @@ class Describing:
             found[name] = {"bytes": (self.folder / name).stat().st_size, "sha256": hashed.result()}
         return found
 
-    def __enter__(self) -> Describing:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -115,12 +113,7 @@ class Describing:
 
 def files_in(folder: Path) -> list[str]:
     """Names of all files below `folder`, relative to it. Raises Fault (77) for a link, which may lead anywhere."""
-    names = []
-    for parent, folders, files in os.walk(folder):
-        for name in [*folders, *files]:
-            no_link(Path(parent, name))
-        names += [str(Path(parent, name).relative_to(folder)) for name in files]
-    return names
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if not no_link(path).is_dir()]
 
 
 def no_link(path: Path) -> Path:

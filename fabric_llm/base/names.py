@@ -1,7 +1,5 @@
 """What a mistyped flag, model, dataset or folder may mean, how names are shown in messages, and whether the hub knows them."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

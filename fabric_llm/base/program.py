@@ -3,8 +3,6 @@
 A program ends with one sentence and an exit code of docs/faults.md. train.py, which has ranks, ends in run/supervision.py.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import logging

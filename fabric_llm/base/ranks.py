@@ -1,7 +1,5 @@
 """Communication between all ranks. Without a process group there is one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Optional, TypeVar

@@ -6,8 +6,6 @@ step-00000100.pinned     beside it, made with `touch`: never pruned
 aside-step-*             later than a step that the run was resumed from; kept, never used
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -36,7 +34,7 @@ class Progress:
     position: int = 0  # sequences consumed by all ranks together
     tokens: int = 0  # tokens of those sequences
 
-    def advance(self, sequences: int, context_length: int) -> Progress:
+    def advance(self, sequences: int, context_length: int) -> "Progress":
         """One step further."""
         return Progress(self.step + 1, self.position + sequences, self.tokens + sequences * context_length)
 

@@ -1,7 +1,5 @@
 """Read a checkpoint that keep.py has verified: optimizer state, moving average and probe. model/loading.py opens its weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from pathlib import Path

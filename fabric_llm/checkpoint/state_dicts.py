@@ -1,7 +1,5 @@
 """The tensors of a wrapped model and its optimizer under the names that files have, and which part a rank holds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Optional

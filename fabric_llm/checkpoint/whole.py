@@ -3,8 +3,6 @@
 The files are those of `save_pretrained`, which would take all weights at once, and safetensors two copies of each file.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

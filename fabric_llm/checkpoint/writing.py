@@ -16,8 +16,6 @@ rank its own files, durable and hashed; `commit` gathers what all ranks say, and
 The rename is the one commit point. A failure on any rank is raised on all of them, and leaves nothing behind.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -171,13 +169,9 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> Pending:
             pending.entries = describing.entries()
             failpoint("save.hash")
 
-        actions = [rest]
-        for folder, parts in pending.parts.items():
-            actions += [partial(_write_parts, pending, folder, parts, describing), partial(failpoint, "save.parts")]
-        if pending.pieces is not None:
-            actions.append(partial(_write_whole, pending, pending.pieces, group, describing))
-        actions.append(described)
-        problems = [_try(action) for action in actions]  # each, as the others do, whatever went wrong here
+        parts = [partial(_write_parts, pending, folder, some, describing) for folder, some in pending.parts.items()]
+        pieces = [] if pending.pieces is None else [partial(_write_whole, pending, pending.pieces, group, describing)]
+        problems = [_try(action) for action in (rest, *parts, *pieces, described)]  # each, whatever went wrong here
         pending.problem = next((problem for problem in problems if problem is not None), None)
     return pending
 
@@ -202,6 +196,7 @@ def _write_parts(pending: Pending, folder: str, parts: list[dict[str, Part]], de
         for name, tensor in layout.items():
             out.write(name, tensor)
         describing.start([file])
+    failpoint("save.parts")
 
 
 def _write_whole(

@@ -5,8 +5,6 @@ the sources stand in a period that repeats, so that the source of a position, an
 without going through the positions before it.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 import os
@@ -60,7 +58,7 @@ class DataMix:
     def names(self) -> tuple[str, ...]:
         return tuple(source.name for source in self.sources)
 
-    def in_order(self, names: Sequence[str]) -> DataMix:
+    def in_order(self, names: Sequence[str]) -> "DataMix":
         """The same with the sources `names` first."""
         order = [self.names.index(name) for name in dict.fromkeys([*names, *self.names])]
         stages = tuple(stage._replace(weights=tuple(stage.weights[i] for i in order)) for stage in self.stages)

@@ -1,7 +1,5 @@
 """Accelerators, and how long a step takes on them at most: a roofline."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from math import ceil, log2
@@ -10,26 +8,9 @@ from typing import Any, Optional
 from fabric_llm.model.flops import peak_tflops
 
 
-# Peaks and links were compared with tables that quote the makers' data sheets:
-#   A100, H100, H200, B200, L40S, MI300X: https://github.com/stas00/ml-engineering/tree/master/compute/accelerator
-#   NVLink, PCIe, Infinity Fabric: https://github.com/stas00/ml-engineering/tree/master/network
-#   A100, B200: https://glennklockwood.com/garden/processors/A100, https://glennklockwood.com/garden/processors/B200
-#   RTX 4090: https://hmc-tech.com/gpus/nvidia-geforce-rtx-4090-vs-nvidia-rtx-pro-5000-blackwell
-#   RTX 5090: a quarter of the 838 of float16 with sparsity, https://www.spheron.network/blog/nvidia-rtx-5090-specs/: without
-#   it a half, and of that a half where sums are float32
-# Links are what data sheets give for both directions together, halved. An MI300X reaches its link where all 8 of a node take part,
-# and 64 GB/s between two of them. Memory is the total capacity that PyTorch names in messages that it is out of it, which is less
-# than the data sheet's and differs by 0.1 GiB among drivers.
-#
-# MFU is assumed, with attention counted as in model/flops.py:
-#   H100: docs/results/gpu.md has 0.31 to 0.45 on one; torchtitan 0.33 to 0.39 on 8 and 128 of less power, counting attention twice
-#   (https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md). H200: as H100, a guess.
-#   A100: torchtitan has 0.50 on 8 (https://github.com/pytorch/torchtitan/pull/355), 0.45 with attention counted once. For 40 GB,
-#   and so a smaller micro-batch, the same, a guess.
-#   All others are guesses.
 @dataclass(frozen=True)
 class Accelerator:
-    """What is known of one device, or assumed."""
+    """What is known of one device, or assumed: docs/planning.md, "Numbers of devices", has the source of each number."""
 
     name: str
     memory_gib: Optional[float]  # that PyTorch sees; None: as much as the machine has

@@ -1,7 +1,5 @@
 """What to change in flags, as data: `until_it_fits`, the cheapest first, and `fastest`, of those that fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Optional

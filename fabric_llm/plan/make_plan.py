@@ -4,8 +4,6 @@ Each check raises ValueError in one sentence with the offending value. A check w
 on rank 0 only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -75,22 +73,19 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
                 f"make it with prepare_data.py --tokenizer {source}."
             )
         tokenizer = tokenizer or of_data
-    compiles = asked.compile is True
-    if asked.compile == "auto" and kind != "cpu" and not flags.fsdp.tiled_mlp:
-        compiles = layers.is_worth_compiling(skeleton)
-    if compiles and (missing := layers.no_compiler(kind)) is not None:
+    model = replace(model_plan(flags, config, skeleton, kind), source=source, tokenizer=tokenizer, rope=rope)
+    if model.compiles and (missing := layers.no_compiler(kind)) is not None:
         if asked.compile is True:
             raise ValueError(f"--compile true: {missing}.")
         if is_rank_zero():
             print(f"Layers aren't compiled: {missing}.", flush=True)
-        compiles = False
-    model = replace(model_plan(flags, config, skeleton, kind), source=source, tokenizer=tokenizer, compiles=compiles)
+        model = replace(model, compiles=False)
     coefficient = language_model.router_coefficient(skeleton, training.router_aux_loss_coef)
     if coefficient and model.tiled_mlp:
         raise ValueError(
             f"--tiled_mlp true: --router_aux_loss_coef {coefficient:g} needs what routers say of whole rows."
         )
-    return replace(model, router_aux_loss_coef=coefficient, rope=rope), skeleton
+    return replace(model, router_aux_loss_coef=coefficient), skeleton
 
 
 def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan:
@@ -99,6 +94,7 @@ def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan
     recomputed = checks.activation_checkpointing(flags.fsdp.activation_checkpointing)
     if recomputed == "auto" and (kind == "cpu" or not skeleton.supports_gradient_checkpointing):
         recomputed = "none"  # a CPU's memory is the host's, which others use as well
+    may_compile = asked.compile == "auto" and kind != "cpu" and not flags.fsdp.tiled_mlp
     return ModelPlan(
         name=asked.model_name,
         source=asked.model_name,
@@ -113,7 +109,7 @@ def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan
         loss=asked.loss,
         activation_checkpointing=recomputed,
         tiled_mlp=flags.fsdp.tiled_mlp,
-        compiles=asked.compile is True,
+        compiles=asked.compile is True or may_compile and layers.is_worth_compiling(skeleton),
         frozen=freezing.frozen_names(skeleton, training.freeze, training.train_only),
     )
 

@@ -1,7 +1,5 @@
 """Where each stage of a mixture begins in a run, and where the run ends. Nothing here imports numpy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, Optional

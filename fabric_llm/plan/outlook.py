@@ -1,7 +1,5 @@
 """Flags and a config.json -> what a run needs: memory of device and host, disk, time and money. Nothing is loaded or started."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import ceil
@@ -15,7 +13,7 @@ from fabric_llm.base.command_line import Flags, read_yaml
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import json_lines
 from fabric_llm.data.sources import said_of_rows
-from fabric_llm.model import fast_paths, flops, freezing, language_model, layers, loading, strategy_rules, weights
+from fabric_llm.model import fast_paths, flops, freezing, language_model, loading, strategy_rules, weights
 from fabric_llm.model import strategy as strategies
 from fabric_llm.plan import accelerators, checks, trace
 from fabric_llm.plan.make_plan import model_plan
@@ -237,14 +235,7 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
         if asked.loss == "chunked":
             raise Fault(f"--loss chunked: {error}; take --loss auto.") from None
         loss = "full"
-    compiles = (
-        model.compiles
-        or asked.compile == "auto"
-        and kind == "cuda"
-        and not model.tiled_mlp
-        and layers.is_worth_compiling(skeleton)
-    )
-    return replace(model, loss=loss, compiles=compiles), skeleton
+    return replace(model, loss=loss), skeleton
 
 
 def _host(flags: Flags, placement: Placement, skeleton: Any, memory: Memory, average: Optional[str]) -> dict[str, int]:

@@ -3,8 +3,6 @@
 same_run.py compares the run with that checkpoint. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """What a resumed run must have in common with its checkpoint, and what it changes on purpose."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -4,8 +4,6 @@ Importing torch takes seconds, which all ranks then spend at the same time. Here
 nothing else can count them.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
@@ -13,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Optional
+from typing import Any, NoReturn, Optional
 
 from fabric_llm.base.command_line import Flags, fail, is_rank_zero
 from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_mistake
@@ -22,10 +20,6 @@ from fabric_llm.model.strategy_rules import Sharding
 from fabric_llm.plan import run_directory
 from fabric_llm.prepare.demo import prepare_demo
 from fabric_llm.processes import launch
-
-if TYPE_CHECKING:  # what needs torch is imported by then
-    from fabric_llm.base.fabric import Fabric
-    from fabric_llm.processes.watch import Watch
 
 GIB_OF_A_RANK = 0.4  # host memory of a rank's imports, before it holds anything of the model
 # In /dev, of NVIDIA, Jetson, AMD, and Windows under WSL.
@@ -67,9 +61,9 @@ class ThisRank:
     directory: Optional[Path]  # of the run, which rank 0 has locked; other ranks know it once they have joined
     problem: Optional[Fault]  # with that directory, to be raised on all ranks once they have joined
     rank: int = 0
-    fabric: Optional[Fabric] = None
-    watch: Optional[Watch] = None
-    plan: Any = None  # a Plan, which needs torch
+    fabric: Any = None  # a Fabric, which needs torch, like what follows
+    watch: Any = None  # a Watch
+    plan: Any = None  # a Plan
 
 
 def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, int]:
@@ -151,7 +145,7 @@ def start(flags: Flags) -> ThisRank:
     by_other, has_ranks = launch.started_by_other(), placement.world_size > 1 and not flags.devices.tpu
     starts = has_ranks and not by_other
     if has_ranks and by_other:
-        launch.require_port()
+        launch.number_of("MASTER_PORT", 0, 2**16 - 1, default="")  # at which they meet
     if placement.num_nodes == 1 and not by_other:
         os.environ.pop("NODE_RANK", None)  # not of this run, of which this process is the first
     if starts and placement.num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= os.environ.keys():

@@ -1,7 +1,5 @@
 """`plan.py --sweep devices=8..4096`: one plan on more and more devices, each of which has the same work, sharded in two ways."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial

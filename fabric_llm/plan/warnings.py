@@ -3,8 +3,6 @@
 A flag counts as given if it differs from its default, since arguments.yaml of a resumed run holds all flags.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A piece is one or more parts: ranges of large files, cut after a line or between
 and many small files. The plan depends on the inputs alone, never on the number of processes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -13,18 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Optional
 
 from fabric_llm.base.names import shown
-from fabric_llm.prepare import inputs
-from fabric_llm.prepare.documents import (
-    BLANK_LINES,
-    TO_TRAIN,
-    TO_VALIDATION,
-    Part,
-    cut_text,
-    load_splits,
-    parquet_file,
-    read_part,
-    texts,
-)
+from fabric_llm.prepare import documents, inputs
+from fabric_llm.prepare.documents import BLANK_LINES, Part
 
 PIECE_BYTES = 32 * 2**20  # of a large corpus
 # Of a small one. Many pieces keep all cores busy to the end, but flushing each to the disk takes 50 ms.
@@ -80,14 +68,14 @@ def _parts_of(
     if part.kind == "text":
         part = part._replace(separator=separator or None)
         if separator is None and (len(found.sources) == 1 or size >= LONG_TEXT_BYTES):
-            records = read_part(part._replace(separator=BLANK_LINES), "")
+            records = documents.read_part(part._replace(separator=BLANK_LINES), "")
             if any(number for number, _ in records):
                 found.notes.append(f"{shown(part.path)} is split at blank lines; choose with --document_separator")
                 part = part._replace(separator=BLANK_LINES)
     if part.kind in ("dataset", "hub"):
         yield from _parts_of_dataset(part, size, found, piece_bytes)
     elif size > piece_bytes and part.kind == "parquet":
-        with parquet_file(part.path) as file:
+        with documents.parquet_file(part.path) as file:
             groups = file.num_row_groups
         yield from _ranges(part, groups, size, piece_bytes)
     elif size > piece_bytes and (part.kind == "json_lines" or part.separator) and not inputs.compression_of(part.path):
@@ -97,7 +85,7 @@ def _parts_of(
                 end, place = size, start + piece_bytes
                 if size - start >= 1.5 * piece_bytes:  # so that the last isn't small
                     file.seek(place)
-                    rest = cut_text(file, part._replace(start=place, separator=part.separator or "\n"))
+                    rest = documents.cut_text(file, part._replace(start=place, separator=part.separator or "\n"))
                     end = next((begin for begin, _ in rest if begin > place), size)
                 yield part._replace(start=start, end=end), end - start
                 start = end
@@ -114,7 +102,7 @@ def _ranges(part: Part, count: int, size: int, piece_bytes: int) -> Iterator[tup
 
 
 def _parts_of_dataset(part: Part, size: int, found: inputs.Found, piece_bytes: int) -> Iterator[tuple[Part, int]]:
-    splits = load_splits(part.kind, part.path)
+    splits = documents.load_splits(part.kind, part.path)
     own = [name for name in splits if name in OWN_VALIDATION]
     if own:
         found.notes.append(f"{part.path} [{own[0]}] is kept for validation, and nothing else of the dataset is drawn")
@@ -125,7 +113,7 @@ def _parts_of_dataset(part: Part, size: int, found: inputs.Found, piece_bytes: i
             continue
         part = part._replace(split=name)
         if own:
-            part = part._replace(goes=TO_VALIDATION if name in own else TO_TRAIN)
+            part = part._replace(goes=documents.TO_VALIDATION if name in own else documents.TO_TRAIN)
         if part.kind == "hub":
             yield part, 0
         else:
@@ -145,7 +133,7 @@ def read(found: inputs.Found, text_field: str, separator: Optional[str]) -> Corp
     parts = [part for piece in plan(found, separator) for part in piece.parts]
     every = max(1, -(-sum(source.bytes or 0 for source in found.sources) // MOST_BYTES))
     taken, size = [], 0
-    for text in itertools.islice(texts(parts, text_field), 0, None, every):
+    for text in itertools.islice(documents.texts(parts, text_field), 0, None, every):
         taken.append(text)
         size += len(text.encode())
         if size >= MOST_BYTES:

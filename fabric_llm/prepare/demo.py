@@ -1,7 +1,5 @@
 """The dataset of `train.py --demo`, made from the source of the Python standard library. No network is needed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

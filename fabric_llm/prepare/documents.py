@@ -4,8 +4,6 @@ A reader yields (number, text) for each document, and `Bad` in place of a record
 memory, or one document of at most RECORD_BYTES.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io
@@ -29,6 +27,7 @@ RECORD_BYTES = 64 * 2**20  # longest document
 BLOCK_BYTES = 2**20  # of plain text, read at once
 PARQUET_ROWS = 256  # read at once
 MAX_FIELDS = 20  # named
+NOT_UTF8 = "is not valid UTF-8"
 BLANK_LINES = r"\r?\n(?:[ \t\r]*\n)+"  # where a text is split into documents by default
 WHITE = codecs.BOM_UTF8 + b" \t\r\n"  # before the first record of a JSON file
 
@@ -165,12 +164,8 @@ def _document(number: int, content: str | bytes) -> Record:
         if not text.isascii():
             text.encode()
     except UnicodeError:
-        return _not_utf8(number)
+        return Bad(number, NOT_UTF8)
     return number, text
-
-
-def _not_utf8(number: int) -> Bad:
-    return Bad(number, "is not valid UTF-8")
 
 
 def _no_field(text_field: str, present: Iterable[str]) -> str:
@@ -190,7 +185,7 @@ def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Re
             try:
                 record = json.loads(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
-                yield _not_utf8(number)
+                yield Bad(number, NOT_UTF8)
             except (ValueError, RecursionError) as error:
                 yield Bad(number, f"is not valid JSON: {one_line(error)}")
             else:
@@ -211,8 +206,7 @@ def _read_json(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
         for number, record in enumerate(ijson.items(file, "item"), 1):
             yield _text_of(record, text_field, number)
     except (ijson.JSONError, UnicodeDecodeError, RecursionError) as error:
-        message = f"is not valid JSON: {one_line(error)}; what comes after it is not read"
-        yield Bad(number + 1, message)
+        yield Bad(number + 1, f"is not valid JSON: {one_line(error)}; what comes after it is not read")
 
 
 def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
@@ -294,9 +288,8 @@ def load_splits(kind: str, name: str) -> dict[str, Any]:
     except Exception as error:  # the hub, its client and file formats raise some twenty types
         if isinstance(error, Fault) and error.code == REFUSED:
             raise
-        if kind == "dataset":
-            raise ValueError(f"{name} is not a complete dataset folder: {one_line(error)}") from error
-        raise ValueError(f"{NOWHERE.format(name)}: {one_line(error)}") from error
+        said = NOWHERE.format(name) if kind == "hub" else f"{name} is not a complete dataset folder"
+        raise ValueError(f"{said}: {one_line(error)}") from error
 
 
 def _read_dataset(part: Part, text_field: str, file: None) -> Iterator[Record]:

@@ -10,8 +10,6 @@ A piece without a mark is made again from its beginning. Worker processes take o
 process that has started them. This module imports neither torch nor transformers, so that they start quickly.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib
@@ -220,9 +218,7 @@ def _sentence(piece: Piece, number: int, record: Bad) -> str:
 
 def bad_records(pieces: Sequence[Piece], marks: Sequence[Mark]) -> list[str]:
     """Sentences on the first ones of all pieces."""
-    named = []
-    for piece, mark in zip(pieces, marks):
-        named += [(piece, number, Bad(*record)) for number, record in mark.named]
+    named = [(piece, number, Bad(*bad)) for piece, mark in zip(pieces, marks) for number, bad in mark.named]
     return [_sentence(*record) for record in named[:MAX_NAMED]]
 
 

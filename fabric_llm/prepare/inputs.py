@@ -4,8 +4,6 @@ The kind of a file is told by its name, and its compression by its first bytes, 
 datasets or numpy, which take seconds, so that mistakes are told at once. Every check raises ValueError.
 """
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import fnmatch

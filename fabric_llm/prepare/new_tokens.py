@@ -8,8 +8,6 @@ tear apart. A Unigram model, which takes the likeliest cut, gets pieces with the
 at least a little more than the cut that each replaces has, or it would never be taken.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import json

@@ -4,17 +4,13 @@ The tokenizer's own convention is kept (a Llama document starts with BOS), and e
 appears nowhere else but as padding. Where BOS and EOS are the same token, the EOS of the document before serves as BOS.
 Text that spells a special token stays text.
 
-There are two phases. Processes, or machines, encode pieces of the inputs (encoding.py) into the work folder beside the
-output, with a mark for each that is done: a later start with the same inputs goes on from there. Then one pass over the
-pieces divides documents into splits and packs them into rows (rows.py). The plan of the pieces and all that follows are
-functions of the inputs and options alone: however often it was killed and whoever made the pieces, the bytes are the same.
+Pieces of the inputs are encoded into the work folder (encoding.py), then documents are divided into splits and packed into rows
+(rows.py). All are functions of the inputs and options alone: however often it was killed, the bytes are the same.
 
 The folder is a `DatasetDict` of `train` and `validation` with one column, `input_ids`: lists of `context_length` uint16,
 or int32 where the vocabulary has more than 65,536 tokens, with `manifest.json` and `tokenizer/` beside them. Tokens that
 don't fill a last row are dropped and counted: in each split tokens = rows * context_length + dropped_tokens - padding.
 """
-
-from __future__ import annotations
 
 import errno
 import hashlib
@@ -50,6 +46,17 @@ MANIFEST_FORMAT = 1
 MAX_LISTED_FILES = 10_000
 MAX_LISTED_SUFFIXES = 10
 LITTLE_BYTES = 16 * 2**20  # of input, for which no process is started
+# Options that manifest.json says as they were given.
+SAID = (
+    "context_length",
+    "packing",
+    "text_field",
+    "document_separator",
+    "seed",
+    "validation_fraction",
+    "deduplicate",
+    "min_document_tokens",
+)
 KEY = "key.json"  # what the pieces in the work folder were made of
 PIECE_FORMAT = 2  # of their files
 
@@ -267,25 +274,18 @@ def _make_dataset(
     return {
         "format": MANIFEST_FORMAT,
         "output": str(options.output),
-        "context_length": options.context_length,
         "packed": True,
-        "packing": options.packing,
+        **{name: getattr(options, name) for name in SAID},
         "inputs": [str(name) for name in options.inputs],
         "files": [{"path": source.name, "bytes": source.bytes} for source in sources[:MAX_LISTED_FILES]],
         "files_total": len(sources),
         "bytes_total": sum(source.bytes or 0 for source in sources),
         "notes": found.notes[:MAX_LISTED_FILES],
-        "text_field": options.text_field,
-        "document_separator": options.document_separator,
         "tokenizer": options.tokenizer_name,
         "tokenizer_sha256": files.sha256(made / "tokenizer" / "tokenizer.json"),
         "vocab_size": len(tokenizer),
         "eos_token_id": eos,
         "bos_token_id": tokenizer.bos_token_id,
-        "seed": options.seed,
-        "validation_fraction": options.validation_fraction,
-        "deduplicate": options.deduplicate,
-        "min_document_tokens": shortest,
         "dtype": dtype,
         "max_token_id": largest,
         "splits": saved,

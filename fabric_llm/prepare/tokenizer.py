@@ -1,7 +1,5 @@
 """Load or train a tokenizer, and find out what it puts around a document."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from contextlib import suppress

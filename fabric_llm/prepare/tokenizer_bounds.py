@@ -3,8 +3,6 @@
 Nothing here imports transformers.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

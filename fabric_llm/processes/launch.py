@@ -4,8 +4,6 @@ Fabric could start them, but when a rank fails it kills all, before one can say 
 environment variables that torchrun sets, and Fabric takes them as it takes torchrun's.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shlex
@@ -64,18 +62,18 @@ def adopt_launcher() -> None:
     if has_parent():
         die_with(int(os.environ[PARENT]))
     # A batch script without srun has variables of the job, but none of a step: it starts its ranks itself.
-    tasks = 0 if started_by_other() else _number("SLURM_STEP_NUM_TASKS", 0)
+    tasks = 0 if started_by_other() else number_of("SLURM_STEP_NUM_TASKS", 0)
     if tasks > 1:
-        per_node = math.ceil(tasks / _number("SLURM_STEP_NUM_NODES", 1, default="1"))
-        node, local_rank = _number("SLURM_NODEID", 0), _number("SLURM_LOCALID", 0)
+        per_node = math.ceil(tasks / number_of("SLURM_STEP_NUM_NODES", 1, default="1"))
+        node, local_rank = number_of("SLURM_NODEID", 0), number_of("SLURM_LOCALID", 0)
         os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(per_node), WORLD_SIZE=str(tasks))
         os.environ.update(NODE_RANK=str(node), RANK=str(node * per_node + local_rank))
-        port = 15_000 + (31 * _number("SLURM_JOB_ID", 0) + _number("SLURM_STEP_ID", 0)) % 10_000
+        port = 15_000 + (31 * number_of("SLURM_JOB_ID", 0) + number_of("SLURM_STEP_ID", 0)) % 10_000
         os.environ.setdefault("MASTER_PORT", str(port))  # the same for all tasks of a step
     if not started_by_other():  # no launcher set these: in a pod, for example, RANK may mean something else
         for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
             os.environ.pop(name, None)
-    _, most_restarts = (_number(name, 0) for name in RESTARTS)
+    _, most_restarts = (number_of(name, 0) for name in RESTARTS)
     # Restarted ranks would find the former attempt's keys in the agent's store, and fail.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and most_restarts > 0 and is_rank_zero():
         advice = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it, on every machine (docs/clusters.md)"
@@ -109,29 +107,24 @@ def launched_world(asked: dict[str, Any]) -> Optional[tuple[int, int]]:
     """
     if not started_by_other():
         for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
-            if (count := _number(name, 0)) > 1:  # each process would train a run of its own
+            if (count := number_of(name, 0)) > 1:  # each process would train a run of its own
                 advice = "start them with torchrun or srun, or one process a machine with --devices"
                 raise ValueError(f"mpirun has started {count} processes, but LOCAL_RANK and RANK aren't set: {advice}.")
         return None
-    world_size, per_node = _number("WORLD_SIZE", 1, default=""), _number("LOCAL_WORLD_SIZE", 1, default="")
+    world_size, per_node = number_of("WORLD_SIZE", 1, default=""), number_of("LOCAL_WORLD_SIZE", 1, default="")
     nodes, left = divmod(world_size, per_node)
     there = f"the launcher has started {world_size} processes, {per_node} of them on this machine"
     if left:
         raise ValueError(f"{there}: each machine must have the same number.")
-    _number("RANK", 0, world_size - 1, default="")
-    _number("LOCAL_RANK", 0, per_node - 1)
+    number_of("RANK", 0, world_size - 1, default="")
+    number_of("LOCAL_RANK", 0, per_node - 1)
     for name, number in (("devices", per_node), ("num_nodes", nodes)):
         if asked.get(name, "auto") not in ("auto", number):
             raise ValueError(f"--{name} {asked[name]}, but {there}: leave --{name} out, or start as many.")
     return per_node, nodes
 
 
-def require_port() -> None:
-    """Raises ValueError if a launcher hasn't set the port at which its ranks meet."""
-    _number("MASTER_PORT", 0, 2**16 - 1, default="")
-
-
-def _number(name: str, first: int, last: int = 2**32, default: str = "0") -> int:
+def number_of(name: str, first: int, last: int = 2**32, default: str = "0") -> int:
     """The number in an environment variable, or in `default` if it isn't set. Raises ValueError unless first <= number <= last."""
     given = os.environ.get(name, default)
     if given.isdecimal() and first <= int(given) <= last:
@@ -147,11 +140,11 @@ def start_ranks(devices: int, num_nodes: int) -> Children:
     Raises Fault if they can't be started or if MASTER_PORT is in use on rank 0's machine, ValueError for a wrong number.
     """
     os.environ.setdefault("NODE_RANK", "0")
-    node, door = _number("NODE_RANK", 0, num_nodes - 1), None
+    node, door = number_of("NODE_RANK", 0, num_nodes - 1), None
     if num_nodes == 1:  # no other machine needs to know the port: take a free one
         door = socket.create_server(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(door.getsockname()[1]))
-    elif (port := _number("MASTER_PORT", 1, 2**16 - 1)) and node == 0:
+    elif (port := number_of("MASTER_PORT", 1, 2**16 - 1)) and node == 0:
         try:
             socket.create_server(("", port)).close()
         except OSError as error:
@@ -180,7 +173,7 @@ def port_in_use() -> Fault:
 
 def for_launcher(code: int) -> int:
     """`code`, but 0 for a requested stop under a torchrun with restarts left, which would restart after any other code."""
-    restarts_left = code == STOPPED and _number(RESTARTS[0], 0) < _number(RESTARTS[1], 0)
+    restarts_left = code == STOPPED and number_of(RESTARTS[0], 0) < number_of(RESTARTS[1], 0)
     return DONE if restarts_left else code
 
 

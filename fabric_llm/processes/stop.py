@@ -1,7 +1,5 @@
 """Requests to stop or to save: by a signal to any rank, by a file in the run directory, or by --max_hours."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

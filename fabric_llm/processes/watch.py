@@ -11,8 +11,6 @@ Rank 0 or torchrun's agent holds the store, so it exists before the ranks have j
 is frozen, no request to the store returns. So a thread of its own talks to the store, and may wait for ever.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -3,8 +3,6 @@
 Exit codes: 0 written, 2 bad arguments, 75 stopped on request.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

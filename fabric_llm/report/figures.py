@@ -4,8 +4,6 @@ A line keeps few enough points for a page to stay small, its extremes among them
 over tokens, because their steps may be of other sizes.
 """
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -114,7 +112,7 @@ def charts(found: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
     """The figures that have a line, drawn. A set, or a source, has one dash in all of them, and of a single run one colour."""
     lines = [(figure, i, line) for figure in found for i, run in enumerate(runs) for line in _lines(figure, run)]
     sets = list(dict.fromkeys(name for _, _, (name, _, _) in lines if name))
-    drawn = []
+    drawn, over = [], "Tokens" if len(runs) > 1 else "Step"
     for figure in found:
         traces = []
         for i, (name, style, series) in [(i, line) for each, i, line in lines if each is figure]:
@@ -135,7 +133,7 @@ def charts(found: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
             traces.append(trace.to_plotly_json())
         if traces:
             is_named = len({trace["name"] for trace in traces}) > 1
-            layout = {"xaxis": _axis(runs), "yaxis": figure.yaxis, "showlegend": is_named}
+            layout = {"xaxis": {"title": {"text": over}}, "yaxis": figure.yaxis, "showlegend": is_named}
             drawn.append({**figure._asdict(), "traces": traces, "layout": layout})
     return drawn
 
@@ -152,10 +150,6 @@ def _lines(figure: Figure, run: Run) -> Iterable[tuple[str, str, Series]]:
 def _places(runs: Sequence[Run], i: int, steps: np.ndarray) -> list[int]:
     """Where steps of run `i` are on the axis of all runs."""
     return runs[i].tokens_at(steps) if len(runs) > 1 else steps.tolist()
-
-
-def _axis(runs: Sequence[Run]) -> dict[str, Any]:
-    return {"title": {"text": "Tokens" if len(runs) > 1 else "Step"}}
 
 
 def trend(series: Series) -> Series:

@@ -4,8 +4,6 @@ Text that comes from runs is escaped by Jinja, and the data is JSON in which no 
 page from asking the network for anything.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -88,9 +86,6 @@ def write_page(
     print(f"Written: {output}, {len(whole) / 1e6:.1f} MB", flush=True)
 
 
-# ------------------------------------------------------------------------------- numbers in words
-
-
 def number(value: Optional[float]) -> str:
     """2.3105, 1,234, 1.23 M, 3.10e-05; NONE where there is none."""
     if value is None or not np.isfinite(value):
@@ -111,9 +106,6 @@ def duration(seconds: float) -> str:
 def shown(value: Any) -> str:
     """A flag's value as a YAML file and the command line have it."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-
-
-# ------------------------------------------------------------------------------- the figures that decide
 
 
 def headline(run: Run) -> list[tuple[str, str, str]]:
@@ -148,9 +140,6 @@ def last_and_best(run: Run, loss: Series) -> tuple[str, str]:
     return number(values[-1]), "; ".join(words)
 
 
-# ------------------------------------------------------------------------------- what was trained on what
-
-
 def known(run: Run) -> dict[str, str]:
     """{name: value} of the flags, of what the last start has recorded, and of what was planned (run/forecast.py)."""
     said = {**run.flags, **run.begun}
@@ -166,9 +155,6 @@ def in_a_sentence(run: Run) -> str:
     parameters = "parameters" in begun and f"{number(begun['parameters'])} parameters"
     words = [begun.get("model"), parameters, on and f"trained on {on}", run.flags.get("precision")]
     return "; ".join(map(str, filter(None, [*words, reading.devices(begun), begun.get("strategy")])))
-
-
-# ------------------------------------------------------------------------------- events and flags
 
 
 def events_table(runs: Sequence[Run], events: Sequence[Sequence[Event]]) -> Table:

@@ -1,7 +1,5 @@
 """A run before it begins: `python plan.py --html FILE` writes one HTML file, with its memory and, where there is data, its steps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any, Optional

@@ -3,8 +3,6 @@
 What is missing or damaged is left out: a run that is still going, or was killed, has a report.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from array import array

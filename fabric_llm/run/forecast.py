@@ -5,8 +5,6 @@ With --activation_checkpointing auto, it also says what to recompute.
 plan.py runs beside the run while its model is loaded: a prediction needs a process that is no rank of a run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -64,7 +62,7 @@ class Planner:
         )
 
     @cached_property
-    def forecast(self) -> Optional[Forecast]:
+    def forecast(self) -> Optional["Forecast"]:
         """The plan, which is waited for. None, with a warning, if there is none."""
         error = ""
         try:

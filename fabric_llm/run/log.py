@@ -1,7 +1,5 @@
 """The log of a run, on rank 0: metrics.jsonl, trackers, printed lines and a progress bar; speed and --profile."""
 
-from __future__ import annotations
-
 import math
 import resource
 import time

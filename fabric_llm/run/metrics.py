@@ -1,7 +1,5 @@
 """metrics.jsonl, and the trackers of --logger, which get the same numbers and never delay or end a run. On rank 0."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import inspect

@@ -5,8 +5,6 @@ pass over whole rows, and the number of passes follows from the flags, so all ra
 taken each time: no random numbers are drawn, so training goes on as it would have without samples.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -2,8 +2,6 @@
 STATUS.json. processes/watch.py finds out which rank failed first.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

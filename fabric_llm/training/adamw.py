@@ -12,8 +12,6 @@ of continued pretraining most updates are. `updates` says what is done:
 All arithmetic is float32. Besides its state, a step takes at most 8 MiB on a CPU and 512 MiB on a GPU for any model.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -27,15 +25,8 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import one_line
 from fabric_llm.model import strategy
 from fabric_llm.model.strategy import local_part
-from fabric_llm.training.adamw_rounded import (
-    ALIGNED_ELEMENTS,
-    Origin,
-    Update,
-    compiled,
-    equals_plain,
-    plain_update,
-    rounded_step,
-)
+from fabric_llm.training import adamw_rounded
+from fabric_llm.training.adamw_rounded import ALIGNED_ELEMENTS, Origin, Update, compiled, equals_plain, plain_update
 
 LEAST_ELEMENTS = 2**20  # below this, plain PyTorch takes less time in ten steps than compiling a kernel would
 UPDATED = ("exp_avg", "exp_avg_sq", "master")  # of the state
@@ -141,7 +132,7 @@ class AdamW(torch.optim.Optimizer):
             for (device, dtype, _, step), some in alike.items():
                 if dtype == torch.bfloat16 and self.updates == "stochastic":
                     update = fastest(device) if self.elements >= LEAST_ELEMENTS else plain_update
-                    rounded_step(some, group, int(step), self.seed, update)
+                    adamw_rounded.rounded_step(some, group, int(step), self.seed, update)
                 elif dtype == torch.bfloat16 and self.updates == "master":
                     for tensors, _ in some:
                         master_step(tensors, group, step)

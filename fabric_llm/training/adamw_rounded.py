@@ -5,8 +5,6 @@ at a time, and each operation is rounded exactly as IEEE 754 says. So the same i
 and in any kernel that does the same operations in the same order: adamw.cpp on CPUs, adamw_triton.py on GPUs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import math
@@ -95,7 +93,7 @@ def plain_update(pieces: Sequence[Piece], numbers: list[float]) -> None:
                 target.view(torch.int16).copy_(bfloat16_bits(value, bits))
 
 
-def rows_of(pieces: Sequence[Piece]) -> array[int]:
+def rows_of(pieces: Sequence[Piece]) -> array:
     """What a kernel needs to know of each piece, ROW numbers of 64 bits: four addresses, the count of elements, the first index,
     and three words of the key."""
     rows = array("q")

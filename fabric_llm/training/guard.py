@@ -1,7 +1,5 @@
 """Decides which steps are taken, skipped or undone, and what a run may forget, by numbers that all ranks share."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

@@ -3,8 +3,6 @@
 A random rank is killed with SIGKILL at a random step. Both runs use the user's own flags, except those in OWN.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A model with more tokens: learned from a corpus, appended to its tokenizer, given rows, written, and proven."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from copy import deepcopy
