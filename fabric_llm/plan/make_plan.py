@@ -86,7 +86,10 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
         compiles = False
     model = replace(model_plan(flags, config, skeleton, kind), source=source, tokenizer=tokenizer, compiles=compiles)
     coefficient = language_model.router_coefficient(skeleton, training.router_aux_loss_coef)
-    return replace(model, router_aux_loss_coef=coefficient, rope=rope), skeleton
+    config_file = loading.cached_file(source, loading.CONFIG_NAME, local_files_only=True)
+    if (Path(source) / MANIFEST).is_file():
+        config_file = keep.read_progress(Path(source)).get("config_file")
+    return replace(model, router_aux_loss_coef=coefficient, rope=rope, config_file=config_file), skeleton
 
 
 def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan:

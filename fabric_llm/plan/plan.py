@@ -44,6 +44,7 @@ class ModelPlan:
     activation_checkpointing: str  # none, full, every:N or selective; "auto" until plan.py has said what fits
     compiles: bool  # each layer
     frozen: frozenset[str]  # names of the parameters that don't train, without those that never do
+    config_file: Optional[str] = None  # which a run began with; in the hub's cache its path holds name and commit
 
 
 @dataclass(frozen=True)
