@@ -37,7 +37,7 @@ def main(argv: Optional[list[str]] = None) -> None:
                 address = export.push(output, arguments.push_to_hub, arguments.private)
             except Exception as error:  # huggingface_hub raises its own, and those of its HTTP library
                 complete = f"{output} is complete, but pushing it failed (repeat the command)"
-                fail("export_hf.py", f"{complete}: {one_line(error)}")
+                fail("export_hf.py", f"{complete}: {one_line(error)} {one_line(error.__cause__ or '')}".rstrip())
             print(f"Pushed to {address}")
         ending.left = f"{output} is complete"
         print(f"Next: AutoModelForCausalLM.from_pretrained({arguments.output!r})", flush=True)
