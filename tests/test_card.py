@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import yaml
-from conftest import TOY_CONFIGS, VOCABULARY
+from conftest import TOY_CONFIGS
 from hub import Uploads
 from huggingface_hub import ModelCard, constants
 from ranks import train_ranks
@@ -20,7 +20,6 @@ import prepare_data
 from arguments import parse_export, parse_prepare, parse_train
 from fabric_llm.checkpoint import keep
 from fabric_llm.data.mixture import mixture_of
-from fabric_llm.report import card as cards
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WORDS = "to be or not to be that is the question whether it is nobler in the mind to suffer".split()
@@ -128,7 +127,9 @@ def test_curves_are_drawn_where_matplotlib_is(made, work, tmp_path, monkeypatch,
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     without = export(source, tmp_path / "without")
     assert "curves.png" not in without.text and "need matplotlib" in capsys.readouterr().out
-    assert not (tmp_path / "without" / "curves.png").exists() and rows(without, "Evaluation") == rows(card, "Evaluation")
+    assert not (tmp_path / "without" / "curves.png").exists() and rows(without, "Evaluation") == rows(
+        card, "Evaluation"
+    )
     monkeypatch.undo()
     pytest.importorskip("matplotlib", reason="matplotlib isn't installed: pip install -e '.[report]'")
     assert "![Losses over steps](curves.png)" in card.text
@@ -165,7 +166,9 @@ def test_a_registered_class_is_imported_first(work, tmp_path):
     assert "import test_card" in block(card, "Load it", "python")
     exec(block(card, "Load it", "python"), found)
     assert type(found["model"]) is CappedForCausalLM
-    assert "trained from random weights with the configuration of" in card.text and "base_model" not in card.data.to_dict()
+    assert (
+        "trained from random weights with the configuration of" in card.text and "base_model" not in card.data.to_dict()
+    )
 
 
 def test_the_commands_are_those_that_were_given(made, work, tmp_path):
@@ -191,8 +194,7 @@ def test_the_commands_are_those_that_were_given(made, work, tmp_path):
 def test_a_checkpoint_without_its_run_and_a_base_without_a_card(made, work, tmp_path):
     shutil.copytree(made[1], tmp_path / "moved")
     card = export(tmp_path / "moved", tmp_path / "hf")
-    known = [[name, *losses] for name, *losses, _, _, _, _ in rows(made[0], "Evaluation")]
-    assert [[name, *losses] for name, *losses, _, _, _, _ in rows(card, "Evaluation")] == known
+    assert [row[:3] for row in rows(card, "Evaluation")] == [row[:3] for row in rows(made[0], "Evaluation")]
     assert rows(card, "Data") == rows(made[0], "Data") and "train.py" not in section(card, "Commands")
     assert not (tmp_path / "hf" / "curves.png").exists()
     shutil.copytree(work / "models--org--base" / "snapshots" / COMMIT, tmp_path / "local")

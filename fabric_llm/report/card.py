@@ -24,42 +24,35 @@ from fabric_llm.model import loading
 from fabric_llm.plan import run_directory
 from fabric_llm.verify.export import Proof, read_proof
 
-MEASURES = {"loss": "loss, nats a token", "bits_per_byte": "bits per byte"}  # of validation sets, as in metrics.jsonl
+# What is measured of validation sets, by its name in metrics.jsonl.
+MEASURES = {"loss": "loss, nats a token", "bits_per_byte": "bits per byte", "accuracy": "accuracy"}
+ALWAYS = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["continued-pretraining"]}
 
 
 def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
-    """Write README.md, and curves.png where matplotlib is installed, into the export `folder` of the checkpoint `source`.
-
-    given: the flags of export_hf.py.
-    """
+    """Write README.md, and curves.png where there is matplotlib, into the export `folder` of `source`. given: the command's flags."""
     progress, manifest, run = keep.read_progress(source), files.read(source), source.resolve().parent
     config_file = progress.get("config_file") or f"{progress['model_name']}/config.json"  # of older checkpoints
     cached = re.search(r"models--([^/]+)/snapshots/([0-9a-f]{40})/", config_file)
     base, commit = (cached[1].replace("--", "/"), cached[2]) if cached else (None, None)
-    data, lines = sources(progress, manifest), logged(run, progress)
+    data, lines, name = sources(progress, manifest), logged(run, progress), given.push_to_hub or given.output
     evaluations = [line for line in lines if "eval" in line]
-    results = [
-        EvalResult("text-generation", of, of, measure, numbers[measure], metric_name=title)
-        for of, numbers in (evaluations[-1]["eval"] if evaluations and not proof.of_ema else {}).items()
-        for measure, title in MEASURES.items()
-        if numbers.get(measure) is not None
-    ]
+    now = evaluations[-1]["eval"] if evaluations and not proof.of_ema else {}
+    measured = [(of, m, numbers[m]) for of, numbers in now.items() for m in MEASURES if numbers.get(m) is not None]
     front = ModelCardData(
-        base_model=base,
-        base_model_relation=base and "finetune",
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        datasets=sorted({name.partition(":")[0] for one in data for name in one.get("from_hub", ())}) or None,
-        tags=["continued-pretraining", "fabric_llm"],
-        model_name=given.push_to_hub or given.output,
-        eval_results=results or None,
+        **({"base_model": base, "base_model_relation": "finetune"} if base else {}),
         **licence(Path(config_file).with_name("README.md")),
+        datasets=sorted({name.partition(":")[0] for one in data for name in one.get("from_hub", ())}) or None,
+        eval_results=[EvalResult("text-generation", of, of, *number) for of, *number in measured] or None,
+        model_name=name if measured else None,
+        **ALWAYS,
     )
     draw(lines, folder / "curves.png")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters["quoted"] = lambda value: shlex.quote(str(value))
     card = environment.from_string(Path(__file__).with_name("card.md").read_text()).render(
         front=front,
+        name=name,
         commit=commit,
         given=given,
         source=source,
