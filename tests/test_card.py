@@ -266,6 +266,15 @@ def test_a_push_that_broke_half_way_is_repeated_with_the_same_command(made, hub,
     assert len(hub.asked_for) == 2 and all("private" in said for said in hub.asked_for)
 
 
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_what_was_exported_is_pushed_later_with_its_card(made, hub, tmp_path):
+    export(made[1], tmp_path / "hf")
+    card = export(made[1], tmp_path / "hf", "--push_to_hub", "org/name")
+    assert block(card, "Load it", "python").count('from_pretrained("org/name")') == 2
+    assert f"--output {tmp_path / 'hf'}" in section(card, "Commands")
+    assert hub.repository["README.md"] == (tmp_path / "hf" / "README.md").read_bytes()
+
+
 @pytest.mark.parametrize("other", ["checkpoint", "dtype"])
 def test_what_is_there_is_pushed_only_if_it_is_this_export(made, hub, work, tmp_path, capsys, other):
     export(made[1], tmp_path / "hf")

@@ -71,6 +71,13 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     (folder / "README.md").write_text(card)
 
 
+def rename(folder: Path, given: Any) -> None:
+    """Let a card, whatever was written into it, say how to load the model from where it is pushed to."""
+    if (card := folder / "README.md").is_file():
+        loaded = (f'from_pretrained("{name}")' for name in (given.output, given.push_to_hub))
+        files.write_atomically(card, card.read_text().replace(*loaded))
+
+
 def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
     """metrics.jsonl up to a checkpoint. Where that was moved away from its run: what it says itself of evaluations."""
     step, there = progress["progress"]["step"], files.json_lines(run / "metrics.jsonl")
