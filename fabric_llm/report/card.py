@@ -30,7 +30,7 @@ ALWAYS = {"library_name": "transformers", "pipeline_tag": "text-generation", "ta
 
 
 def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
-    """Write README.md, and curves.png where there is matplotlib, into the export `folder` of `source`. given: the command's flags."""
+    """Write README.md and curves.png into `folder`, an export of the checkpoint `source`. given: the command's flags."""
     progress, manifest, run = keep.read_progress(source), files.read(source), source.resolve().parent
     config_file = progress.get("config_file") or f"{progress['model_name']}/config.json"  # of older checkpoints
     cached = re.search(r"models--([^/]+)/snapshots/([0-9a-f]{40})/", config_file)
@@ -42,7 +42,7 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     front = ModelCardData(
         **({"base_model": base, "base_model_relation": "finetune"} if base else {}),
         **licence(Path(config_file).with_name("README.md")),
-        datasets=sorted({name.partition(":")[0] for one in data for name in one.get("from_hub", ())}) or None,
+        datasets=sorted({its.partition(":")[0] for one in data for its in one.get("from_hub", ())}) or None,
         eval_results=[EvalResult("text-generation", of, of, *number) for of, *number in measured] or None,
         model_name=name if measured else None,
         **ALWAYS,
@@ -50,7 +50,7 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     draw(lines, folder / "curves.png")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters["quoted"] = lambda value: shlex.quote(str(value))
-    card = environment.from_string(Path(__file__).with_name("card.md").read_text()).render(
+    card = environment.from_string(Path(__file__).with_name("card.md").read_text("utf-8")).render(
         front=front,
         name=name,
         commit=commit,
@@ -66,16 +66,16 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
         proof=proof,
         verified=read_proof(proof),
         versions={name: (then, keep.versions()[name]) for name, then in manifest["versions"].items()},
-        arguments=(run / "arguments.yaml").read_text() if (run / "arguments.yaml").is_file() else "",
+        arguments=(run / "arguments.yaml").read_text("utf-8", "replace") if (run / "arguments.yaml").is_file() else "",
     )
-    (folder / "README.md").write_text(card)
+    (folder / "README.md").write_text(card, "utf-8", "replace")
 
 
 def rename(folder: Path, given: Any) -> None:
     """Let a card, whatever was written into it, say how to load the model from where it is pushed to."""
     if (card := folder / "README.md").is_file():
         loaded = (f'from_pretrained("{name}")' for name in (given.output, given.push_to_hub))
-        files.write_atomically(card, card.read_text().replace(*loaded))
+        files.write_atomically(card, card.read_text("utf-8", "replace").replace(*loaded))
 
 
 def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
