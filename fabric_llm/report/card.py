@@ -30,7 +30,7 @@ ALWAYS = {"library_name": "transformers", "pipeline_tag": "text-generation", "ta
 
 
 def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
-    """Write README.md and curves.png into `folder`, an export of the checkpoint `source`. given: the flags of it."""
+    """Write README.md and curves.png into `folder`, an export of checkpoint `source`. given: the command's flags."""
     progress, manifest, run = keep.read_progress(source), files.read(source), source.resolve().parent
     config_file = progress.get("config_file") or f"{progress['model_name']}/config.json"  # of older checkpoints
     cached = re.search(r"models--([^/]+)/snapshots/([0-9a-f]{40})/", config_file)
