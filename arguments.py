@@ -1,7 +1,7 @@
 """Every flag, declared once: the command lines of train.py, prepare_data.py and export_hf.py.
 
 A flag is a field with a type, a default and other fields of `command_line.Flag`. The string below it is its text in `--help`,
-with the unit. Nothing here imports torch, so `--help` answers at once.
+with the unit; its first clause, up to a semicolon, is one line of it. Nothing here imports torch, so `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fabric_llm.training.schedule import DECAYS, SCHEDULES
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
 setting = partial(flag, may_change=True)  # a flag that may have another value in a resumed run
+basic, basic_setting = partial(flag, basic=True), partial(setting, basic=True)  # those that a first run needs
 
 
 # --------------------------------------------------------------------------- train.py
@@ -34,9 +35,11 @@ setting = partial(flag, may_change=True)  # a flag that may have another value i
 class DeviceArguments:
     """Devices"""
 
-    devices: Union[int, Literal["auto"]] = setting("auto", above=0, also="nproc_per_node gpus num_gpus world_size")
+    devices: Union[int, Literal["auto"]] = basic_setting(
+        "auto", above=0, also="nproc_per_node gpus num_gpus world_size"
+    )
     """processes per node, one device each; auto: all GPUs, or 1 CPU, or as many as torchrun or srun started"""
-    num_nodes: int = setting(1, above=0, also="num_machines")
+    num_nodes: int = basic_setting(1, above=0, also="num_machines")
     """number of machines; under torchrun or srun: as many as it started processes on"""
     context_parallel: int = setting(
         1, above=0, needs="tpu false", also="context_parallel_size cp cp_size sequence_parallel_size"
@@ -57,23 +60,22 @@ class DataArguments:
     """Data"""
 
     # The folder may be moved. The fingerprint of its content belongs to the run.
-    train_data_dir: Optional[str] = setting(None, also="data_dir data_path dataset dataset_name train_file")
-    """dataset folder that prepare_data.py wrote, or any with input_ids"""
-    data_mix: Optional[str] = flag(
+    train_data_dir: Optional[str] = basic_setting(None, also="data_dir data_path dataset dataset_name train_file")
+    """dataset folder that prepare_data.py wrote; any with input_ids will do"""
+    data_mix: Optional[str] = basic(
         None,
         takes="a YAML file, or name=folder:weight, comma-separated, such as new=data/new:0.75,old=data/old:0.25",
         also="data_blend dataset_weights mixture",
     )
-    """instead of --train_data_dir, several of them: a YAML file (docs/mixture.md), or
-    name=folder:weight[:max_epochs],... with weights that are shares of tokens, such as
-    new=data/new:0.75,old=data/old:0.25:4"""
+    """datasets and their shares of the tokens; instead of --train_data_dir; a YAML file (docs/mixture.md), or
+    name=folder:weight[:max_epochs],... such as new=data/new:0.75,old=data/old:0.25:4"""
     # Both are kept as the --data_mix that they stand for.
-    replay: Optional[str] = setting(None)
-    """with --train_data_dir: dataset folder of what the model knows already, read along so that it isn't forgotten; the
-    short form of --data_mix new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F"""
+    replay: Optional[str] = basic_setting(None)
+    """dataset of what the model shall not forget; read along with --train_data_dir; the short form of --data_mix
+    new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F"""
     replay_fraction: Optional[float] = setting(None)
     """share of the tokens that --replay gives, F (default: 0.2)"""
-    context_length: Optional[int] = setting(
+    context_length: Optional[int] = basic_setting(
         None, above=0, also="block_size cutoff_len max_seq_len seq_len sequence_len"
     )
     """tokens per sequence; must be what the dataset holds (default: that)"""
@@ -91,12 +93,12 @@ class ModelArguments:
     """Model"""
 
     # May only change to another name of the same model, see plan/make_plan.py.
-    model_name: Optional[str] = setting(None, also="base_model model_name_or_path pretrained_model_name_or_path")
-    """hub name or local directory of a causal LM; with a config.json and no weights: random start"""
-    precision: Literal["bf16-true", "bf16-mixed", "16-mixed", "32-true"] = flag(
+    model_name: Optional[str] = basic_setting(None, also="base_model model_name_or_path pretrained_model_name_or_path")
+    """hub name or local directory of a causal LM; config.json alone: random start"""
+    precision: Literal["bf16-true", "bf16-mixed", "16-mixed", "32-true"] = basic(
         "bf16-true", fixed=True, also="bf16 fp16 fp32 dtype torch_dtype mixed_precision"
     )
-    """-true: weights in that dtype; -mixed: float32 weights, computation in 16 bit"""
+    """dtype of weights and of computation; -mixed: float32 weights, computation in 16 bit; -true: both in that dtype"""
     bf16_updates: Literal["stochastic", "nearest", "master"] = flag(
         "stochastic", fixed=True, needs="precision bf16-true"
     )
@@ -127,10 +129,10 @@ class ModelArguments:
 class FSDPArguments:
     """FSDP (docs/fsdp.md says what each flag does and costs)"""
 
-    strategy: Literal["auto", "fsdp", "fsdp2", "ddp"] = setting(
+    strategy: Literal["auto", "fsdp", "fsdp2", "ddp"] = basic_setting(
         "auto", needs="tpu false", also="ddp deepspeed fsdp distributed_backend parallelism fsdp_version"
     )
-    """auto: fsdp for several devices, none for one"""
+    """how devices share the model; auto: fsdp for several devices, none for one"""
     auto_wrap_policy: str = setting(
         "auto",
         needs="strategy fsdp fsdp2",
@@ -156,25 +158,29 @@ class FSDPArguments:
         "float32", needs="strategy fsdp fsdp2, precision bf16-true bf16-mixed 16-mixed", also="mixed_precision_reduce"
     )
     """fsdp, fsdp2: dtype that gradients are summed over devices in, unless --precision is 32-true"""
-    activation_checkpointing: Union[bool, str] = setting(
+    activation_checkpointing: Union[bool, str] = basic_setting(
         False,
-        takes="none, full, every:N (such as every:2), selective or auto",
+        takes="none, full, every:N (such as every:2), selective, offload or auto",
         also="gradient_checkpointing recompute_activations",
     )
-    """recompute in the backward pass instead of storing: none, full (each layer), every:N (one layer of N), selective
-    (layers, but for their matrix products and attention); auto: the least that fits the GPU, as plan.py says"""
+    """recompute layers to save memory; auto: the least that fits the GPU, as plan.py says; none, full (each layer), every:N
+    (one layer of N), selective (layers, but for their matrix products and attention), offload (each layer, whose input
+    waits in the host's memory)"""
+    tiled_mlp: bool = setting(False, also="tiled_mlp_num_shards tiled_mlp_compute")
+    """MLPs and norms take as many tokens at once as a hidden state has elements, so that they need no more memory in longer
+    rows (docs/long_context.md); they are computed once more, and layers aren't compiled"""
 
 
 @dataclass
 class CheckpointArguments:
     """Checkpoint"""
 
-    output_dir: str = setting("checkpoints", also="save_dir save_folder dump_folder default_root_dir")
+    output_dir: str = basic_setting("checkpoints", also="save_dir save_folder dump_folder default_root_dir")
     """folder of run directories"""
-    run_name: Optional[str] = flag(None, kept=False, also="wandb_name exp_name experiment_name")
+    run_name: Optional[str] = basic(None, kept=False, also="wandb_name exp_name experiment_name")
     """name of the run directory (default: model and data, numbered)"""
-    resume: Union[bool, Literal["auto"]] = flag(False, kept=False, also="auto_resume auto_resume_from_checkpoints")
-    """go on from the run's latest checkpoint, or from --checkpoint; auto: if there is one, else start"""
+    resume: Union[bool, Literal["auto"]] = basic(False, kept=False, also="auto_resume auto_resume_from_checkpoints")
+    """go on from the run's latest checkpoint; or from --checkpoint; auto: if there is one, else start"""
     verify_checkpoints: Literal["full", "size"] = setting("full")
     """before resuming, compare sizes and sha256 of all files with the manifest, or only sizes"""
     checkpoint: Optional[str] = flag(None, kept=False, also="ckpt_path resume_from_checkpoint load_checkpoint")
@@ -187,38 +193,39 @@ class CheckpointArguments:
 class TrainingArguments:
     """Training (a step is an optimizer step)"""
 
-    number_epochs: int = flag(1, above=0, needs="max_step none", also="epochs max_epochs num_train_epochs")
-    """passes over the training split, of a mixture over the first source to come to them; not used where max_step is
-    given"""
-    max_step: Optional[int] = flag(None, above=0, also="max_iters num_training_steps steps total_steps train_steps")
-    """steps of the whole run (default: as many as --number_epochs needs)"""
+    number_epochs: int = basic(1, above=0, needs="max_step none", also="epochs max_epochs num_train_epochs")
+    """passes over the training split; of a mixture: over the first source to come to them; not used where max_step is given"""
+    max_step: Optional[int] = basic(None, above=0, also="max_iters num_training_steps steps total_steps train_steps")
+    """steps of the whole run (default: by epochs); as many as --number_epochs needs"""
     max_hours: Optional[float] = setting(None, above=0, also="max_time max_duration time_limit")
     """hours after which this process stops by itself: it finishes the step, saves and ends with exit code 75; the limit of
     the job must leave time for that step and the save"""
     # These two may change. The global batch, which follows from them, belongs to the run.
-    micro_batch_size: Optional[int] = setting(
+    micro_batch_size: Optional[int] = basic_setting(
         None, above=0, also="batch_size local_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu"
     )
-    """sequences per device in one forward pass (default: 1, or what follows)"""
-    gradient_accumulation_steps: Optional[int] = setting(None, above=0, also="accumulate_grad_batches grad_acc_steps")
-    """micro-batches per step (default: 1, or what follows)"""
-    global_batch_size: Optional[int] = flag(None, above=0, also="total_batch_size effective_batch_size")
-    """sequences per step = micro_batch_size x gradient_accumulation_steps x devices x nodes"""
+    """sequences per device at once (default: 1); in one forward pass; follows from the next two where both are given"""
+    gradient_accumulation_steps: Optional[int] = basic_setting(
+        None, above=0, also="accumulate_grad_batches grad_acc_steps"
+    )
+    """micro-batches per step (default: 1); follows from --global_batch_size where that is given"""
+    global_batch_size: Optional[int] = basic(None, above=0, also="total_batch_size effective_batch_size")
+    """sequences per step, over all devices; micro_batch_size x gradient_accumulation_steps x devices x nodes"""
     accumulation_dtype: Literal["float32", "same"] = setting("float32")
     """dtype of gradients summed over micro-batches; float32: costs 4 bytes a parameter held; same: that of the weights"""
     grad_clip: float = flag(1.0, at_least=0, also="clip_grad gradient_clipping max_grad_norm max_norm")
     """largest L2 norm of the gradient; 0: no clipping"""
-    lr: float = flag(2e-5, above=0, also="learning_rate max_lr peak_lr base_lr")
+    lr: float = basic(2e-5, above=0, also="learning_rate max_lr peak_lr base_lr")
     """peak learning rate"""
     min_lr: float = flag(0.0, at_least=0, needs="lr_decay", also="eta_min lr_min min_learning_rate")
     """learning rate at the last step"""
     lr_decay: bool = flag(True, also="decay_lr")
     """decay the rate after the warm-up; false: stay at lr"""
-    lr_schedule: Literal[tuple(SCHEDULES)] = flag(
+    lr_schedule: Literal[tuple(SCHEDULES)] = basic(
         "cosine", needs="lr_decay", also="lr_scheduler_type decay_type scheduler"
     )
-    """from lr to min_lr (docs/schedules.md); wsd: warm-up, stable, decay; infinite: down to constant_lr, stable, decay"""
-    warmup_steps: int = flag(0, at_least=0, also="lr_warmup_steps num_warmup_steps warmup warmup_ratio")
+    """how lr falls to min_lr (docs/schedules.md); wsd: warm-up, stable, decay; infinite: down to constant_lr, stable, decay"""
+    warmup_steps: int = basic(0, at_least=0, also="lr_warmup_steps num_warmup_steps warmup warmup_ratio")
     """steps of linear warm-up"""
     decay_steps: Optional[int] = flag(None, above=0, needs="lr_schedule wsd infinite")
     """wsd, infinite: last steps, in which the rate falls (default: a tenth of the run)"""
@@ -275,18 +282,21 @@ class EvaluationArguments:
     """sequences per device in one forward pass"""
     eval_iters: int = setting(50, at_least=0, also="limit_val_batches max_eval_steps val_iters")
     """batches per evaluation, over all devices together; 0: no evaluation"""
-    eval_step_interval: Optional[int] = setting(
+    eval_step_interval: Optional[int] = basic_setting(
         None, above=0, needs="eval_iters", also="eval_every eval_freq eval_steps val_interval validation_interval"
     )
-    """steps between evaluations (default: none between)"""
-    eval_data: Optional[str] = setting(
+    """steps between evaluations (default: none)"""
+    eval_data: Optional[str] = basic_setting(
         None, takes="name=folder, comma-separated, such as general=data/general,code=data/code"
     )
-    """validation sets besides those of the training data: name=folder, comma-separated, of prepare_data.py or any with
-    input_ids, made with the model's tokenizer; the loss of each is also given in bits per byte of text"""
-    forgetting_budget: Optional[str] = flag(None, takes="name:nats, comma-separated, such as general:0.05,copy:0.2")
-    """nats that the loss of validation sets may rise above its value before step 1 (docs/forgetting.md): name:nats,
-    comma-separated, such as general:0.05; the name copy: a probe of in-context learning"""
+    """more validation sets, name=folder,...; of prepare_data.py or any with input_ids, made with the model's tokenizer;
+    the loss of each is also given in bits per byte of text"""
+    probes: Optional[str] = setting(None, needs="eval_iters", takes="copy, retrieval or copy,retrieval")
+    """copy, retrieval: evaluate as well whether the model copies a passage, and finds what stood far before
+    (docs/long_context.md); those with a --forgetting_budget are, and copy with any"""
+    forgetting_budget: Optional[str] = basic(None, takes="name:nats, comma-separated, such as general:0.05,copy:0.2")
+    """how much validation losses may rise; in nats above the value before step 1 (docs/forgetting.md); name:nats,
+    comma-separated, such as general:0.05; copy and retrieval: of --probes"""
     forgetting_action: Literal[ACTIONS] = flag("warn")
     """when a set is above its budget; stop: save and end with exit code 76; rewind: back to the last checkpoint that
     has used at most half of it, and on with twice the share of that source, up to a half, then stop"""
@@ -296,11 +306,11 @@ class EvaluationArguments:
 class SaveArguments:
     """Save (also at the last step)"""
 
-    save_step_interval: Optional[int] = setting(
+    save_step_interval: Optional[int] = basic_setting(
         None, above=0, also="checkpoint_interval ckpt_every_steps every_n_train_steps save_every save_steps"
     )
-    """steps between checkpoints (default: none between)"""
-    keep_last: Optional[int] = setting(None, above=0, also="save_total_limit save_top_k")
+    """steps between checkpoints (default: none)"""
+    keep_last: Optional[int] = basic_setting(None, above=0, also="save_total_limit save_top_k")
     """newest checkpoints to keep (default: all); pinned ones always stay"""
     keep_every: Optional[int] = setting(None, above=0, needs="keep_last")
     """with keep_last: keep those of multiples of so many steps as well"""
@@ -316,9 +326,9 @@ class SaveArguments:
 class LoggingArguments:
     """Logging (metrics.jsonl is always written)"""
 
-    logger: str = setting(
+    logger: str = basic_setting(
         "none",
-        f"where metrics go besides metrics.jsonl: {', '.join(metrics.TRACKERS)}; several with commas between, such as wandb,csv",
+        f"where metrics go besides metrics.jsonl; {', '.join(metrics.TRACKERS)}; several with commas between, such as wandb,csv",
         also="report_to log_with tracker use_wandb wandb wandb_mode",
     )
     log_step_interval: int = setting(10, above=0, also="log_every log_every_n_steps log_freq logging_steps")
@@ -407,6 +417,8 @@ class PrepareArguments:
     """concat: documents are cut where a row ends; best_fit: only those longer than a row, with padding"""
     deduplicate: Literal["none", "exact"] = flag("none")
     """exact: drop documents whose text has come before"""
+    min_document_tokens: int = flag(0, at_least=0)
+    """leave out documents of fewer tokens, such as for rows that are to hold long ones; they are counted"""
     on_error: Literal["skip", "stop"] = flag("skip")
     """bad records (broken JSON, not UTF-8, no field): skip and count, or stop"""
     pattern: Optional[list[str]] = flag(None)
@@ -449,8 +461,8 @@ class ExportArguments:
 class PlanArguments:
     """Plan (plan.py alone has these; the others are those of train.py)"""
 
-    accelerator_name: str = flag("H100", takes="the name of an accelerator, such as H100")
-    """what the run would have: A100-40GB, A100-80GB, H100, H200, B200, L40S, RTX 4090, RTX 5090, MI300X or CPU"""
+    accelerator_name: str = basic("H100", takes="the name of an accelerator, such as H100")
+    """kind of device; A100-40GB, A100-80GB, H100, H200, B200, L40S, RTX 4090, RTX 5090, MI300X or CPU"""
     device_memory: Optional[float] = flag(None, above=0)
     """GiB of memory of a device (default: the accelerator's)"""
     mfu: Optional[float] = flag(None, above=0, below=1)
@@ -459,12 +471,12 @@ class PlanArguments:
     """directory of a run on this accelerator, whose speed is taken in place of --mfu"""
     network: float = flag(400.0, above=0)
     """Gbit/s between nodes, of each node"""
-    price_per_hour: Optional[float] = flag(None, at_least=0)
-    """of one device, in any currency"""
-    tokens: Optional[float] = flag(None, above=0)
-    """tokens of the whole run, such as 1e9, instead of --max_step"""
-    auto: bool = flag(False)
-    """find the fastest of micro-batch sizes, activation checkpointing and sharding that fits below 80 % of the memory"""
+    price_per_hour: Optional[float] = basic(None, at_least=0)
+    """price of one device, in any currency"""
+    tokens: Optional[float] = basic(None, above=0)
+    """tokens of the whole run, such as 1e9; instead of --max_step"""
+    auto: bool = basic(False)
+    """find the fastest flags that fit; of micro-batch sizes, activation checkpointing and sharding, below 80 % of the memory"""
     sweep: Optional[str] = flag(None, takes="numbers of devices, such as devices=8..4096")
     """devices=FIRST..LAST: the plan on so many devices, doubled from row to row, sharded in two ways (docs/planning.md)"""
     json: bool = flag(False)
@@ -475,6 +487,11 @@ class PlanArguments:
 
 # --------------------------------------------------------------------------- parsing
 
+TRAIN = """usage: python train.py --devices 4 --model_name MODEL --train_data_dir FOLDER
+Train a Hugging Face causal language model. Without flags: a demo."""
+PLAN = """usage: python plan.py --devices 4 --model_name MODEL --train_data_dir FOLDER
+What train.py would need with these flags: memory, time, disk and money."""
+
 
 def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     """Arguments of train.py from `argv` (default: sys.argv). The command line wins over `--config`.
@@ -483,23 +500,21 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
     and otherwise configs/demo.yaml applies.
     Exits with code 2 and one sentence on anything unknown.
     """
-    description = "Train a Hugging Face causal language model. Without arguments: a demo on the standard library."
-    return _parse_run("train.py", description, [], argv)[0]
+    return _parse_run("train.py", TRAIN, [], argv)[0]
 
 
 def parse_plan(argv: Optional[list[str]] = None) -> tuple[PlanArguments, Arguments]:
     """Arguments of plan.py: its own, and those of train.py. Exits with code 2 and one sentence as that does."""
-    description = "What train.py would need with these flags: memory, time, disk and money. Nothing is loaded."
-    arguments, flat = _parse_run("plan.py", description, [PlanArguments], argv)
+    arguments, flat = _parse_run("plan.py", PLAN, [PlanArguments], argv)
     return PlanArguments(**{f.name: flat[f.name] for f in fields(PlanArguments)}), arguments
 
 
 def _parse_run(
-    program: str, description: str, more: list[type], argv: Optional[list[str]]
+    program: str, about: str, more: list[type], argv: Optional[list[str]]
 ) -> tuple[Arguments, dict[str, Any]]:
     """(arguments of a run, all flags by name). more: groups of flags that the program has besides those of train.py."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    named = any(re.match(r"--(config|model_name|train_data_dir|help|print_config)(=|$)|-h$", word) for word in argv)
+    named = any(re.match(r"--(config|model_name|train_data_dir|print_config)(=|$)", word) for word in argv)
     on_command_line = frozenset(re.findall(r"^--(\w+)", "\n".join(argv), re.M))
     resumed = None if named else _arguments_of_resumed_run(argv)
     demo = not named and resumed is None and "data_mix" not in on_command_line
@@ -508,7 +523,7 @@ def _parse_run(
         place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
         argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
     flag_groups = [*more, *groups(Arguments).values()]
-    flat = parse(program, description, flag_groups, argv, of_run=resumed is not None)
+    flat = parse(program, about, flag_groups, argv, of_run=resumed is not None)
     try:
         metrics.named(flat["logger"])
         # arguments.yaml keeps the mixture itself, since its file may change.
@@ -543,10 +558,13 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
 
 def parse_prepare(argv: Optional[list[str]] = None) -> PrepareArguments:
     """Arguments of prepare_data.py. Exits with code 2 and one sentence on anything it doesn't know."""
-    return PrepareArguments(**parse("prepare_data.py", "Raw text -> a packed dataset.", [PrepareArguments], argv))
+    about = (
+        "usage: python prepare_data.py --input TEXTS --tokenizer MODEL --output FOLDER\nRaw text -> a packed dataset."
+    )
+    return PrepareArguments(**parse("prepare_data.py", about, [PrepareArguments], argv))
 
 
 def parse_export(argv: Optional[list[str]] = None) -> ExportArguments:
     """Arguments of export_hf.py. Exits with code 2 and one sentence on anything it doesn't know."""
-    description = "Checkpoint -> a Hugging Face model."
-    return ExportArguments(**parse("export_hf.py", description, [ExportArguments], argv, first="checkpoint"))
+    about = "usage: python export_hf.py checkpoints/RUN --output FOLDER\nCheckpoint -> a Hugging Face model."
+    return ExportArguments(**parse("export_hf.py", about, [ExportArguments], argv, first="checkpoint"))

@@ -22,7 +22,7 @@ from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.plan.checks import exported_output
 
 PROGRAM = "python -m fabric_llm.average"
-DESCRIPTION = "Average the weights of checkpoints of one model: python -m fabric_llm.average checkpoints/RUN --last 5 --output hf/mine"
+ABOUT = f"usage: {PROGRAM} checkpoints/RUN --last 5 --output FOLDER\nAverage the weights of checkpoints of one model."
 
 
 @dataclass
@@ -80,7 +80,7 @@ def weights_of(given: str, count: int) -> list[float]:
 def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit where it fails."""
     with in_one_sentence(PROGRAM) as ending:
-        given = AverageArguments(**parse(PROGRAM, DESCRIPTION, [AverageArguments], argv, first="parts"))
+        given = AverageArguments(**parse(PROGRAM, ABOUT, [AverageArguments], argv, first="parts"))
         ending.left = f"nothing was written to {given.output}"
         output = Path(given.output)
         folders = named(given.parts, given.last)

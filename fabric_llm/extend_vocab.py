@@ -21,7 +21,7 @@ from fabric_llm.prepare import inputs
 from fabric_llm.prepare.inputs import DEFAULT_PATTERNS
 
 PROGRAM = "python -m fabric_llm.extend_vocab"
-DESCRIPTION = f"Add tokens, learned from a corpus: {PROGRAM} MODEL --input CORPUS --tokens N --output hf/extended"
+ABOUT = f"usage: {PROGRAM} MODEL --input CORPUS --tokens N --output FOLDER\nAdd tokens, learned from a corpus."
 
 
 @dataclass
@@ -42,7 +42,7 @@ class ExtendArguments:
 def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit with an exit code of docs/faults.md where it fails."""
     with in_one_sentence(PROGRAM) as ending:
-        given = ExtendArguments(**parse(PROGRAM, DESCRIPTION, [ExtendArguments], argv, first="model_name"))
+        given = ExtendArguments(**parse(PROGRAM, ABOUT, [ExtendArguments], argv, first="model_name"))
         ending.left = f"nothing was written to {given.output}"
         output = Path(given.output)
         check_model_folder(given.model_name)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +16,8 @@ from ranks import metrics, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from arguments import DEMO_CONFIG, ROOT, parse_export, parse_prepare, parse_train
-from fabric_llm.base.command_line import write_yaml
+from arguments import DEMO_CONFIG, ROOT, PlanArguments, TrainingArguments, parse_export, parse_prepare, parse_train
+from fabric_llm.base.command_line import CONFIG, declared, write_yaml
 from fabric_llm.plan.make_plan import make_plan
 from fabric_llm.plan.start import place
 from fabric_llm.run.metrics import TRACKERS
@@ -46,25 +48,27 @@ def flat(*argv):
 # ------------------------------------------------------------------------------- help
 
 
-def help_of(script):
-    """(text, modules that were imported) of `script --help`."""
-    code = (
+def help_of(script, *words, code=0, **variables):
+    """(text, modules that were imported) of `script --help WORDS`."""
+    program = (
         "import runpy, sys\n"
-        f"sys.argv = [{script!r}, '--help']\n"
+        f"sys.argv = {[script, '--help', *words]!r}\n"
         "try:\n"
         f"    runpy.run_path({script!r}, run_name='__main__')\n"
         "finally:\n"
         "    print('\\n'.join(sys.modules), file=sys.stderr)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "COLUMNS": "80", **variables}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
     return done.stdout, set(done.stderr.split())
 
 
-@pytest.mark.parametrize("script", ["train.py", "prepare_data.py", "export_hf.py"])
+@pytest.mark.parametrize("script", ["train.py", "plan.py", "prepare_data.py", "export_hf.py"])
 def test_help_imports_nothing_heavy(script):
     text, modules = help_of(script)
-    assert "--config" in text and f"usage: {script}" in text
+    assert "--config" in text and text.startswith(f"usage: python {script} ")
     heavy = {
         "torch",
         "transformers",
@@ -75,29 +79,123 @@ def test_help_imports_nothing_heavy(script):
         "wandb",
         "tokenizers",
         "huggingface_hub",
+        "jsonargparse",
     }
     assert not modules & heavy
 
 
-def entries_of_help():
-    """{(group, flag): its entry in one line} of train.py --help."""
-    group, flag, entries = None, None, {}
-    for line in help_of("train.py")[0].split("\noptions:")[1].splitlines():
+def entries_of_help(script="train.py", *words):
+    """{(group, flag): its entry in one line} of `script --help WORDS`, which shows flags in full."""
+    group, flag, entries = "", None, {}
+    for line in help_of(script, *words)[0].splitlines()[2 * (words == ("all",)) :]:  # without what the program does
         if line and not line.startswith(" "):
-            group = line.removesuffix(":")
-        elif line.startswith("  --") and group is not None:
+            group = line.split(" (")[0]
+        elif line.startswith("  --"):
             flag = line.split()[0].removeprefix("--")
             entries[group, flag] = " ".join(line.split())
-        elif line and (group, flag) in entries:
+        elif line:
             entries[group, flag] += " " + line.strip()
     return entries
 
 
-def test_help_lists_every_flag_in_its_group():
-    found = list(entries_of_help())
+def test_help_all_lists_every_flag_in_its_group():
+    found = [pair for pair in entries_of_help("train.py", "all") if pair[1] != "config"]
     for group, flags in FLAGS.items():
         assert not {(group, flag) for flag in flags.split()} - set(found), group
     assert sorted(flag for _, flag in found) == sorted(flat(*MODEL_AND_DATA)), "each flag once"
+
+
+@pytest.mark.parametrize("columns", [20, 80, 100, 120, 300])
+@pytest.mark.parametrize(("script", "most_lines"), [("train.py", 42), ("plan.py", 48)])
+def test_the_short_help_has_a_line_for_each_flag_of_a_first_run(script, most_lines, columns):
+    """Whole clauses that fit the terminal, from 80 columns on; a wider one gets more of them."""
+    text, _ = help_of(script, COLUMNS=str(columns))
+    flags = parse_train(MODEL_AND_DATA).declared() | declared(PlanArguments) | {"config": CONFIG}
+    lines = text.splitlines()
+    assert len(lines) <= most_lines and max(map(len, lines)) < max(columns, 80)
+    shown = {}
+    for line in lines:
+        if found := re.match(r"  --(\w+) (\S*) +(.*)", line):
+            shown[found[1]] = found[2]
+            rest = flags[found[1]].help.removeprefix(found[3])
+            assert flags[found[1]].help == found[3] + rest and re.match(r"$|; | \(.*?\)(;|$)", rest), line
+            assert found[3].count("(") == found[3].count(")"), line
+    own = set(declared(PlanArguments))
+    assert set(shown) - own == {name for name, one in flags.items() if one.basic} - own
+    assert bool(set(shown) & own) == (script == "plan.py")
+    assert 25 <= len(shown) <= 35 and "--devices 4 --model_name" in lines[0]
+    assert (shown["lr"], shown["activation_checkpointing"], shown["model_name"]) == ("2e-05", "false", "")
+    assert (
+        f"Training ({sum(not one.basic for one in declared(TrainingArguments).values())} more: --help training)"
+        in lines
+    )
+
+
+@pytest.mark.parametrize("word", ["fsdp", "FSDP", "--fsd", "trainin", "Trainning", "nan", "plan"])
+def test_help_of_a_group_shows_its_flags_alone(word):
+    group = {"t": "Training", "n": "NaN and spikes", "p": "Plan"}.get(word[0].lower(), "FSDP")
+    everything = entries_of_help("plan.py", "all")
+    assert entries_of_help("plan.py", word) == {pair: said for pair, said in everything.items() if pair[0] == group}
+
+
+def test_help_of_any_flag_shows_it(capsys):
+    """By its name, with dashes or without, and by its name in other trainers."""
+    flags = parse_train(MODEL_AND_DATA).declared()
+    for name, one in flags.items():
+        for word in (name, f"--{name}", f"--{name}=1", *(f"--{other}" for other in one.also.split())):
+            with pytest.raises(SystemExit) as exit:
+                parse_train(["--help", word])
+            said = capsys.readouterr().out
+            assert exit.value.code == 0 and f"\n  --{name}  (" in said, word
+            assert said.count("\n  --") == 1 or word == name, word
+
+
+def test_help_of_a_flag_says_all_that_is_declared(capsys):
+    flags = parse_train(MODEL_AND_DATA).declared()
+    for (_, name), entry in entries_of_help("train.py", *(f"--{name}" for name in flags)).items():
+        one = flags[name]
+        assert one.help in entry and one.values in entry
+        assert one.default is None or f"; default: {str(one.default).lower()})" in entry.lower(), entry
+        assert not one.also or entry.endswith(f"In other trainers: {one.also.replace(' ', ', ')}.")
+        assert all(f"--{need.split()[0]} is " in entry for need in one.needs.split(",") if need)
+        resumed = {
+            "changes it only by --resume_override": one.belongs_to_run,
+            "may change it": one.may_change,
+            "keeps it": one.fixed,
+        }
+        said = [words for words in resumed if f"A resumed run {words}." in entry]
+        assert said == [words for words, holds in resumed.items() if holds], entry
+    beta1 = "--beta1 (a number, at least 0, below 1; default: 0.9)"
+    assert entries_of_help("train.py", "beta1")["Training", "beta1"].startswith(beta1)
+    assert not [entry for (group, _), entry in entries_of_help("plan.py", "plan").items() if "A resumed run" in entry]
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [("lrr", "Did you mean --lr?"), ("--save_steps_interval", "--save_step_interval?"), ("xyz", "See --help.")],
+)
+def test_help_of_what_isnt_there_is_a_mistake(words, meant, capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse_train(["--help", words])
+    said = capsys.readouterr().err
+    assert exit.value.code == 2 and len(said.splitlines()) == 1 and repr(words) in said and meant in said
+
+
+def test_help_answers_before_anything_else_is_read(capsys):
+    for argv in (["--config", "nowhere.yaml", "-h"], ["--lr", "fast", "--help"], ["--help", "--devices", "4"]):
+        with pytest.raises(SystemExit) as exit:
+            parse_train(argv)
+        assert exit.value.code == 0 and "--devices" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ["train.py", "plan.py", "prepare_data.py"])
+def test_help_outlasts_its_reader(script):
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, script, "--help", "all"]
+    done = subprocess.run(words, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_names_of_other_trainers_lead_to_flags():
@@ -115,13 +213,6 @@ def test_what_a_flag_needs_are_flags_and_their_values():
                 str(word).lower() for word in (*get_args(flags[needed].type), "true", "false", "none", *TRACKERS)
             ]
             assert set(values) <= set(allowed), name
-
-
-def test_every_flag_says_its_default():
-    defaults = {**flat(*MODEL_AND_DATA), "model_name": None, "train_data_dir": None}
-    for (_, flag), entry in entries_of_help().items():
-        value = "null" if defaults[flag] is None else str(defaults[flag])
-        assert entry.endswith(f"default: {value})"), entry
 
 
 # ------------------------------------------------------------------------------- command line and YAML

@@ -148,7 +148,7 @@ def test_evaluation_is_plain_cross_entropy_whatever_trains(toys, data, tmp_path,
 def test_the_loss_by_position_is_that_of_the_tokens_there(
     toys, data, packed_data, tmp_path, monkeypatch, kind, ranks, more
 ):
-    """Here from 4 tokens on instead of 1,024. Documents of 7 tokens, and rows of one document."""
+    """Here from 4 tokens on instead of 256. Documents of 7 tokens, and rows of one document."""
     monkeypatch.setattr(evaluation, "EDGES", 4 * 2 ** torch.arange(PLACES - 1))
     folder = packed_data if kind == "packed" else data
     words = flags(toys, folder, tmp_path, "--eval_iters", 8, "--precision", "32-true", "--max_step", 1, *map(str, more))

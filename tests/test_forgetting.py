@@ -14,8 +14,9 @@ from ranks import Job, metrics, run_ranks, train_ranks
 from transformers import AutoModelForCausalLM
 
 from fabric_llm.checkpoint.keep import read_progress
-from fabric_llm.data.columns import IGNORED, copy_probe
+from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.mixture_text import at_least, parse
+from fabric_llm.data.probes import copy_probe
 from fabric_llm.training.guard import Guard, parse_budgets
 from fabric_llm.verify import __main__ as verify
 
@@ -370,13 +371,18 @@ def test_a_raised_share_is_taken_from_the_others_in_proportion_in_every_stage():
         ("--forgetting_budget general", "--forgetting_budget takes name:nats"),
         ("--forgetting_budget nan:nan", "--forgetting_budget takes name:nats"),
         ("--forgetting_budget genral:0.1 --eval_data general=OLD", "Did you mean 'general'?"),
-        ("--forgetting_budget general:0.1", "no validation set is named 'general'. There are 'validation', 'copy'."),
+        (
+            "--forgetting_budget general:0.1",
+            "no validation set is named 'general'. There are 'validation', 'copy', 'retrieval'.",
+        ),
         ("--forgetting_budget validation:0.1,validation:0.2", "is there twice"),
         ("--forgetting_budget validation:0.1 --eval_iters 0", "--eval_iters 0 turns off"),
         ("--forgetting_budget validation:0.1 --forgetting_action stop", "--eval_step_interval"),
         ("--forgetting_budget copy:0.1 --forgetting_action rewind --eval_step_interval 2", "no source of"),
         ("--eval_data general", "--eval_data takes name=folder"),
         ("--eval_data copy=OLD", "is the name of a probe"),
+        ("--eval_data retrieval=OLD", "is the name of a probe"),
+        ("--probes retrieval,needle", "--probes takes copy or retrieval, comma-separated, not 'needle'."),
         ("--eval_data validation=OLD", "is evaluated already"),
         ("--eval_data general=nowhere", "No dataset at 'nowhere'"),
         ("--keep_best_of general", "--keep_best_of: no validation set"),

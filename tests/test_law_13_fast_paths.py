@@ -18,7 +18,7 @@ from fabric_llm.checkpoint.keep import checkpoint_at as find
 from fabric_llm.checkpoint.reading import read_probe
 from fabric_llm.checkpoint.state_dicts import PREFIX
 from fabric_llm.data.batches import document_ends
-from fabric_llm.model import fast_paths, gate, layers
+from fabric_llm.model import fast_paths, gate, layers, offload
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.verify import __main__ as verify
 from fabric_llm.verify.export import export
@@ -251,7 +251,7 @@ def test_where_documents_end():
     assert ends.tolist() == [0, 3, 5, 7, 8, 10] and ends.dtype == torch.int32
 
 
-@pytest.mark.parametrize("which", ["full", "every:2", "selective"])
+@pytest.mark.parametrize("which", ["full", "every:2", "selective", "offload"])
 def test_recomputed_layers_give_the_same_gradients(which):
     found = []
     for how in ("none", which):
@@ -260,6 +260,22 @@ def test_recomputed_layers_give_the_same_gradients(which):
         found.append(gradients(LanguageModel(model), batch()))
     for ours, plain in zip(found[1][1], found[0][1], strict=True):
         assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3_text", "phi", "olmo2", "qwen3", "gpt_neox"])
+def test_what_is_offloaded_is_the_input_of_each_layer(name, monkeypatch):
+    """Here it waits as a copy, which only the backward pass takes: what a GPU's host does, but for the streams."""
+    model = causal_lm(name).train()
+    inputs, waiting = batch(), []
+    torch.manual_seed(0)  # of dropout
+    plain = gradients(LanguageModel(model), inputs)
+    monkeypatch.setattr(offload.Inputs, "put", lambda _, hidden, tensor: waiting.append(tensor.clone()) or waiting[-1:])
+    monkeypatch.setattr(offload.Inputs, "get", lambda _, kept: kept[0])
+    layers.checkpoint_activations(model, "offload")
+    torch.manual_seed(0)
+    found = gradients(LanguageModel(model), inputs)
+    assert [tensor.shape for tensor in waiting] == [(*inputs["input_ids"].shape, model.config.hidden_size)] * 2
+    assert all(torch.equal(one, other) for one, other in zip(found[1], plain[1], strict=True))
 
 
 class Products(TorchDispatchMode):
@@ -493,8 +509,14 @@ def test_law_10_holds_with_compiled_layers_and_chunks(toys, tmp_path, strategy, 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--activation_checkpointing", "every:0"), "takes none, full, every:N (such as every:2), selective or auto"),
-        (("--activation_checkpointing", "half"), "takes none, full, every:N (such as every:2), selective or auto"),
+        (
+            ("--activation_checkpointing", "every:0"),
+            "takes none, full, every:N (such as every:2), selective, offload or auto",
+        ),
+        (
+            ("--activation_checkpointing", "half"),
+            "takes none, full, every:N (such as every:2), selective, offload or auto",
+        ),
         (("--loss", "liger"), "--loss takes auto or full or chunked, not 'liger'"),
     ],
 )

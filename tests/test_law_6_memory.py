@@ -172,6 +172,13 @@ def test_ranks_that_share_rows(folder, strategy, model, mode):
     assert said.peak == pytest.approx(measured, rel=0.02), said
 
 
+@pytest.mark.parametrize("model", ["wide", "mixtral"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp2"])
+def test_mlps_in_tiles(folder, strategy, model):
+    measured, said = measured_and_said(folder, model, strategy, "--tiled_mlp", "true")
+    assert said.peak == pytest.approx(measured, rel=0.02), said
+
+
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_the_profiler_counts_the_same(folder, mode):
     measured, said = measured_and_said(folder, "wide", "single", "--activation_checkpointing", mode, profiles=True)

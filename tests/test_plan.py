@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import metrics, planned, run_ranks, toy_run, train_ranks
+from transformers import LlamaConfig
 
 import plan
 from benchmarks import plan as published
@@ -254,6 +255,25 @@ def test_auto_recomputes_the_least_that_fits(toys, peaks):
     [text] = run_ranks(1, captured, [str(word) for word in words])
     assert text.startswith("--activation_checkpointing auto: none\n")
     assert text.splitlines()[-1].endswith("--activation_checkpointing auto")
+
+
+def test_what_waits_on_the_host_is_planned_there(toys, tmp_path):
+    """Not in the device's memory, however many layers there are; a CPU's is the same as before."""
+    config = LlamaConfig.from_pretrained(toys / "llama")
+    words, found = ["--model_name", tmp_path, *SHORT, "--context_length", 8192, "--global_batch_size", 8], {}
+    for layers in (8, 16):
+        config.num_hidden_layers = layers
+        config.save_pretrained(tmp_path)
+        for how in ("full", "offload"):
+            found[how, layers] = said(*words, "--micro_batch_size", 8, "--activation_checkpointing", how)
+    inputs = 8 * 8192 * config.hidden_size * 2  # bytes of one layer
+    grows = {how: found[how, 16]["memory"]["peak"] - found[how, 8]["memory"]["peak"] for how in ("full", "offload")}
+    assert grows["full"] - grows["offload"] == pytest.approx(8 * inputs, rel=0.05)
+    assert [found["offload", layers]["host_bytes"]["inputs of layers"] for layers in (8, 16)] == [
+        8 * inputs,
+        16 * inputs,
+    ]
+    assert "inputs of layers" not in found["full", 8]["host_bytes"]
 
 
 def asked_on_a_gpu(argv, gib):

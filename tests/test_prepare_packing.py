@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from fabric_llm.data.batches import Batches
 from fabric_llm.data.dataset import open_dataset, together
@@ -218,3 +219,24 @@ def test_repeated_documents_are_dropped_and_counted(corpus, tmp_path):
     )
     assert documents == [123, 120] and tokens[0] - tokens[1] == once["duplicates"]["tokens"] > 0
     assert "repeated   3 documents, " in summary(once)
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_short_documents_are_left_out_and_counted(corpus, tmp_path, packing):
+    for number in (3, 5, 7):
+        (corpus / f"again-{number}.txt").write_bytes((corpus / f"{number:03d}.txt").read_bytes())
+    whole = made(corpus, tmp_path / "a", packing=packing)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "a" / "tokenizer" / "tokenizer.json"))
+    sizes = np.array([len(tokenizer.encode(path.read_text()).ids) + 1 for path in sorted(corpus.iterdir())])
+    assert sizes.sum() == sum(split["tokens"] for split in whole["splits"].values())
+    shortest = int(np.median(sizes))
+    long = made(corpus, tmp_path / "b", packing=packing, min_document_tokens=shortest)
+    kept = {name: sum(split[name] for split in long["splits"].values()) for name in ("documents", "tokens")}
+    assert kept == {"documents": (sizes >= shortest).sum(), "tokens": sizes[sizes >= shortest].sum()}
+    assert long["skipped"]["short"] == 123 - kept["documents"] and long["duplicates"] == {"documents": 0, "tokens": 0}
+    assert f"too short  {long['skipped']['short']} documents of fewer than {shortest} tokens" in summary(long)
+    once = made(corpus, tmp_path / "c", packing=packing, min_document_tokens=shortest, deduplicate="exact")
+    again = sum(split["documents"] for split in once["splits"].values())
+    assert again + once["skipped"]["short"] + once["duplicates"]["documents"] == 123
+    with pytest.raises(ValueError, match="123 with fewer than 1000000 tokens left out"):
+        made(corpus, tmp_path / "d", packing=packing, min_document_tokens=10**6)

@@ -190,6 +190,18 @@ def test_evaluations_with_sets_budgets_and_a_copy_probe(tmp_path):
     assert len({name for name, _ in dashes}) == len(dashes) == 5, "a set has one dash in all figures"
 
 
+def test_a_probe_of_retrieval_is_drawn_by_the_length_of_the_text(tmp_path):
+    said = {"loss": 4.0, "accuracy": 0.6, "accuracy_of_64": 0.75, "accuracy_of_2048": 0.5, "accuracy_of_64_at_10": 0.1}
+    lines = [
+        {"step": n, "tokens": n, "eval_loss": 3.0, "eval": {"validation": {"loss": 3.0}, "retrieval": said}}
+        for n in (0, 1)
+    ]
+    shown = report(made(tmp_path / "run", [lines[0], training(1), lines[1]]))
+    found = {one["set"]: one["y"] for one in shown.lines("retrieval")}
+    assert found == {"retrieval from 64 tokens": [0.75] * 2, "retrieval from 2,048 tokens": [0.5] * 2}
+    assert [one["set"] for one in shown.lines("copy")] == ["retrieval"], "its loss"
+
+
 def test_a_mixture_without_budgets_shows_what_is_forgotten_of_each_source(tmp_path):
     read = {"new": {"tokens": 1536, "epochs": 0.5}, "old": {"tokens": 512, "epochs": 0.01}}
     base = {"new": {"loss": 6.0, "forgotten": 0.0}, "old": {"loss": 4.0, "forgotten": 0.0}}
@@ -380,7 +392,7 @@ def test_mistakes_are_one_sentence(tmp_path, capsys):
     assert not (run / "report.html").exists()
 
 
-@pytest.mark.parametrize(("command", "flag"), [("-m fabric_llm.report", "--output"), ("plan.py", "--html")])
+@pytest.mark.parametrize(("command", "flag"), [("-m fabric_llm.report", "--output"), ("plan.py", "--auto")])
 def test_help_imports_no_torch(command, flag):
     words = [sys.executable, "-X", "importtime", *command.split(), "--help"]
     said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)

@@ -24,7 +24,8 @@ import yaml
 
 from fabric_llm.base.faults import BAD_INPUT, printable
 from fabric_llm.base.files import write_atomically
-from fabric_llm.base.names import nearest
+from fabric_llm.base.help import answer_help
+from fabric_llm.base.names import flag_meant
 
 # arguments.Arguments, which this package doesn't import. A group's flags are its fields: `flags.training.lr`.
 Flags = Any
@@ -54,6 +55,7 @@ class Flag:
     kept: bool = True  # in arguments.yaml; False if it names the run, or concerns a single start of it
     needs: str = ""  # "flag, flag VALUE VALUE": it has no effect unless each is on, or has one of the values
     also: str = ""  # its names in other trainers, without those that are recognised as typos anyway
+    basic: bool = False  # a first run needs it: it is in the short --help
 
     @property
     def belongs_to_run(self) -> bool:
@@ -71,7 +73,8 @@ class Flag:
     def values(self) -> str:
         """What it takes, in words."""
         names = {int: "an integer", float: "a number", bool: "true or false", str: "text", list[str]: "a list"}
-        return self.takes or " or ".join(str(names.get(kind, kind)) for kind in self.kinds)
+        *most, last = (str(names.get(kind, kind)) for kind in self.kinds)
+        return self.takes or ", ".join(most) + " or " * bool(most) + last
 
     def out_of_range(self, value: Any) -> str:
         """What is wrong with a number, as the end of a sentence; "" if nothing is, or for other values."""
@@ -88,6 +91,9 @@ class Flag:
         else:
             return ""
         return f"must be {words}, not {value}."
+
+
+CONFIG = Flag(None, "YAML file of flags; the command line wins over it", Optional[str], kept=False, basic=True)
 
 
 def flag(default: Any, help: str = "", **said: Any) -> Any:
@@ -145,7 +151,7 @@ def fail(program: str, sentence: str, code: int = BAD_INPUT) -> NoReturn:
 
 def parse(
     program: str,
-    description: str,
+    about: str,
     flag_groups: Iterable[type],
     argv: Optional[list[str]] = None,
     first: str = "",
@@ -153,9 +159,17 @@ def parse(
 ) -> dict[str, Any]:
     """Flag name -> value. Exits with code 2 and one sentence on anything unknown or out of range.
 
-    first: the flag whose name may be left out where it comes before all others. of_run: --config is the arguments.yaml of a
-    run, which only has flags that are kept.
+    about: what --help begins with. first: the flag whose name may be left out where it comes before all others. of_run:
+    --config is the arguments.yaml of a run, which only has flags that are kept.
     """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    sections = {"": {"config": CONFIG}, **{group.__doc__ or "": declared(group) for group in flag_groups}}
+    try:
+        answer_help(about, sections, argv)
+    except ValueError as error:
+        fail(program, str(error))
+    flags = {name: one for group in [*sections.values()][1:] for name, one in group.items()}
+
     import jsonargparse  # takes time, and only parsing needs it
 
     class Parser(jsonargparse.ArgumentParser):
@@ -164,19 +178,13 @@ def parse(
 
     # For a file, and for values in it that are YAML again.
     jsonargparse.set_loader("yaml", load_yaml, exceptions=(ValueError,))
-    parser = Parser(prog=program, description=description, allow_abbrev=False, default_env=False)
-    parser.add_argument("--config", action="config", help="YAML file of flags; the command line wins over it")
-    flags: dict[str, Flag] = {}
-    for group in flag_groups:
-        title, *rest = (group.__doc__ or "").split(" (", 1)
-        section = parser.add_argument_group(title, rest[0].rstrip(")") if rest else None)
-        for name, one in declared(group).items():
-            flags[name] = one
-            required = one.default is None and type(None) not in get_args(one.type)
-            options = {"required": True} if required else {"default": one.default}
-            options |= {"type": str, "nargs": "+"} if one.kinds == [list[str]] else {"type": one.type}
-            section.add_argument(f"--{name}", help=one.help, **options)
-    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = Parser(prog=program, allow_abbrev=False, default_env=False, add_help=False)
+    parser.add_argument("--config", action="config")
+    for name, one in flags.items():
+        required = one.default is None and type(None) not in get_args(one.type)
+        options = {"required": True} if required else {"default": one.default}
+        options |= {"type": str, "nargs": "+"} if one.kinds == [list[str]] else {"type": one.type}
+        parser.add_argument(f"--{name}", **options)
     if first and argv and not argv[0].startswith("-"):
         argv = [f"--{first}", *argv]
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -205,22 +213,13 @@ def _check_config(program: str, config: str, flags: dict[str, Flag]) -> None:
         fail(program, f"--config {config!r} must hold `flag: value` lines, but holds {type(values).__name__}.")
     for key, value in values.items():
         if key not in flags:
-            fail(program, f"unknown key {key!r} in {config}. {_meant(str(key), flags)}")
+            fail(program, f"unknown key {key!r} in {config}. {flag_meant(str(key), flags)}")
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, (list, dict, set, tuple)):
                 fail(program, f"{key!r} in {config} must hold a value, or a list of values, not {type(item).__name__}.")
             if isinstance(item, str) and len(item) > LONGEST_NUMBER and flags[key].kinds not in ([str], [list[str]]):
                 # jsonargparse would read it as YAML, aliases included
                 fail(program, f"{key!r} in {config} is a text of {len(item):,} characters: {item[:60]!r} ...")
-
-
-def _meant(name: str, flags: dict[str, Flag]) -> str:
-    """The end of a sentence about an unknown flag: which one may be meant, also by its name in another trainer."""
-    flag_of = {word: known for known, one in flags.items() for word in (known, *one.also.split())}
-    name = name.replace("-", "_").lower()
-    same_letter = [word for word in flag_of if word[0] == name[:1]]  # the first is hardly ever mistyped
-    known = next((flag_of[word] for word in [name, *nearest(name, same_letter)] if word in flag_of), None)
-    return "See --help." if known is None else f"Did you mean --{known}?"
 
 
 def _one_sentence(message: str, flags: dict[str, Flag]) -> str:
@@ -230,7 +229,7 @@ def _one_sentence(message: str, flags: dict[str, Flag]) -> str:
         name = next((w for w in words if w.startswith("-")), words[0])
         if not name.startswith("-"):
             return f"unexpected {name!r}: every flag is written --name value."
-        return f"unknown flag {name}. {_meant(name.lstrip('-').split('=')[0], flags)}"
+        return f"unknown flag {name}. {flag_meant(name.lstrip('-').split('=')[0], flags)}"
     if wrong := re.match(r'Parser key "(\w+)":.*(?:Got value|Given value): (.*)', message, re.S):
         return f"--{wrong[1]} takes {flags[wrong[1]].values}, not {wrong[2].strip()!r}."
     if (bare := re.match(r"argument --(\w+): expected one argument", message)) and bare[1] in flags:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -32,6 +33,15 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     """[the known name that `name` is most likely a typo of], [] if none is near."""
     cutoff = LEAST_LIKENESS_OF_SHORT if len(name) <= SHORT else LEAST_LIKENESS
     return get_close_matches(name, list(known), n=1, cutoff=cutoff)
+
+
+def flag_meant(name: str, flags: Mapping[str, Any]) -> str:
+    """The end of a sentence about an unknown flag: which of `flags` may be meant, also by its name in another trainer."""
+    flag_of = {word: known for known, one in flags.items() for word in (known, *one.also.split())}
+    name = name.replace("-", "_").lower()
+    same_letter = [word for word in flag_of if word[0] == name[:1]]  # the first is hardly ever mistyped
+    known = next((flag_of[word] for word in [name, *nearest(name, same_letter)] if word in flag_of), None)
+    return "See --help." if known is None else f"Did you mean --{known}?"
 
 
 def hub_name(flag: str, name: str, what: str = "model") -> None:

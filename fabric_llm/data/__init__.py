@@ -1,7 +1,8 @@
 """Rows -> mixture -> (seed, position, rank) -> micro-batches: functions without hidden state.
 
 sources      `SOURCES`: where rows come from; checks of folders before they are opened; the files of --eval_data, --sample_prompts
-columns      `Rows`: columns as numpy sees them, without a copy, and which of their tokens are targets; `copy_probe`
+columns      `Rows`: columns as numpy sees them, without a copy, and which of their tokens are targets
+probes       `copy_probe`, `Questions`: rows that ask whether a model uses its context
 dataset      `open_dataset`: a checked `TokenDataset`
 order        `permuted`, `random_key`, `RowsRead`: which row is read at which position
 mixture_text `parse`: what --data_mix says; `period_of`, `read_before`: which source of a mixture stands at which position

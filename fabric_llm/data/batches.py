@@ -23,7 +23,7 @@ from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.order import RowsRead, rows_at
 
 # input_ids and labels, attention_mask if the dataset has one, position_ids if packed documents are kept apart:
-# each int64 [rows, context]; then also document_ends, see there
+# each int64 [rows, context]; then also document_ends, see there; of a probe questions, see probes.py
 MicroBatch = dict[str, Tensor]
 
 
@@ -110,7 +110,8 @@ def part_of(batch: MicroBatch, part: int, parts: int) -> MicroBatch:
     ends = whole["document_ends"] if "document_ends" in whole else document_ends(whole["position_ids"])
     whole["labels"] = torch.nn.functional.pad(whole["labels"], (0, 1), value=IGNORED)
     here = slice(part * context // parts, (part + 1) * context // parts)
-    cut = {name: whole[name][:, here].contiguous() for name in ("input_ids", "position_ids")}
+    kept = [name for name in ("input_ids", "position_ids", "questions") if name in whole]
+    cut = {name: whole[name][:, here].contiguous() for name in kept}
     cut["labels"] = whole["labels"][:, here.start : here.stop + 1].contiguous()
     return {**cut, "document_ends": ends}
 

@@ -1,4 +1,4 @@
-"""The rows of a split: their columns, as numpy sees them, which of their tokens are targets, and rows that probe copying."""
+"""The rows of a split: their columns, as numpy sees them, and which of their tokens are targets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import numpy as np
 COLUMNS = ("input_ids", "attention_mask", "labels")
 IGNORED = -100  # label of a token that isn't a target, as in transformers and torch.nn.functional.cross_entropy
 NO_PADDING = -1  # in place of a token id
-PASSAGES, LONGEST_PASSAGE = 64, 256  # of the probe of copying: passages, and tokens of one
-ROWS_DRAWN_FROM = 256  # of the text that its tokens are drawn from
 
 
 def masked_labels(columns: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -71,23 +69,3 @@ class Rows:
 def is_padded(rows: Any) -> bool:
     """Whether rows, or some of them, end with padding."""
     return isinstance(rows, Rows) and bool((rows.padding != NO_PADDING).any())
-
-
-def copy_probe(split: Any, context_length: int, left_out: Sequence[int], seed: int) -> Rows:
-    """Rows of a passage and the same passage again, of which only the second one is a target.
-
-    The passages are random tokens of a split's first rows, without those of `left_out`, such as a document's end.
-
-    A probe of in-context learning that needs no labels: how well a model copies a passage that it has just read. Its tokens
-    are drawn one by one, as often as they are in a text, so nothing but the first time tells the second, of which the loss is
-    measured. A model that has lost the use of its context shows it here, and may not in its perplexity (arXiv 2506.00288).
-    Repeated random tokens are how Olsson et al. (2022), "In-context Learning and Induction Heads", tell copying from knowledge.
-    """
-    ids = np.asarray(split[np.arange(min(ROWS_DRAWN_FROM, len(split)))]["input_ids"]).ravel()
-    ids = ids[~np.isin(ids, left_out)]
-    length = max(1, min(LONGEST_PASSAGE, context_length // 2))
-    generator = np.random.Generator(np.random.Philox(seed))
-    passages = generator.choice(ids, (PASSAGES, length)).astype(np.int64)
-    labels = np.concatenate([np.full_like(passages, IGNORED), passages], axis=1)
-    labels[:, length] = IGNORED  # nothing has said yet that the passage comes again
-    return Rows([{"input_ids": np.concatenate([passages, passages], axis=1), "labels": labels}])

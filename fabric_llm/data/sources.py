@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told b
 
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"  # of a source, and of a set that is evaluated
-COPY = "copy"  # the name of the probe of in-context learning, see columns.py
+COPY, RETRIEVAL = PROBES = "copy", "retrieval"  # of what a model does with its context, see probes.py
 MOST_PROMPTS, LARGEST_PROMPTS = 64, 2**20  # of --sample_prompts: number, bytes
 MAKE_IT = "make it with prepare_data.py"
 ONE_SET = "validation"  # the name of what is evaluated, where there is one dataset
@@ -88,13 +88,21 @@ def parse_eval_data(given: Optional[str]) -> dict[str, str]:
         name, _, folder = (word.strip() for word in part.partition("="))
         if not folder or not re.fullmatch(NAME, name):
             raise ValueError(f"--eval_data takes name=folder, comma-separated, such as general=data/x, not {part!r}.")
-        if name in (COPY, *folders):
-            why = "is the name of a probe" if name == COPY else "is there twice"
+        if name in (*PROBES, *folders):
+            why = "is the name of a probe" if name in PROBES else "is there twice"
             raise ValueError(f"--eval_data: {name!r} {why}; each set needs a name of its own.")
         folders[name] = folder
     if given is not None and not folders:
         raise ValueError("--eval_data is empty; it takes name=folder, such as general=data/x.")
     return folders
+
+
+def parse_probes(given: Optional[str]) -> tuple[str, ...]:
+    """The names in --probes. Raises ValueError."""
+    names = tuple(dict.fromkeys(part.strip() for part in (given or "").split(",") if part.strip()))
+    if unknown := [name for name in names if name not in PROBES]:
+        raise ValueError(f"--probes takes {' or '.join(PROBES)}, comma-separated, not {unknown[0]!r}.")
+    return names
 
 
 def read_prompts(path: str) -> list[str]:

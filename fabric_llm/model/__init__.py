@@ -8,6 +8,8 @@ reference       `load_reference`: the model as transformers has it, on one CPU, 
 language_model  `LanguageModel`, `token_loss`: the model that returns its loss, and the auxiliary loss of its routers
 fast_paths      `chunked_loss`, `packed_attention`: to plain transformers' numbers, in less time and memory
 layers          `checkpoint_activations`, `compile_layers`: what is done to each of the repeated layers
+offload         `offloading`: the inputs of recomputed layers, in the memory of the host
+tiles           `found_in`, `tile`: MLPs and norms that take a row's tokens a part at a time
 positions       `scaled`: a configuration with the rotary positions of --rope
 freezing        `frozen_names`, `freeze`: which parameters --freeze and --train_only mean
 strategy_rules  `Sharding`, `strategy`: which strategies go with which flags, without torch

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fabric_llm.model.language_model import LanguageModel
+from fabric_llm.model.offload import offloading
 from fabric_llm.model.strategy import repeated_layers
 
 WORTH_COMPILING = 10**6  # parameters of a layer: a smaller one spends less time than its compilation takes
@@ -37,7 +38,8 @@ KEPT = (  # by selective checkpointing: what costs most to compute again
 def checkpoint_activations(model: PreTrainedModel, which: str) -> None:
     """Recompute layers in the backward pass instead of keeping their activations. Names of parameters stay as they are.
 
-    which: `full`, every layer; `every:N`, one of N; `selective`, every layer but for matrix products and attention; `none`.
+    which: `full`, every layer; `every:N`, one of N; `selective`, every layer but for matrix products and attention; `offload`, every
+    layer, whose input waits in the host's memory; `none`.
     Raises ValueError where the model's layers can't do it.
     """
     if which == "none":
@@ -47,6 +49,11 @@ def checkpoint_activations(model: PreTrainedModel, which: str) -> None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options)
+    if which == "offload":
+        there = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+        call = offloading(there[0]._gradient_checkpointing_func)
+        for module in there:
+            module._gradient_checkpointing_func = call
     if which.startswith("every:"):
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:

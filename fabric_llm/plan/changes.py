@@ -13,7 +13,7 @@ from fabric_llm.plan.outlook import CLOSE, Outlook, look
 from fabric_llm.plan.start import batch_sizes
 
 Change = dict[str, Any]  # flag name -> its new value
-LESS_AND_LESS = ("none", "selective", "every:2", "full")  # activations that are kept: each recomputes more
+LESS_AND_LESS = ("none", "selective", "every:2", "full", "offload")  # activations that are kept: each recomputes more
 MOST_TRIES = 32  # of `fastest`, each of which takes seconds
 
 
@@ -84,12 +84,9 @@ def least_recomputed(own: Flags, flags: Flags) -> Flags:
     device, by full if nothing does, and by none where the device's memory isn't known."""
     if flags.fsdp.activation_checkpointing != "auto":
         return flags
-    for checkpointing in LESS_AND_LESS:
-        tried = changed(flags, {"activation_checkpointing": checkpointing})
-        outlook = _attempt(own, tried)
-        if outlook is not None and outlook.used <= CLOSE:
-            break
-    return tried
+    tries = (changed(flags, {"activation_checkpointing": checkpointing}) for checkpointing in LESS_AND_LESS)
+    fitting = (tried for tried in tries if (outlook := _attempt(own, tried)) is not None and outlook.used <= CLOSE)
+    return next(fitting, changed(flags, {"activation_checkpointing": "full"}))
 
 
 def _shardings(flags: Flags) -> list[Change]:
@@ -153,8 +150,10 @@ def _cheapest_first(now: Callable[[], Flags]) -> Iterator[Change]:
     checkpointing = activation_checkpointing(fsdp.activation_checkpointing)
     if checkpointing == "none":
         yield {"activation_checkpointing": "selective"}
-    if checkpointing != "full":
+    if checkpointing not in ("full", "offload"):
         yield {"activation_checkpointing": "full"}
+    if checkpointing != "offload":
+        yield {"activation_checkpointing": "offload"}
     if fsdp.strategy == "ddp":
         yield {"strategy": "fsdp"}
     if fsdp.sharding_strategy != "FULL_SHARD":

@@ -18,7 +18,14 @@ from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import hub_name, nearest
 from fabric_llm.checkpoint import keep
 from fabric_llm.data import mixture_text
-from fabric_llm.data.sources import COPY, ONE_SET, check_dataset_folder, parse_eval_data, read_prompts
+from fabric_llm.data.sources import (
+    ONE_SET,
+    PROBES,
+    check_dataset_folder,
+    parse_eval_data,
+    parse_probes,
+    read_prompts,
+)
 from fabric_llm.model import freezing, positions
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.plan import run_directory
@@ -45,6 +52,8 @@ def check_training(flags: Flags) -> None:
         raise ValueError("--train_data_dir and --data_mix are both given: a run has one dataset, or a mixture.")
     mix = mixture_text.parse(data.data_mix) if data.data_mix else None
     activation_checkpointing(flags.fsdp.activation_checkpointing)
+    if flags.fsdp.tiled_mlp and flags.model.compile is True:
+        raise ValueError("--tiled_mlp true computes MLPs and norms without the compiler: take it, or --compile true.")
     if flags.model.rope is not None:
         positions.parse(flags.model.rope)
     if flags.model.float8 != "none" and (flags.model.precision not in ("bf16-true", "bf16-mixed") or flags.devices.tpu):
@@ -92,12 +101,12 @@ def check_length(flags: Flags, max_step: Optional[int]) -> None:
 
 
 def activation_checkpointing(asked: Union[bool, str]) -> str:
-    """--activation_checkpointing as one word: none, full, every:N, selective or auto."""
+    """--activation_checkpointing as one word: none, full, every:N, selective, offload or auto."""
     word = {True: "full", False: "none"}.get(asked, asked)
-    if word in ("none", "full", "selective", "auto") or re.fullmatch(r"every:[1-9]\d*", word):
+    if word in ("none", "full", "selective", "offload", "auto") or re.fullmatch(r"every:[1-9]\d*", word):
         return word
     raise ValueError(
-        f"--activation_checkpointing takes none, full, every:N (such as every:2), selective or auto, not {asked!r}."
+        f"--activation_checkpointing takes none, full, every:N (such as every:2), selective, offload or auto, not {asked!r}."
     )
 
 
@@ -131,10 +140,11 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
     added, budgets = list(parse_eval_data(evaluation.eval_data)), parse_budgets(evaluation.forgetting_budget)
     if twice := [name for name in added if name in of_training]:
         raise ValueError(f"--eval_data: {twice[0]!r} is evaluated already, with the training data; take another name.")
-    if COPY in of_training:
-        raise ValueError(f"--data_mix: {COPY!r} is the name of a probe, so no source can have it.")
+    parse_probes(evaluation.probes)
+    if taken := [name for name in PROBES if name in of_training]:
+        raise ValueError(f"--data_mix: {taken[0]!r} is the name of a probe, so no source can have it.")
     known, best = [*of_training, *added], flags.save.keep_best_of
-    asked = [("--forgetting_budget", name, [*known, COPY]) for name in budgets]
+    asked = [("--forgetting_budget", name, [*known, *PROBES]) for name in budgets]
     for flag, name, names in asked + ([] if best is None else [("--keep_best_of", best, known)]):
         if name not in names:
             close = nearest(name, names)

@@ -23,7 +23,7 @@ from fabric_llm.data.columns import is_padded
 from fabric_llm.data.dataset import TokenDataset, together
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import DataMix
-from fabric_llm.data.sources import open_source, parse_eval_data
+from fabric_llm.data.sources import COPY, PROBES, open_source, parse_eval_data, parse_probes
 from fabric_llm.model import freezing, language_model, layers, loading, positions
 from fabric_llm.model import strategy as strategies
 from fabric_llm.plan import checks, same_run
@@ -76,7 +76,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
             )
         tokenizer = tokenizer or of_data
     compiles = asked.compile is True
-    if asked.compile == "auto" and kind != "cpu":
+    if asked.compile == "auto" and kind != "cpu" and not flags.fsdp.tiled_mlp:
         compiles = layers.is_worth_compiling(skeleton)
     if compiles and (missing := layers.no_compiler(kind)) is not None:
         if asked.compile is True:
@@ -86,6 +86,10 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
         compiles = False
     model = replace(model_plan(flags, config, skeleton, kind), source=source, tokenizer=tokenizer, compiles=compiles)
     coefficient = language_model.router_coefficient(skeleton, training.router_aux_loss_coef)
+    if coefficient and model.tiled_mlp:
+        raise ValueError(
+            f"--tiled_mlp true: --router_aux_loss_coef {coefficient:g} needs what routers say of whole rows."
+        )
     config_file = loading.cached_file(source, loading.CONFIG_NAME, local_files_only=True)
     if (Path(source) / MANIFEST).is_file():
         config_file = keep.read_progress(Path(source)).get("config_file")
@@ -111,6 +115,7 @@ def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan
         router_aux_loss_coef=0.0,
         loss=asked.loss,
         activation_checkpointing=recomputed,
+        tiled_mlp=flags.fsdp.tiled_mlp,
         compiles=asked.compile is True,
         frozen=freezing.frozen_names(skeleton, training.freeze, training.train_only),
     )
@@ -216,11 +221,14 @@ def _plan_data(
         if max_step is None:
             end = training.number_epochs * len(dataset.train)
             max_step = last_step(start.step, start.position, end, batches[2])
+    budgets = parse_budgets(evaluation.forgetting_budget)
+    probes = {*parse_probes(evaluation.probes), *budgets, *[COPY] * bool(budgets)}
     data = DataPlan(
         **read,
         eval_data=open_eval_data(flags),
         evaluated_rows=evaluation.eval_iters * evaluation.eval_batch_size,
-        budgets=parse_budgets(evaluation.forgetting_budget),
+        budgets=budgets,
+        probes=[name for name in PROBES if name in probes],
         document_end=find_document_end(bool(masking), read["dataset"]),
         document_masking=masking,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from fabric_llm.model import fast_paths, freezing, gate, language_model, layers, loading, strategy
+from fabric_llm.model import fast_paths, freezing, gate, language_model, layers, loading, offload, strategy, tiles
 from fabric_llm.model.flops import windows
 from fabric_llm.plan import trace
 from fabric_llm.plan.plan import ModelPlan
@@ -105,10 +105,11 @@ def _step(work: Work, fabric: Any, ledger: trace.Ledger) -> None:
     layers.checkpoint_activations(skeleton, model_plan.activation_checkpointing)
     if model_plan.compiles and work.placement.kind == "cuda" and model_plan.loss == "chunked":
         model.token_loss = _CompiledLoss.apply
-    for module in model.modules():
-        for key, buffer in module._buffers.items():
-            module._buffers[key] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
-    followed = trace.Layers(skeleton, ledger, model_plan.compiles)
+    _fill_buffers(model)
+    if model_plan.tiled_mlp:
+        tiles.tile(skeleton, tiled_modules(skeleton))
+    offloads = work.placement.kind == "cuda" and model_plan.activation_checkpointing == "offload"
+    followed = trace.Layers(skeleton, ledger, model_plan.compiles, offloads)
     wrapped = strategy.wrap(fabric, name, model, lambda model: None, model_plan.precision, work.placement.sharding)
     followed.wrapped = wrapped
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
@@ -147,6 +148,21 @@ def _step(work: Work, fabric: Any, ledger: trace.Ledger) -> None:
     ledger.label, ledger.moment = trace.OPTIMIZER, "the update"
     widest = max((strategy.local_part(parameter).numel() for parameter in trained), default=0)
     torch.empty(min(widest, gate.SQUARED_AT_ONCE), dtype=torch.float64)  # of the gradient norm
+
+
+def tiled_modules(skeleton: Any) -> list[str]:
+    """The names of the modules that --tiled_mlp concerns, on fake tensors: whether they draw random numbers isn't known."""
+    probe = loading.build_skeleton(skeleton.config, skeleton.dtype)
+    for module in probe.modules():
+        strategy.replacing(lambda meta: torch.empty_like(meta, device="cpu"))(module)
+    _fill_buffers(probe)
+    return tiles.found_in(probe, measures=False)
+
+
+def _fill_buffers(model: nn.Module) -> None:
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def _traced(config: Any, context_length: int) -> Any:
@@ -227,9 +243,17 @@ def _as_on_devices(work: Work, fabric: Any) -> Iterator[None]:
         def tokens_at_once(causal_lm: nn.Module, hidden: Tensor) -> int:
             return max(1, fast_paths.LOGITS_AT_ONCE["cuda"] // causal_lm.config.get_text_config().vocab_size)
 
+    waits: AbstractContextManager[Any] = nullcontext()
+    if work.placement.kind == "cuda":  # what waits in the host's memory is a shape here
+        waits = patch.multiple(
+            offload.Inputs,
+            put=lambda self, hidden, tensor: (tensor.shape, tensor.dtype) if tensor.shape == hidden.shape else tensor,
+            get=lambda self, kept: kept if isinstance(kept, Tensor) else torch.empty(kept[0], dtype=kept[1]),
+        )
     with (
         patch.object(strategy, "_mesh", lambda *_: mesh),
         patch.object(fast_paths, "_tokens_at_once", tokens_at_once),
+        waits,
         # FSDP1 asks addresses, which are 0 of fake tensors, what is there, and whether somebody has moved it.
         patch.object(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
         warnings.catch_warnings(),

@@ -27,7 +27,12 @@ from fabric_llm.training import adamw
 GIB = 2**30
 # Parts of a device's memory above which a run doesn't fit, and may not (Fujii et al., https://arxiv.org/abs/2411.06465).
 NO, CLOSE = 0.95, 0.80
-RECOMPUTED = {"none": 0.0, "selective": 0.0, "full": 1 / 3}  # of a step's operations, computed a second time
+RECOMPUTED = {
+    "none": 0.0,
+    "selective": 0.0,
+    "full": 1 / 3,
+    "offload": 1 / 3,
+}  # of a step's operations, computed a second time
 # What --cpu_offload keeps in the host's memory.
 OFFLOADED = (trace.PARAMETERS, trace.GRADIENTS, trace.OPTIMIZER, trace.AVERAGE)
 
@@ -88,6 +93,10 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
     memory = memory_of(Work(placement, model, micro_batch_size, micro_batches, context, average))
     parameters = list(skeleton.parameters())
     host = _host(flags, placement, skeleton, memory, average)
+    if model.activation_checkpointing == "offload" and placement.kind == "cuda":
+        tokens_held = placement.devices * micro_batch_size * context // placement.context_parallel
+        of_a_token = model.config.get_text_config().hidden_size * (4 if model.precision == "32-true" else 2)
+        host["inputs of layers"] = tokens_held * of_a_token * len(strategies.repeated_layers(skeleton))
     if flags.fsdp.cpu_offload:
         memory = Memory({name: size for name, size in memory.parts.items() if name not in OFFLOADED}, memory.moment)
     operations = flops.of_model(skeleton).of(np.full(context, batch))
@@ -228,7 +237,13 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
         if asked.loss == "chunked":
             raise Fault(f"--loss chunked: {error}; take --loss auto.") from None
         loss = "full"
-    compiles = model.compiles or asked.compile == "auto" and kind == "cuda" and layers.is_worth_compiling(skeleton)
+    compiles = (
+        model.compiles
+        or asked.compile == "auto"
+        and kind == "cuda"
+        and not model.tiled_mlp
+        and layers.is_worth_compiling(skeleton)
+    )
     return replace(model, loss=loss, compiles=compiles), skeleton
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fabric_llm.checkpoint.keep import Progress
-from fabric_llm.data.columns import copy_probe
 from fabric_llm.data.dataset import TokenDataset, fingerprint
 from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.mixture_text import MOST_SLOTS, DataMix, at_least
-from fabric_llm.data.sources import COPY, ONE_SET
+from fabric_llm.data.probes import Questions, copy_probe
+from fabric_llm.data.sources import COPY, ONE_SET, RETRIEVAL
 from fabric_llm.model import strategy as strategies
 from fabric_llm.plan.mixture import Here, last_step, lay_out
 from fabric_llm.plan.start import Placement
@@ -41,7 +41,8 @@ class ModelPlan:
     sums_in_float32: bool  # gradients of low-precision weights, over micro-batches
     router_aux_loss_coef: float  # 0 where no auxiliary loss of a mixture of experts is trained
     loss: str  # full or chunked; "auto" until the reference is loaded
-    activation_checkpointing: str  # none, full, every:N or selective; "auto" until plan.py has said what fits
+    activation_checkpointing: str  # none, full, every:N, selective or offload; "auto" until plan.py has said what fits
+    tiled_mlp: bool  # MLPs and norms take a part of the tokens at once
     compiles: bool  # each layer
     frozen: frozenset[str]  # names of the parameters that don't train, without those that never do
     config_file: Optional[str] = None  # which a run began with; in the hub's cache its path holds name and commit
@@ -55,6 +56,7 @@ class DataPlan:
     eval_data: Mapping[str, TokenDataset]  # --eval_data
     evaluated_rows: int  # of each validation set, at most
     budgets: Mapping[str, float]  # --forgetting_budget: {validation set: nats}
+    probes: Sequence[str]  # that are evaluated
     document_end: Optional[int]  # token id that ends each packed document, None where documents aren't kept apart
     document_masking: Union[bool, str]  # as given, or as in the resumed run; "auto": if the model can
     sources: Mapping[str, TokenDataset] = field(default_factory=dict)  # of a mixture
@@ -137,18 +139,14 @@ class Plan:
         added = {name: dataset.validation for name, dataset in self.data.eval_data.items()}
         return {**(of_training or {ONE_SET: self.data.dataset.validation}), **added}
 
-    def copy_set(self, left_out: Iterable[Optional[int]], seed: int) -> dict[str, Any]:
-        """{COPY: the probe of in-context learning}, {} without a budget.
-
-        left_out: ids of special tokens, which aren't drawn.
-        """
-        if not self.data.budgets:
-            return {}
+    def probes(self, left_out: Iterable[Optional[int]], seed: int) -> dict[str, Any]:
+        """{probe: its rows} of those that are evaluated. left_out: ids of special tokens, which aren't drawn."""
         split, ids = self.validation_splits()[self._copied()], [number for number in left_out if number is not None]
-        return {COPY: copy_probe(split, len(split[0]["input_ids"]), ids, seed)}
+        made, context = {COPY: copy_probe, RETRIEVAL: Questions}, len(split[0]["input_ids"])
+        return {name: made[name](split, context, ids, seed) for name in self.data.probes}
 
     def _copied(self) -> str:
-        """The set from which the probe of in-context learning takes its tokens: the first that has a budget."""
+        """The set from which probes take their tokens: the first that has a budget."""
         names = list(self.validation_splits())
         return next((name for name in self.data.budgets if name in names), names[0])
 
@@ -156,7 +154,7 @@ class Plan:
         """{set: its fingerprint and evaluated rows}. Losses before and after a resume can be compared only if it is the same."""
         splits = self.validation_splits().items()
         found = {name: [fingerprint(split), min(self.data.evaluated_rows, len(split))] for name, split in splits}
-        return {**found, COPY: found[self._copied()]}
+        return {**found, **{name: found[self._copied()] for name in (COPY, *self.data.probes)}}
 
     def shares_at(self, position: int) -> dict[str, float]:
         """{validation set: its weight in the common loss} after the step that leads to `position`."""

@@ -146,9 +146,10 @@ class Keeps:
 class Layers:
     """The layers of a model, of which those that are like others don't compute; labels and moments follow them."""
 
-    def __init__(self, model: nn.Module, ledger: Ledger, compiles: bool = False) -> None:
-        """Call it before the model is wrapped. compiles: see `_of_compiled`."""
+    def __init__(self, model: nn.Module, ledger: Ledger, compiles: bool = False, offloads: bool = False) -> None:
+        """Call it before the model is wrapped. compiles: see `_of_compiled`. offloads: the inputs of layers are on no device."""
         self.ledger, self.layers, self.compiles = ledger, [*repeated_layers(model).values()], compiles
+        self.offloads = offloads
         self.is_forward = True
         self.wrapped = model
         kinds: dict[Any, list[int]] = {}
@@ -212,13 +213,14 @@ class Layers:
         ledger.peak, ledger.at_peak, ledger.peak_moment = before[1:]  # nothing of it is there in a run
         layer.gradient_checkpointing = is_checkpointed
         whole = is_checkpointed and not is_selective
-        self.keeps[number] = Keeps(0 if whole else kept, True, (kept if whole else 0) + kept // 2)
+        self.keeps[number] = Keeps(0 if whole else kept, not self.offloads, (kept if whole else 0) + kept // 2)
 
     @contextmanager
     def _sees_input(self, number: int, hidden: Tensor) -> Iterator[Keeps]:
         """Find out in the body, the forward pass of a layer, whether it keeps its input for its backward pass."""
-        keeps = Keeps(its_input=getattr(self.layers[number], "gradient_checkpointing", False))
-        if keeps.its_input:
+        is_checkpointed = getattr(self.layers[number], "gradient_checkpointing", False)
+        keeps = Keeps(its_input=is_checkpointed and not self.offloads)
+        if is_checkpointed:
             yield keeps
             return
 

@@ -72,6 +72,7 @@ class Options:
     on_error: str = "skip"
     packing: str = "concat"
     deduplicate: str = "none"
+    min_document_tokens: int = 0
     seed: int = 1234
     num_workers: int | None = None
     engine: str = "local"
@@ -258,12 +259,16 @@ def _make_dataset(
     room = total["tokens"] * (2 if dtype == "uint16" else 4) * copies
     files.room(folder, room, "The dataset", "make room, or take an --output on another disk")
     deduplicate = options.deduplicate == "exact"
-    documents = split_documents(folder, len(marks), options.seed, options.validation_fraction, deduplicate)
+    shortest = options.min_document_tokens
+    documents = split_documents(folder, len(marks), options.seed, options.validation_fraction, deduplicate, shortest)
+    lengths = documents.lengths[documents.lengths < shortest]
+    short = {"documents": len(lengths), "tokens": int(lengths.sum())}
+    left_out += f", and {len(lengths)} with fewer than {shortest} tokens left out" if len(lengths) else ""
     eos = tokenizer.eos_token_id
     try:
         saved, largest = save_rows(documents, dtype, made, options.context_length, options.packing, eos)
     except ValueError as error:
-        raise ValueError(f"{error}; {left_out}" if bad else str(error)) from error
+        raise ValueError(f"{error}; {left_out}" if bad or len(lengths) else str(error)) from error
     kept = {name: sum(split[name] for split in saved.values()) for name in ("documents", "tokens")}
     shutil.copytree(folder / "tokenizer", made / "tokenizer")
     sources = found.sources
@@ -290,12 +295,14 @@ def _make_dataset(
         "seed": options.seed,
         "validation_fraction": options.validation_fraction,
         "deduplicate": options.deduplicate,
+        "min_document_tokens": shortest,
         "dtype": dtype,
         "max_token_id": largest,
         "splits": saved,
-        "duplicates": {name: total[name] - count for name, count in kept.items()},
+        "duplicates": {name: total[name] - count - short[name] for name, count in kept.items()},
         "skipped": {
             "empty": empty,
+            "short": short["documents"],
             "bad": bad,
             "bad_records": sentences,
             "files_by_suffix": dict(found.not_read.most_common(MAX_LISTED_SUFFIXES)),
@@ -318,6 +325,10 @@ def summary(manifest: dict) -> str:
     if skipped["empty"] or skipped["bad"]:
         lines.append(("skipped", f"{skipped['empty']:,} empty documents, {skipped['bad']:,} bad records"))
         lines += [("", sentence) for sentence in skipped["bad_records"]]
+    if skipped["short"]:
+        lines.append(
+            ("too short", f"{skipped['short']:,} documents of fewer than {manifest['min_document_tokens']} tokens")
+        )
     if manifest["deduplicate"] != "none":
         said = "{documents:,} documents, {tokens:,} tokens, dropped".format(**manifest["duplicates"])
         lines.append(("repeated", said))

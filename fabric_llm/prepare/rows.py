@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import mmap
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,7 @@ class Documents(NamedTuple):
     folder: Path
     edges: np.ndarray  # the first document of each piece, and how many there are, int64 [pieces + 1]
     lengths: np.ndarray  # tokens, int64 [documents]
-    splits: dict[str, np.ndarray]  # the documents of each split, bool [documents]; those that repeat others are in none
+    splits: dict[str, np.ndarray]  # the documents of each split, bool [documents]; those that are left out are in none
 
 
 def document_hashes(seed: int, indices: np.ndarray) -> np.ndarray:
@@ -58,17 +59,17 @@ def document_hashes(seed: int, indices: np.ndarray) -> np.ndarray:
         return (splitmix64(steps + np.uint64(key)) >> np.uint64(11)) / 2.0**53
 
 
-def drawn(lengths: np.ndarray, goes: np.ndarray, repeated: np.ndarray, seed: int, fraction: float) -> np.ndarray:
+def drawn(lengths: np.ndarray, goes: np.ndarray, left_out: np.ndarray, seed: int, fraction: float) -> np.ndarray:
     """The documents of the validation split, bool [documents].
 
-    lengths: tokens of each document, int64. goes: documents.DRAWN or where it is kept. repeated: bool, those that are left out.
+    lengths: tokens of each document, int64. goes: documents.DRAWN or where it is kept. left_out: bool, those of no split.
 
     Validation may hold twice its fraction of the tokens, so that one huge document doesn't fill it. Where that is less than two
     documents of average length, it may hold these, but not more than half of all tokens. If all documents fall into one split,
     the one whose hash is nearest to the fraction, of those that may move, moves to the other.
     """
     hashes = document_hashes(seed, np.arange(len(lengths)))
-    may_move = (goes == DRAWN) & ~repeated
+    may_move = (goes == DRAWN) & ~left_out
     tokens, count = int(lengths[may_move].sum()), int(may_move.sum())
     most_tokens = int(tokens * max(2 * fraction, min(2 / max(1, count), 0.5)))
     found = may_move & (hashes < fraction)
@@ -77,7 +78,7 @@ def drawn(lengths: np.ndarray, goes: np.ndarray, repeated: np.ndarray, seed: int
         found[index] = lengths[index] <= room  # else it stays in train: validation would hold too much with it
         room -= int(lengths[index]) if found[index] else 0
     found |= goes == TO_VALIDATION
-    kept = found[~repeated]
+    kept = found[~left_out]
     may_move &= lengths <= most_tokens
     if fraction and len(kept) >= 2 and kept.all() == kept.any() and may_move.any():
         nearest = np.where(may_move, np.abs(hashes - fraction), np.inf).argmin()
@@ -93,19 +94,22 @@ def repeated(hashes: np.ndarray) -> np.ndarray:
     return found
 
 
-def split_documents(folder: Path, pieces: int, seed: int, fraction: float, deduplicate: bool) -> Documents:
-    """Divide the documents of the pieces in `folder` into the splits `train` and `validation`.
+def split_documents(
+    folder: Path, pieces: int, seed: int, fraction: float, deduplicate: bool, shortest: int = 0
+) -> Documents:
+    """Divide the documents of the pieces in `folder` into the splits `train` and `validation`. shortest: tokens; others are in none.
 
     Takes about 50 bytes of memory a document, and 70 where they are compared with each other.
     """
     found = [np.fromfile(folder / f"{piece:06d}.documents", DOCUMENT) for piece in range(pieces)]
     edges = np.cumsum([0, *map(len, found)])
     found = np.concatenate(found)
-    same = repeated(found["hash"]) if deduplicate else np.zeros(len(found), bool)
+    left_out = repeated(found["hash"]) if deduplicate else np.zeros(len(found), bool)
     lengths, goes = found["tokens"].copy(), found["goes"].copy()
     del found  # most of the memory, for the hashes
-    in_validation = drawn(lengths, goes, same, seed, fraction)
-    return Documents(folder, edges, lengths, {"train": ~in_validation & ~same, "validation": in_validation & ~same})
+    left_out |= lengths < shortest
+    in_validation = drawn(lengths, goes, left_out, seed, fraction) & ~left_out
+    return Documents(folder, edges, lengths, {"train": ~in_validation & ~left_out, "validation": in_validation})
 
 
 def _copy(documents: Documents, mine: np.ndarray, dtype: np.dtype, path: Path) -> int:
@@ -132,28 +136,28 @@ def _copy(documents: Documents, mine: np.ndarray, dtype: np.dtype, path: Path) -
 def best_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray, int]:
     """(row of each item, its place in that row, number of rows) for items of `lengths` tokens, each at most `room`.
 
-    Bit n of `bits` says that a row has room for n more tokens: the lowest one at or above `length` is that of the fullest row
-    with enough room.
+    `rooms` are in order: the first one of `length` tokens or more is that of the fullest row with enough room.
     """
     rows_with: defaultdict[int, list[int]] = defaultdict(list)  # by tokens that are left
-    bits, count = 0, 0
+    rooms: list[int] = []  # that some row has
+    count = 0
     row, place = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])
-        fitting = bits >> length
-        if fitting:
-            left = length + (fitting & -fitting).bit_length() - 1
-            rows = rows_with[left]
-            into = rows.pop()
-            if not rows:
-                bits ^= 1 << left
+        fitting = bisect_left(rooms, length)
+        if fitting < len(rooms):
+            left = rooms[fitting]
+            into = rows_with[left].pop()
+            if not rows_with[left]:
+                del rooms[fitting]
         else:
             left, into, count = room, count, count + 1
         row[item], place[item] = into, room - left
         left -= length
         if left:
+            if not rows_with[left]:
+                insort(rooms, left)
             rows_with[left].append(into)
-            bits |= 1 << left
     return row, place, count
 
 

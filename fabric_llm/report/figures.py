@@ -38,7 +38,10 @@ class Figure(NamedTuple):
 BY_POSITION = (
     "Of tokens with so many and more before them, up to twice as many: lower where the model uses what it sees."
 )
-COPYING = "The loss on the second occurrence of a repeated random passage: low where the model copies from its context."
+PROBES = "The loss on the second occurrence of a random passage, or of the value behind a key: low where a model uses its context."
+RETRIEVAL = (
+    "Tokens of a value that are the most likely ones behind its key, which stood before in a text of so many tokens."
+)
 FORGETTING = "Forgetting: loss minus its value before step 1"
 FIGURES = (
     Figure("eval_loss", "Validation loss", "nats a token"),
@@ -46,7 +49,8 @@ FIGURES = (
     Figure("forgetting", FORGETTING, "nats a token", "Below 0 a set was learned.", yaxis={"zeroline": True}),
     Figure("eval_bits_per_byte", "Bits per byte of validation text", "bits"),
     Figure("by_position", "Validation loss by position in the document", "nats a token", BY_POSITION),
-    Figure("copy", "Copying from context", "nats a token", COPYING),
+    Figure("copy", "Copying and finding what is in the context", "nats a token", PROBES),
+    Figure("retrieval", "Finding what stood far before", "of the tokens", RETRIEVAL),
     Figure("sources_share", "Share of each source", "of the sequences", style="steps"),  # of a plan
     Figure("sources_epochs", "How often each source is read", "epochs"),
     Figure("lr", "Learning rate"),

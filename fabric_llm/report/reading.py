@@ -6,6 +6,7 @@ What is missing or damaged is left out: a run that is still going, or was killed
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,10 +20,11 @@ import numpy as np
 from fabric_llm.base import command_line, files
 from fabric_llm.base.faults import DONE, STOPPED, Fault
 from fabric_llm.base.names import nearest_of
+from fabric_llm.data.sources import PROBES
 from fabric_llm.plan import run_directory
 
 # Sets of an evaluation: the only one, all together, the same with other weights, the copying probe.
-ONE_SET, MEAN, AVERAGE, COPY = "validation", "all sets, weighted", "moving average of the weights", "copy"
+ONE_SET, MEAN, AVERAGE = "validation", "all sets, weighted", "moving average of the weights"
 
 
 class Series(NamedTuple):
@@ -145,19 +147,23 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
     if numbers["eval_budget"]:  # the others may rise, and what is learned falls far
         forgotten = {name: series for name, series in forgotten.items() if name in numbers["eval_budget"]}
     budgets = {f"budget of {name}": budget for name, budget in numbers["eval_budget"].items()}
-    mean, copy = losses.pop("", None), losses.pop(COPY, None)
+    mean, probes = losses.pop("", None), {name: losses.pop(name) for name in PROBES if name in losses}
     if mean is not None and list(losses) != [ONE_SET]:  # where it is the only set, the mean says the same again
-        losses = {MEAN if losses or copy else ONE_SET: mean, **losses}
+        losses = {MEAN if losses or probes else ONE_SET: mean, **losses}
     if average := numbers["eval_loss_ema"].get(""):
         losses[AVERAGE] = average
-    numbers |= {"eval_loss": losses, "forgetting": {**forgotten, **budgets}, "copy": {COPY: copy} if copy else {}}
-    first = "eval_loss_from_"  # and how many tokens are before those
-    numbers["by_position"] = {
-        f"{of_what} from {int(name.removeprefix(first)):,}": series
-        for name, named in list(numbers.items())
-        if name.startswith(first)
-        for of_what, series in named.items()
-    }
+    numbers |= {"eval_loss": losses, "forgetting": {**forgotten, **budgets}, "copy": probes}
+    for figure, pattern, words in (
+        ("by_position", r"eval_loss_from_(\d+)", "{} from {:,}"),  # and how many tokens are before those
+        ("retrieval", r"eval_accuracy_of_(\d+)", "{} from {:,} tokens"),
+    ):
+        found = [(re.fullmatch(pattern, name), named) for name, named in numbers.items()]
+        numbers[figure] = {
+            words.format(of_what, int(match[1])): series
+            for match, named in found
+            if match is not None
+            for of_what, series in named.items()
+        }
     run.numbers = numbers
 
 

@@ -22,7 +22,7 @@ from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.checkpoint import keep, reading, writing
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.token_bytes import bytes_of_tokens
-from fabric_llm.model import fast_paths, flops, freezing, language_model, layers, loading, strategy, weights
+from fabric_llm.model import fast_paths, flops, freezing, language_model, layers, loading, strategy, tiles, weights
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.make_plan import document_ends
@@ -117,7 +117,7 @@ def build_model(run: Run, source: str, planner: Optional[Planner] = None) -> Non
     run.skeleton = _skeleton(plan)
     loading.set_generation_config(run.skeleton, source)
     opened, expected, chosen = reference.load(plan, source, run.flags.training.seed, run.flags.model)
-    document_end, attention, loss = chosen
+    document_end, attention, loss, tiled = chosen
     config = deepcopy(plan.model.config)
     config._attn_implementation = attention
     recomputed = plan.model.activation_checkpointing
@@ -135,6 +135,7 @@ def build_model(run: Run, source: str, planner: Optional[Planner] = None) -> Non
     weights.compute_buffers(model.causal_lm)
     if plan.model.float8 != "none":
         layers.float8_products(model.causal_lm, plan.model.float8, is_emulated=plan.placement.kind == "cpu")
+    tiles.tile(model.causal_lm, tiled)
     layers.checkpoint_activations(model.causal_lm, plan.model.activation_checkpointing)
     if plan.model.compiles:
         layers.compile_layers(model)
@@ -199,7 +200,7 @@ def make_evaluation(run: Run) -> Evaluation:
     """What evaluates the model on the validation sets, and on the probe of in-context learning."""
     fabric, flags, plan, watch, tokenizer = run.fabric, run.flags, run.plan, run.watch, run.plan.model.tokenizer
     special = [] if tokenizer is None else tokenizer.all_special_ids
-    sets = plan.validation_splits() | plan.copy_set([plan.data.document_end, *special], flags.training.seed)
+    sets = plan.validation_splits() | plan.probes([plan.data.document_end, *special], flags.training.seed)
     ends = document_ends(sets, plan.data.eval_data, plan.data.document_end)
     place = plan.placement.rows_of(fabric.global_rank)
     batches = {name: evaluation_batches(split, flags, ends[name], **place) for name, split in sets.items()}
@@ -270,6 +271,7 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
     paths = [f"{attention} attention"] * (attention != "sdpa") + [f"{loss} loss"] * (loss != "full")
     paths += ["compiled layers"] * plan.model.compiles
     paths += [f"products in 8 bits ({plan.model.float8})"] * (plan.model.float8 != "none")
+    paths += ["MLPs in tiles"] * plan.model.tiled_mlp
     paths += [f"activations recomputed ({recomputed})"] * (recomputed != "none")
     start = f"{'random weights,' if is_random else 'weights of'} {plan.model.source}"
     start = f"resumed from {plan.resume_from}" if plan.resume_from else start

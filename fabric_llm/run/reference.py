@@ -17,7 +17,7 @@ from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import UNEXPECTED, Fault, as_fault, one_line
 from fabric_llm.base.program import free_memory_bytes
-from fabric_llm.model import fast_paths, freezing, gate, language_model, loading, weights
+from fabric_llm.model import fast_paths, freezing, gate, language_model, loading, tiles, weights
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import reshard
 from fabric_llm.plan.plan import Plan
@@ -27,7 +27,8 @@ TURN_OFF = (
     "To find out which part it is, turn them off: --loss full, --compile false, --attention sdpa, "
     "--activation_checkpointing none."
 )
-Chosen = tuple[Optional[int], str, str]  # token that ends a document, attention, loss: measured on the reference
+# Measured on the reference: the token that ends a document, attention, loss, modules that --tiled_mlp concerns.
+Chosen = tuple[Optional[int], str, str, list[str]]
 
 
 def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Optional[weights.Source], Expected, Chosen]:
@@ -118,7 +119,10 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
             )
     if document_end is None and model_flags.attention == "auto" and sharing == 1:
         attention = asked
-    return document_end, attention, "chunked" if chunks else "full"
+    tiled = tiles.found_in(reference) if plan.model.tiled_mlp else []
+    if plan.model.tiled_mlp and not any(p.ndim > 1 for one in tiled for p in reference.get_submodule(one).parameters()):
+        raise ValueError(f"--tiled_mlp true: {name} can't: its MLPs have dropout, or don't take each token by itself.")
+    return document_end, attention, "chunked" if chunks else "full", tiled
 
 
 def compares_gradients(plan: Plan) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,11 +16,12 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.ranks import any_rank, sum_over_ranks
 from fabric_llm.data.batches import Batches, MicroBatch, target_count
 from fabric_llm.data.columns import IGNORED
-from fabric_llm.data.sources import COPY
+from fabric_llm.data.probes import QUESTIONS, Questions
+from fabric_llm.data.sources import PROBES
 from fabric_llm.model.language_model import PLACES
 from fabric_llm.model.strategy import reshard
 
-FIRST_PLACE = 1024  # tokens
+FIRST_PLACE = 256  # tokens
 EDGES = FIRST_PLACE * 2 ** torch.arange(PLACES - 1)
 
 
@@ -63,8 +65,10 @@ class Evaluation:
     def _sets(self, model: nn.Module) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {}
         for name, batches in self.batches.items():
-            batches = self._until_stopped(batches, is_first=not found)
-            found[name] = evaluate(self.fabric, model, batches, None if name == COPY else self.token_bytes)
+            rows, read = batches.rows, self._until_stopped(batches, is_first=not found)
+            token_bytes = None if name in PROBES else self.token_bytes
+            questions = rows if isinstance(rows, Questions) else None
+            found[name] = evaluate(self.fabric, model, read, token_bytes, questions)
             if self.was_stopped:
                 break
         return found
@@ -80,28 +84,36 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    fabric: Fabric, model: nn.Module, batches: Iterable[MicroBatch], token_bytes: Optional[Tensor] = None
+    fabric: Fabric,
+    model: nn.Module,
+    batches: Iterable[MicroBatch],
+    token_bytes: Optional[Tensor] = None,
+    questions: Optional[Questions] = None,
 ) -> dict[str, float]:
     """Loss (mean over the targets of all ranks' batches, nats), perplexity and, with `token_bytes`, bits_per_byte of text.
 
     Of documents longer than FIRST_PLACE also `loss_from_N`, the mean over targets with N and more tokens before them in their
-    document, and fewer than 2 N: it falls where a model uses what it sees. All ranks have the same number of batches.
+    document, and fewer than 2 N: it falls where a model uses what it sees. All ranks have the same number of batches. questions: the
+    rows that these are of, if they are those of a probe, of which the answers are judged.
     """
     model.eval()
-    totals = torch.zeros(1 + PLACES, dtype=torch.float64, device=fabric.device)  # of all targets, and by place
-    counts = torch.zeros(2 + PLACES, dtype=torch.int64)  # targets, bytes of their text, targets by place
+    # Of all targets, and by place, or three sums by question; targets, bytes of their text, targets by place or question.
+    totals = torch.zeros(
+        1 + (PLACES if questions is None else 3 * QUESTIONS), dtype=torch.float64, device=fabric.device
+    )
+    counts = torch.zeros(2 + (PLACES if questions is None else QUESTIONS), dtype=torch.int64)
     for batch in batches:
         failpoint("evaluate")
         counts[0] += target_count(batch)
         labels = batch["labels"][:, 1:]
         if token_bytes is not None:
             counts[1] += token_bytes[labels[labels != IGNORED]].sum()
-        places = places_of(batch)
-        counts[2:] += torch.bincount(places[:, : labels.shape[1]][labels != IGNORED], minlength=PLACES)
-        if places.any():
-            totals += model(**fabric.to_device({**batch, "places": places}))
-        else:
-            totals[:2] += model(**fabric.to_device(batch))
+        places = places_of(batch) if questions is None else batch["questions"]
+        counts[2:] += torch.bincount(places[:, : labels.shape[1]][labels != IGNORED], minlength=len(counts) - 2)
+        if questions is None and places.any():
+            batch = {**batch, "places": places}
+        found = model(**fabric.to_device(batch))
+        totals[: max(2, found.numel())] += found  # all are at the first place where none are told apart
     model.train()
     reshard(model)  # otherwise the next step would find the outermost unit gathered, and not reduce its gradients
     total, *sums = sum_over_ranks(fabric, totals).tolist()
@@ -109,6 +121,8 @@ def evaluate(
     loss = total / max(targets, 1)
     found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
     found |= {"bits_per_byte": total / text / math.log(2)} if text else {}
+    if questions is not None:
+        return found | questions.answered(np.reshape(sums, (QUESTIONS, 3)), np.array(of_places))
     by_place = zip([0, *EDGES.tolist()], sums, of_places)
     return found | ({f"loss_from_{first}": part / n for first, part, n in by_place if n} if any(of_places[1:]) else {})
 

@@ -1,0 +1,98 @@
+"""Rows without labels that ask whether a model uses its context: it copies a passage, it finds what stood far before.
+
+Their tokens are drawn from a text, as often as they are in it, so that nothing but the context tells what comes. A model that has
+lost the use of its context shows it here, and may not in its perplexity (arXiv 2506.00288).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fabric_llm.data.columns import IGNORED, Rows
+
+PASSAGES, LONGEST_PASSAGE = 64, 256  # of the probe of copying: passages, and tokens of one
+ROWS_DRAWN_FROM, TOKENS_DRAWN_FROM = 256, 2**22  # of the text, at most
+# Of the probe of retrieval: places of a key in percent of the row, rows that are a half, a quarter as long, questions of each.
+DEPTHS, LENGTHS, EACH = tuple(range(10, 100, 10)), 3, 2
+QUESTIONS = len(DEPTHS) * LENGTHS * EACH  # at most
+SHORTEST = 8  # tokens of a text with a question
+
+
+def _text_of(split: Any, left_out: Sequence[int]) -> np.ndarray:
+    """The first tokens of a split without those of `left_out`, such as a document's end. int64 [tokens]"""
+    rows = min(ROWS_DRAWN_FROM, max(1, TOKENS_DRAWN_FROM // len(split[0]["input_ids"])), len(split))
+    ids = np.asarray(split[np.arange(rows)]["input_ids"]).ravel()
+    return ids[~np.isin(ids, left_out)]
+
+
+def copy_probe(split: Any, context_length: int, left_out: Sequence[int], seed: int) -> Rows:
+    """Rows of a passage of random tokens and the same passage again, of which only the second one is a target.
+
+    Repeated random tokens are how Olsson et al. (2022), "In-context Learning and Induction Heads", tell copying from knowledge.
+    """
+    length = max(1, min(LONGEST_PASSAGE, context_length // 2))
+    generator = np.random.Generator(np.random.Philox(seed))
+    passages = generator.choice(_text_of(split, left_out), (PASSAGES, length)).astype(np.int64)
+    labels = np.concatenate([np.full_like(passages, IGNORED), passages], axis=1)
+    labels[:, length] = IGNORED  # nothing has said yet that the passage comes again
+    return Rows([{"input_ids": np.concatenate([passages, passages], axis=1), "labels": labels}])
+
+
+class Questions:
+    """The probe of retrieval: rows of text in which a key and its value stand somewhere, and at the end the key again.
+
+    The value behind it is the only target. Key and value are random tokens. Made when they are read: a row may hold a million tokens.
+    Each row is as long as the context; what comes behind a question of a shorter text is more text, which it doesn't see.
+    """
+
+    def __init__(self, split: Any, context_length: int, left_out: Sequence[int], seed: int) -> None:
+        """The text is repeated where a row is longer. Raises ValueError for rows that are too short."""
+        if context_length < SHORTEST:
+            raise ValueError(f"--probes retrieval asks in rows of {SHORTEST} tokens and more, not {context_length}.")
+        self.text, self.context_length, self.seed = _text_of(split, left_out), context_length, seed
+        self.value = min(4, max(1, context_length // 64))  # tokens; a key has twice as many
+        self.lengths = [n for n in (context_length >> half for half in range(LENGTHS)) if n >= SHORTEST]
+
+    def __len__(self) -> int:
+        return len(DEPTHS) * len(self.lengths) * EACH
+
+    def about(self, number: int) -> tuple[int, int]:
+        """(length of the text that holds the question, tokens; depth of the key in it, percent). All depths come first."""
+        return self.lengths[number // len(DEPTHS) % len(self.lengths)], DEPTHS[number % len(DEPTHS)]
+
+    def __getitem__(self, numbers: Any) -> dict[str, np.ndarray]:
+        """input_ids, labels, and `questions`, the number of the row, each int64 [numbers, context]; of one number [context]."""
+        rows = [dict(zip(("input_ids", "labels", "questions"), self._row(int(n)))) for n in np.atleast_1d(numbers)]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]} if np.ndim(numbers) else rows[0]
+
+    def _row(self, number: int) -> tuple[np.ndarray, ...]:
+        (length, depth), generator = self.about(number), np.random.Generator(np.random.Philox([self.seed, number]))
+        begin = generator.integers(len(self.text))
+        row = self.text[(begin + np.arange(self.context_length)) % len(self.text)]
+        pair = generator.choice(self.text, 3 * self.value)  # the key, and behind it its value
+        at, end = (length - 2 * len(pair)) * depth // 100, length - len(pair)
+        row[at : at + len(pair)] = row[end:length] = pair
+        labels = np.full_like(row, IGNORED)
+        labels[length - self.value : length] = pair[-self.value :]
+        return row, labels, np.full_like(row, number)
+
+    def answered(self, sums: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+        """What evaluations say of the answers: `accuracy`, of their tokens; `exact`, of whole values; `margin`, of their logits.
+
+        Also by the length of the text and the depth, in percent, such as accuracy_of_2048 and accuracy_of_2048_at_10. sums: as
+        language_model.by_question has them, [questions, 3]. targets: evaluated tokens of each question, [questions].
+        """
+        groups: dict[str, list[int]] = defaultdict(list)
+        for number in np.flatnonzero(targets).tolist():
+            length, depth = self.about(number)
+            for name in ("", f"_of_{length}", f"_of_{length}_at_{depth}"):
+                groups[name].append(number)
+        found = {"exact": float((sums[groups[""], 1] == targets[groups[""]]).mean())}
+        for name, numbers in groups.items():
+            _, right, margin = sums[numbers].sum(axis=0) / targets[numbers].sum()
+            found |= {f"accuracy{name}": float(right), f"margin{name}": float(margin)}
+        return found

@@ -1,0 +1,74 @@
+"""--activation_checkpointing offload: what recomputed layers keep, their inputs, waits in the host's memory.
+
+So a device holds no more activations than those of one layer, however many there are. Rajbhandari et al. (2020), ZeRO,
+https://arxiv.org/abs/1910.02054, section 6.1, and ALST, https://arxiv.org/abs/2506.13996, section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class Waiting:
+    """A tensor in pinned memory of the host, on its way there or back, and the one that was put there before it."""
+
+    def __init__(self, tensor: Tensor, stream: torch.cuda.Stream, before: Optional[Waiting]) -> None:
+        self.stream, self.before, self.back = stream, before, None
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)  # its memory isn't used again before the copy is made
+
+    def fetch(self) -> None:
+        """Begin to copy it to the device, unless that has begun."""
+        if self.back is None:
+            with torch.cuda.stream(self.stream):
+                self.back = self.host.to(self.stream.device, non_blocking=True)
+
+
+class Inputs:
+    """Takes the inputs of layers in a forward pass, and gives them back in the backward pass, where the last one comes first."""
+
+    def __init__(self) -> None:
+        self.stream: Optional[torch.cuda.Stream] = None
+        self.last: Optional[Waiting] = None
+
+    def put(self, hidden: Tensor, tensor: Tensor) -> Any:
+        """What is kept in place of `tensor`. All but `hidden`, the input of a layer, stay where they are, and all do on a CPU."""
+        if not tensor.is_cuda or tensor.data_ptr() != hidden.data_ptr():
+            return tensor
+        self.stream = self.stream or torch.cuda.Stream(tensor.device)
+        self.last = Waiting(tensor, self.stream, self.last)
+        return self.last
+
+    def get(self, kept: Any) -> Tensor:
+        """The tensor, for the model's stream. The one that is needed next is on its way then."""
+        if isinstance(kept, Tensor):
+            return kept
+        kept.fetch()
+        current = torch.cuda.current_stream()
+        current.wait_stream(self.stream)
+        if kept.before is not None:
+            kept.before.fetch()
+        kept.back.record_stream(current)
+        self.last = kept.before = None  # nothing is kept for a pass that is over
+        return kept.back
+
+
+def offloading(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that checkpoints a layer, as transformers calls it, whose input waits in the host's memory."""
+    inputs = Inputs()
+
+    def call(layer: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
+        # What the layer keeps goes to the hooks of `checkpoint`, which are inside of these.
+        with saved_tensors_hooks(partial(inputs.put, hidden), inputs.get):
+            return checkpoint(layer, hidden, *others)
+
+    return call

@@ -1,0 +1,129 @@
+"""--tiled_mlp: MLPs and norms of layers take a row's tokens a part at a time, so that their memory doesn't grow with the row.
+
+What a tile needs for its backward pass is computed again there. Bekman et al. (2025), Arctic Long Sequence Training,
+https://arxiv.org/abs/2506.13996, section 3.2. Which modules take each token by itself is measured, see `found_in`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from fabric_llm.model.strategy import repeated_layers
+
+PROBE_TOKENS, LIMIT = (
+    16,
+    1e-3,
+)  # the most that two tiles may differ from one, as a part of the norm: a product's rounding
+
+
+@torch.no_grad()
+def found_in(model: PreTrainedModel, measures: bool = True) -> list[str]:
+    """The names of modules, directly inside of layers, that take each token by itself, and always alike: not attention, nor dropout.
+
+    model: its weights are on the CPU, and each is given the same tokens at once and in two tiles. measures: false where there are
+    no weights but fake ones; then it counts what modules are called with, and give back.
+    """
+    names, seen = {}, {}
+    for of_layer, layer in repeated_layers(model).items():
+        names |= {
+            child: f"{of_layer}.{name}"
+            for name, child in layer.named_children()
+            if next(child.parameters(), None) is not None
+        }
+
+    def see(module: nn.Module, inputs: tuple[Any, ...], more: dict[str, Any], output: Any) -> None:
+        if len(inputs) == 1 and not more and isinstance(output, Tensor) and output.shape == inputs[0].shape:
+            seen[module] = inputs[0], output
+
+    handles = [module.register_forward_hook(see, with_kwargs=True) for module in names]
+    was_training, vocabulary = model.training, model.config.get_text_config().vocab_size
+    model.train()
+    try:
+        model(input_ids=torch.arange(PROBE_TOKENS, device=model.device)[None] % vocabulary)
+        for handle in handles:
+            handle.remove()
+        return [names[module] for module, probe in seen.items() if not measures or _is_alike(module, *probe)]
+    finally:
+        model.train(was_training)
+
+
+def _is_alike(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
+    tiles = torch.cat([module(part) for part in inputs.split(PROBE_TOKENS // 2, dim=1)], dim=1)
+    return bool((tiles - output).float().norm() <= LIMIT * output.float().norm())
+
+
+def tile(model: PreTrainedModel, names: list[str]) -> None:
+    """Have the modules `names` take at most as many tokens at once as a hidden state has elements, and a half of a shorter row, so
+    that a probe has tiles as well."""
+    tokens = model.config.get_text_config().hidden_size
+    for name in names:
+        module = model.get_submodule(name)
+        places = [(one, key) for one in module.modules() for key, p in one._parameters.items() if p is not None]
+        module.forward = partial(_in_tiles, module.forward, tokens, places)
+
+
+Places = list[tuple[nn.Module, str]]  # of parameters, by name: FSDP puts other tensors there while a layer computes
+
+
+def _in_tiles(forward: Callable[[Tensor], Tensor], tokens: int, places: Places, hidden: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _joined(forward, hidden, tokens)
+    return _Tiled.apply(forward, tokens, places, hidden, *_tensors(places))
+
+
+def _tensors(places: Places) -> list[Tensor]:
+    return [tensor for module, key in places if (tensor := getattr(module, key)).requires_grad]
+
+
+def _split(hidden: Tensor, tokens: int) -> tuple[Tensor, ...]:
+    """[rows, context, hidden size] -> tiles [1, tokens, hidden size] of all rows, one behind the other."""
+    flat = hidden.reshape(1, -1, hidden.shape[-1])
+    return flat.split(min(tokens, -(-flat.shape[1] // 2)), dim=1)
+
+
+def _joined(forward: Callable[[Tensor], Tensor], hidden: Tensor, tokens: int) -> Tensor:
+    out, begin = None, 0
+    for tile in _split(hidden, tokens):
+        [part] = forward(tile).detach()
+        out = part.new_empty(hidden.shape) if out is None else out
+        out.view(-1, hidden.shape[-1])[begin : begin + len(part)] = part
+        begin += len(part)
+    return out
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Any, tokens: int, places: Places, hidden: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        kind = hidden.device.type
+        ctx.autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind)}
+        ctx.autocast["enabled"] = torch.is_autocast_enabled(kind)
+        ctx.of, ctx.dtypes = (forward, tokens, places), [tensor.dtype for tensor in tensors]
+        with torch.enable_grad():  # products in 8 bits are others without gradients
+            return _joined(forward, hidden.detach().requires_grad_(), tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
+        (forward, tokens, places), (hidden,) = ctx.of, ctx.saved_tensors
+        wanted, of_hidden = _tensors(places), []
+        sums: list[Optional[Tensor]] = [None] * len(wanted)
+        for tile, of_tile in zip(_split(hidden, tokens), _split(gradient, tokens)):
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                tile = tile.detach().requires_grad_()
+                out = forward(tile)
+            of_input, *found = torch.autograd.grad(out, [tile, *wanted], of_tile, allow_unused=True)
+            of_hidden.append(of_input)
+            # In float32, whatever the weights: bfloat16 would round at each tile.
+            for place, found_here in enumerate(found):
+                if found_here is not None:  # as of an expert that gets no token of a tile
+                    sums[place] = found_here.float() if sums[place] is None else sums[place].add_(found_here)
+        of_tensors = [None if total is None else total.to(dtype) for total, dtype in zip(sums, ctx.dtypes)]
+        return None, None, None, torch.cat(of_hidden, dim=1).view_as(hidden), *of_tensors
