@@ -21,21 +21,25 @@ def main(argv: Optional[list[str]] = None) -> None:
         output = Path(arguments.output)
         ending.left = f"nothing was written to {output}"
         checks.check_export(arguments)
+        from fabric_llm.report import card
         from fabric_llm.verify import export  # imports torch, which --help and mistakes don't wait for
 
-        source = checkpoint_at(arguments.checkpoint)
-        print(f"Exporting {'the moving average of ' * arguments.ema}{source} to {output}", flush=True)
-        proof = export.export(
-            source, output, dtype=arguments.dtype, max_shard_size=arguments.max_shard_size, ema=arguments.ema
-        )
+        source, is_there = checkpoint_at(arguments.checkpoint), output.exists() and not arguments.overwrite
+        compared = ", which is there: comparing them" * is_there
+        print(f"Exporting {'the moving average of ' * arguments.ema}{source} to {output}{compared}", flush=True)
+        how = {name: getattr(arguments, name) for name in ("dtype", "max_shard_size", "ema")}
+        how["describe"] = lambda *made: card.write(*made, source, arguments)
+        proof = export.export(source, output, **how, is_there=is_there)
         print(export.read_proof(proof))
+        if is_there:
+            card.rename(output, arguments)
         if arguments.push_to_hub is not None:
-            ending.left = f"{output} is complete, but it isn't pushed (repeat with --overwrite true)"
+            ending.left = f"{output} is complete, but it isn't pushed (repeat the command)"
             try:
                 address = export.push(output, arguments.push_to_hub, arguments.private)
             except Exception as error:  # huggingface_hub raises its own, and those of its HTTP library
-                complete = f"{output} is complete, but pushing it failed (repeat with --overwrite true)"
-                fail("export_hf.py", f"{complete}: {one_line(error)}")
+                complete = f"{output} is complete, but pushing it failed (repeat the command)"
+                fail("export_hf.py", f"{complete}: {one_line(error)} {one_line(error.__cause__ or '')}".rstrip())
             print(f"Pushed to {address}")
         ending.left = f"{output} is complete"
         print(f"Next: AutoModelForCausalLM.from_pretrained({arguments.output!r})", flush=True)

@@ -1,8 +1,14 @@
-"""A hub that refuses: an HTTP server that answers as huggingface.co does, so that the real client raises its real errors."""
+"""Hubs on this machine: HTTP servers that answer as huggingface.co does, so that the real client does and raises what it would.
+
+`hub` refuses, and `Uploads` takes what is pushed, or breaks in the middle of it.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,3 +58,73 @@ def hub(folder: Path) -> Iterator[dict[str, str]]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+class Uploads(ThreadingHTTPServer):
+    """A hub of one repository, by the protocol of Git LFS. Large files are stored one by one, and then all are committed."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), UploadHandler)
+        self.address = f"http://127.0.0.1:{self.server_port}"
+        self.lock = threading.Lock()
+        self.breaks_at: float = float("inf")  # the number of the large file that isn't taken, nor those after it
+        self.stored: dict[str, bytes] = {}  # large files by their hash
+        self.put: list[str] = []  # their hashes as they came
+        self.repository: dict[str, bytes] = {}  # what is committed, by path
+        self.asked_for: list[str] = []  # repositories to be made, in JSON
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class UploadHandler(BaseHTTPRequestHandler):
+    server: Uploads
+
+    def answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        with self.server.lock:
+            status, said = self.do(self.path.partition("?")[0], body)
+        content = json.dumps(said).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST = do_PUT = answer
+
+    def do(self, path: str, body: bytes) -> tuple[int, dict]:
+        hub = self.server
+        if path == "/api/repos/create":
+            hub.asked_for.append(body.decode())
+            return (200 if len(hub.asked_for) == 1 else 409), {"url": f"{hub.address}/org/name"}
+        if path == "/api/validate-yaml":
+            return 200, {}
+        if path == "/api/models/org/name/preupload/main":
+            is_large = {
+                one["path"]: one["path"].endswith((".safetensors", ".png")) for one in json.loads(body)["files"]
+            }
+            modes = {True: "lfs", False: "regular"}
+            files = [{"path": name, "uploadMode": modes[large]} for name, large in is_large.items()]
+            return 200, {"files": [{**one, "shouldIgnore": False} for one in files]}
+        if path == "/org/name.git/info/lfs/objects/batch":
+            objects = [{"oid": one["oid"], "size": one["size"]} for one in json.loads(body)["objects"]]
+            for one in objects:
+                if one["oid"] not in hub.stored:
+                    one["actions"] = {"upload": {"href": f"{hub.address}/lfs/{one['oid']}"}}
+            return 200, {"transfer": "basic", "objects": objects}
+        if stored := re.fullmatch(r"/lfs/(\w+)", path):
+            hub.put.append(stored[1])
+            if len(hub.put) >= hub.breaks_at:
+                return 403, {"error": "the connection broke"}
+            hub.stored[stored[1]] = body
+            return 200, {}
+        if path == "/api/models/org/name/commit/main":
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    hub.repository[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                elif line["key"] == "lfsFile":
+                    hub.repository[line["value"]["path"]] = hub.stored[line["value"]["oid"]]
+            return 200, {"commitUrl": f"{hub.address}/org/name/commit/1", "commitOid": "1" * 40}
+        return 404, {}
+
+    def log_message(self, *words: object) -> None:
+        pass

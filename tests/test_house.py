@@ -92,4 +92,4 @@ def test_a_wheel_holds_what_is_compiled_and_what_pages_are_made_of():
     [listed] = re.findall(r"package-data = { fabric_llm = \[(.*)\] }", (ROOT / "pyproject.toml").read_text())
     held = {path for pattern in re.findall(r'"(.*?)"', listed) for path in PACKAGE.glob(pattern)}
     others = {path for path in PACKAGE.rglob("*.*") if path.is_file() and path.suffix not in (".py", ".pyc")}
-    assert held == others and {path.suffix for path in others} == {".cpp", ".html"}
+    assert held == others and {path.suffix for path in others} == {".cpp", ".html", ".md"}

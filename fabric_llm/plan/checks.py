@@ -185,7 +185,8 @@ def check_export(flags: Flags) -> None:
 
         validate_repo_id(flags.push_to_hub)
     keep.checkpoint_at(flags.checkpoint)
-    exported_output(Path(flags.output), flags.overwrite)
+    # One that is there may be pushed again.
+    exported_output(Path(flags.output), flags.overwrite or flags.push_to_hub is not None)
     files.writable(Path(flags.output))
 
 
@@ -194,4 +195,4 @@ def exported_output(output: Path, overwrite: bool) -> None:
     if output.exists() and not overwrite:
         raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
     if output.exists() and (not (output / "config.json").is_file() or (output / MANIFEST).exists()):  # such as a run
-        raise ValueError(f"{str(output)!r} isn't an exported model, so it is not overwritten; take another --output.")
+        raise ValueError(f"{str(output)!r} isn't an exported model; take another --output.")

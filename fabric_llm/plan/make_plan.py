@@ -85,7 +85,10 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
         raise ValueError(
             f"--tiled_mlp true: --router_aux_loss_coef {coefficient:g} needs what routers say of whole rows."
         )
-    return replace(model, router_aux_loss_coef=coefficient), skeleton
+    config_file = loading.cached_file(source, loading.CONFIG_NAME, local_files_only=True)
+    if (Path(source) / MANIFEST).is_file():
+        config_file = keep.read_progress(Path(source)).get("config_file")
+    return replace(model, router_aux_loss_coef=coefficient, config_file=config_file), skeleton
 
 
 def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan:

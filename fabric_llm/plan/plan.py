@@ -45,6 +45,7 @@ class ModelPlan:
     tiled_mlp: bool  # MLPs and norms take a part of the tokens at once
     compiles: bool  # each layer
     frozen: frozenset[str]  # names of the parameters that don't train, without those that never do
+    config_file: Optional[str] = None  # which a run began with; in the hub's cache its path holds name and commit
 
 
 @dataclass(frozen=True)

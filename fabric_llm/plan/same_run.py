@@ -65,6 +65,7 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
         "end_step": plan.schedule.max_step,
         "logged": {"every": flags.logging.log_step_interval, "after": plan.start.step},
         "model_name": plan.model.name,
+        "config_file": plan.model.config_file,
         "rolled_back_to": None if given is None else given.name,
     }
 

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -87,6 +88,14 @@ class Options:
     @property
     def tokenizer_name(self) -> str:
         return f"trained:{self.train_tokenizer}" if self.tokenizer is None else str(self.tokenizer)
+
+    def command(self) -> str:
+        """The command that makes the same dataset."""
+        words = ["python", "prepare_data.py", "--input", *self.inputs]
+        for name, value in vars(self).items():
+            if value != getattr(Options, name, None) and name not in ("inputs", "num_workers", "engine", "overwrite"):
+                words += [f"--{name}", *(value if isinstance(value, (list, tuple)) else [value])]
+        return shlex.join(map(str, words))
 
 
 def prepare(**arguments: Any) -> dict:
@@ -277,6 +286,7 @@ def _make_dataset(
         "packed": True,
         **{name: getattr(options, name) for name in SAID},
         "inputs": [str(name) for name in options.inputs],
+        "made_by": {"command": options.command(), "from_hub": [one.name for one in sources if one.kind == "hub"]},
         "files": [{"path": source.name, "bytes": source.bytes} for source in sources[:MAX_LISTED_FILES]],
         "files_total": len(sources),
         "bytes_total": sum(source.bytes or 0 for source in sources),

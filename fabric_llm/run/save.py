@@ -111,6 +111,7 @@ def origin(plan: Plan) -> dict[str, Any]:
     return {
         "arguments_sha256": sha256(plan.run_directory / "arguments.yaml"),
         "tokenizer_sha256": sha256(plan.data.dataset.folder / "tokenizer" / "tokenizer.json"),
+        "data": plan.data.of_each(lambda one: {"folder": str(one.folder), **one.manifest.get("made_by", {})}),
         "data_sha256": plan.data.of_each(lambda dataset: sha256(dataset.folder / "manifest.json")),
         "data_fingerprint": plan.data.of_each(lambda dataset: dataset.fingerprint),
     }

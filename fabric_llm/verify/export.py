@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,9 +55,19 @@ class Proof:
     of_ema: bool = False  # the logits are compared with those of the average before it was written
 
 
-def export(source: Path, output: Path, *, dtype: str = "auto", max_shard_size: str = "5GB", ema: bool = False) -> Proof:
+def export(
+    source: Path,
+    output: Path,
+    *,
+    dtype: str = "auto",
+    max_shard_size: str = "5GB",
+    ema: bool = False,
+    is_there: bool = False,
+    describe: Callable[[Path, Proof], None] = lambda *made: None,
+) -> Proof:
     """Write `output` from the checkpoint `source` and verify it. ema: the moving average of the weights instead of them.
 
+    is_there: `output` was written before, and is only verified. describe: writes what it is into a folder that is verified.
     Raises Fault for a damaged checkpoint, and VerificationError if the export isn't the model that was trained. An older `output`
     is then unchanged, and else replaced.
     """
@@ -75,9 +85,17 @@ def export(source: Path, output: Path, *, dtype: str = "auto", max_shard_size: s
         # Recorded are those of the weights.
         probe["logits"] = logits_of(model, probe["input_ids"])[probe["positions"]]
         del model
+    if is_there:
+        try:
+            return replace(verify(output, weights, probe, precision), of_ema=ema)
+        except VerificationError as error:
+            advice = f"take another --output, or --overwrite true ({error})"
+            raise ValueError(f"{str(output)!r} exists and isn't this export: {advice}") from error
     with replacing(output, skeleton, "The export") as temporary:
         write_model(temporary, source, skeleton, weights, max_shard_size)
-        return replace(verify(temporary, weights, probe, precision), of_ema=ema)
+        proof = replace(verify(temporary, weights, probe, precision), of_ema=ema)
+        describe(temporary, proof)
+    return proof
 
 
 def verify(folder: Path, trained: Source, probe: dict[str, Tensor], precision: str) -> Proof:
@@ -167,7 +185,7 @@ def opened(folder: Path) -> PreTrainedModel:
     # Sizes that don't match are reported below.
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
     try:
-        loaded, info = AutoModelForCausalLM.from_pretrained(folder, **how)
+        loaded, info = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **how)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise VerificationError(f"transformers can't open the export: {one_line(error)[:400]}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):

@@ -1,0 +1,127 @@
+"""The card of an exported model: README.md in the hub's format, as card.md has it, and curves.png.
+
+Its numbers are those in the files of the checkpoint and of its run, as far as they are there. No network is asked.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+from fabric_llm.base import files
+from fabric_llm.base.command_line import MOST_YAML_BYTES, load_yaml
+from fabric_llm.checkpoint import keep
+from fabric_llm.data.mixture import mixture_of
+from fabric_llm.model import loading
+from fabric_llm.plan import run_directory
+from fabric_llm.verify.export import Proof, read_proof
+
+# What is measured of validation sets, by its name in metrics.jsonl.
+MEASURES = {"loss": "loss, nats a token", "bits_per_byte": "bits per byte", "accuracy": "accuracy"}
+ALWAYS = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["continued-pretraining"]}
+
+
+def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
+    """Write README.md and curves.png into `folder`, an export of checkpoint `source`. given: the command's flags."""
+    progress, manifest, run = keep.read_progress(source), files.read(source), source.resolve().parent
+    config_file = progress.get("config_file") or f"{progress['model_name']}/config.json"  # of older checkpoints
+    cached = re.search(r"models--([^/]+)/snapshots/([0-9a-f]{40})/", config_file)
+    base, commit = (cached[1].replace("--", "/"), cached[2]) if cached else (None, None)
+    data, lines, name = sources(progress, manifest), logged(run, progress), given.push_to_hub or given.output
+    evaluations = [line for line in lines if "eval" in line]
+    now = evaluations[-1]["eval"] if evaluations and not proof.of_ema else {}
+    measured = [(of, m, numbers[m]) for of, numbers in now.items() for m in MEASURES if numbers.get(m) is not None]
+    front = ModelCardData(
+        **({"base_model": base, "base_model_relation": "finetune"} if base else {}),
+        **licence(Path(config_file).with_name("README.md")),
+        datasets=sorted({its.partition(":")[0] for one in data for its in one.get("from_hub", ())}) or None,
+        eval_results=[EvalResult("text-generation", of, of, *number) for of, *number in measured] or None,
+        model_name=name if measured else None,
+        **ALWAYS,
+    )
+    draw(lines, folder / "curves.png")
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters["quoted"] = lambda value: shlex.quote(str(value))
+    card = environment.from_string(Path(__file__).with_name("card.md").read_text("utf-8")).render(
+        front=front,
+        name=name,
+        commit=commit,
+        given=given,
+        source=source,
+        progress=progress,
+        data=data,
+        evaluations=evaluations,
+        measures=MEASURES,
+        is_random=any(event.get("random") for event in run_directory.read_events(run)),
+        model_class=loading.causal_lm_class(loading.load_config(str(folder))),
+        there=[file.name for file in folder.iterdir()],
+        proof=proof,
+        verified=read_proof(proof),
+        versions={name: (then, keep.versions()[name]) for name, then in manifest["versions"].items()},
+        arguments=(run / "arguments.yaml").read_text("utf-8", "replace") if (run / "arguments.yaml").is_file() else "",
+    )
+    (folder / "README.md").write_text(card, "utf-8", "replace")
+
+
+def rename(folder: Path, given: Any) -> None:
+    """Let a card, whatever was written into it, say how to load the model from where it is pushed to."""
+    if (card := folder / "README.md").is_file():
+        loaded = (f'from_pretrained("{name}")' for name in (given.output, given.push_to_hub))
+        files.write_atomically(card, card.read_text("utf-8", "replace").replace(*loaded))
+
+
+def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """metrics.jsonl up to a checkpoint. Where that was moved away from its run: what it says itself of evaluations."""
+    step, there = progress["progress"]["step"], files.json_lines(run / "metrics.jsonl")
+    said = {0: progress["guard"]["before"], step: progress["eval_losses"] or {}}
+    return [line for _, line in there if type(line.get("step")) is int and line["step"] <= step] or [
+        {"step": at, "eval": {name: {"loss": loss} for name, loss in said[at].items()}} for at in said if said[at]
+    ]
+
+
+def sources(progress: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of each source of the data its name, tokens, epochs, and what the manifest says of its dataset."""
+    reached, said = progress["progress"], manifest.get("data", {})  # which older checkpoints don't have
+    if "mixture" in progress:
+        read = mixture_of(progress).read_before(reached["position"])
+    else:
+        said, epochs = {"": said}, reached["position"] / progress["fixed"]["train_rows"]
+        read = {"": {"tokens": reached["tokens"], "epochs": epochs}}
+    return [{"name": name, **said.get(name, {}), **one} for name, one in read.items()]
+
+
+def licence(card: Path) -> dict[str, str]:
+    """The licence in the card of the base, as front matter; {} where there is none."""
+    with suppress(OSError, ValueError, TypeError, AttributeError), card.open(errors="replace") as text:
+        said = load_yaml(REGEX_YAML_BLOCK.search(text.read(MOST_YAML_BYTES))[2])
+        return {key: value for key, value in said.items() if key.startswith("license") and isinstance(value, str)}
+    return {}
+
+
+def draw(lines: list[dict[str, Any]], file: Path) -> None:
+    """Draw the losses of a run over its steps, if there are any, or print what is missing for it."""
+    curves = {"training": [(line["step"], line["loss"]) for line in lines if "loss" in line]}
+    if not curves["training"]:
+        return
+    for line in lines:
+        for name, numbers in line.get("eval", {}).items():
+            curves.setdefault(f"{name}, validation", []).append((line["step"], numbers["loss"]))
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("The card has no curves, which need matplotlib: pip install -e '.[report]'", flush=True)
+        return
+    axes = Figure((8, 4), 120, layout="constrained").subplots()
+    for name, points in curves.items():
+        axes.plot(*zip(*points), "-" if name == "training" else ".-", label=name)
+    axes.set(xlabel="Step", ylabel="Loss, nats a token")
+    axes.legend()
+    axes.figure.savefig(file)
