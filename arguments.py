@@ -4,8 +4,6 @@ A flag is a field with a type, a default and other fields of `command_line.Flag`
 with the unit; its first clause, up to a semicolon, is one line of it. Nothing here imports torch, so `--help` answers at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,8 +1,6 @@
 #!/usr/bin/env python
 """Checkpoint -> a verified Hugging Face directory: `python export_hf.py checkpoints/RUN --output hf/mine`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Optional
 

@@ -1,8 +1,6 @@
 #!/usr/bin/env python
 """Will it fit, how long, how much: `python plan.py FLAGS OF train.py`. Needs no GPU, no weights and no dataset."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,8 +1,6 @@
 #!/usr/bin/env python
 """Raw text -> a packed dataset folder: `python prepare_data.py --input corpus/ --tokenizer NAME --output data/mine`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Optional
 

@@ -6,8 +6,6 @@ Exit codes: 0 done, 1 the verification failed, 2 bad arguments or parts of diffe
 73 and 74 the output can't be written, 75 stopped on request, 76 NaN or infinity in a part, 77 refused for security.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ that prepare_data.py and train.py take, with proof that what the model knew is a
 their order.
 """
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 arguments.py has the flags. Functions of this package that need many of them take `Flags`, and read them by group and name.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import inspect

@@ -1,7 +1,5 @@
 """What --help prints: a line for each basic flag, or all that is declared of the flags and groups that are named."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -4,8 +4,6 @@
 resume with another number of devices or another micro-batch size, and every step still sees the same sequences.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

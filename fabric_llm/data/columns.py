@@ -1,7 +1,5 @@
 """The rows of a split: their columns, as numpy sees them, and which of their tokens are targets."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 

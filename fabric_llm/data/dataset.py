@@ -1,7 +1,5 @@
 """Open and check a dataset folder: the manifest of prepare_data.py, the splits, and the rows in them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The n-th row that is read of a source, over all stages of a run, is at place n o
 the other. So nothing of a source is read twice before all of it was read once, whatever its weights were meanwhile.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass

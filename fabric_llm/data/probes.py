@@ -4,8 +4,6 @@ Their tokens are drawn from a text, as often as they are in it, so that nothing 
 lost the use of its context shows it here, and may not in its perplexity (arXiv 2506.00288).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """How many bytes of text each token stands for, so that losses of different tokenizers compare: in bits per byte."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

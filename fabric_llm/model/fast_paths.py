@@ -8,8 +8,6 @@ are made in the same pass: nothing is computed again, and the peak memory doesn'
 and a model's layers hear where documents end in the arguments that are there for flash attention (`cu_seq_lens_q` and so on).
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable

@@ -7,8 +7,6 @@ and the ones before it. PaLM counts all pairs of a row, which are twice as many 
 recurrent layer (Mamba, linear attention) takes isn't counted, only its matrices.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any, Optional

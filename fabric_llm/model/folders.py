@@ -4,8 +4,6 @@ transformers expands some numbers of a configuration into lists, tables and modu
 the document itself, and what is built from it is `limited`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

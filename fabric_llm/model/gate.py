@@ -8,8 +8,6 @@ attention and all logits. Of each module's output the last positions are kept, o
 so that no second gradient takes up memory.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

@@ -3,8 +3,6 @@
 Model classes that transformers doesn't have are registered at the end. docs/make_it_yours.md says what a class needs.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What is done to each of a model's repeated layers: recompute it in the backward pass, compile it, compute it in 8 bits."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from dataclasses import replace

@@ -3,8 +3,6 @@
 All ranks build the same model without memory, the *skeleton*. Its weights come to the devices unit by unit, see weights.py.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -3,8 +3,6 @@
 Nothing here imports torch before a model is built.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any, Optional
 

@@ -4,8 +4,6 @@ A model that is larger than that has the weights of one layer at a time: they ar
 its backward pass does, which recomputes it. What is outside of the layers stays.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Callable
 

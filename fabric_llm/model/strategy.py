@@ -9,8 +9,6 @@
 | xla    | Fabric's XLAFSDPStrategy, for TPUs                  | a part                          |
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections import Counter

@@ -1,7 +1,5 @@
 """Which strategies, precisions and flags of sharding go together. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import importlib.util
 from contextlib import suppress
 from dataclasses import dataclass

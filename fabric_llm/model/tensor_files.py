@@ -1,7 +1,5 @@
 """Safetensors files, read and written one tensor at a time. A file is open only meanwhile, and nothing in it runs code."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ What a tile needs for its backward pass is computed again there. Bekman et al. (
 https://arxiv.org/abs/2506.13996, section 3.2. Which modules take each token by itself is measured, see `found_in`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Optional

@@ -4,8 +4,6 @@ A unit is what is read, drawn and sent at once: a layer, or a module outside of 
 files of Hugging Face, a checkpoint, or random numbers. `fill` gives every rank its part of it, whatever the strategy.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Mapping

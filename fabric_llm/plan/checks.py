@@ -4,8 +4,6 @@ The range of a single number is checked when the command line is parsed, devices
 the opened dataset or the model by make_plan.py. Each function raises ValueError in one sentence with the offending value.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

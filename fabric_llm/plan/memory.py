@@ -3,8 +3,6 @@
 `predict` makes a step without memory (trace.py). What a GPU needs besides is assumed: `CONTEXT_BYTES` and `SLACK`.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator

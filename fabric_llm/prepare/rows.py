@@ -11,8 +11,6 @@ Exactly one EOS ends each document, so that EOS after EOS is padding. Where the 
 EOS would come into another row, where no token predicts it, and where it would pass for padding. It is dropped.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

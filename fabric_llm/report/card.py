@@ -3,8 +3,6 @@
 Its numbers are those in the files of the checkpoint and of its run, as far as they are there. No network is asked.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Make the objects of a run from its plan: model and optimizer on the devices, data, log, evaluation."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from copy import deepcopy

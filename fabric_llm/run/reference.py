@@ -1,7 +1,5 @@
 """The model as transformers loads it, on rank 0: which fast paths it takes, and what the wrapped model must equal."""
 
-from __future__ import annotations
-
 import math
 import time
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """`Run`, which holds the objects of a run, and how they are closed when it ends without a fault."""
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import Future
 from contextlib import ExitStack

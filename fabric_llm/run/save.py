@@ -1,7 +1,5 @@
 """What is due after a step, and saving: within the step or in the background, published once all ranks have written."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What follows if the guard didn't take a step, or warns of it: a line, the end of the run, or a rewind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path

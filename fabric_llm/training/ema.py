@@ -4,8 +4,6 @@ After each step `ema += (1 - decay) * (weights - ema)`. It begins as a copy of t
 --ema_every N updates it every N steps with decay**N, so that it reaches as far back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Optional

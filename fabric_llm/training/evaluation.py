@@ -1,7 +1,5 @@
 """Evaluation: the loss of each validation set, the same on any number of devices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The learning rate as a function of the step. A schedule is one entry of SCHEDULES; `--lr_schedule` takes its name."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

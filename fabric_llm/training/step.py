@@ -1,7 +1,5 @@
 """The parts of an optimizer step, from which train.py composes the step: seed, targets, backward, clip, share, update."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional

@@ -6,8 +6,6 @@ second trains a few steps with the user's own flags twice, once killed and resum
 Exit codes: 0 all good, 2 bad arguments, 66 damaged or different, 75 stopped on request, 77 refused for security.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -1,7 +1,5 @@
 """The average of models on disk, summed in float64 tensor by tensor, verified, and evaluated beside its parts. One process."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re

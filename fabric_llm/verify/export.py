@@ -4,8 +4,6 @@ Weights are read, written and compared one unit at a time (model/weights.py). `e
 proves that it equals the trained model; averages and extended models are written here as well. One process, no GPU.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
