@@ -108,7 +108,7 @@ def average(
     skeleton = loading.build_skeleton(newest.config, promoted if dtype == "auto" else getattr(torch, dtype))
     averaged = Average(parts, weights, skeleton)
     written = str(skeleton.dtype).removeprefix("torch.")
-    note: dict[str, Any] = {"what": "weighted average of models, summed in float64", "weights": how, "dtype": written, "parts": []}
+    note = {"what": "weighted average of models, summed in float64", "weights": how, "dtype": written, "parts": []}
     for part, weight in zip(parts, weights):
         step = None if part.progress is None else part.progress["progress"]["step"]
         note["parts"].append({"path": str(part.path), "weight": weight, "step": step})
