@@ -131,10 +131,9 @@ if __name__ == "__main__":
     try:
         main()
     except SystemExit as stop:
-        code = stop.code or 0
-        if not isinstance(code, int):  # as Python does, of which os._exit knows nothing
-            print(code, file=sys.stderr)
-            code = 1
+        code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
+        if stop.code and not isinstance(stop.code, int):  # as Python does, of which os._exit knows nothing
+            print(stop.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -12,8 +12,8 @@ run         the run itself: log, save, evaluate, rewind, end
 verify      prove a run, and what is done with finished weights: `python -m fabric_llm.verify`
 report      runs to look at, after and before: `python -m fabric_llm.report`, `python plan.py --html`
 
-Two commands stand beside the rooms: `python -m fabric_llm.average`, the average of checkpoints, and
-`python -m fabric_llm.extend_vocab`, new tokens for a model, whose work is in verify.
+Three commands stand beside the rooms: `python -m fabric_llm.average`, the average of checkpoints, and
+`python -m fabric_llm.extend_vocab`, new tokens for a model, whose work is in verify, and `python -m fabric_llm.generate`.
 
 Imports go one way: base <- data, processes <- prepare <- model <- training, checkpoint <- plan <- run <- verify <- report and the
 scripts. A room may import those before it, and none imports arguments.py. The `__init__.py` of a room lists its modules

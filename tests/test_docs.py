@@ -14,6 +14,7 @@ from fabric_llm.training.guard import parse_budgets
 ROOT = Path(__file__).parent.parent
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / f / "README.md" for f in ("data", "checkpoints")),
 ]
@@ -73,7 +74,8 @@ def test_the_readme_is_short():
 
 def test_the_index_lists_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
-    assert [str(page) for page in PAGES if page.is_relative_to(ROOT / "docs") and page.name not in index] == []
+    pages = [page.relative_to(ROOT / "docs") for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    assert [page for page in pages if f"]({page})" not in index and page != Path("README.md")] == []
 
 
 def started_runs():

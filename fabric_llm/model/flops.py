@@ -102,7 +102,7 @@ def experts_of(config: Any) -> tuple[int, int]:
     for names in (EXPERTS, CHOSEN):
         values = (getattr(part, name, None) for part in (config, getattr(config, "ffn_config", None)) for name in names)
         found.append(next((value for value in values if isinstance(value, int) and value > 0), None))
-    return (1, 1) if None in found else tuple(found)
+    return (1, 1) if None in found else (found[0], found[1])
 
 
 def windows(config: Any) -> list[Optional[int]]:

@@ -36,7 +36,7 @@ def plan_of(own: Flags, flags: Flags) -> Optional[Plan]:
 
 def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) -> None:
     """Write the page. Raises Fault (2) where it can't be written."""
-    plain = {"title": outlook.model, "lead": outlook.on, "sections": {}, "headline": []}
+    plain: dict[str, Any] = {"title": outlook.model, "lead": outlook.on, "sections": {}, "headline": []}
     drawn = plain if plan is None else _drawing(flags, plan, outlook.on)
     peak = outlook.memory.peak
     below = f"{100 * outlook.used:.0f} % of the device, in {outlook.memory.moment}" if outlook.used else "of a device"

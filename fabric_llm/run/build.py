@@ -177,7 +177,7 @@ def make_optimizer(run: Run, checkpoint: Optional[Path]) -> None:
         reading.load_optimizer(checkpoint, run.model.module, run.optimizer, run.skeleton, thawed)
 
 
-def restore(run: Run, document: dict[str, Any]) -> None:
+def restore(run: Run, document: Any) -> None:
     """Restore guard and scaler from a checkpoint's progress.json."""
     run.guard.restore(document["guard"])
     if document.get("scaler"):
@@ -214,7 +214,7 @@ def make_evaluation(run: Run) -> Evaluation:
 
 
 def evaluation_batches(
-    split: Any, flags: Flags, document_end: Optional[int], world_size: int = 1, **place: int
+    split: Any, flags: Flags, document_end: Optional[int], world_size: int = 1, **place: Any
 ) -> Batches:
     """The first --eval_iters batches of a validation split, not past its end; as many on each rank. place: see Placement.rows_of."""
     size = flags.evaluation.eval_batch_size

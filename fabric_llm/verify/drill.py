@@ -87,7 +87,7 @@ def run_training(command: list[str], environment: dict[str, str], log: Path, pat
     patient: if this process is interrupted, end it with SIGTERM first, because a launcher must end its ranks.
     """
     with log.open("w") as output:  # not a pipe, which a rank that doesn't end could hold open
-        out = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        out: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, env=environment, start_new_session=True, **out)
     print(f"  tail -f {log}", flush=True)
     try:

@@ -1,0 +1,83 @@
+"""`python -m fabric_llm.generate checkpoints/RUN --prompt TEXT`: what a model writes after a text, as it is made (docs/runs.md)."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from fabric_llm.base.command_line import flag, parse
+from fabric_llm.base.program import in_one_sentence, plain_output
+from fabric_llm.checkpoint import keep
+
+PROGRAM = "python -m fabric_llm.generate"
+DESCRIPTION = (
+    f"Print what a model writes after a text, without a chat template: {PROGRAM} checkpoints/RUN --prompt TEXT"
+)
+
+
+@dataclass
+class GenerateArguments:
+    """Options"""
+
+    model: str = flag(
+        None, "run (its latest checkpoint), checkpoint or Hugging Face directory; its flag may be left out"
+    )
+    prompt: Optional[str] = flag(None, "the text to go on from (default: all of standard input)")
+    max_new_tokens: int = flag(128, "tokens at most; the model may end its text before", above=0)
+    temperature: float = flag(0.8, "what the logits are divided by; 0: always the most likely token", at_least=0)
+    top_p: float = flag(1.0, "draw from the most likely tokens that have this probability together", above=0)
+    seed: int = flag(1234, "the same seed gives the same text", at_least=0)
+    device: Literal["auto", "cpu"] = flag("auto", "auto: a GPU where there is one")
+
+
+def write(folder: str, text: str, given: GenerateArguments) -> None:
+    """Print `text` and what the model in `folder` writes after it. Raises ValueError where they don't go together, or Fault."""
+    import torch  # for which --help and mistakes don't wait
+    from transformers import AutoModelForCausalLM, TextStreamer
+
+    from fabric_llm.model import loading
+
+    loading.disable_progress_bar()
+    config, tokenizer = loading.load_config(folder), loading.tokenizer_beside(folder)
+    if tokenizer is None or not loading.has_weights(folder):
+        raise ValueError(f"{folder!r} has no {'tokenizer' if tokenizer is None else 'weights'} to generate with.")
+    prompt, most = (
+        tokenizer(text, return_tensors="pt")["input_ids"],
+        getattr(config, "max_position_embeddings", sys.maxsize),
+    )
+    if not 0 < prompt.shape[1] <= most - given.max_new_tokens:
+        many = f"The prompt has {prompt.shape[1]} tokens, which must be one or more"
+        raise ValueError(f"{many}, and with --max_new_tokens {given.max_new_tokens} no more than the model's {most}.")
+    device = "cuda" if given.device == "auto" and torch.cuda.is_available() else "cpu"
+    model, found = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, output_loading_info=True)
+    if found["missing_keys"]:
+        raise ValueError(f"{folder!r} has no weights for {sorted(found['missing_keys'])[0]}.")
+    torch.manual_seed(given.seed)
+    how = {"temperature": given.temperature, "top_p": given.top_p, "top_k": 0} if given.temperature else {}
+    how |= {"do_sample": given.temperature > 0, "max_new_tokens": given.max_new_tokens}
+    model.to(device).generate(prompt.to(device), streamer=TextStreamer(tokenizer, skip_special_tokens=True), **how)
+
+
+def main(argv: Optional[list[str]] = None) -> None:
+    """Run the command. Raises SystemExit with an exit code of docs/faults.md where it fails."""
+    with in_one_sentence(PROGRAM) as ending:
+        given = GenerateArguments(**parse(PROGRAM, DESCRIPTION, [GenerateArguments], argv, first="model"))
+        ending.left = "the text is cut off"
+        folder = Path(given.model)
+        if not (folder / "config.json").is_file() or (folder / "trainer").is_dir():
+            folder = keep.checkpoint_at(folder)
+            keep.verified(folder)
+        if (folder / "weights").is_dir():
+            raise ValueError(
+                f"{str(folder)!r} is sharded: export it first, python export_hf.py {folder} --output hf/NAME."
+            )
+        if given.prompt is None and (sys.stdin is None or sys.stdin.isatty()):
+            raise ValueError("There is no text to go on from: give --prompt TEXT, or pass it on standard input.")
+        write(str(folder), sys.stdin.read().removesuffix("\n") if given.prompt is None else given.prompt, given)
+
+
+if __name__ == "__main__":
+    plain_output()
+    main()

@@ -1,0 +1,144 @@
+"""python -m fabric_llm.generate: it writes what model.generate does, as it is made, or says in one sentence why not."""
+
+import io
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VOCABULARY
+from ranks import toy_run, train_ranks
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TextStreamer
+
+from fabric_llm.generate import PROGRAM, main
+
+ROOT = Path(__file__).parent.parent
+PROMPT = "w5 w9 w30"
+
+
+@pytest.fixture(scope="module")
+def toy(toys, tmp_path_factory):
+    """A Hugging Face directory whose tokens are words, and whose model knows 64 positions."""
+    folder = tmp_path_factory.mktemp("toy") / "llama"
+    shutil.copytree(toys / "llama", folder)
+    tokenizer = Tokenizer(WordLevel({"end": 0, **{f"w{i}": i for i in range(1, VOCABULARY)}}, unk_token="end"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="end").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(toy, toys, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    flags = (*toy_run(toys, folder), "--max_step", 2, "--save_step_interval", 1, "--eval_iters", 0, "--lr", 1e-2)
+    flags += ("--micro_batch_size", 2, "--model_name", toy)
+    train_ranks(1, *flags, "--run_name", "full")
+    train_ranks(1, *flags, "--run_name", "sharded", "--state_dict_type", "sharded")
+    return folder
+
+
+def written(capsys, *words):
+    main([str(word) for word in words])
+    said = capsys.readouterr()
+    assert said.err == "", "nothing is warned of"
+    return said.out
+
+
+def expected(folder, **how):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, max_new_tokens=12, **how)
+    return tokenizer.decode(made[0], skip_special_tokens=True)
+
+
+def test_at_temperature_0_it_is_the_most_likely_text(toy, capsys):
+    text = written(capsys, toy, "--prompt", PROMPT, "--max_new_tokens", 12, "--temperature", 0)
+    assert text.split() == expected(toy, do_sample=False).split() and text.startswith(PROMPT) and len(text.split()) > 6
+
+
+def test_a_run_is_its_latest_checkpoint(runs, capsys):
+    words = ("--prompt", PROMPT, "--max_new_tokens", 12, "--temperature", 0)
+    latest = written(capsys, runs / "full", *words)
+    assert latest == written(capsys, runs / "full" / "step-00000002", *words)
+    assert latest.split() == expected(runs / "full" / "step-00000002", do_sample=False).split()
+    assert latest != written(capsys, runs / "full" / "step-00000001", *words)
+
+
+def test_a_seed_gives_the_same_draws_and_another_others(toy, capsys, monkeypatch):
+    words = (toy, "--max_new_tokens", 12, "--temperature", 1.5, "--top_p", 0.95)
+    texts = []
+    for seed in (1, 1, 2):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n"))
+        texts.append(written(capsys, *words, "--seed", seed))
+    assert texts[0] == texts[1] != texts[2] and texts[0].startswith(PROMPT)
+    torch.manual_seed(1)
+    assert texts[0].split() == expected(toy, do_sample=True, temperature=1.5, top_p=0.95, top_k=0).split()
+
+
+def test_a_token_is_printed_before_the_next_is_made(toy, capsys, monkeypatch):
+    printed, put = [], TextStreamer.put
+
+    def watched(streamer, value):
+        put(streamer, value)
+        printed.append(capsys.readouterr().out)
+
+    monkeypatch.setattr(TextStreamer, "put", watched)
+    main([str(toy), "--prompt", PROMPT, "--max_new_tokens", "12", "--temperature", "0"])
+    assert len(printed) > 6 and all(printed[2:-1]), "each call but the first words' prints what came before"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        ("nowhere --prompt w1", 2, "No checkpoint at 'nowhere'."),
+        ("{runs}/sharded --prompt w1", 2, "is sharded: export it first, python export_hf.py {runs}/sharded/step-00000002"),
+        ("{toys}/llama --prompt w1", 2, "has no tokenizer"),
+        ("{bare} --prompt w1", 2, "has no weights"),
+        ("{toy} --prompt w1 --max_new_tokens 64", 2, "with --max_new_tokens 64 no more than the model's 64"),
+        ("{toy} --prompt=", 2, "The prompt has 0 tokens"),
+        ("{toy} --prompt w1 --top_p 0", 2, "--top_p must be positive"),
+        ("{toy} --prompt w1 --temprature 1", 2, "Did you mean --temperature?"),
+        ("{broken} --prompt w1", 66, "is damaged"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_one_sentence(toy, toys, runs, tmp_path, capsys, words, code, sentence):
+    places = {"toy": toy, "toys": toys, "runs": runs, "bare": tmp_path / "bare", "broken": tmp_path / "broken"}
+    shutil.copytree(toy, places["bare"], ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(runs / "full" / "step-00000002", places["broken"])
+    (places["broken"] / "model.safetensors").write_bytes(b"")
+    with pytest.raises(SystemExit) as ended:
+        main(words.format(**places).split())
+    error = capsys.readouterr().err
+    assert ended.value.code == code and sentence.format(**places) in error and error.count("\n") == 1, error
+
+
+def test_nothing_is_asked_on_a_terminal(toy, capsys, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+        def read(self):
+            raise AssertionError("it waits for somebody to type")
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    with pytest.raises(SystemExit) as ended:
+        main([str(toy)])
+    assert ended.value.code == 2 and "give --prompt TEXT" in capsys.readouterr().err
+
+
+def test_help_and_mistakes_import_no_torch():
+    code = "import sys; from fabric_llm.generate import main\ntry: main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules"
+    for words, ends in ((["--help"], 0), (["nowhere", "--prompt", "x"], 2)):
+        done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == ends and "Assertion" not in done.stderr
+
+
+def test_it_starts_from_the_shell(toy):
+    command = [sys.executable, "-m", *PROGRAM.split()[2:], str(toy), "--max_new_tokens", "3", "--device", "cpu"]
+    done = subprocess.run(command, input=PROMPT, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(PROMPT)
