@@ -1,7 +1,5 @@
 """`python -m fabric_llm.generate checkpoints/RUN --prompt TEXT`: what a model writes after a text, as it is made (docs/runs.md)."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path
