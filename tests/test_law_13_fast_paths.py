@@ -236,6 +236,23 @@ def test_packed_attention_makes_no_mask():
     assert sizes[0] >= context**2 > 2 * sizes[1]
 
 
+@pytest.mark.parametrize("window", [1, 3, 7, 8, 30, 64])
+def test_windows_in_a_long_document_make_no_mask_of_the_document(window):
+    """One document of 30 tokens and others: gradients of the masked attention; of a long one nothing is tokens x tokens."""
+    positions = torch.cat([torch.arange(30), torch.arange(5), torch.arange(13)])[None]
+    ids = torch.randint(1, VOCABULARY, (1, 48))
+    inputs = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    model = causal_lm("mistral", sliding_window=window, max_position_embeddings=2048)
+    masked = gradients(LanguageModel(model), inputs)
+    with gate.attention(model, fast_paths.PACKED):
+        ours = gradients(LanguageModel(model), inputs)
+    torch.testing.assert_close(ours, masked, rtol=1e-4, atol=1e-6)
+    long = {"input_ids": ids.repeat(1, 40), "labels": ids.repeat(1, 40), "position_ids": torch.arange(48 * 40)[None]}
+    with gate.attention(model, fast_paths.PACKED), Largest() as largest:
+        gradients(LanguageModel(model, chunked=True), long)
+    assert largest.elements < (48 * 40) ** 2 / 8
+
+
 def test_rows_of_one_document_beside_rows_of_several():
     model, inputs = causal_lm("llama"), packed(rows=5)
     inputs["position_ids"][[0, 1, 4]] = torch.arange(CONTEXT)

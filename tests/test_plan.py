@@ -338,3 +338,17 @@ def test_what_a_source_counts_is_what_is_compared(tmp_path):
 
 def predicted_twice(run, folder):
     return published.predicted(run, folder), published.predicted(run._replace(counted="active"), folder)
+
+
+def test_what_a_matrix_product_has_made_is_forgotten_with_it():
+    """A compiled layer keeps what products have made, and a later storage may have the address of one that is gone."""
+    from fabric_llm.plan.trace import Ledger
+
+    with Ledger() as ledger:
+        given = torch.ones(64, 64)
+        for _ in range(20):
+            product = given @ given
+            assert product.untyped_storage()._cdata in ledger.multiplied
+            del product
+            total = given + given
+            assert total.untyped_storage()._cdata not in ledger.multiplied

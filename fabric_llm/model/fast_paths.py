@@ -271,14 +271,23 @@ def _one_by_one(
 def _of_document(
     query: Tensor, key: Tensor, value: Tensor, scaling: Optional[float], dropout: float, window: Optional[int]
 ) -> Tensor:
-    length, mask = len(query), None
-    if window is not None and window < length:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
-    )
-    return out[0].transpose(0, 1)
+    """query, key, value: [tokens, heads, head size]. Of a window as many queries at once: a mask of all would be tokens x tokens."""
+    length = len(query)
+    size = length if window is None or window >= length else window
+    found = []
+    for begin in range(0, length, size):
+        end, first, mask = min(begin + size, length), max(0, begin - size + 1), None
+        if size < length:
+            apart = torch.arange(begin, end, device=query.device)[:, None] - torch.arange(
+                first, end, device=query.device
+            )
+            mask = (apart >= 0) & (apart < window)
+        some = (tensor.transpose(0, 1)[None] for tensor in (query[begin:end], key[first:end], value[first:end]))
+        out = F.scaled_dot_product_attention(
+            *some, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
+        )
+        found.append(out[0].transpose(0, 1))
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -48,6 +48,9 @@ class Ledger(TorchDispatchMode):
         self.total = self.peak = 0
         self.at_peak: Counter[Any] = Counter()
         self.multiplied: set[int] = set()  # storages that matrix products and attention have read or made
+        self.sums: Optional[list[Tensor]] = (
+            None  # what has been added to the residual stream, while a compiled layer is looked at
+        )
         self.peak_moment = self.moment
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,15 +63,20 @@ class Ledger(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.see(local_part(tensor).untyped_storage(), made)
-        if operation in KEPT:
-            tensors = (one for one in tree_leaves((args, result)) if isinstance(one, Tensor))
-            self.multiplied |= {local_part(tensor).untyped_storage()._cdata for tensor in tensors}
+        tensors = [one for one in tree_leaves((args, result)) if isinstance(one, Tensor)]
+        storages = {local_part(tensor).untyped_storage()._cdata for tensor in tensors}
+        is_sum = operation is torch.ops.aten.add.Tensor and bool(storages & self.multiplied)
+        if is_sum and self.sums is not None:
+            self.sums.append(result)
+        if operation in KEPT or is_sum:
+            self.multiplied |= storages
         return result
 
     def see(self, storage: Any, is_empty: bool = False) -> None:
         """Count a storage that is new. is_empty: made without a value, outside of layers that is to be sent or received."""
         key = storage._cdata
         if key not in self.alive:
+            self.multiplied.discard(key)  # of a storage that is gone, whose address is this one's now
             outside = self.label in (ACTIVATIONS, BACKWARD)
             self.put(key, storage.nbytes(), GATHERED if is_empty and outside else self.label)
             weakref.finalize(storage, self.put, key, 0)
@@ -193,7 +201,8 @@ class Layers:
         return output
 
     def _of_compiled(self, number: int, forward: Callable[[], Any]) -> None:
-        """What a compiled layer keeps: of what an eager one does, what matrix products and attention have read or made.
+        """What a compiled layer keeps: of what an eager one does, what matrix products and attention have read or made, and the sums of
+        the residual stream, which norms take.
 
         What lies between them, such as the float32 copies of a norm, the compiler fuses, and computes again in the backward pass.
         That works with the gradients of what is kept, of which about a half is there at once. A layer that is checkpointed as a
@@ -203,13 +212,14 @@ class Layers:
         is_checkpointed = getattr(layer, "gradient_checkpointing", False)
         context = getattr(layer, "_gradient_checkpointing_func", None)
         is_selective = is_checkpointed and "context_fn" in getattr(context, "keywords", {})
-        layer.gradient_checkpointing, ledger.multiplied = is_selective, set()
+        layer.gradient_checkpointing, ledger.multiplied, ledger.sums = is_selective, set(), []
         before = ledger.total, ledger.peak, ledger.at_peak, ledger.peak_moment
         output = forward()
         made = {key for key, (_, label) in list(ledger.alive.items()) if label == (ACTIVATIONS, number)}
         made.discard((output[0] if isinstance(output, tuple) else output).untyped_storage()._cdata)  # the next's input
         kept = sum(ledger.alive[key][0] for key in made if key in ledger.multiplied or is_selective)
         del output
+        ledger.sums = None
         ledger.peak, ledger.at_peak, ledger.peak_moment = before[1:]  # nothing of it is there in a run
         layer.gradient_checkpointing = is_checkpointed
         whole = is_checkpointed and not is_selective
