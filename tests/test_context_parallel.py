@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import documents
 from families import write_data, write_model
-from ranks import metrics, run_ranks, toy_run, train_ranks
+from ranks import Job, metrics, run_ranks, toy_run, train_ranks
 from test_float8 import refused
 from test_law_9_packed_documents import packed_batch
 from transformers import AutoModelForCausalLM
@@ -90,6 +90,17 @@ def test_a_run_goes_on_with_any_number_that_shares(toys, packed_data, tmp_path, 
     assert AutoModelForCausalLM.from_pretrained(checkpoint_at(tmp_path / "packed")) is not None
 
 
+def test_killed_runs_go_on_with_any_number_that_shares(toys, packed_data, tmp_path, alone):
+    """2 -> 1 -> 4, each killed in the middle of a step: the curve of the run that nothing has disturbed."""
+    flags = run_of(toys / "llama", packed_data, tmp_path, "packed", "--save_step_interval", 1, "--resume", "auto")
+    for ranks, count in ((2, 6), (1, 6)):  # micro-batches of a process, four a step: in its second step
+        job = Job(ranks, *flags, "--context_parallel", ranks, failpoint=f"between_micro_batches:count={count}:do=kill")
+        assert -9 in job.wait()
+    assert Job(4, *flags, "--context_parallel", 4).wait() == [0] * 4
+    assert_same(numbers(tmp_path, "packed"), alone["packed"])
+    assert verify.main([str(tmp_path / "packed")]) == 0
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_share_rows(toys, tmp_path, family):
     """Windows, experts, learned positions, heads of several sizes."""
@@ -102,7 +113,7 @@ def test_families_share_rows(toys, tmp_path, family):
     assert balance[0] == pytest.approx(balance[1], rel=2e-6) and len(balance[0]) == 4 * (family == "mixtral")
 
 
-def gradients_of_parts(model_name):
+def gradients_of_parts(model_name, lengths):
     """(loss, gradients) of this rank's part of a row, each of the sum over all ranks, and how often heads were exchanged."""
     ranks, exchange, calls = torch.distributed.get_world_size(), fast_paths._exchange, []
 
@@ -117,7 +128,7 @@ def gradients_of_parts(model_name):
     )
     model.context_group = context_group(ranks)
     batch = part_of(
-        packed_batch([[t for d in documents([9, 7, 8], seed=1) for t in d]]), torch.distributed.get_rank(), ranks
+        packed_batch([[t for d in documents(lengths, seed=1) for t in d]]), torch.distributed.get_rank(), ranks
     )
     assert batch["input_ids"].shape == (1, 24 // ranks) and batch["labels"].shape == (1, 24 // ranks + 1)
     loss = model(**batch)
@@ -128,16 +139,20 @@ def gradients_of_parts(model_name):
     return [tensor.numpy() for tensor in found], len(calls), int(target_count(batch))
 
 
+# Of rows of 24 tokens, which are cut at 12, or at 6, 12 and 18: ends at, before and behind a cut, one document, one of one token.
+LENGTHS = [[9, 7, 8], [12, 12], [6, 5, 1, 12], [11, 13], [13, 11], [24], [17, 2, 5]]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
-def test_loss_and_gradients_are_equal_to_rounding(toys, model, ranks):
+@pytest.mark.parametrize(("model", "lengths"), [*(("llama", some) for some in LENGTHS), ("mixtral", LENGTHS[0])])
+def test_loss_and_gradients_are_equal_to_rounding(toys, model, lengths, ranks):
     plain = LanguageModel(
         AutoModelForCausalLM.from_pretrained(toys / model, dtype=torch.float32, attn_implementation="packed")
     )
-    batch = packed_batch([[t for d in documents([9, 7, 8], seed=1) for t in d]])
+    batch = packed_batch([[t for d in documents(lengths, seed=1) for t in d]])
     loss = plain(**batch)
     loss.backward()
-    reports = run_ranks(ranks, gradients_of_parts, toys / model)
+    reports = run_ranks(ranks, gradients_of_parts, toys / model, lengths)
     (found_loss, *found), exchanges, _ = reports[0]
     assert exchanges == 2 * 2 * 4, "two layers, forward and backward: query, key, value and what comes out"
     assert sum(targets for *_, targets in reports) == int(target_count(batch))
