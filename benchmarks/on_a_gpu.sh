@@ -27,6 +27,7 @@ part tests python -m pytest -m gpu -q
 page speed gpu.py --shapes 1B 8B --minutes 8.5
 page throughput throughput.py --accelerator cuda --dtypes bfloat16 --packed --compile
 page optimizer optimizer.py --accelerator cuda --sizes 30M 135M 1B
+page context context.py --sharing 1
 page speed_more gpu.py --shapes 3B --minutes 8.5
 page loss_head fast_paths.py --accelerator cuda
 page attention steps.py attention --accelerator cuda
