@@ -534,7 +534,7 @@ def test_law_10_holds_with_compiled_layers_and_chunks(toys, tmp_path, strategy, 
             ("--activation_checkpointing", "half"),
             "takes none, full, every:N (such as every:2), selective, offload or auto",
         ),
-        (("--loss", "liger"), "--loss takes auto or full or chunked, not 'liger'"),
+        (("--loss", "liger"), "--loss takes auto, full or chunked, not 'liger'"),
     ],
 )
 def test_a_value_that_is_none_of_them_gets_one_sentence(toys, tmp_path, capsys, words, sentence):
