@@ -22,7 +22,7 @@ from benchmarks import inputs, page
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
 SHORT, LONG, VOCABULARY = 256, 2048, 4096
-STEPS, MORE_STEPS = 1500, 150
+STEPS, MORE_STEPS = 800, 60
 ROPE = "theta:80000"  # eight times as long, eight times the base
 RUNS = {  # name -> flags of the run that goes on
     "positions as they were": [],
@@ -44,7 +44,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     prepare(folder)
     shape = {**SHAPE, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": SHORT}
     inputs.write_llama(folder / "model", **shape, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
-    common = ["--precision", "32-true", "--output_dir", folder, "--lr_schedule", "wsd", "--eval_batch_size", "4"]
+    common = ["--precision", "bf16-true", "--output_dir", folder, "--lr_schedule", "wsd", "--eval_batch_size", "4"]
     words = [
         "--model_name",
         folder / "model",
@@ -63,10 +63,10 @@ def main(argv: Optional[list[str]] = None) -> int:
     rows = []
     for number, (name, flags) in enumerate(RUNS.items()):
         words = ["--model_name", newest(folder / "base"), "--train_data_dir", folder / "long", "--max_step", more]
-        words += ["--lr", "1e-3", "--global_batch_size", 4, "--probes", "copy,retrieval", "--eval_iters", 14]
+        words += ["--lr", "1e-3", "--global_batch_size", 4, "--probes", "copy,retrieval", "--eval_iters", 8]
         train(f"more-{number}", [*common, *words, "--micro_batch_size", 2, *flags], folder)
         rows += read(name, folder / f"more-{number}")
-    notes = [f"A Llama of {shape}, in 32-true; {steps:,} steps of 16 x {SHORT} tokens, then {more} of 4 x {LONG:,}"]
+    notes = [f"A Llama of {shape}, in bf16-true; {steps:,} steps of 16 x {SHORT} tokens, then {more} of 4 x {LONG:,}"]
     notes.append(f"All of it took {(time.monotonic() - began) / 60:.0f} minutes")
     page.write("long_context.py", f"From {SHORT} tokens to {LONG:,}", notes, options, body(rows), rows)
     return 0
