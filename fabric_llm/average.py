@@ -1,9 +1,11 @@
 """`python -m fabric_llm.average checkpoints/RUN --last 5 --output hf/mine`: average checkpoints into a verified model.
 
 The parts are runs, checkpoints and Hugging Face directories of one model. docs/averages.md says when an average helps.
+`python -m fabric_llm.average BASE checkpoints/RUN --forgetting_budget general:0.05` finds the weights of the two.
 
 Exit codes: 0 done, 1 the verification failed, 2 bad arguments or parts of different models, 66 a damaged checkpoint,
-73 and 74 the output can't be written, 75 stopped on request, 76 NaN or infinity in a part, 77 refused for security.
+73 and 74 the output can't be written, 75 stopped on request, 76 NaN or infinity in a part or only the base model is inside the
+budgets, 77 refused for security.
 """
 
 import math
@@ -14,11 +16,15 @@ from typing import Literal, Optional
 
 from fabric_llm.base import files
 from fabric_llm.base.command_line import flag, parse
+from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import nearest_of
 from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.plan.checks import exported_output
+from fabric_llm.report.__main__ import page_module
+from fabric_llm.training.guard import parse_budgets
 
+KNEE = "knee"
 PROGRAM = "python -m fabric_llm.average"
 ABOUT = f"usage: {PROGRAM} checkpoints/RUN --last 5 --output FOLDER\nAverage the weights of checkpoints of one model."
 
@@ -29,12 +35,19 @@ class AverageArguments:
 
     # May be given without its flag, before all others.
     parts: list[str] = flag(None, "runs (their latest checkpoint, or --last), checkpoints and Hugging Face directories")
-    output: str = flag(None, "Hugging Face directory to write, such as hf/mine")
+    output: Optional[str] = flag(None, "Hugging Face directory to write (default: hf/NAME-average, of the last part)")
     last: Optional[int] = flag(None, "take so many of the newest checkpoints of each run (default: 1)", above=0)
     weights: str = flag(
         "equal",
-        "equal, which imitates a linear decay of the learning rate, or a number for each part, made to add up to 1",
-        takes="equal or a number for each part, comma-separated, such as 0.7,0.3",
+        "equal, which imitates a linear decay of the learning rate, a number for each part, made to add up to 1, or knee, of a "
+        "base model and a run: where it has learned much and forgotten little",
+        takes="equal, knee or a number for each part, comma-separated, such as 0.7,0.3",
+    )
+    forgetting_budget: Optional[str] = flag(
+        None,
+        "of a base model and a run, the weights that learned most while the losses of validation sets rise by no more than these "
+        "nats above the base model's",
+        takes="name:nats, comma-separated, such as general:0.05,copy:0.2",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag("auto", "auto: the widest of the parts")
     max_shard_size: str = flag("5GB", "largest weight file")
@@ -75,29 +88,56 @@ def weights_of(given: str, count: int) -> list[float]:
     return [number / total for number in numbers]
 
 
+def is_of_line(given: AverageArguments, count: int) -> bool:
+    """Whether evaluations of points between two of `count` parts find the weights. Raises ValueError where they can't."""
+    asked = "--weights knee" if given.weights == KNEE else "--forgetting_budget"
+    if given.weights != KNEE and given.forgetting_budget is None:
+        return False
+    if given.forgetting_budget is not None and given.weights != "equal":
+        raise ValueError("--forgetting_budget and --weights are both given: a budget finds the weights itself.")
+    if count != 2:
+        raise ValueError(f"{asked} takes two parts, a base model and a run that began with it, not {count}.")
+    if not given.evaluate:
+        raise ValueError(f"{asked} finds the weights by evaluations, which --evaluate false turns off.")
+    return True
+
+
 def main(argv: Optional[list[str]] = None) -> None:
     """Run the command. Raises SystemExit where it fails."""
     with in_one_sentence(PROGRAM) as ending:
         given = AverageArguments(**parse(PROGRAM, ABOUT, [AverageArguments], argv, first="parts"))
-        ending.left = f"nothing was written to {given.output}"
-        output = Path(given.output)
         folders = named(given.parts, given.last)
-        weights = weights_of(given.weights, len(folders))
+        budgets, of_line = parse_budgets(given.forgetting_budget), is_of_line(given, len(folders))
+        weights = [] if of_line else weights_of(given.weights, len(folders))
+        named_after = folders[-1].resolve()
+        name = named_after.parent.name if (named_after / MANIFEST).is_file() else named_after.name
+        output = Path(given.output or f"hf/{name}-average")
+        ending.left = f"nothing was written to {output}"
         if output.resolve() in [folder.resolve() for folder in folders]:
-            raise ValueError(f"--output {given.output!r} is one of the parts; take another.")
+            raise ValueError(f"--output {str(output)!r} is one of the parts; take another.")
         exported_output(output, given.overwrite)
         files.writable(output)
-        from fabric_llm.verify import average  # imports torch, for which --help and mistakes don't wait
+        from fabric_llm.verify import average, line  # import torch, for which --help and mistakes don't wait
 
-        parts = average.open_parts(folders)
+        parts, how = average.open_parts(folders), given.weights
+        if of_line:
+            found = line.choose(parts, budgets, given.dtype)
+            print(found, flush=True)
+            weights, how = found.weights, given.forgetting_budget or KNEE
         print(f"Averaging {len(parts)} model{'s' * (len(parts) > 1)} into {output}", flush=True)
         for folder, weight in zip(folders, weights):
             print(f"  {weight:.4f}  {folder}", flush=True)
-        print(average.average(parts, weights, given.weights, output, given.dtype, given.max_shard_size), flush=True)
+        print(average.average(parts, weights, how, output, given.dtype, given.max_shard_size), flush=True)
         ending.left = f"{output} is complete"
-        if given.evaluate:
+        if of_line:
+            line.record(output, found)
+            try:
+                page_module("line").write(output, found, *(part.name for part in parts))
+            except Fault as fault:
+                print(f"Not drawn: {fault}", flush=True)
+        elif given.evaluate:
             average.compare(parts, output)
-        print(f"Next: AutoModelForCausalLM.from_pretrained({given.output!r})", flush=True)
+        print(f"Next: AutoModelForCausalLM.from_pretrained({str(output)!r})", flush=True)
 
 
 if __name__ == "__main__":

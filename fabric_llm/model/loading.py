@@ -169,6 +169,13 @@ def has_weights(model_name: str) -> bool:
     return not folder.is_dir() or any((folder / name).exists() for name in (*folders.WEIGHT_FILES, "weights"))
 
 
+def folder_of(model_name: str) -> Path:
+    """The folder of a model that was loaded: itself, or where the hub's cache has it."""
+    if Path(model_name).is_dir():
+        return Path(model_name)
+    return Path(cached_file(model_name, CONFIG_NAME, local_files_only=True)).parent
+
+
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model on the meta device: names, shapes, dtypes and ties, no memory."""
     with torch.device("meta"):

@@ -6,7 +6,7 @@ the opened dataset or the model by make_plan.py. Each function raises ValueError
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Optional, Union
 
@@ -144,10 +144,7 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
     known, best = [*of_training, *added], flags.save.keep_best_of
     asked = [("--forgetting_budget", name, [*known, *PROBES]) for name in budgets]
     for flag, name, names in asked + ([] if best is None else [("--keep_best_of", best, known)]):
-        if name not in names:
-            close = nearest(name, names)
-            meant = f"Did you mean {close[0]!r}?" if len(close) == 1 else f"There are {', '.join(map(repr, names))}."
-            raise ValueError(f"{flag}: no validation set is named {name!r}. {meant}")
+        require_set(flag, name, names)
     if budgets and evaluation.eval_iters == 0:
         raise ValueError("--forgetting_budget is measured by evaluations, which --eval_iters 0 turns off.")
     action = evaluation.forgetting_action
@@ -157,6 +154,14 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
         raise ValueError(
             f"--forgetting_action rewind reads more of a source: {others[0]!r} is no source of --data_mix."
         )
+
+
+def require_set(flag: str, name: str, names: Collection[str]) -> None:
+    """Raises ValueError unless `name`, of `flag`, is that of a validation set."""
+    if name not in names:
+        close = nearest(name, names)
+        meant = f"Did you mean {close[0]!r}?" if len(close) == 1 else f"There are {', '.join(map(repr, names))}."
+        raise ValueError(f"{flag}: no validation set is named {name!r}. {meant}")
 
 
 # ---------------------------------------------------------- prepare_data.py, export_hf.py

@@ -218,17 +218,22 @@ def _plan_data(
             end = training.number_epochs * len(dataset.train)
             max_step = last_step(start.step, start.position, end, batches[2])
     budgets = parse_budgets(evaluation.forgetting_budget)
-    probes = {*parse_probes(evaluation.probes), *budgets, *[COPY] * bool(budgets)}
     data = DataPlan(
         **read,
         eval_data=open_eval_data(flags),
         evaluated_rows=evaluation.eval_iters * evaluation.eval_batch_size,
         budgets=budgets,
-        probes=[name for name in PROBES if name in probes],
+        probes=evaluated_probes(evaluation.probes, budgets),
         document_end=find_document_end(bool(masking), read["dataset"]),
         document_masking=masking,
     )
     return data, Schedule(*batches, max_step, end, training.max_step, training.number_epochs)
+
+
+def evaluated_probes(given: Optional[str], budgets: Iterable[str]) -> list[str]:
+    """Those of --probes, those that have a budget, and with any budget copy."""
+    asked = {*parse_probes(given), *budgets, *[COPY] * bool(budgets)}
+    return [name for name in PROBES if name in asked]
 
 
 def open_here(folder: str, flags: Flags) -> TokenDataset:

@@ -197,11 +197,7 @@ def make_batches(run: Run) -> Prefetch:
 def make_evaluation(run: Run) -> Evaluation:
     """What evaluates the model on the validation sets, and on the probe of in-context learning."""
     fabric, flags, plan, watch, tokenizer = run.fabric, run.flags, run.plan, run.watch, run.plan.model.tokenizer
-    special = [] if tokenizer is None else tokenizer.all_special_ids
-    sets = plan.validation_splits() | plan.probes([plan.data.document_end, *special], flags.training.seed)
-    ends = document_ends(sets, plan.data.eval_data, plan.data.document_end)
-    place = plan.placement.rows_of(fabric.global_rank)
-    batches = {name: evaluation_batches(split, flags, ends[name], **place) for name, split in sets.items()}
+    batches = evaluated_sets(plan, flags, **plan.placement.rows_of(fabric.global_rank))
     token_bytes = None
     if flags.evaluation.eval_iters and tokenizer is not None and tokenizer.is_fast:
         size = max([plan.model.config.get_text_config().vocab_size, *tokenizer.get_vocab().values()]) + 1
@@ -211,6 +207,14 @@ def make_evaluation(run: Run) -> Evaluation:
         watch.mark(watch.step, "evaluating")
 
     return Evaluation(fabric, batches, run.requests.is_to_stop, working, token_bytes)
+
+
+def evaluated_sets(plan: Plan, flags: Flags, **place: int) -> dict[str, Batches]:
+    """{validation set, or probe: its batches}. Of the plan, the data and the tokenizer are read."""
+    special = [] if plan.model.tokenizer is None else plan.model.tokenizer.all_special_ids
+    sets = plan.validation_splits() | plan.probes([plan.data.document_end, *special], flags.training.seed)
+    ends = document_ends(sets, plan.data.eval_data, plan.data.document_end)
+    return {name: evaluation_batches(split, flags, ends[name], **place) for name, split in sets.items()}
 
 
 def evaluation_batches(

@@ -1,5 +1,6 @@
 """What follows if the guard didn't take a step, or warns of it: a line, the end of the run, or a rewind."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from fabric_llm.base import files, ranks
 from fabric_llm.base.faults import NON_FINITE, Fault
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.keep import Progress
+from fabric_llm.model import loading
 from fabric_llm.run import save
 from fabric_llm.run.build import load_again, restore
 from fabric_llm.run.run import Run
@@ -98,12 +100,27 @@ def suits(run: Run, forgot: bool) -> Callable[[dict[str, Any]], bool]:
 
 
 def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
-    """Fault (76) with the next command: go on from the newest checkpoint that `suits`, or start again, at half the rate."""
+    """Fault (76) with the next command: go on from the newest checkpoint that `suits`, or start again, at half the rate.
+
+    A run that forgot can also be merged with its base model.
+    """
     folder, half = run.plan.run_directory, f"--lr {run.flags.training.lr / 2:g}"
     last, _ = keep.newest_valid(folder, False, suits(run, forgot))
     following = f"Start again: the same command with --run_name {folder.name}-2 {half}"
     if last is not None:
         more = f"--resume true --checkpoint {last} {half} --resume_override lr"
         following = f"Go on more gently: the same command with {more}"
-    latest = files.latest(folder) or "none"
-    return Fault(f"{reason} at step {run.progress.step}; the last checkpoint is {latest}. {following}", NON_FINITE)
+    latest = files.latest(folder)
+    if forgot and latest is not None and run.flags.model.rope is None:  # which makes another model of the base
+        command = [
+            "python",
+            "-m",
+            "fabric_llm.average",
+            str(loading.folder_of(run.flags.model.model_name)),
+            str(folder),
+        ]
+        command += ["--forgetting_budget", run.flags.evaluation.forgetting_budget]
+        following = f"Next: {shlex.join(command)} merges it with its base model, inside the budget. Or {following[0].lower()}{following[1:]}"
+    return Fault(
+        f"{reason} at step {run.progress.step}; the last checkpoint is {latest or 'none'}. {following}", NON_FINITE
+    )

@@ -3,7 +3,7 @@
 import gc
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
@@ -19,19 +19,20 @@ from fabric_llm.base import command_line, files
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import NON_FINITE, Fault, one_line
 from fabric_llm.checkpoint import keep
+from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.checkpoint.state_dicts import is_finite
 from fabric_llm.checkpoint.whole import layout_of_files
 from fabric_llm.data import mixture_text
 from fabric_llm.data.batches import Batches
-from fabric_llm.data.sources import ONE_SET
 from fabric_llm.model import fast_paths, gate, loading
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.model.weights import Source
-from fabric_llm.plan.make_plan import document_ends, find_document_end, open_eval_data, open_here, open_sources
-from fabric_llm.run.build import evaluation_batches
-from fabric_llm.training.evaluation import evaluate
+from fabric_llm.plan.make_plan import evaluated_probes, find_document_end, open_eval_data, open_here, open_sources
+from fabric_llm.plan.plan import DataPlan, Plan
+from fabric_llm.run.build import evaluated_sets
+from fabric_llm.training.evaluation import Evaluation
 from fabric_llm.verify.export import VerificationError, logits_of, opened, replacing, require_weights, write_model
 
 BLOCK_ELEMENTS = 2**22  # of a tensor in float64 at a time: 32 MiB
@@ -101,10 +102,8 @@ def average(
     weights: they add up to 1. how: they were given. Raises Fault (76) for NaN in a part, and VerificationError; nothing is then
     left behind.
     """
-    promoted = reduce(torch.promote_types, (part.dtype for part in parts))
-    newest = parts[-1]  # of a run; its generation config and tokenizer are taken
-    skeleton = loading.build_skeleton(newest.config, promoted if dtype == "auto" else getattr(torch, dtype))
-    averaged = Average(parts, weights, skeleton)
+    averaged = average_of(parts, weights, dtype)
+    skeleton, newest = averaged.skeleton, parts[-1]  # of a run; its generation config and tokenizer are taken
     written = str(skeleton.dtype).removeprefix("torch.")
     note = {"what": "weighted average of models, summed in float64", "weights": how, "dtype": written, "parts": []}
     for part, weight in zip(parts, weights):
@@ -155,6 +154,13 @@ class Average:
         return sums
 
 
+def average_of(parts: Sequence[Part], weights: Sequence[float], dtype: str) -> Average:
+    """dtype: of its weights; auto: the widest of the parts."""
+    promoted = reduce(torch.promote_types, (part.dtype for part in parts))
+    wanted = promoted if dtype == "auto" else getattr(torch, dtype)
+    return Average(parts, weights, loading.build_skeleton(parts[-1].config, wanted))
+
+
 def add(total: Tensor, tensor: Tensor, weight: float) -> None:
     """Add weight x tensor to a float64 total, in blocks."""
     for sums, block in zip(total.view(-1).split(BLOCK_ELEMENTS), tensor.reshape(-1).split(BLOCK_ELEMENTS)):
@@ -164,27 +170,33 @@ def add(total: Tensor, tensor: Tensor, weight: float) -> None:
 def compare(parts: Sequence[Part], output: Path) -> None:
     """Print the validation loss of each part and of the average, and write them into the note, or say why there are none."""
     try:
-        run, flags, sets = as_in_run(parts)
+        plan, flags, sets = as_in_run(parts)
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"Not evaluated: {one_line(error)}", flush=True)
         return
-    kind, precision = "cuda" if torch.cuda.is_available() else "cpu", flags["precision"]
-    if precision == "16-mixed" and kind == "cpu":
-        precision = "32-true"  # float16 is for GPUs
-    fabric = make_fabric("single", devices=1, num_nodes=1, kind=kind, precision=precision)
+    run, computing = plan.run_directory, computing_as(flags["precision"])
     note = {**json.loads((output / NOTE).read_text()), "evaluated_as_in": str(run)}
     models = [(part.name, part.path, part.dtype, said) for part, said in zip(parts, note["parts"])]
     models.append(("average", output, loading.load_config(str(output)).dtype, note))
-    batches = f"up to {flags['eval_iters']} batches of {flags['eval_batch_size']}"
-    print(f"Validation loss, {batches}, as in {run}:", flush=True)
+    print(f"Validation loss, {in_words(flags)}, as in {run}:", flush=True)
     for name, folder, dtype, said in models:
-        said["eval_loss"] = losses_of(fabric, folder, dtype, precision, sets)  # nats, by the names of the sets
+        config = loading.load_config(str(folder))
+        weights = loading.open_weights(str(folder), config, dtype)
+        said["eval_loss"] = losses_of(computing, config, weights, dtype, sets)  # nats, by the names of the sets
         print(f"  {name}", *(f"{of} {loss:.4f}" for of, loss in said["eval_loss"].items()), sep="  ", flush=True)
+    for name, *_, said in models[:-1]:
+        if all(said["eval_loss"][of] <= loss for of, loss in note["eval_loss"].items()):
+            print(f"The average is no better than {name}, whose loss is as low in each set.", flush=True)
     files.write_atomically(output / NOTE, json.dumps(note, indent=2) + "\n")
 
 
-def as_in_run(parts: Sequence[Part]) -> tuple[Path, dict[str, Any], dict[str, Batches]]:
-    """(the run of the newest checkpoint, its flags, its validation sets). Raises ValueError where there are none, OSError."""
+def as_in_run(
+    parts: Sequence[Part], budgets: Mapping[str, float] = {}
+) -> tuple[Plan, dict[str, Any], dict[str, Batches]]:
+    """(of the plan of the newest checkpoint's run what evaluations need, its flags, its sets). Raises ValueError, OSError.
+
+    budgets: {set: nats}; probes that have one are sets as well.
+    """
     newest = next((part for part in reversed(parts) if part.progress is not None), None)
     if newest is None:
         raise ValueError("none of the parts is a checkpoint, whose run would say on which data.")
@@ -196,32 +208,50 @@ def as_in_run(parts: Sequence[Part]) -> tuple[Path, dict[str, Any], dict[str, Ba
         raise ValueError(f"{str(run)!r} was not, by --eval_iters 0.")
     every = SimpleNamespace(**{**flat, "verify_data": "size", "context_length": None})
     flags = SimpleNamespace(data=every, training=every, evaluation=every)
-    eval_data = open_eval_data(flags)
-    if flat["data_mix"]:
-        sources = open_sources(flags, mixture_text.parse(flat["data_mix"]))
-    else:
-        sources = {ONE_SET: open_here(flat["train_data_dir"], flags)}
-    sets = {name: one.validation for name, one in {**sources, **eval_data}.items()}
+    sources = open_sources(flags, mixture_text.parse(flat["data_mix"])) if flat["data_mix"] else {}
+    dataset = next(iter(sources.values())) if sources else open_here(flat["train_data_dir"], flags)
     masks = bool(newest.progress["schedule"]["document_masking"])
-    ends = document_ends(sets, eval_data, find_document_end(masks, next(iter(sources.values()))))
-    batches = {name: evaluation_batches(split, flags, ends[name]) for name, split in sets.items()}
-    return run, flat, batches
+    data = DataPlan(
+        dataset=dataset,
+        eval_data=open_eval_data(flags),
+        evaluated_rows=flat["eval_iters"] * flat["eval_batch_size"],
+        budgets=budgets,
+        probes=evaluated_probes(None, budgets),
+        document_end=find_document_end(masks, dataset),
+        document_masking=masks,
+        sources=sources,
+    )
+    plan = Plan(None, SimpleNamespace(tokenizer=newest.tokenizer), data, None, Progress(), run, None)
+    return plan, flat, evaluated_sets(plan, flags)
+
+
+def in_words(flags: Mapping[str, Any]) -> str:
+    """How many rows of each set are evaluated."""
+    return f"up to {flags['eval_iters']} batches of {flags['eval_batch_size']}"
+
+
+def computing_as(precision: str) -> tuple[Fabric, str]:
+    """(what evaluates a model on this machine as a run of a --precision did, the precision that it has)."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if precision == "16-mixed" and kind == "cpu":
+        precision = "32-true"  # float16 is for GPUs
+    return make_fabric("single", devices=1, num_nodes=1, kind=kind, precision=precision), precision
 
 
 def losses_of(
-    fabric: Fabric, folder: Path, dtype: torch.dtype, precision: str, sets: dict[str, Batches]
+    computing: tuple[Fabric, str], config: Any, weights: Source, dtype: torch.dtype, sets: Mapping[str, Batches]
 ) -> dict[str, float]:
-    """Mean loss of the model in `folder` over each validation set. Its memory is free again afterwards."""
-    config = loading.load_config(str(folder))
+    """Mean loss of a model over each set. config: the model's, of its own. The model's memory is free again afterwards."""
+    fabric, precision = computing
     config._attn_implementation = loading.resolve_attention(config, "auto", fabric.device.type)
-    model = load_reference(loading.build_skeleton(config, dtype), loading.open_weights(str(folder), config, dtype))
+    model = load_reference(loading.build_skeleton(config, dtype), weights)
     masks = any(batches.document_end is not None for batches in sets.values())
     packs = masks and gate.takes_packed_attention(model)
     with gate.attention(model, fast_paths.PACKED) if packs else nullcontext():
         # As runs have it, with the loss in chunks where it can.
         wrapped = LanguageModel(model, chunked=gate.chunks_its_loss(model, precision)).to(fabric.device)
         wrapped = fabric.setup_module(wrapped, move_to_device=False)
-        losses = {name: evaluate(fabric, wrapped, batches.stream(0))["loss"] for name, batches in sets.items()}
+        losses = Evaluation(fabric, sets, lambda: False, lambda: None).of(wrapped, None).losses
     del model, wrapped
     gc.collect()
     return losses
