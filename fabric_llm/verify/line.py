@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, Optional
 
@@ -26,10 +27,11 @@ from fabric_llm.training.guard import Guard
 from fabric_llm.verify import average
 from fabric_llm.verify.average import NOTE, Part
 
-MOST_POINTS = 8  # that are evaluated, the two ends among them
+FIRST, LEAST_POINTS, MOST_POINTS = (0.0, 0.5, 1.0), 6, 8  # that are evaluated
 SHARES = [thousandth / 1000 for thousandth in range(1001)]
 NEAREST = 4  # points that a polynomial goes through
 ROOM = 0.99  # part of a budget that the next point is to use, so that it isn't above it by a hair
+CAUTION = 0.9  # ROOM is so much less for each point in a row that was above a budget all the same
 ENOUGH = 0.005  # part of what the best point is worth: the search ends where no other promises more on top
 
 Losses = Mapping[str, Any]  # {set: its loss, nats, or that of several points, float64 [points]}
@@ -78,30 +80,36 @@ def search(
     evaluate: Callable[[float], Losses], guard: Guard, of_training: Sequence[str]
 ) -> tuple[float, dict[float, Losses]]:
     """(the share that is worth most, {share: losses} of the points evaluated). `evaluate` tells `guard` the losses."""
-    points = {share: evaluate(share) for share in (0.0, 1.0)}
-    goal, following = goal_of(guard, points[1.0], of_training), 0.5
-    while following is not None and len(points) < MOST_POINTS:
+    points = {share: evaluate(share) for share in FIRST}
+    goal = goal_of(guard, points[1.0], of_training)
+    while True:
+        best = max(points, key=lambda share: (goal.worth(points[share]), share))
+        if len(points) == MOST_POINTS or (following := next_share(points, best, goal)) is None:
+            break
         points[following] = evaluate(following)
-        best = max(points, key=lambda share: goal.worth(points[share]))
-        following = next_share(points, best, goal)
     return best, dict(sorted(points.items()))
 
 
 def next_share(points: Mapping[float, Losses], best: float, goal: Goal) -> Optional[float]:
-    """Between the neighbours of the best point, one that promises more; None if none does."""
+    """Between the neighbours of the best point, one that promises more; else the middle of a gap; None for the end."""
     left = max((share for share in points if share < best), default=best)
     right = min((share for share in points if share > best), default=best)
     between = [share for share in SHARES if left < share < right and share != best]
-    if not between:
-        return None
-    near, places = sorted(points, key=lambda share: abs(share - best))[:NEAREST], np.array(between)
-    curves = {}
-    for name in points[best]:
-        curves[name] = Polynomial.fit(near, [points[share][name] for share in near], len(near) - 1)(places)
-    worth, promised = goal.worth(points[best]), goal.worth(curves, ROOM)
-    if promised.max() - worth > ENOUGH * worth:
-        return between[int(promised.argmax())]
-    return None if best > 0 else between[len(between) // 2]  # nothing was found yet: closer to the base
+    if between:
+        near, places = sorted(points, key=lambda share: abs(share - best))[:NEAREST], np.array(between)
+        curves = {}
+        for name in points[best]:
+            curves[name] = Polynomial.fit(near, [points[share][name] for share in near], len(near) - 1)(places)
+        later = list(points)[: len(FIRST) - 1 : -1]  # the last first
+        over = list(takewhile(lambda share: np.isinf(goal.worth(points[share])), later))
+        worth, promised = goal.worth(points[best]), goal.worth(curves, ROOM * CAUTION ** len(over))
+        if promised.max() - worth > ENOUGH * worth:
+            return between[int(promised.argmax())]
+        if best > 0 and len(points) >= LEAST_POINTS:
+            return None
+    gaps = pairwise([best, right] if best == 0 and goal.guard.budgets else sorted(points))
+    middle = round(sum(max(gaps, key=lambda gap: gap[1] - gap[0])) / 2, 3)
+    return None if middle in points else middle
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,8 @@ def choose(parts: Sequence[Part], budgets: Mapping[str, float], dtype: str) -> F
     Raises ValueError where the run can't be evaluated as it was, and Fault (76) where no point is better than the base model.
     """
     base, run = parts
+    if run.progress is None:
+        raise ValueError(f"{str(run.path)!r} isn't a checkpoint of a run, whose flags say how points are evaluated.")
     try:
         plan, flags, sets = average.as_in_run([run], budgets)
     except (OSError, KeyError, TypeError, ValueError) as error:
