@@ -88,18 +88,15 @@ def weights_of(given: str, count: int) -> list[float]:
     return [number / total for number in numbers]
 
 
-def is_of_line(given: AverageArguments, count: int) -> bool:
-    """Whether evaluations of points between two of `count` parts find the weights. Raises ValueError where they can't."""
-    asked = "--weights knee" if given.weights == KNEE else "--forgetting_budget"
-    if given.weights != KNEE and given.forgetting_budget is None:
-        return False
+def require_line(given: AverageArguments, count: int) -> None:
+    """Raises ValueError unless evaluations of points between two of `count` parts can find the weights."""
+    asked = "--weights knee" if given.forgetting_budget is None else "--forgetting_budget"
     if given.forgetting_budget is not None and given.weights != "equal":
         raise ValueError("--forgetting_budget and --weights are both given: a budget finds the weights itself.")
     if count != 2:
         raise ValueError(f"{asked} takes two parts, a base model and a run that began with it, not {count}.")
     if not given.evaluate:
         raise ValueError(f"{asked} finds the weights by evaluations, which --evaluate false turns off.")
-    return True
 
 
 def main(argv: Optional[list[str]] = None) -> None:
@@ -107,11 +104,12 @@ def main(argv: Optional[list[str]] = None) -> None:
     with in_one_sentence(PROGRAM) as ending:
         given = AverageArguments(**parse(PROGRAM, ABOUT, [AverageArguments], argv, first="parts"))
         folders = named(given.parts, given.last)
-        budgets, of_line = parse_budgets(given.forgetting_budget), is_of_line(given, len(folders))
-        weights = [] if of_line else weights_of(given.weights, len(folders))
-        named_after = folders[-1].resolve()
-        name = named_after.parent.name if (named_after / MANIFEST).is_file() else named_after.name
-        output = Path(given.output or f"hf/{name}-average")
+        budgets, weights, more = parse_budgets(given.forgetting_budget), [], {}
+        if budgets or given.weights == KNEE:
+            require_line(given, len(folders))
+        else:
+            weights = weights_of(given.weights, len(folders))
+        output = Path(given.output or f"hf/{Path(given.parts[-1]).resolve().name}-average")
         ending.left = f"nothing was written to {output}"
         if output.resolve() in [folder.resolve() for folder in folders]:
             raise ValueError(f"--output {str(output)!r} is one of the parts; take another.")
@@ -119,20 +117,18 @@ def main(argv: Optional[list[str]] = None) -> None:
         files.writable(output)
         from fabric_llm.verify import average, line  # import torch, for which --help and mistakes don't wait
 
-        parts, how = average.open_parts(folders), given.weights
-        if of_line:
-            found = line.choose(parts, budgets, given.dtype)
-            print(found, flush=True)
-            weights, how = found.weights, given.forgetting_budget or KNEE
+        parts = average.open_parts(folders)
+        if not weights:
+            weights, more = line.choose(parts, budgets, given.dtype)
         print(f"Averaging {len(parts)} model{'s' * (len(parts) > 1)} into {output}", flush=True)
         for folder, weight in zip(folders, weights):
             print(f"  {weight:.4f}  {folder}", flush=True)
+        how = {"weights": given.forgetting_budget or given.weights, **more}
         print(average.average(parts, weights, how, output, given.dtype, given.max_shard_size), flush=True)
         ending.left = f"{output} is complete"
-        if of_line:
-            line.record(output, found)
+        if more:
             try:
-                page_module("line").write(output, found, *(part.name for part in parts))
+                page_module("line").write(output / average.NOTE)
             except Fault as fault:
                 print(f"Not drawn: {fault}", flush=True)
         elif given.evaluate:

@@ -11,14 +11,14 @@ import torch
 from ranks import Job, metrics, train_ranks
 from safetensors.torch import save_file
 from test_average import expected, parts, stored
-from test_forgetting import evaluated, language, replayed
+from test_forgetting import language, replayed
 
 from fabric_llm.average import main
 from fabric_llm.model import loading
 from fabric_llm.report.line import FILE
 from fabric_llm.training.guard import Guard
 from fabric_llm.verify import average
-from fabric_llm.verify.line import MOST_POINTS, SHARES, goal_of, search
+from fabric_llm.verify.line import MOST_POINTS, SHARES, search, worth_of
 
 SIZES = ("--eval_batch_size", 4, "--eval_step_interval", 8, "--precision", "32-true", "--micro_batch_size", 8)
 
@@ -97,7 +97,13 @@ def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_insid
         losses = average.losses_of(computing, config, there, torch.float32, sets)
         if losses["replay"] - before["replay"] <= 0.15:
             assert losses["new"] >= found["new"] - 0.02 * (before["new"] - found["new"]), tenth
-    assert "1.4" in (page := (output / FILE).read_text()) and "Along the line" in page and f"{share:.3f}" in page
+    page = (output / FILE).read_text()
+    data = json.loads(re.search(r'<script type="application/json" id="page-data">(.*?)</script>', page)[1])
+    [chart] = data["charts"]
+    assert {trace["name"] for trace in chart["traces"]} == {"new", "replay", "copy"} and len(
+        chart["traces"][0]["x"]
+    ) > 3
+    assert [shape["y0"] for shape in chart["layout"]["shapes"]] == [0, 0.15, 9] and f"{share:.3f}" in page
 
 
 def test_the_knee_lies_between_and_is_evaluated(work, tmp_path, capsys):
@@ -105,7 +111,7 @@ def test_the_knee_lies_between_and_is_evaluated(work, tmp_path, capsys):
     assert code == 0, error
     note = json.loads((tmp_path / "hf" / "average.json").read_text())
     assert 0 < note["parts"][1]["weight"] < 1 and note["weights"] == "knee" and note["forgetting_budget"] == {}
-    ends = [part["eval_loss"] for part in note["parts"]]
+    ends = [note["line"][index]["eval_loss"] for index in (0, -1)]
     learned, forgotten = (
         (note["eval_loss"][name] - ends[0][name]) / (ends[1][name] - ends[0][name]) for name in ("new", "replay")
     )
@@ -191,9 +197,9 @@ def along(learned, forgotten, budgets):
         guard.accept_evaluation(int(share > 0), losses)
         return losses
 
-    found = search(evaluate, guard, ["new"])
-    worth = goal_of(guard, evaluate(1.0), ["new"]).worth({"new": 4 - learned(shares), "old": 3 + forgotten(shares)})
-    return *found, worth
+    points = search(evaluate, guard, ["new"])
+    worth = worth_of(guard, points[1.0], ["new"])({"new": 4 - learned(shares), "old": 3 + forgotten(shares)})
+    return next(iter(points)), points, worth
 
 
 CURVES = {

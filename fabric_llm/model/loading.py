@@ -170,10 +170,11 @@ def has_weights(model_name: str) -> bool:
 
 
 def folder_of(model_name: str) -> Path:
-    """The folder of a model that was loaded: itself, or where the hub's cache has it."""
-    if Path(model_name).is_dir():
-        return Path(model_name)
-    return Path(cached_file(model_name, CONFIG_NAME, local_files_only=True)).parent
+    """The folder of a model: itself, or of a name on the hub what the cache has, if it does."""
+    if not Path(model_name).is_dir():
+        with suppress(OSError, ValueError):
+            return Path(cached_file(model_name, CONFIG_NAME, local_files_only=True)).parent
+    return Path(model_name)
 
 
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -1,38 +1,31 @@
-"""The line from a base model to a run (verify/line.py), as a page: how far the losses of its points are above the base model's."""
+"""The line from a base model to a run (verify/line.py) as a page: how far the losses of its points are above the base model's."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 
 from fabric_llm.report import figures, page
 from fabric_llm.report.reading import Run, Series
-from fabric_llm.verify.line import Found
 
-FILE = "average.html"  # beside average.json
+FILE = "average.html"  # beside the note of the average
+LINE = figures.Figure("line", "Loss minus the base model's", "nats a token", "Dotted: what was chosen, and budgets.")
 
 
-def write(folder: Path, found: Found, base: str, run: str) -> None:
-    """Write FILE. Raises Fault (2) where it can't be written."""
-    shares, rises = np.array(list(found.points)), [found.guard.rises(losses) for losses in found.points.values()]
-    lines = {name: Series(shares, np.array([rise[name] for rise in rises])) for name in rises[0]}
-    figure = figures.Figure("line", "Loss minus the base model's", "nats a token", "Dotted: the choice, and budgets.")
-    [chart] = figures.charts([figure], [Run("", folder, numbers={"line": lines})])
-    budgets = [
-        {**figures.upright(0, figures.MUTED), "x1": 1, "y0": most, "y1": most, "yref": "y"}
-        for most in found.guard.budgets.values()
-    ]
-    chart["layout"]["xaxis"] = {"title": {"text": "Part of the way from the base model to the run"}}
-    chart["layout"]["shapes"] = [figures.upright(found.share, figures.INK), *budgets]
-    headline = [("Chosen", f"{found.share:.3f}", str(found))]
-    page.write_page(
-        folder / FILE,
-        "Line between two models",
-        f"{base} to {run}",
-        f"evaluated as in {found.run}",
-        {"curves": "Along the line"},
-        f"of {len(found.points)} evaluations",
-        charts=[chart],
-        runs=[{"headline": headline, "flags": {}}],
-    )
+def write(note: Path) -> None:
+    """Draw the line in the note of an average, beside it. Raises Fault (2)."""
+    said = json.loads(note.read_text())
+    shares = np.array([point["weight_of_run"] for point in said["line"]])
+    losses = [point["eval_loss"] for point in said["line"]]
+    lines = {name: Series(shares, np.array([one[name] - start for one in losses])) for name, start in losses[0].items()}
+    [chart] = figures.charts([LINE], [Run("", note.parent, numbers={LINE.name: lines})])
+    (base, _), (run, chosen) = ((part["path"], part["weight"]) for part in said["parts"])
+    flat = {**figures.upright(0, figures.MUTED), "x1": 1, "yref": "y"}
+    budgets = [{**flat, "y0": most, "y1": most} for most in said["forgetting_budget"].values()]
+    chart["layout"]["shapes"] = [figures.upright(chosen, figures.INK), *budgets]
+    chart["layout"]["xaxis"] = {"title": {"text": "Share of the run"}}
+    inside = {"charts": [chart], "runs": [{"headline": [("Share of the run", f"{chosen:.3f}", f"the rest is {base}")]}]}
+    sections = {"curves": "Along the line"}
+    page.write_page(note.with_name(FILE), "Line between two models", run, "", sections, f"from {note}", **inside)

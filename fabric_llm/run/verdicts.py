@@ -111,16 +111,10 @@ def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
         more = f"--resume true --checkpoint {last} {half} --resume_override lr"
         following = f"Go on more gently: the same command with {more}"
     latest = files.latest(folder)
+    merge = ""
     if forgot and latest is not None and run.flags.model.rope is None:  # which makes another model of the base
-        command = [
-            "python",
-            "-m",
-            "fabric_llm.average",
-            str(loading.folder_of(run.flags.model.model_name)),
-            str(folder),
-        ]
-        command += ["--forgetting_budget", run.flags.evaluation.forgetting_budget]
-        following = f"Next: {shlex.join(command)} merges it with its base model, inside the budget. Or {following[0].lower()}{following[1:]}"
-    return Fault(
-        f"{reason} at step {run.progress.step}; the last checkpoint is {latest or 'none'}. {following}", NON_FINITE
-    )
+        base, budget = loading.folder_of(run.flags.model.model_name), run.flags.evaluation.forgetting_budget
+        command = shlex.join([str(base), str(folder), "--forgetting_budget", budget])
+        merge = f"Next: python -m fabric_llm.average {command} merges it with its base model inside the budget. Or: "
+    at = f"at step {run.progress.step}; the last checkpoint is {latest or 'none'}"
+    return Fault(f"{reason} {at}. {merge}{following}", NON_FINITE)

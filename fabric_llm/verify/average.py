@@ -95,17 +95,17 @@ def open_part(folder: Path) -> Part:
 
 
 def average(
-    parts: Sequence[Part], weights: Sequence[float], how: str, output: Path, dtype: str, max_shard_size: str
+    parts: Sequence[Part], weights: Sequence[float], how: dict[str, Any], output: Path, dtype: str, max_shard_size: str
 ) -> str:
     """Write `output`, verify it, and return what was verified, in words.
 
-    weights: they add up to 1. how: they were given. Raises Fault (76) for NaN in a part, and VerificationError; nothing is then
+    weights: they add up to 1. how: what the note says of them. Raises Fault (76) for NaN in a part, and VerificationError; nothing is then
     left behind.
     """
     averaged = average_of(parts, weights, dtype)
     skeleton, newest = averaged.skeleton, parts[-1]  # of a run; its generation config and tokenizer are taken
     written = str(skeleton.dtype).removeprefix("torch.")
-    note = {"what": "weighted average of models, summed in float64", "weights": how, "dtype": written, "parts": []}
+    note = {"what": "weighted average of models, summed in float64", **how, "dtype": written, "parts": []}
     for part, weight in zip(parts, weights):
         step = None if part.progress is None else part.progress["progress"]["step"]
         note["parts"].append({"path": str(part.path), "weight": weight, "step": step})
@@ -178,7 +178,8 @@ def compare(parts: Sequence[Part], output: Path) -> None:
     note = {**json.loads((output / NOTE).read_text()), "evaluated_as_in": str(run)}
     models = [(part.name, part.path, part.dtype, said) for part, said in zip(parts, note["parts"])]
     models.append(("average", output, loading.load_config(str(output)).dtype, note))
-    print(f"Validation loss, {in_words(flags)}, as in {run}:", flush=True)
+    batches = f"up to {flags['eval_iters']} batches of {flags['eval_batch_size']}"
+    print(f"Validation loss, {batches}, as in {run}:", flush=True)
     for name, folder, dtype, said in models:
         config = loading.load_config(str(folder))
         weights = loading.open_weights(str(folder), config, dtype)
@@ -223,11 +224,6 @@ def as_in_run(
     )
     plan = Plan(None, SimpleNamespace(tokenizer=newest.tokenizer), data, None, Progress(), run, None)
     return plan, flat, evaluated_sets(plan, flags)
-
-
-def in_words(flags: Mapping[str, Any]) -> str:
-    """How many rows of each set are evaluated."""
-    return f"up to {flags['eval_iters']} batches of {flags['eval_batch_size']}"
 
 
 def computing_as(precision: str) -> tuple[Fabric, str]:
