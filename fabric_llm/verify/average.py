@@ -99,8 +99,8 @@ def average(
 ) -> str:
     """Write `output`, verify it, and return what was verified, in words.
 
-    weights: they add up to 1. how: what the note says of them. Raises Fault (76) for NaN in a part, and VerificationError; nothing is then
-    left behind.
+    weights: they add up to 1. how: what the note says of them. Raises Fault (76) for NaN in a part, and VerificationError; nothing
+    is then left behind.
     """
     averaged = average_of(parts, weights, dtype)
     skeleton, newest = averaged.skeleton, parts[-1]  # of a run; its generation config and tokenizer are taken
@@ -185,9 +185,6 @@ def compare(parts: Sequence[Part], output: Path) -> None:
         weights = loading.open_weights(str(folder), config, dtype)
         said["eval_loss"] = losses_of(computing, config, weights, dtype, sets)  # nats, by the names of the sets
         print(f"  {name}", *(f"{of} {loss:.4f}" for of, loss in said["eval_loss"].items()), sep="  ", flush=True)
-    for name, *_, said in models[:-1]:
-        if all(said["eval_loss"][of] <= loss for of, loss in note["eval_loss"].items()):
-            print(f"The average is no better than {name}, whose loss is as low in each set.", flush=True)
     files.write_atomically(output / NOTE, json.dumps(note, indent=2) + "\n")
 
 
