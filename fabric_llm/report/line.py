@@ -1,7 +1,5 @@
 """The line from a base model to a run (verify/line.py) as a page: how far the losses of its points are above the base model's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -5,8 +5,6 @@ export has, with one model in memory. Losses are smooth along the line, so polyn
 to evaluate next; what is chosen was evaluated itself.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
