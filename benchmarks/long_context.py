@@ -20,9 +20,9 @@ if __name__ == "__main__":
 from benchmarks import inputs, page
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
-SHORT, LONG, VOCABULARY = 256, 2048, 4096
-STEPS, MORE_STEPS = 800, 60
+SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
+SHORT, LONG, VOCABULARY = 256, 2048, 2048
+STEPS, MORE_STEPS = 600, 40
 ROPE = "theta:80000"  # eight times as long, eight times the base
 RUNS = {  # name -> flags of the run that goes on
     "positions as they were": [],
@@ -45,6 +45,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     shape = {**SHAPE, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": SHORT}
     inputs.write_llama(folder / "model", **shape, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     common = ["--precision", "bf16-true", "--output_dir", folder, "--lr_schedule", "wsd", "--eval_batch_size", "4"]
+    common += ["--log_step_interval", 20]
     words = [
         "--model_name",
         folder / "model",
@@ -55,11 +56,8 @@ def main(argv: Optional[list[str]] = None) -> int:
         "--lr",
         "2e-3",
     ]
-    train(
-        "base",
-        [*common, *words, "--global_batch_size", 16, "--micro_batch_size", 16, "--warmup_steps", steps // 10],
-        folder,
-    )
+    words += ["--global_batch_size", 16, "--micro_batch_size", 16, "--warmup_steps", steps // 10, "--eval_iters", 8]
+    train("base", [*common, *words], folder)
     rows = []
     for number, (name, flags) in enumerate(RUNS.items()):
         words = ["--model_name", newest(folder / "base"), "--train_data_dir", folder / "long", "--max_step", more]
