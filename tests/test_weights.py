@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OF
 from transformers import AutoModelForCausalLM
 
 from fabric_llm.checkpoint import state_dicts, whole
-from fabric_llm.model import gate, reference, weights
+from fabric_llm.model import gate, loading, reference, weights
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import build_skeleton, load_config, open_weights
 from fabric_llm.model.tensor_files import Tensors
@@ -246,3 +246,15 @@ def test_parts_of_any_split_are_blocks_that_together_are_the_tensor(shape, cuts,
         first = data.draw(st.integers(0, count))
         end = data.draw(st.integers(first, count))
         assert torch.equal(stored.elements("x", first, end - first), whole.flatten()[first:end])
+
+
+def test_a_folder_that_is_not_there_is_no_name_on_the_hub(monkeypatch, tmp_path):
+    """mine/tokenizer of a dataset without one has the form of a repository's name."""
+
+    def asked(*args, **more):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "load_tokenizer", asked)
+    monkeypatch.setattr(loading, "cached_file", asked)
+    assert loading.tokenizer_beside(Path("mine", "tokenizer")) is None

@@ -8,7 +8,7 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 from safetensors import SafetensorError
@@ -83,9 +83,14 @@ def _code_of(model_name: str) -> int:
     return NO_CHECKPOINT if Path(model_name, MANIFEST).is_file() else BAD_INPUT
 
 
-def tokenizer_beside(model_name: str) -> Optional[PreTrainedTokenizerBase]:
-    """The tokenizer beside a model or a dataset, None where there is none. Raises Fault for one that is code (77)."""
-    folder = Path(model_name)
+def tokenizer_beside(place: Union[str, Path]) -> Optional[PreTrainedTokenizerBase]:
+    """The tokenizer beside a model, which may be a name on the hub, or in a folder, a Path; None where there is none.
+
+    Raises Fault for one that is code (77).
+    """
+    folder, model_name = Path(place), str(place)
+    if isinstance(place, Path) and not folder.is_dir():
+        return None
     if folder.is_dir() and not any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")):
         return None
     try:

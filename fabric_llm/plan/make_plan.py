@@ -66,7 +66,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
     skeleton = loading.checked_skeleton(source, config, loading.DTYPES[asked.precision])
     tokenizer = of_model = loading.tokenizer_beside(source)
     for dataset in datasets:
-        of_data = loading.tokenizer_beside(str(dataset.folder / "tokenizer"))
+        of_data = loading.tokenizer_beside(dataset.folder / "tokenizer")
         if None not in (of_model, of_data) and (differing := differing_tokens(of_model, of_data)):
             raise ValueError(
                 f"{str(dataset.folder)!r} was made with another tokenizer than that of {source!r}{differing}; "
@@ -345,7 +345,7 @@ def _require_one_tokenizer(first: TokenDataset, other: TokenDataset, both: str) 
     hashes = [one.manifest.get("tokenizer_sha256") for one in (first, other)]
     if hashes[0] == hashes[1] is not None:
         return
-    one, another = (loading.tokenizer_beside(str(source.folder / "tokenizer")) for source in (first, other))
+    one, another = (loading.tokenizer_beside(source.folder / "tokenizer") for source in (first, other))
     words = "" if one is None or another is None else differing_tokens(one, another)
     if words or None not in hashes:
         raise ValueError(
