@@ -26,7 +26,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         compared = ", which is there: comparing them" * is_there
         print(f"Exporting {'the moving average of ' * arguments.ema}{source} to {output}{compared}", flush=True)
         how = {name: getattr(arguments, name) for name in ("dtype", "max_shard_size", "ema")}
-        how["describe"] = lambda *made: card.write(*made, source, arguments)
+        how["describe"] = lambda folder, proof: card.write(folder, proof, source, arguments)
         proof = export.export(source, output, **how, is_there=is_there)
         print(export.read_proof(proof))
         if is_there:

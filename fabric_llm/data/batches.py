@@ -108,7 +108,7 @@ def part_of(batch: MicroBatch, part: int, parts: int) -> MicroBatch:
     ends = whole["document_ends"] if "document_ends" in whole else document_ends(whole["position_ids"])
     whole["labels"] = torch.nn.functional.pad(whole["labels"], (0, 1), value=IGNORED)
     here = slice(part * context // parts, (part + 1) * context // parts)
-    kept = [name for name in ("input_ids", "position_ids", "questions") if name in whole]
+    kept: list[str] = [name for name in ("input_ids", "position_ids", "questions") if name in whole]
     cut = {name: whole[name][:, here].contiguous() for name in kept}
     cut["labels"] = whole["labels"][:, here.start : here.stop + 1].contiguous()
     return {**cut, "document_ends": ends}

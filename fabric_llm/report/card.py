@@ -72,8 +72,8 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
 def rename(folder: Path, given: Any) -> None:
     """Let a card, whatever was written into it, say how to load the model from where it is pushed to."""
     if (card := folder / "README.md").is_file():
-        loaded = (f'from_pretrained("{name}")' for name in (given.output, given.push_to_hub))
-        files.write_atomically(card, card.read_text("utf-8", "replace").replace(*loaded))
+        before, now = (f'from_pretrained("{name}")' for name in (given.output, given.push_to_hub))
+        files.write_atomically(card, card.read_text("utf-8", "replace").replace(before, now))
 
 
 def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
