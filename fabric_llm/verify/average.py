@@ -221,7 +221,7 @@ def losses_of(
         # As runs have it, with the loss in chunks where it can.
         wrapped = LanguageModel(model, chunked=gate.chunks_its_loss(model, precision)).to(fabric.device)
         wrapped = fabric.setup_module(wrapped, move_to_device=False)
-        losses = {name: evaluate(fabric, wrapped, batches.stream(0))["loss"] for name, batches in sets.items()}
+        found = {of: evaluate(fabric, wrapped, one.stream(0), None, one.questions) for of, one in sets.items()}
     del model, wrapped
     gc.collect()
-    return losses
+    return {name: one["loss"] for name, one in found.items()}
