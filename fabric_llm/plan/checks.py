@@ -33,6 +33,8 @@ from fabric_llm.processes.launch import started_by_other
 from fabric_llm.training.guard import parse_budgets
 from fabric_llm.training.schedule import WITH_DECAY_STEPS
 
+WITH_TASKS = ("tasks", "tokenizer", "context_length", "output", "overwrite")  # flags of prepare_data.py
+
 # --------------------------------------------------------------------------- train.py
 
 
@@ -165,11 +167,21 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
 def check_preparation(flags: Flags) -> None:
     """The flags of prepare_data.py, and what they name. Raises ValueError."""
     pattern, output = flags.pattern or DEFAULT_PATTERNS, Path(flags.output).resolve()
-    preparation(flags, flags.input)
-    separator(flags.document_separator)
+    if flags.tasks is None:
+        preparation(flags, flags.input)
+        separator(flags.document_separator)
+    elif others := [
+        name for name, value in vars(flags).items() if name not in WITH_TASKS and value != getattr(type(flags), name)
+    ]:
+        raise ValueError(
+            f"--{others[0]} doesn't go with --tasks, which takes {', '.join(f'--{name}' for name in WITH_TASKS[1:])}."
+        )
+    elif flags.tokenizer is None or not flags.tasks.strip(", "):
+        raise ValueError("--tasks takes names of tasks, comma-separated, and the --tokenizer of the model.")
     prepared_output(output, flags.overwrite)
     files.writable(output)
-    find_sources(flags.input, pattern=pattern, exclude=flags.exclude or [], output=output)
+    if flags.tasks is None:
+        find_sources(flags.input, pattern=pattern, exclude=flags.exclude or [], output=output)
     if flags.tokenizer is not None and os.path.isdir(flags.tokenizer):
         tokenizer_bounds.check_file(Path(flags.tokenizer, "tokenizer.json"))
     elif flags.tokenizer is not None:

@@ -1,0 +1,175 @@
+"""Tasks of lm-evaluation-harness as validation sets: a run's numbers are those of lm_eval on the exported model."""
+
+import json
+import math
+import sys
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import yaml
+from ranks import Job, metrics, train_ranks
+from test_context_parallel import run_of
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import export_hf
+import prepare_data
+from fabric_llm.data.columns import Rows
+from fabric_llm.data.tasks import Tasks
+from fabric_llm.prepare.tokenizer import train_byte_level_bpe
+from fabric_llm.report.reading import read_run
+
+WORDS = "the river crosses an old bridge where señor Núñez sells bread and tea to people from every village near 東京".split()
+QUESTIONS = 40
+
+
+def judged(documents, losses, targets=None, names=None, alone=False, right=1):
+    """What Tasks say of documents: lists of (is right, characters), of the losses of their choices, nats."""
+    rows = [(number, *choice) for number, document in enumerate(documents) for choice in document]
+    number, gold, characters = map(np.array, zip(*rows))
+    names = np.array(["one"] * len(rows) if names is None else [names[n] for n in number])
+    said = {"task": names, "document": number, "gold": gold, "alone": np.full(len(rows), alone)}
+    said |= {"characters": characters, "bytes": 2 * characters}
+    sums = np.stack([np.array(losses, dtype=float), np.full(len(rows), right), np.zeros(len(rows))], axis=1)
+    ids = {"input_ids": np.zeros((len(rows), 4), dtype=np.int32)}
+    return Tasks(Rows([ids]), said).answered(sums, np.ones(len(rows), int) if targets is None else np.array(targets))
+
+
+def test_the_likeliest_choice_and_the_likeliest_a_character():
+    found = judged([[(False, 2), (True, 8)], [(True, 3), (False, 3), (False, 3)]], [2.0, 4.0, 1.0, 2.0, 3.0])
+    assert (found["accuracy"], found["accuracy_norm"], found["documents"]) == (0.5, 1.0, 2)
+    assert found["loss"] == 2.5 and found["bits_per_byte"] == pytest.approx(5 / math.log(2) / 22)
+
+
+def test_of_equal_choices_the_first_is_taken_and_any_right_one_counts():
+    first, second = [(True, 4), (False, 4)], [(False, 4), (True, 4)]
+    assert judged([first, second], [1.0, 1.0, 1.0, 1.0])["accuracy"] == 0.5
+    found = judged([[(False, 4), (True, 4), (True, 2)]], [3.0, 2.0, 1.0])
+    assert found["accuracy"] == 1 and found["loss"] == 1.5, "of both right ones"
+    assert judged([[(False, 0), (True, 4)]], [0.1, 1.0])["accuracy_norm"] == 1, "an empty choice is never chosen"
+
+
+def test_documents_that_were_cut_are_left_out():
+    documents, losses = [[(True, 1), (False, 1)]] * 3, [1.0, 2.0, 5.0, 4.0, 9.0, 0.0]
+    found = judged(documents, losses, [1, 1, 1, 1, 1, 0])
+    assert (found["documents"], found["accuracy"], found["loss"]) == (2, 0.5, 3.0)
+    none = judged(documents, losses, [1, 0, 0, 0, 0, 0])
+    assert none["documents"] == 0 and math.isnan(none["loss"]) and "accuracy" not in none
+
+
+def test_each_task_has_its_numbers_and_a_single_answer_is_right_if_greedy():
+    documents = [[(True, 1), (False, 1)], [(False, 1), (True, 1)]]
+    found = judged(documents, [1.0, 2.0, 1.0, 2.0], names=["yes", "no"])
+    assert (found["accuracy_of_yes"], found["accuracy_of_no"], found["accuracy"]) == (1, 0, 0.5)
+    assert judged([[(True, 5)]], [1.0], [2], alone=True, right=2)["accuracy"] == 1
+    assert judged([[(True, 5)]], [1.0], [2], alone=True, right=1)["accuracy"] == 0
+
+
+# ------------------------------------------------------------------------------- with lm_eval
+
+
+@pytest.fixture(scope="module")
+def harness():
+    """lm_eval, whose dependencies warn of their own affairs."""
+    pytest.importorskip("lm_eval", reason="lm_eval isn't installed: pip install -e '.[tasks]'")
+
+
+def write_task(folder, name, **more):
+    """A YAML task over a JSON file of questions: three or four choices, of several tokens, not all in ASCII."""
+    generator = np.random.default_rng(sum(map(ord, name)))
+    folder.mkdir(exist_ok=True)
+    with (folder / f"{name}.jsonl").open("w") as file:
+        for number in range(QUESTIONS):
+            text = " ".join(generator.choice(WORDS, 3 + number % 9))
+            choices = [" ".join(generator.choice(WORDS, 1 + generator.integers(3))) for _ in range(3 + number % 2)]
+            record = {"question": text, "choices": choices, "answer": int(generator.integers(len(choices)))}
+            file.write(json.dumps(record) + "\n")
+    config = {"task": name, "dataset_path": "json", "test_split": "train", "output_type": "multiple_choice"}
+    config |= {"dataset_kwargs": {"data_files": str(folder / f"{name}.jsonl")}, "doc_to_text": "{{question}} "}
+    config |= {"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+    config |= {"metric_list": [{"metric": metric} for metric in ("acc", "acc_norm")], **more}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def world(harness, tmp_path_factory):
+    """A folder with a model and its tokenizer, a packed dataset, two tasks in `yaml`, and `tasks` made of them."""
+    folder = tmp_path_factory.mktemp("world")
+    text = " ".join(np.random.default_rng(0).choice(WORDS, 4000))
+    (folder / "text.txt").write_text(text)
+    tokenizer = train_byte_level_bpe([text], vocab_size=300)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, **sizes)).save_pretrained(
+        folder / "model"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    flags = ["--tokenizer", folder / "model", "--output", folder / "data", "--context_length", 32]
+    flags += ["--validation_fraction", 0.2, "--document_separator", " the "]
+    prepare_data.main([str(flag) for flag in ["--input", folder / "text.txt", *flags]])
+    write_task(folder / "yaml", "first")
+    write_task(folder / "yaml", "second", num_fewshot=1, fewshot_split="train", target_delimiter=": ")
+    prepare(folder, folder / "yaml", "tasks")
+    return folder
+
+
+def prepare(world, tasks, name, *more):
+    flags = ["--tasks", tasks, "--tokenizer", world / "model", "--output", world / name, *more]
+    prepare_data.main([str(flag) for flag in flags])
+    return world / name
+
+
+def run_with_tasks(world, folder, ranks, *more):
+    """The numbers of the tasks before step 1, and at the end."""
+    sets = ("--eval_data", f"tasks={world / 'tasks'}", "--eval_iters", 100)
+    train_ranks(ranks, *run_of(world / "model", world / "data", folder, "run", *sets, *more))
+    return [one["tasks"] for one in metrics(folder / "run", "eval")]
+
+
+@pytest.fixture(scope="module")
+def alone(world, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, run_with_tasks(world, folder, 1)
+
+
+def test_they_are_the_numbers_of_lm_eval_on_the_exported_model(world, alone, tmp_path):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    folder, found = alone
+    export_hf.main([str(folder / "run"), "--output", str(tmp_path / "hf")])
+    asked = {"model": "hf", "model_args": f"pretrained={tmp_path / 'hf'},dtype=float32", "device": "cpu"}
+    manager = TaskManager(include_path=str(world / "yaml"), include_defaults=False)
+    said = lm_eval.simple_evaluate(**asked, tasks=["first", "second"], task_manager=manager, bootstrap_iters=0)
+    nats, size, end = 0.0, 0, found[-1]
+    for task in ("first", "second"):
+        of_task = said["results"][task]
+        assert end[f"accuracy_of_{task}"] == pytest.approx(of_task["acc,none"], abs=1e-12)
+        assert end[f"accuracy_norm_of_{task}"] == pytest.approx(of_task["acc_norm,none"], abs=1e-12)
+        for sample in said["samples"][task]:
+            gold = sample["target"] if isinstance(sample["target"], int) else int(sample["target"])
+            nats -= sample["filtered_resps"][gold][0]
+            size += len(sample["arguments"][gold][1].encode())
+    assert end["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    assert end["documents"] == 2 * QUESTIONS and 0 < end["accuracy"] < 1
+    assert found[0]["bits_per_byte"] > end["bits_per_byte"], "it has learned something"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (2, ("--strategy", "fsdp2")),
+        (2, ("--strategy", "fsdp2", "--context_parallel", 2)),
+        (1, ("--loss", "full", "--eval_batch_size", 7)),
+    ],
+)
+def test_any_ranks_and_paths_measure_the_same(world, alone, tmp_path, ranks, more):
+    found = run_with_tasks(world, tmp_path, ranks, *more)
+    for here, there in zip(found, alone[1], strict=True):
+        assert here.keys() == there.keys()
+        for name, value in there.items():
+            exact = name.startswith(("accuracy", "documents"))
+            assert here[name] == (value if exact else pytest.approx(value, rel=1e-5)), name
