@@ -19,11 +19,8 @@ def main(argv: Optional[list[str]] = None) -> None:
         if arguments.tasks is not None:
             from fabric_llm.prepare.tasks import prepare_tasks
 
-            print(prepare_tasks(**{name: getattr(arguments, name) for name in checks.WITH_TASKS}), flush=True)
-            ending.left = f"{arguments.output} is complete"
-            print(
-                f"Next: python train.py --model_name NAME_OR_DIR --eval_data tasks={arguments.output} ...", flush=True
-            )
+            names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
+            print(prepare_tasks(names, arguments.tokenizer, arguments.context_length, arguments.output), flush=True)
             return
         from fabric_llm.prepare import prepare
         from fabric_llm.prepare.inputs import work_folder_of

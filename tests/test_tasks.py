@@ -2,14 +2,12 @@
 
 import json
 import math
-import sys
 
-import datasets
 import numpy as np
 import pytest
 import torch
 import yaml
-from ranks import Job, metrics, train_ranks
+from ranks import metrics, train_ranks
 from test_context_parallel import run_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,7 +16,6 @@ import prepare_data
 from fabric_llm.data.columns import Rows
 from fabric_llm.data.tasks import Tasks
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
-from fabric_llm.report.reading import read_run
 
 WORDS = "the river crosses an old bridge where señor Núñez sells bread and tea to people from every village near 東京".split()
 QUESTIONS = 40

@@ -19,7 +19,7 @@ from fabric_llm.data.dataset import TokenDataset, open_dataset
 TASKS = "tasks.json"  # in a folder of tasks: what each of them holds
 # Of each row: its task; its document, whose rows are in the order of the choices; whether it is a right answer; whether it is
 # the only choice, right if each of its tokens is the likeliest; characters of the choice, and bytes of what is predicted.
-SAID = {"task": "string", "document": "int32", "gold": "bool", "alone": "bool", "characters": "int32", "bytes": "int32"}
+SAID = ("task", "document", "gold", "alone", "characters", "bytes")
 
 
 class Tasks(Rows):
@@ -63,7 +63,7 @@ def open_tasks(folder: Path, verify: str) -> TokenDataset:
     """The tasks that prepare_data.py has written into `folder`. Raises ValueError as `open_dataset` does."""
     dataset = open_dataset(folder, verify, ("validation",))
     try:
-        table = datasets.load_from_disk(str(folder / "validation")).select_columns(list(SAID)).with_format("numpy")[:]
+        table = datasets.load_from_disk(str(folder / "validation")).select_columns(SAID).with_format("numpy")[:]
         rows = Tasks(dataset.validation, {name: np.asarray(table[name]) for name in SAID})
     except ValueError as error:
         raise ValueError(f"{str(folder)!r} isn't as prepare_data.py --tasks writes it: {one_line(error)}") from error

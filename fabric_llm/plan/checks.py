@@ -33,8 +33,6 @@ from fabric_llm.processes.launch import started_by_other
 from fabric_llm.training.guard import parse_budgets
 from fabric_llm.training.schedule import WITH_DECAY_STEPS
 
-WITH_TASKS = ("tasks", "tokenizer", "context_length", "output", "overwrite")  # flags of prepare_data.py
-
 # --------------------------------------------------------------------------- train.py
 
 
@@ -170,14 +168,13 @@ def check_preparation(flags: Flags) -> None:
     if flags.tasks is None:
         preparation(flags, flags.input)
         separator(flags.document_separator)
-    elif others := [
-        name for name, value in vars(flags).items() if name not in WITH_TASKS and value != getattr(type(flags), name)
-    ]:
-        raise ValueError(
-            f"--{others[0]} doesn't go with --tasks, which takes {', '.join(f'--{name}' for name in WITH_TASKS[1:])}."
-        )
-    elif flags.tokenizer is None or not flags.tasks.strip(", "):
-        raise ValueError("--tasks takes names of tasks, comma-separated, and the --tokenizer of the model.")
+    else:
+        known = ("tasks", "tokenizer", "context_length", "output", "overwrite")
+        given = [name for name, value in vars(flags).items() if value != getattr(type(flags), name)]
+        others = [name for name in given if name not in known]
+        if others or flags.tokenizer is None or not flags.tasks.strip(", "):
+            words = f"not --{others[0]}" if others else "and needs the first"
+            raise ValueError(f"--tasks takes names, comma-separated, and --tokenizer, --context_length, {words}.")
     prepared_output(output, flags.overwrite)
     files.writable(output)
     if flags.tasks is None:
