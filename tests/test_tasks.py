@@ -2,12 +2,14 @@
 
 import json
 import math
+import sys
 
+import datasets
 import numpy as np
 import pytest
 import torch
 import yaml
-from ranks import metrics, train_ranks
+from ranks import Job, metrics, train_ranks
 from test_context_parallel import run_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -16,6 +18,7 @@ import prepare_data
 from fabric_llm.data.columns import Rows
 from fabric_llm.data.tasks import Tasks
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
+from fabric_llm.report.reading import read_run
 
 WORDS = "the river crosses an old bridge where señor Núñez sells bread and tea to people from every village near 東京".split()
 QUESTIONS = 40
@@ -170,3 +173,91 @@ def test_any_ranks_and_paths_measure_the_same(world, alone, tmp_path, ranks, mor
         for name, value in there.items():
             exact = name.startswith(("accuracy", "documents"))
             assert here[name] == (value if exact else pytest.approx(value, rel=1e-5)), name
+
+
+def test_a_cut_set_counts_whole_documents_of_each_task_and_a_budget_may_name_it(world, tmp_path):
+    more = ("--forgetting_budget", "tasks:5", "--eval_data", f"tasks={world / 'tasks'}", "--eval_iters", 3)
+    train_ranks(1, *run_of(world / "model", world / "data", tmp_path, "run", *more))
+    first = metrics(tmp_path / "run", "eval")[0]["tasks"]
+    rows = datasets.load_from_disk(str(world / "tasks" / "validation"))[:24]
+    whole = set(rows["document"][:-1]) - {rows["document"][-1]}
+    assert len(whole) <= first["documents"] <= len(whole) + 1 and first["budget"] == 5
+    assert {"accuracy_of_first", "accuracy_of_second"} <= first.keys()
+    assert set(read_run(tmp_path / "run").numbers["tasks"]) == {"tasks: first", "tasks: second"}
+
+
+def test_a_task_of_single_answers_is_judged_by_whether_they_are_greedy(world, tmp_path):
+    single = {"output_type": "loglikelihood", "doc_to_target": " {{choices[0]}}", "doc_to_choice": None}
+    path = write_task(tmp_path, "single", **single, metric_list=[{"metric": "acc"}])
+    rows = datasets.load_from_disk(str(prepare(world, path, "single")))["validation"]
+    assert len(rows) == QUESTIONS and all(rows["alone"]) and all(rows["gold"])
+
+
+def test_requests_keep_their_ends(world, tmp_path):
+    path = write_task(tmp_path, "long", doc_to_text="{{question * 9}}")
+    whole, cut = (
+        datasets.load_from_disk(str(prepare(world, path, f"long{length}", "--context_length", length)))["validation"]
+        for length in (4096, 40)
+    )
+    assert len(whole[0]["input_ids"]) % 64 == 0 and len(cut[0]["input_ids"]) == 40
+    for long, short in zip(whole, cut, strict=True):
+        targets = [[token for token in row["labels"] if token != -100] for row in (long, short)]
+        end = max(place for place, token in enumerate(long["labels"]) if token != -100) + 1
+        assert targets[0] == targets[1] and short["input_ids"][-40:][: min(end, 40)] == long["input_ids"][:end][-40:]
+
+
+def refused(capsys, program, *flags):
+    with pytest.raises(SystemExit) as ending:
+        program.main([str(flag) for flag in flags])
+    assert ending.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_mistakes(world, tmp_path, capsys, monkeypatch):
+    def of(*flags):
+        said = refused(capsys, prepare_data, "--output", tmp_path / "out", *flags)
+        assert not (tmp_path / "out").exists()
+        return said
+
+    tokenizer = ("--tokenizer", world / "model")
+    assert "and needs the first" in of("--tasks", "first")
+    assert "not --packing" in of("--tasks", "first", *tokenizer, "--packing", "best_fit")
+    assert "not --input" in of("--tasks", "first", *tokenizer, "--input", world / "text.txt")
+    assert "no input" in of(*tokenizer)
+    written = write_task(tmp_path, "written", output_type="generate_until", metric_list=[{"metric": "exact_match"}])
+    assert "'written' is of the kind generate_until" in of("--tasks", written, *tokenizer)
+    otherwise = write_task(tmp_path, "otherwise", metric_list=[{"metric": "f1"}])
+    assert "'otherwise' doesn't judge" in of("--tasks", otherwise, *tokenizer)
+    assert "an answer of" in of("--tasks", world / "yaml" / "first.yaml", *tokenizer, "--context_length", 4)
+    (tmp_path / "broken.yaml").write_text("task: broken\ndataset_path: nowhere/at_all\n")
+    assert "lm_eval can't load this" in of("--tasks", tmp_path / "broken.yaml", *tokenizer)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    assert "pip install 'fabric_llm[tasks]'" in of("--tasks", "hellaswag", *tokenizer)
+
+
+@pytest.mark.longer  # lm_eval lists its tasks for ten seconds
+def test_the_nearest_task_is_named(world, tmp_path, capsys):
+    flags = ("--tasks", "hellaswog", "--tokenizer", world / "model", "--output", tmp_path / "out")
+    assert "no task 'hellaswog', and there is no such file. Did you mean 'hellaswag'?" in refused(
+        capsys, prepare_data, *flags
+    )
+
+
+def test_a_run_refuses_tasks_as_text_and_those_of_another_tokenizer(world, tmp_path):
+    job = Job(1, *run_of(world / "model", world / "tasks", tmp_path, "text"))
+    assert job.wait() == [2] and "has no split 'train', only 'validation'" in job.output[0]
+    other = train_byte_level_bpe([" ".join(reversed(WORDS)) * 9], vocab_size=280)
+    other.save_pretrained(tmp_path / "other")
+    flags = [
+        "--tasks",
+        world / "yaml" / "first.yaml",
+        "--tokenizer",
+        tmp_path / "other",
+        "--output",
+        tmp_path / "tasks",
+    ]
+    prepare_data.main([str(flag) for flag in flags])
+    job = Job(
+        1, *run_of(world / "model", world / "data", tmp_path, "run", "--eval_data", f"tasks={tmp_path / 'tasks'}")
+    )
+    assert job.wait() == [2] and "was made with another tokenizer" in job.output[0]
