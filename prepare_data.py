@@ -19,8 +19,8 @@ def main(argv: Optional[list[str]] = None) -> None:
         if arguments.tasks is not None:
             from fabric_llm.prepare.tasks import prepare_tasks
 
-            names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
-            print(prepare_tasks(names, arguments.tokenizer, arguments.context_length, arguments.output), flush=True)
+            said = prepare_tasks(arguments.tasks, arguments.tokenizer, arguments.context_length, arguments.output)
+            print(f"{said}\nNext: python train.py ... --eval_data tasks={arguments.output}", flush=True)
             return
         from fabric_llm.prepare import prepare
         from fabric_llm.prepare.inputs import work_folder_of

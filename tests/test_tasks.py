@@ -220,7 +220,7 @@ def test_mistakes(world, tmp_path, capsys, monkeypatch):
         return said
 
     tokenizer = ("--tokenizer", world / "model")
-    assert "and needs the first" in of("--tasks", "first")
+    assert "and needs the first" in of("--tasks", "first") and "and needs" in of("--tasks", ", ", *tokenizer)
     assert "not --packing" in of("--tasks", "first", *tokenizer, "--packing", "best_fit")
     assert "not --input" in of("--tasks", "first", *tokenizer, "--input", world / "text.txt")
     assert "no input" in of(*tokenizer)

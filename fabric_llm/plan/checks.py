@@ -170,8 +170,9 @@ def check_preparation(flags: Flags) -> None:
         separator(flags.document_separator)
     else:
         known = ("tasks", "tokenizer", "context_length", "output", "overwrite")
-        given = [name for name, value in vars(flags).items() if value != getattr(type(flags), name)]
-        others = [name for name in given if name not in known]
+        others = [
+            name for name, value in vars(flags).items() if value != getattr(type(flags), name) and name not in known
+        ]
         if others or flags.tokenizer is None or not flags.tasks.strip(", "):
             words = f"not --{others[0]}" if others else "and needs the first"
             raise ValueError(f"--tasks takes names, comma-separated, and --tokenizer, --context_length, {words}.")

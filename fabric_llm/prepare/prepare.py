@@ -132,7 +132,15 @@ def prepare(**arguments: Any) -> dict:
             marks = _encode(pieces, job, options)
             is_encoded = True
             manifest = _make_dataset(folder, options, found, pieces, marks, job.dtype, tokenizer)
-            content = publish(folder, target, manifest)
+            content = files.encode(manifest)
+            (folder / "dataset" / "manifest.json").write_bytes(content)
+            with uninterrupted():
+                if target.exists():
+                    target.rename(folder / "old")
+                failpoint("prepare.publish")
+                (folder / "dataset").rename(target)
+                files.fsync(target.parent)
+                remove(folder)
         except BaseException as error:
             # A later start goes on with the pieces, unless all are encoded and the mistake is in what comes after.
             is_mistake = isinstance(error, ValueError) and getattr(error, "code", BAD_INPUT) == BAD_INPUT
@@ -140,20 +148,6 @@ def prepare(**arguments: Any) -> dict:
                 remove(folder)
             raise
     return json.loads(content)
-
-
-def publish(folder: Path, target: Path, manifest: dict[str, Any]) -> bytes:
-    """Put the dataset in a work folder at `target`, and remove the work folder. Returns what is now in manifest.json."""
-    content = files.encode(manifest)
-    (folder / "dataset" / "manifest.json").write_bytes(content)
-    with uninterrupted():
-        if target.exists():
-            target.rename(folder / "old")
-        failpoint("prepare.publish")
-        (folder / "dataset").rename(target)
-        files.fsync(target.parent)
-        remove(folder)
-    return content
 
 
 @contextmanager

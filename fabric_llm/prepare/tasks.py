@@ -5,10 +5,11 @@ The harness itself builds the requests, encodes them, and says which choices are
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
@@ -18,25 +19,24 @@ from transformers import PreTrainedTokenizerBase
 from fabric_llm.base import files
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.names import nearest, reach_hub
-from fabric_llm.base.program import on_disk
+from fabric_llm.base.program import on_disk, uninterrupted
 from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.tasks import TASKS
-from fabric_llm.prepare import prepare
 from fabric_llm.prepare.tokenizer import packing_tokenizer
 
 MULTIPLE = 64  # of which row lengths are, so that ranks can share rows
 SEED = 1234  # of the examples of few-shot tasks, as in lm_eval.simple_evaluate
 
 
-def prepare_tasks(names: Sequence[str], tokenizer: str, context_length: int, output: str) -> str:
-    """Write the requests of tasks into the folder `output`. Returns what it made, in words. names: as --tasks has them.
+def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) -> str:
+    """Write the requests of tasks into the folder `output`. Returns what it made, in words. The arguments are flags of prepare_data.py.
 
     Rows are as long as the longest request, but have at most `context_length` tokens: of longer requests the last ones. Documents
     of all tasks are mixed evenly, so that a part of the rows is a part of each task. Raises ValueError for what a user can correct.
     """
     target, encoder = Path(output).resolve(), packing_tokenizer(tokenizer)
-    documents = [document for _, document in sorted(_documents(_loaded(names), encoder), key=lambda found: found[0])]
-    rows = [{**row, "document": number} for number, document in enumerate(documents) for row in document]
+    documents = sorted(_documents(_loaded(tasks), encoder), key=lambda found: found[0])
+    rows = [{**row, "document": number} for number, (_, document) in enumerate(documents) for row in document]
     length = min(-(-max(len(row["input_ids"]) for row in rows) // MULTIPLE) * MULTIPLE, context_length)
     for row in rows:
         ids, targets = np.array(row["input_ids"][-length:], dtype=np.int32), row.pop("targets")
@@ -46,25 +46,32 @@ def prepare_tasks(names: Sequence[str], tokenizer: str, context_length: int, out
         labels = np.where(np.arange(len(ids)) < len(ids) - targets, np.int32(IGNORED), ids)
         for name, values, filling in (("input_ids", ids, encoder.eos_token_id), ("labels", labels, IGNORED)):
             row[name] = np.pad(values, (0, length - len(ids)), constant_values=filling)
-    counts = Counter(document[0]["task"] for document in documents)
-    with prepare.work_folder(target) as folder, on_disk(target, folder, "the rows need 8 bytes a token"):
-        made = folder / "dataset"
+    counts = Counter(document[0]["task"] for _, document in documents)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target.parent) as folder, on_disk(target, Path(folder), "rows need 8 bytes a token"):
+        made = Path(folder, "dataset")
         datasets.DatasetDict({"validation": datasets.Dataset.from_list(rows)}).save_to_disk(made)
         encoder.save_pretrained(made / "tokenizer")
         (made / TASKS).write_text(json.dumps(counts))
         said = {"tasks": counts, "tokenizer": tokenizer, "lm_eval": metadata.version("lm_eval")}
-        prepare.publish(folder, target, {**said, "written": files.describe(made, files.files_in(made))})
+        said["written"] = files.describe(made, files.files_in(made))
+        (made / "manifest.json").write_bytes(files.encode(said))
+        with uninterrupted():
+            if target.exists():
+                target.rename(Path(folder, "old"))
+            made.rename(target)
     words = ", ".join(f"{count:,} of {name}" for name, count in counts.items())
     return f"{len(documents):,} documents ({words}), {len(rows):,} rows of {length} tokens: {output}"
 
 
-def _loaded(names: Sequence[str]) -> dict[str, Any]:
+def _loaded(tasks: str) -> dict[str, Any]:
     """{name: task of lm_eval}, of its own names and groups, of YAML files and folders of them. Raises ValueError."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ValueError(f"--tasks needs lm_eval: pip install 'fabric_llm[tasks]' ({one_line(error)})") from error
 
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
     folders = [name for name in names if Path(name).is_dir()]
     # Its own tasks are thousands of files, which take a while to list.
     manager = TaskManager(include_path=folders, include_defaults=not all(Path(name).exists() for name in names))
@@ -80,7 +87,7 @@ def _loaded(names: Sequence[str]) -> dict[str, Any]:
         ]
     except Exception as error:  # of the harness, YAML, functions that a task names, datasets and the hub
         said = f"{type(error).__name__}: {one_line(error).rstrip('.')}"
-        raise ValueError(f"--tasks {','.join(names)}: lm_eval can't load this: {said}") from error
+        raise ValueError(f"--tasks {tasks}: lm_eval can't load this: {said}") from error
 
 
 def _documents(
