@@ -4,7 +4,7 @@ Each check raises ValueError in one sentence with the offending value. A check w
 on rank 0 only.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -232,16 +232,16 @@ def _plan_data(
     return data, Schedule(*batches, max_step, end, training.max_step, training.number_epochs)
 
 
-def open_here(folder: str, flags: Flags, opened: Callable[[Path, str], TokenDataset] = open_source) -> TokenDataset:
+def open_here(folder: str, flags: Flags, is_text: bool = True) -> TokenDataset:
     """The dataset in `folder`. Raises ValueError. Only one rank of each machine compares hashes."""
+    opened = open_source if is_text else open_tasks
     return opened(Path(folder), flags.data.verify_data if is_first_of_machine() else "size")
 
 
 def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
     """The datasets of --eval_data by name. Raises ValueError."""
     folders = parse_eval_data(flags.evaluation.eval_data)
-    opened = {name: open_tasks if Path(folder, TASKS).is_file() else open_source for name, folder in folders.items()}
-    return {name: open_here(folder, flags, opened[name]) for name, folder in folders.items()}
+    return {name: open_here(folder, flags, not Path(folder, TASKS).is_file()) for name, folder in folders.items()}
 
 
 def find_document_end(masks_documents: bool, dataset: TokenDataset) -> Optional[int]:
