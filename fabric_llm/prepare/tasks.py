@@ -24,6 +24,7 @@ from fabric_llm.data.columns import IGNORED
 from fabric_llm.data.tasks import TASKS
 from fabric_llm.prepare.tokenizer import packing_tokenizer
 
+KINDS = ("multiple_choice", "loglikelihood")  # of tasks that compare likelihoods of answers
 MULTIPLE = 64  # of which row lengths are, so that ranks can share rows
 SEED = 1234  # of the examples of few-shot tasks, as in lm_eval.simple_evaluate
 
@@ -72,19 +73,17 @@ def _loaded(tasks: str) -> dict[str, Any]:
         raise ValueError(f"--tasks needs lm_eval: pip install 'fabric_llm[tasks]' ({one_line(error)})") from error
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    folders = [name for name in names if Path(name).is_dir()]
+    inside = {name: sorted(map(str, Path(name).glob("*.yaml"))) for name in names}  # of folders
+    unknown = [name for name in names if not inside[name] and not Path(name).is_file()]
     # Its own tasks are thousands of files, which take a while to list.
-    manager = TaskManager(include_path=folders, include_defaults=not all(Path(name).exists() for name in names))
-    given = [name for name in names if name not in folders]
-    for name in given:
-        if name not in manager.all_tasks and not Path(name).is_file():
+    manager = TaskManager(include_path=[name for name in names if inside[name]], include_defaults=bool(unknown))
+    for name in unknown:
+        if name not in manager.all_tasks:
             meant = "".join(f" Did you mean {close!r}?" for close in nearest(name, manager.all_tasks))
             raise ValueError(f"--tasks: lm_eval has no task {name!r}, and there is no such file.{meant}")
     reach_hub()
     try:
-        return manager.load(given + [str(file) for name in folders for file in sorted(Path(name).glob("*.yaml"))])[
-            "tasks"
-        ]
+        return manager.load([one for name in names for one in inside[name] or [name]])["tasks"]
     except Exception as error:  # of the harness, YAML, functions that a task names, datasets and the hub
         said = f"{type(error).__name__}: {one_line(error).rstrip('.')}"
         raise ValueError(f"--tasks {tasks}: lm_eval can't load this: {said}") from error
@@ -107,13 +106,9 @@ def _documents(
             return requests
 
     for name, task in tasks.items():
-        kind, metrics = task.OUTPUT_TYPE, task.aggregation()
-        if kind not in ("multiple_choice", "loglikelihood"):
-            raise ValueError(
-                f"--tasks: {name!r} is of the kind {kind}, and a run compares likelihoods of answers alone"
-            )
-        if callable(task.config.process_results) or "acc" not in metrics or "acc_mutual_info" in metrics:
-            raise ValueError(f"--tasks: {name!r} doesn't judge answers by their likelihood alone, as acc does")
+        kind, metrics, own = task.OUTPUT_TYPE, task.aggregation(), callable(task.config.process_results)
+        if kind not in KINDS or own or "acc" not in metrics or "acc_mutual_info" in metrics:
+            raise ValueError(f"--tasks: {name!r} ({kind}) doesn't judge answers by their likelihood alone, as acc does")
         task.set_fewshot_seed(SEED)
         task.build_all_requests()
         encoded = zip(task.instances, Encoder().loglikelihood(task.instances, disable_tqdm=True))
