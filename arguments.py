@@ -392,11 +392,14 @@ class Arguments:
 class PrepareArguments:
     """Options"""
 
-    input: list[str] = flag(None)
+    input: Optional[list[str]] = flag(None)
     """files or folders of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, also with .gz, .zst, .bz2, .xz; dataset
     folders; names of datasets on the hub"""
     output: str = flag(None)
     """dataset folder to write, such as data/mine"""
+    tasks: Optional[str] = flag(None, takes="names or YAML files of tasks, comma-separated, such as hellaswag,arc_easy")
+    """instead of --input: tasks of lm-evaluation-harness, or files or folders of your own in its YAML, comma-separated, as
+    a validation set for --eval_data (docs/forgetting.md)"""
     tokenizer: Optional[str] = flag(None)
     """hub name or local directory of the tokenizer (that of your model)"""
     train_tokenizer: Optional[int] = flag(None, at_least=257)

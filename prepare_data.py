@@ -16,6 +16,12 @@ def main(argv: Optional[list[str]] = None) -> None:
 
         ending.left = f"nothing was written to {arguments.output}"
         checks.check_preparation(arguments)
+        if arguments.tasks is not None:
+            from fabric_llm.prepare.tasks import prepare_tasks
+
+            said = prepare_tasks(arguments.tasks, arguments.tokenizer, arguments.context_length, arguments.output)
+            print(f"{said}\nNext: python train.py ... --eval_data tasks={arguments.output}", flush=True)
+            return
         from fabric_llm.prepare import prepare
         from fabric_llm.prepare.inputs import work_folder_of
 

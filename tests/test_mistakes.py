@@ -241,7 +241,7 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
     ("--config none.yaml", 2, "--config 'none.yaml' can't be read: No such file"),
 ]
 OTHERS = [
-    ("prepare_data", "--output out --train_tokenizer 300", 2, "arguments are required: input"),
+    ("prepare_data", "--output out --train_tokenizer 300", 2, "no input: name at least one"),
     ("prepare_data", "--input corpus --output out", 2, "give exactly one of --tokenizer"),
     ("prepare_data", "--input corpus --output out --train_tokenizer 9", 2, "at least 257"),
     ("prepare_data", "--input corpus --output out --tokenizer x --context_length 1", 2, "must be at least 2, not 1."),

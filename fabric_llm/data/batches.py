@@ -21,7 +21,7 @@ from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.order import RowsRead, rows_at
 
 # input_ids and labels, attention_mask if the dataset has one, position_ids if packed documents are kept apart:
-# each int64 [rows, context]; then also document_ends, see there; of a probe questions, see probes.py
+# each int64 [rows, context]; then also document_ends, see there; of `Batches.questions` their numbers, int64 [rows]
 MicroBatch = dict[str, Tensor]
 
 
@@ -49,6 +49,11 @@ class Batches:
     @property
     def global_batch_size(self) -> int:
         return self.micro_batch_size * self.micro_batches * self.world_size
+
+    @property
+    def questions(self) -> Any:
+        """The rows, if they ask something and judge the answers (probes.Questions, tasks.Tasks); None of a text."""
+        return self.rows if hasattr(self.rows, "answered") else None
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Row numbers in the dataset of the sequences at `positions`, int64, same shape."""
@@ -95,6 +100,8 @@ class Batches:
         if self.end is not None:
             labels[torch.from_numpy(positions >= self.end)] = IGNORED
         batch["labels"] = labels
+        if self.questions is not None:
+            batch["questions"] = torch.from_numpy(rows)
         return batch if self.parts == 1 else part_of(batch, self.part, self.parts)
 
 
@@ -108,8 +115,8 @@ def part_of(batch: MicroBatch, part: int, parts: int) -> MicroBatch:
     ends = whole["document_ends"] if "document_ends" in whole else document_ends(whole["position_ids"])
     whole["labels"] = torch.nn.functional.pad(whole["labels"], (0, 1), value=IGNORED)
     here = slice(part * context // parts, (part + 1) * context // parts)
-    kept: list[str] = [name for name in ("input_ids", "position_ids", "questions") if name in whole]
-    cut = {name: whole[name][:, here].contiguous() for name in kept}
+    cut = {name: whole[name][:, here].contiguous() for name in ("input_ids", "position_ids")}
+    cut |= {"questions": batch["questions"]} if "questions" in batch else {}
     cut["labels"] = whole["labels"][:, here.start : here.stop + 1].contiguous()
     return {**cut, "document_ends": ends}
 

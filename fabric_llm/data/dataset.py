@@ -60,12 +60,14 @@ def together(sources: Sequence[TokenDataset]) -> TokenDataset:
     )
 
 
-def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
+def open_dataset(
+    folder: str | Path, verify: str = "auto", parts: Sequence[str] = ("train", "validation")
+) -> TokenDataset:
     """Open and check a dataset folder that `datasets.load_from_disk` reads.
 
     verify: how the files that prepare_data.py has listed are checked: `size`, `full` (with hashes), or `auto` (with hashes
-    up to 1 GiB). The row length and the largest token id are taken from the manifest. Without one, or where rows
-    aren't lists of one size, every row is read once.
+    up to 1 GiB). parts: the splits that are needed. The row length and the largest token id are taken from the manifest.
+    Without one, or where rows aren't lists of one size, every row is read once.
 
     Raises ValueError, with the offending value, for a missing folder or split, an empty split, missing or
     wrongly typed columns, and rows of different length.
@@ -80,7 +82,7 @@ def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
     said = (manifest["context_length"], manifest["max_token_id"]) if manifest.get("packed") else None
     padding = manifest["eos_token_id"] if manifest.get("packing") == "best_fit" else NO_PADDING
     splits, kinds, largest = [], [], 0
-    for name in ("train", validation_name):
+    for name in (*parts[:-1], validation_name):
         if name not in names:
             raise ValueError(f"{str(folder)!r} has no split {name!r}, only {', '.join(map(repr, names))}.")
         where = f"split {name!r} of {str(folder)!r}"
@@ -98,11 +100,11 @@ def open_dataset(folder: str | Path, verify: str = "auto") -> TokenDataset:
         splits.append(Rows(chunks, [padding] * len(chunks)))
         kinds.append(f"{', '.join(columns)} in rows of {length} tokens")
         largest = max(largest, max_token_id)
-    if kinds[0] != kinds[1]:
-        raise ValueError(f"The splits of {str(folder)!r} must be alike: 'train' has {kinds[0]}, the other {kinds[1]}.")
+    if kinds[0] != kinds[-1]:
+        raise ValueError(f"The splits of {str(folder)!r} must be alike: 'train' has {kinds[0]}, the other {kinds[-1]}.")
     if length < 2:
         raise ValueError(f"Rows of {str(folder)!r} hold {length} token; at least 2 are needed to predict one.")
-    return TokenDataset(folder, *splits, length, largest, manifest)
+    return TokenDataset(folder, splits[0], splits[-1], length, largest, manifest)
 
 
 # ------------------------------------------------------------------------------- files

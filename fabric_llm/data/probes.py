@@ -16,7 +16,6 @@ PASSAGES, LONGEST_PASSAGE = 64, 256  # of the probe of copying: passages, and to
 ROWS_DRAWN_FROM, TOKENS_DRAWN_FROM = 256, 2**22  # of the text, at most
 # Of the probe of retrieval: places of a key in percent of the row, rows that are a half, a quarter as long, questions of each.
 DEPTHS, LENGTHS, EACH = tuple(range(10, 100, 10)), 3, 2
-QUESTIONS = len(DEPTHS) * LENGTHS * EACH  # at most
 SHORTEST = 8  # tokens of a text with a question
 
 
@@ -63,8 +62,8 @@ class Questions:
         return self.lengths[number // len(DEPTHS) % len(self.lengths)], DEPTHS[number % len(DEPTHS)]
 
     def __getitem__(self, numbers: Any) -> dict[str, np.ndarray]:
-        """input_ids, labels, and `questions`, the number of the row, each int64 [numbers, context]; of one number [context]."""
-        rows = [dict(zip(("input_ids", "labels", "questions"), self._row(int(n)))) for n in np.atleast_1d(numbers)]
+        """input_ids and labels, each int64 [numbers, context]; of one number [context]."""
+        rows = [dict(zip(("input_ids", "labels"), self._row(int(n)))) for n in np.atleast_1d(numbers)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]} if np.ndim(numbers) else rows[0]
 
     def _row(self, number: int) -> tuple[np.ndarray, ...]:
@@ -76,13 +75,13 @@ class Questions:
         row[at : at + len(pair)] = row[end:length] = pair
         labels = np.full_like(row, IGNORED)
         labels[length - self.value : length] = pair[-self.value :]
-        return row, labels, np.full_like(row, number)
+        return row, labels
 
     def answered(self, sums: np.ndarray, targets: np.ndarray) -> dict[str, float]:
         """What evaluations say of the answers: `accuracy`, of their tokens; `exact`, of whole values; `margin`, of their logits.
 
         Also by the length of the text and the depth, in percent, such as accuracy_of_2048 and accuracy_of_2048_at_10. sums: as
-        language_model.by_question has them, [questions, 3]. targets: evaluated tokens of each question, [questions].
+        language_model.by_row has them, [questions, 3]. targets: evaluated tokens of each question, [questions].
         """
         groups: dict[str, list[int]] = defaultdict(list)
         for number in np.flatnonzero(targets).tolist():

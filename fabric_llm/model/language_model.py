@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from fabric_llm.data import batches
 from fabric_llm.data.columns import IGNORED
-from fabric_llm.data.probes import QUESTIONS
 from fabric_llm.model import fast_paths
 
 PLACES = 12  # of a document, by whose positions a loss is told apart, see training/evaluation.py
@@ -46,16 +45,16 @@ def _by_place(cross_entropy: Callable[[Tensor, Tensor], Tensor], logits: Tensor,
     return torch.cat([cross_entropy(logits, targets)[None], by_place])
 
 
-def by_question(logits: Tensor, targets: Tensor) -> Tensor:
-    """float32 [1 + 3 x QUESTIONS]: the cross-entropy, and of the question in the second column of `targets` three sums over its targets.
+def by_row(rows: int, logits: Tensor, targets: Tensor) -> Tensor:
+    """float32 [1 + 3 x rows]: the cross-entropy, and of each row, which the second column of `targets` names, three sums over its targets.
 
     These are the cross-entropy, how many are the likeliest token, and their margins: logit minus the largest one of other tokens.
     """
-    logits, (targets, questions) = logits[targets[:, 0] != IGNORED].float(), targets[targets[:, 0] != IGNORED].unbind(1)
+    logits, (targets, numbers) = logits[targets[:, 0] != IGNORED].float(), targets[targets[:, 0] != IGNORED].unbind(1)
     each, own = F.cross_entropy(logits, targets, reduction="none"), logits.gather(1, targets[:, None])
     margin = (own - logits.scatter(1, targets[:, None], -torch.inf).amax(dim=1, keepdim=True))[:, 0]
     found = torch.stack([each, (margin > 0).float(), margin], dim=1)
-    return torch.cat([each.sum()[None], found.new_zeros(QUESTIONS, 3).index_add_(0, questions, found).flatten()])
+    return torch.cat([each.sum()[None], found.new_zeros(rows, 3).index_add_(0, numbers, found).flatten()])
 
 
 class LanguageModel(nn.Module):
@@ -97,7 +96,7 @@ class LanguageModel(nn.Module):
         documents apart: transformers reads the attention mask from them if no other is given and nothing is cached.
         document_ends: what packed attention takes in place of a mask, see batches.document_ends.
         places: int64 [rows, context], numbers below PLACES, in an evaluation: float32 [1 + PLACES], the loss, and that of the targets
-        of each place. questions: likewise, of a probe: what `by_question` says.
+        of each place. questions: int64 [rows], likewise, of rows that ask something: what `by_row` says.
         """
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
         given = {name: value for name, value in given.items() if value is not None}
@@ -119,7 +118,8 @@ class LanguageModel(nn.Module):
         if places is not None:
             loss_of, targets_of = partial(_by_place, loss_of), torch.stack([targets_of, places.flatten()], dim=1)
         elif questions is not None:
-            loss_of, targets_of = by_question, torch.stack([targets_of, questions.flatten()], dim=1)
+            numbers = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets)
+            loss_of, targets_of = partial(by_row, len(targets)), torch.stack([targets_of, numbers.flatten()], dim=1)
         if self.head is None:
             outputs = self.causal_lm(**inputs)
             loss = loss_of(outputs.logits.flatten(0, 1), targets_of)

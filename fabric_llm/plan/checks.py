@@ -170,11 +170,21 @@ def require_set(flag: str, name: str, names: Collection[str]) -> None:
 def check_preparation(flags: Flags) -> None:
     """The flags of prepare_data.py, and what they name. Raises ValueError."""
     pattern, output = flags.pattern or DEFAULT_PATTERNS, Path(flags.output).resolve()
-    preparation(flags, flags.input)
-    separator(flags.document_separator)
+    if flags.tasks is None:
+        preparation(flags, flags.input)
+        separator(flags.document_separator)
+    else:
+        known = ("tasks", "tokenizer", "context_length", "output", "overwrite")
+        others = [
+            name for name, value in vars(flags).items() if value != getattr(type(flags), name) and name not in known
+        ]
+        if others or flags.tokenizer is None or not flags.tasks.strip(", "):
+            words = f"not --{others[0]}" if others else "and needs the first"
+            raise ValueError(f"--tasks takes names, comma-separated, and --tokenizer, --context_length, {words}.")
     prepared_output(output, flags.overwrite)
     files.writable(output)
-    find_sources(flags.input, pattern=pattern, exclude=flags.exclude or [], output=output)
+    if flags.tasks is None:
+        find_sources(flags.input, pattern=pattern, exclude=flags.exclude or [], output=output)
     if flags.tokenizer is not None and os.path.isdir(flags.tokenizer):
         tokenizer_bounds.check_file(Path(flags.tokenizer, "tokenizer.json"))
     elif flags.tokenizer is not None:

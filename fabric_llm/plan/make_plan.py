@@ -22,6 +22,7 @@ from fabric_llm.data.dataset import TokenDataset, together
 from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import DataMix
 from fabric_llm.data.sources import COPY, PROBES, open_source, parse_eval_data, parse_probes
+from fabric_llm.data.tasks import TASKS, open_tasks
 from fabric_llm.model import freezing, language_model, layers, loading, positions
 from fabric_llm.model import strategy as strategies
 from fabric_llm.plan import checks, same_run
@@ -236,14 +237,16 @@ def evaluated_probes(given: Optional[str], budgets: Iterable[str]) -> list[str]:
     return [name for name in PROBES if name in asked]
 
 
-def open_here(folder: str, flags: Flags) -> TokenDataset:
+def open_here(folder: str, flags: Flags, is_text: bool = True) -> TokenDataset:
     """The dataset in `folder`. Raises ValueError. Only one rank of each machine compares hashes."""
-    return open_source(Path(folder), flags.data.verify_data if is_first_of_machine() else "size")
+    opened = open_source if is_text else open_tasks
+    return opened(Path(folder), flags.data.verify_data if is_first_of_machine() else "size")
 
 
 def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
     """The datasets of --eval_data by name. Raises ValueError."""
-    return {name: open_here(folder, flags) for name, folder in parse_eval_data(flags.evaluation.eval_data).items()}
+    folders = parse_eval_data(flags.evaluation.eval_data)
+    return {name: open_here(folder, flags, not Path(folder, TASKS).is_file()) for name, folder in folders.items()}
 
 
 def find_document_end(masks_documents: bool, dataset: TokenDataset) -> Optional[int]:

@@ -147,7 +147,7 @@ class Plan:
 
     def _copied(self) -> str:
         """The set from which probes take their tokens: the first that has a budget."""
-        names = list(self.validation_splits())
+        names = [name for name, split in self.validation_splits().items() if not hasattr(split, "answered")]
         return next((name for name in self.data.budgets if name in names), names[0])
 
     def measured_on(self) -> dict[str, list[Any]]:

@@ -9,5 +9,6 @@ new_tokens        `learn`, `extended`: new tokens for a tokenizer
 tokenizer_bounds  `check_file`: what a tokenizer.json may declare
 rows              `split_documents`: pieces -> two splits, without repeated documents; `save_rows`: rows in a dataset folder
 prepare           `prepare`: the whole way from text to a dataset folder, by way of the work folder beside it
+tasks             `prepare_tasks`: tasks of lm-evaluation-harness -> a validation set of their requests
 demo              `prepare_demo`: the dataset of --demo
 """

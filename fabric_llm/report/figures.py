@@ -49,6 +49,7 @@ FIGURES = (
     Figure("by_position", "Validation loss by position in the document", "nats a token", BY_POSITION),
     Figure("copy", "Copying and finding what is in the context", "nats a token", PROBES),
     Figure("retrieval", "Finding what stood far before", "of the tokens", RETRIEVAL),
+    Figure("tasks", "Accuracy in tasks", "of the documents", "The choice of the largest likelihood is a right one."),
     Figure("sources_share", "Share of each source", "of the sequences", style="steps"),  # of a plan
     Figure("sources_epochs", "How often each source is read", "epochs"),
     Figure("lr", "Learning rate"),

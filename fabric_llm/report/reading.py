@@ -154,10 +154,11 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
     for figure, pattern, words in (
         ("by_position", r"eval_loss_from_(\d+)", "{} from {:,}"),  # and how many tokens are before those
         ("retrieval", r"eval_accuracy_of_(\d+)", "{} from {:,} tokens"),
+        ("tasks", r"eval_accuracy_of_(?!\d+(?:_at_\d+)?$)(.+)", "{}: {}"),
     ):
         found = [(re.fullmatch(pattern, name), named) for name, named in numbers.items()]
         numbers[figure] = {
-            words.format(of_what, int(match[1])): series
+            words.format(of_what, int(match[1]) if match[1].isdecimal() else match[1]): series
             for match, named in found
             if match is not None
             for of_what, series in named.items()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.ranks import any_rank, sum_over_ranks
 from fabric_llm.data.batches import Batches, MicroBatch, target_count
 from fabric_llm.data.columns import IGNORED
-from fabric_llm.data.probes import QUESTIONS, Questions
 from fabric_llm.data.sources import PROBES
 from fabric_llm.model.language_model import PLACES
 from fabric_llm.model.strategy import reshard
@@ -63,10 +62,9 @@ class Evaluation:
     def _sets(self, model: nn.Module) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {}
         for name, batches in self.batches.items():
-            rows, read = batches.rows, self._until_stopped(batches, is_first=not found)
-            token_bytes = None if name in PROBES else self.token_bytes
-            questions = rows if isinstance(rows, Questions) else None
-            found[name] = evaluate(self.fabric, model, read, token_bytes, questions)
+            read, token_bytes = self._until_stopped(batches, is_first=not found), self.token_bytes
+            token_bytes = None if name in PROBES or batches.questions is not None else token_bytes
+            found[name] = evaluate(self.fabric, model, read, token_bytes, batches.questions)
             if self.was_stopped:
                 break
         return found
@@ -86,41 +84,47 @@ def evaluate(
     model: nn.Module,
     batches: Iterable[MicroBatch],
     token_bytes: Optional[Tensor] = None,
-    questions: Optional[Questions] = None,
+    questions: Optional[Any] = None,
 ) -> dict[str, float]:
     """Loss (mean over the targets of all ranks' batches, nats), perplexity and, with `token_bytes`, bits_per_byte of text.
 
     Of documents longer than FIRST_PLACE also `loss_from_N`, the mean over targets with N and more tokens before them in their
-    document, and fewer than 2 N: it falls where a model uses what it sees. All ranks have the same number of batches. questions: the
-    rows that these are of, if they are those of a probe, of which the answers are judged.
+    document, and fewer than 2 N: it falls where a model uses what it sees. All ranks have the same number of batches. questions: see
+    `Batches`; what their `answered` says, which may be another loss, is added.
     """
     model.eval()
     # Of all targets, and by place, or three sums by question; targets, bytes of their text, targets by place or question.
-    totals = torch.zeros(
-        1 + (PLACES if questions is None else 3 * QUESTIONS), dtype=torch.float64, device=fabric.device
-    )
-    counts = torch.zeros(2 + (PLACES if questions is None else QUESTIONS), dtype=torch.int64)
+    asked = 0 if questions is None else len(questions)
+    totals = torch.zeros(1 + (3 * asked or PLACES), dtype=torch.float64, device=fabric.device)
+    counts = torch.zeros(2 + (asked or PLACES), dtype=torch.int64)
     for batch in batches:
         failpoint("evaluate")
         counts[0] += target_count(batch)
         labels = batch["labels"][:, 1:]
         if token_bytes is not None:
             counts[1] += token_bytes[labels[labels != IGNORED]].sum()
-        places = places_of(batch) if questions is None else batch["questions"]
+        places = places_of(batch) if questions is None else batch["questions"][:, None].expand_as(labels)
         counts[2:] += torch.bincount(places[:, : labels.shape[1]][labels != IGNORED], minlength=len(counts) - 2)
         if questions is None and places.any():
             batch = {**batch, "places": places}
-        found = model(**fabric.to_device(batch))
-        totals[: max(2, found.numel())] += found  # all are at the first place where none are told apart
+        here = fabric.to_device(batch)
+        found = model(**here)
+        if questions is not None:
+            totals[0] += found[0]
+            totals[1:].view(-1, 3).index_add_(0, here["questions"], found[1:].view(-1, 3).double())
+        else:
+            totals[: max(2, found.numel())] += found  # all are at the first place where none are told apart
     model.train()
     reshard(model)  # otherwise the next step would find the outermost unit gathered, and not reduce its gradients
     total, *sums = sum_over_ranks(fabric, totals).tolist()
     targets, text, *of_places = sum_over_ranks(fabric, counts.to(fabric.device)).tolist()
-    loss = total / max(targets, 1)
-    found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+    found = {"loss": total / max(targets, 1)}
+    if questions is not None:
+        found |= questions.answered(np.reshape(sums, (-1, 3)), np.array(of_places))
+    found["perplexity"] = math.exp(found["loss"]) if found["loss"] < 700 else math.inf
     found |= {"bits_per_byte": total / text / math.log(2)} if text else {}
     if questions is not None:
-        return found | questions.answered(np.reshape(sums, (QUESTIONS, 3)), np.array(of_places))
+        return found
     by_place = zip([0, *EDGES.tolist()], sums, of_places)
     return found | ({f"loss_from_{first}": part / n for first, part, n in by_place if n} if any(of_places[1:]) else {})
 

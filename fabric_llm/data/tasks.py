@@ -1,0 +1,70 @@
+"""Tasks of several choices as a validation set: each row is a context and a choice, and only the choice's tokens are targets.
+
+The rows and how they are judged are those of lm-evaluation-harness; prepare/tasks.py writes them.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import numpy as np
+
+from fabric_llm.base.faults import one_line
+from fabric_llm.data.columns import Rows
+from fabric_llm.data.dataset import TokenDataset, open_dataset
+
+TASKS = "tasks.json"  # in a folder of tasks: what each of them holds
+# Of each row: its task; its document, whose rows are in the order of the choices; whether it is a right answer; whether it is
+# the only choice, right if each of its tokens is the likeliest; characters of the choice, and bytes of what is predicted.
+SAID = ("task", "document", "gold", "alone", "characters", "bytes")
+
+
+class Tasks(Rows):
+    """Requests, and how the answers to them are judged."""
+
+    def __init__(self, rows: Rows, said: Mapping[str, np.ndarray]) -> None:
+        """said: SAID of each row."""
+        super().__init__(rows.chunks)
+        self.said = said
+
+    def answered(self, sums: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+        """`accuracy`, `accuracy_norm` and `bits_per_byte`, of all `documents` and of each task, such as accuracy_of_arc_easy.
+
+        As lm_eval's acc and acc_norm: the choice of the largest likelihood, or of the largest logarithm of it a character, is a
+        right one. Bits per byte, and `loss`, nats a token, are of the right answers. Documents that weren't evaluated to their
+        last choice are left out. sums: as language_model.by_row has them, [rows, 3]. targets: [rows].
+        """
+        judged: dict[str, list[list[float]]] = defaultdict(list)
+        for rows in np.split(np.arange(len(self)), np.flatnonzero(np.diff(self.said["document"])) + 1):
+            if not targets[rows].all():
+                continue
+            losses, gold = sums[rows, 0], self.said["gold"][rows]
+            with np.errstate(divide="ignore"):  # an empty choice
+                chosen = losses.argmin(), (losses / self.said["characters"][rows]).argmin()  # the first of equal ones
+            right = [gold[choice] for choice in chosen]
+            if self.said["alone"][rows[0]]:
+                right = [sums[rows[0], 1] == targets[rows[0]]] * 2
+            sizes = (losses, targets[rows], self.said["bytes"][rows])
+            for name in ("", f"_of_{self.said['task'][rows[0]]}"):
+                judged[name].append([*right, *(size[gold].sum() for size in sizes)])
+        found = {"loss": math.nan, "documents": 0.0}
+        for name, each in judged.items():  # the first is that of all tasks
+            right, norm, nats, tokens, size = np.sum(each, axis=0, dtype=float).tolist()
+            found |= {f"accuracy{name}": right / len(each), f"accuracy_norm{name}": norm / len(each)}
+            found |= {f"bits_per_byte{name}": nats / math.log(2) / size} if size else {}
+            found |= {"loss": nats / tokens if tokens else math.nan, "documents": float(len(each))} if not name else {}
+        return found
+
+
+def open_tasks(folder: Path, verify: str) -> TokenDataset:
+    """The tasks that prepare_data.py has written into `folder`. Raises ValueError as `open_dataset` does."""
+    dataset = open_dataset(folder, verify, ("validation",))
+    try:
+        table = datasets.load_from_disk(str(folder / "validation")).select_columns(SAID).with_format("numpy")[:]
+        rows = Tasks(dataset.validation, {name: np.asarray(table[name]) for name in SAID})
+    except ValueError as error:
+        raise ValueError(f"{str(folder)!r} isn't as prepare_data.py --tasks writes it: {one_line(error)}") from error
+    return replace(dataset, train=rows, validation=rows)

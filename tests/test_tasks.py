@@ -1,0 +1,263 @@
+"""Tasks of lm-evaluation-harness as validation sets: a run's numbers are those of lm_eval on the exported model."""
+
+import json
+import math
+import sys
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import yaml
+from ranks import Job, metrics, train_ranks
+from test_context_parallel import run_of
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import export_hf
+import prepare_data
+from fabric_llm.data.columns import Rows
+from fabric_llm.data.tasks import Tasks
+from fabric_llm.prepare.tokenizer import train_byte_level_bpe
+from fabric_llm.report.reading import read_run
+
+WORDS = "the river crosses an old bridge where señor Núñez sells bread and tea to people from every village near 東京".split()
+QUESTIONS = 40
+
+
+def judged(documents, losses, targets=None, names=None, alone=False, right=1):
+    """What Tasks say of documents: lists of (is right, characters), of the losses of their choices, nats."""
+    rows = [(number, *choice) for number, document in enumerate(documents) for choice in document]
+    number, gold, characters = map(np.array, zip(*rows))
+    names = np.array(["one"] * len(rows) if names is None else [names[n] for n in number])
+    said = {"task": names, "document": number, "gold": gold, "alone": np.full(len(rows), alone)}
+    said |= {"characters": characters, "bytes": 2 * characters}
+    sums = np.stack([np.array(losses, dtype=float), np.full(len(rows), right), np.zeros(len(rows))], axis=1)
+    ids = {"input_ids": np.zeros((len(rows), 4), dtype=np.int32)}
+    return Tasks(Rows([ids]), said).answered(sums, np.ones(len(rows), int) if targets is None else np.array(targets))
+
+
+def test_the_likeliest_choice_and_the_likeliest_a_character():
+    found = judged([[(False, 2), (True, 8)], [(True, 3), (False, 3), (False, 3)]], [2.0, 4.0, 1.0, 2.0, 3.0])
+    assert (found["accuracy"], found["accuracy_norm"], found["documents"]) == (0.5, 1.0, 2)
+    assert found["loss"] == 2.5 and found["bits_per_byte"] == pytest.approx(5 / math.log(2) / 22)
+
+
+def test_of_equal_choices_the_first_is_taken_and_any_right_one_counts():
+    first, second = [(True, 4), (False, 4)], [(False, 4), (True, 4)]
+    assert judged([first, second], [1.0, 1.0, 1.0, 1.0])["accuracy"] == 0.5
+    found = judged([[(False, 4), (True, 4), (True, 2)]], [3.0, 2.0, 1.0])
+    assert found["accuracy"] == 1 and found["loss"] == 1.5, "of both right ones"
+    assert judged([[(False, 0), (True, 4)]], [0.1, 1.0])["accuracy_norm"] == 1, "an empty choice is never chosen"
+
+
+def test_documents_that_were_cut_are_left_out():
+    documents, losses = [[(True, 1), (False, 1)]] * 3, [1.0, 2.0, 5.0, 4.0, 9.0, 0.0]
+    found = judged(documents, losses, [1, 1, 1, 1, 1, 0])
+    assert (found["documents"], found["accuracy"], found["loss"]) == (2, 0.5, 3.0)
+    none = judged(documents, losses, [1, 0, 0, 0, 0, 0])
+    assert none["documents"] == 0 and math.isnan(none["loss"]) and "accuracy" not in none
+
+
+def test_each_task_has_its_numbers_and_a_single_answer_is_right_if_greedy():
+    documents = [[(True, 1), (False, 1)], [(False, 1), (True, 1)]]
+    found = judged(documents, [1.0, 2.0, 1.0, 2.0], names=["yes", "no"])
+    assert (found["accuracy_of_yes"], found["accuracy_of_no"], found["accuracy"]) == (1, 0, 0.5)
+    assert judged([[(True, 5)]], [1.0], [2], alone=True, right=2)["accuracy"] == 1
+    assert judged([[(True, 5)]], [1.0], [2], alone=True, right=1)["accuracy"] == 0
+
+
+# ------------------------------------------------------------------------------- with lm_eval
+
+
+@pytest.fixture(scope="module")
+def harness():
+    """lm_eval, whose dependencies warn of their own affairs."""
+    pytest.importorskip("lm_eval", reason="lm_eval isn't installed: pip install -e '.[tasks]'")
+
+
+def write_task(folder, name, **more):
+    """A YAML task over a JSON file of questions: three or four choices, of several tokens, not all in ASCII."""
+    generator = np.random.default_rng(sum(map(ord, name)))
+    folder.mkdir(exist_ok=True)
+    with (folder / f"{name}.jsonl").open("w") as file:
+        for number in range(QUESTIONS):
+            text = " ".join(generator.choice(WORDS, 3 + number % 9))
+            choices = [" ".join(generator.choice(WORDS, 1 + generator.integers(3))) for _ in range(3 + number % 2)]
+            record = {"question": text, "choices": choices, "answer": int(generator.integers(len(choices)))}
+            file.write(json.dumps(record) + "\n")
+    config = {"task": name, "dataset_path": "json", "test_split": "train", "output_type": "multiple_choice"}
+    config |= {"dataset_kwargs": {"data_files": str(folder / f"{name}.jsonl")}, "doc_to_text": "{{question}} "}
+    config |= {"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+    config |= {"metric_list": [{"metric": metric} for metric in ("acc", "acc_norm")], **more}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def world(harness, tmp_path_factory):
+    """A folder with a model and its tokenizer, a packed dataset, two tasks in `yaml`, and `tasks` made of them."""
+    folder = tmp_path_factory.mktemp("world")
+    text = " ".join(np.random.default_rng(0).choice(WORDS, 4000))
+    (folder / "text.txt").write_text(text)
+    tokenizer = train_byte_level_bpe([text], vocab_size=300)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, **sizes)).save_pretrained(
+        folder / "model"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    flags = ["--tokenizer", folder / "model", "--output", folder / "data", "--context_length", 32]
+    flags += ["--validation_fraction", 0.2, "--document_separator", " the "]
+    prepare_data.main([str(flag) for flag in ["--input", folder / "text.txt", *flags]])
+    write_task(folder / "yaml", "first")
+    write_task(folder / "yaml", "second", num_fewshot=1, fewshot_split="train", target_delimiter=": ")
+    prepare(folder, folder / "yaml", "tasks")
+    return folder
+
+
+def prepare(world, tasks, name, *more):
+    flags = ["--tasks", tasks, "--tokenizer", world / "model", "--output", world / name, *more]
+    prepare_data.main([str(flag) for flag in flags])
+    return world / name
+
+
+def run_with_tasks(world, folder, ranks, *more):
+    """The numbers of the tasks before step 1, and at the end."""
+    sets = ("--eval_data", f"tasks={world / 'tasks'}", "--eval_iters", 100)
+    train_ranks(ranks, *run_of(world / "model", world / "data", folder, "run", *sets, *more))
+    return [one["tasks"] for one in metrics(folder / "run", "eval")]
+
+
+@pytest.fixture(scope="module")
+def alone(world, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, run_with_tasks(world, folder, 1)
+
+
+def test_they_are_the_numbers_of_lm_eval_on_the_exported_model(world, alone, tmp_path):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    folder, found = alone
+    export_hf.main([str(folder / "run"), "--output", str(tmp_path / "hf")])
+    asked = {"model": "hf", "model_args": f"pretrained={tmp_path / 'hf'},dtype=float32", "device": "cpu"}
+    manager = TaskManager(include_path=str(world / "yaml"), include_defaults=False)
+    said = lm_eval.simple_evaluate(**asked, tasks=["first", "second"], task_manager=manager, bootstrap_iters=0)
+    nats, size, end = 0.0, 0, found[-1]
+    for task in ("first", "second"):
+        of_task = said["results"][task]
+        assert end[f"accuracy_of_{task}"] == pytest.approx(of_task["acc,none"], abs=1e-12)
+        assert end[f"accuracy_norm_of_{task}"] == pytest.approx(of_task["acc_norm,none"], abs=1e-12)
+        for sample in said["samples"][task]:
+            gold = sample["target"] if isinstance(sample["target"], int) else int(sample["target"])
+            nats -= sample["filtered_resps"][gold][0]
+            size += len(sample["arguments"][gold][1].encode())
+    assert end["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    assert end["documents"] == 2 * QUESTIONS and 0 < end["accuracy"] < 1
+    assert found[0]["bits_per_byte"] > end["bits_per_byte"], "it has learned something"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (2, ("--strategy", "fsdp2")),
+        (2, ("--strategy", "fsdp2", "--context_parallel", 2)),
+        (1, ("--loss", "full", "--eval_batch_size", 7)),
+    ],
+)
+def test_any_ranks_and_paths_measure_the_same(world, alone, tmp_path, ranks, more):
+    found = run_with_tasks(world, tmp_path, ranks, *more)
+    for here, there in zip(found, alone[1], strict=True):
+        assert here.keys() == there.keys()
+        for name, value in there.items():
+            exact = name.startswith(("accuracy", "documents"))
+            assert here[name] == (value if exact else pytest.approx(value, rel=1e-5)), name
+
+
+def test_a_cut_set_counts_whole_documents_of_each_task_and_a_budget_may_name_it(world, tmp_path):
+    more = ("--forgetting_budget", "tasks:5", "--eval_data", f"tasks={world / 'tasks'}", "--eval_iters", 3)
+    train_ranks(1, *run_of(world / "model", world / "data", tmp_path, "run", *more))
+    first = metrics(tmp_path / "run", "eval")[0]["tasks"]
+    rows = datasets.load_from_disk(str(world / "tasks" / "validation"))[:24]
+    whole = set(rows["document"][:-1]) - {rows["document"][-1]}
+    assert len(whole) <= first["documents"] <= len(whole) + 1 and first["budget"] == 5
+    assert {"accuracy_of_first", "accuracy_of_second"} <= first.keys()
+    assert set(read_run(tmp_path / "run").numbers["tasks"]) == {"tasks: first", "tasks: second"}
+
+
+def test_a_task_of_single_answers_is_judged_by_whether_they_are_greedy(world, tmp_path):
+    single = {"output_type": "loglikelihood", "doc_to_target": " {{choices[0]}}", "doc_to_choice": None}
+    path = write_task(tmp_path, "single", **single, metric_list=[{"metric": "acc"}])
+    rows = datasets.load_from_disk(str(prepare(world, path, "single")))["validation"]
+    assert len(rows) == QUESTIONS and all(rows["alone"]) and all(rows["gold"])
+
+
+def test_requests_keep_their_ends(world, tmp_path):
+    path = write_task(tmp_path, "long", doc_to_text="{{question * 9}}")
+    whole, cut = (
+        datasets.load_from_disk(str(prepare(world, path, f"long{length}", "--context_length", length)))["validation"]
+        for length in (4096, 40)
+    )
+    assert len(whole[0]["input_ids"]) % 64 == 0 and len(cut[0]["input_ids"]) == 40
+    for long, short in zip(whole, cut, strict=True):
+        targets = [[token for token in row["labels"] if token != -100] for row in (long, short)]
+        end = max(place for place, token in enumerate(long["labels"]) if token != -100) + 1
+        assert targets[0] == targets[1] and short["input_ids"][-40:][: min(end, 40)] == long["input_ids"][:end][-40:]
+
+
+def refused(capsys, program, *flags):
+    with pytest.raises(SystemExit) as ending:
+        program.main([str(flag) for flag in flags])
+    assert ending.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_mistakes(world, tmp_path, capsys, monkeypatch):
+    def of(*flags):
+        said = refused(capsys, prepare_data, "--output", tmp_path / "out", *flags)
+        assert not (tmp_path / "out").exists()
+        return said
+
+    tokenizer = ("--tokenizer", world / "model")
+    assert "and needs the first" in of("--tasks", "first") and "and needs" in of("--tasks", ", ", *tokenizer)
+    assert "not --packing" in of("--tasks", "first", *tokenizer, "--packing", "best_fit")
+    assert "not --input" in of("--tasks", "first", *tokenizer, "--input", world / "text.txt")
+    assert "no input" in of(*tokenizer)
+    written = write_task(tmp_path, "written", output_type="generate_until", metric_list=[{"metric": "exact_match"}])
+    assert "'written' (generate_until) doesn't judge" in of("--tasks", written, *tokenizer)
+    otherwise = write_task(tmp_path, "otherwise", metric_list=[{"metric": "f1"}])
+    assert "'otherwise' (multiple_choice) doesn't judge" in of("--tasks", otherwise, *tokenizer)
+    assert "an answer of" in of("--tasks", world / "yaml" / "first.yaml", *tokenizer, "--context_length", 4)
+    (tmp_path / "broken.yaml").write_text("task: broken\ndataset_path: nowhere/at_all\n")
+    assert "lm_eval can't load this" in of("--tasks", tmp_path / "broken.yaml", *tokenizer)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    assert "pip install 'fabric_llm[tasks]'" in of("--tasks", "hellaswag", *tokenizer)
+
+
+@pytest.mark.longer  # lm_eval lists its tasks for ten seconds
+def test_the_nearest_task_is_named(world, tmp_path, capsys):
+    flags = ("--tasks", "hellaswog", "--tokenizer", world / "model", "--output", tmp_path / "out")
+    assert "no task 'hellaswog', and there is no such file. Did you mean 'hellaswag'?" in refused(
+        capsys, prepare_data, *flags
+    )
+
+
+def test_a_run_refuses_tasks_as_text_and_those_of_another_tokenizer(world, tmp_path):
+    job = Job(1, *run_of(world / "model", world / "tasks", tmp_path, "text"))
+    assert job.wait() == [2] and "has no split 'train', only 'validation'" in job.output[0]
+    other = train_byte_level_bpe([" ".join(reversed(WORDS)) * 9], vocab_size=280)
+    other.save_pretrained(tmp_path / "other")
+    flags = [
+        "--tasks",
+        world / "yaml" / "first.yaml",
+        "--tokenizer",
+        tmp_path / "other",
+        "--output",
+        tmp_path / "tasks",
+    ]
+    prepare_data.main([str(flag) for flag in flags])
+    job = Job(
+        1, *run_of(world / "model", world / "data", tmp_path, "run", "--eval_data", f"tasks={tmp_path / 'tasks'}")
+    )
+    assert job.wait() == [2] and "was made with another tokenizer" in job.output[0]
