@@ -212,7 +212,8 @@ class Layers:
         is_checkpointed = getattr(layer, "gradient_checkpointing", False)
         context = getattr(layer, "_gradient_checkpointing_func", None)
         is_selective = is_checkpointed and "context_fn" in getattr(context, "keywords", {})
-        layer.gradient_checkpointing, ledger.multiplied, ledger.sums = is_selective, set(), []
+        layer.gradient_checkpointing, ledger.multiplied = is_selective, set()
+        ledger.sums = None if is_selective else []
         before = ledger.total, ledger.peak, ledger.at_peak, ledger.peak_moment
         output = forward()
         made = {key for key, (_, label) in list(ledger.alive.items()) if label == (ACTIVATIONS, number)}
