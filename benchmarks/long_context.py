@@ -22,7 +22,7 @@ from benchmarks import inputs, page
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
 SHORT, LONG, VOCABULARY = 256, 2048, 2048
-STEPS, MORE_STEPS = 600, 40
+STEPS, MORE_STEPS = 1200, 100
 ROPE = "theta:80000"  # eight times as long, eight times the base
 RUNS = {  # name -> flags of the run that goes on
     "positions as they were": [],
