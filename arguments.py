@@ -69,7 +69,7 @@ class DataArguments:
     name=folder:weight[:max_epochs],... such as new=data/new:0.75,old=data/old:0.25:4"""
     # Both are kept as the --data_mix that they stand for.
     replay: Optional[str] = basic_setting(None)
-    """dataset of what the model shall not forget; read along with --train_data_dir; the short form of --data_mix
+    """dataset folder mixed in against forgetting; a fifth of what is read; the short form of --data_mix
     new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F"""
     replay_fraction: Optional[float] = setting(None)
     """share of the tokens that --replay gives, F (default: 0.2)"""
@@ -96,7 +96,7 @@ class ModelArguments:
     precision: Literal["bf16-true", "bf16-mixed", "16-mixed", "32-true"] = basic(
         "bf16-true", fixed=True, also="bf16 fp16 fp32 dtype torch_dtype mixed_precision"
     )
-    """dtype of weights and of computation; -mixed: float32 weights, computation in 16 bit; -true: both in that dtype"""
+    """dtype of weights and of computation; bf16-mixed, 16-mixed: float32 weights; -true: both in that dtype"""
     bf16_updates: Literal["stochastic", "nearest", "master"] = flag(
         "stochastic", fixed=True, needs="precision bf16-true"
     )
@@ -178,7 +178,7 @@ class CheckpointArguments:
     run_name: Optional[str] = basic(None, kept=False, also="wandb_name exp_name experiment_name")
     """name of the run directory (default: model and data, numbered)"""
     resume: Union[bool, Literal["auto"]] = basic(False, kept=False, also="auto_resume auto_resume_from_checkpoints")
-    """go on from the run's latest checkpoint; or from --checkpoint; auto: if there is one, else start"""
+    """true: go on from the latest checkpoint; or from --checkpoint; auto: if there is one, else start"""
     verify_checkpoints: Literal["full", "size"] = setting("full")
     """before resuming, compare sizes and sha256 of all files with the manifest, or only sizes"""
     checkpoint: Optional[str] = flag(None, kept=False, also="ckpt_path resume_from_checkpoint load_checkpoint")
@@ -192,9 +192,9 @@ class TrainingArguments:
     """Training (a step is an optimizer step)"""
 
     number_epochs: int = basic(1, above=0, needs="max_step none", also="epochs max_epochs num_train_epochs")
-    """passes over the training split; of a mixture: over the first source to come to them; not used where max_step is given"""
+    """passes over the training split; of a mixture: until one source has had them; not used where max_step is given"""
     max_step: Optional[int] = basic(None, above=0, also="max_iters num_training_steps steps total_steps train_steps")
-    """steps of the whole run (default: by epochs); as many as --number_epochs needs"""
+    """steps of the run (default: of --number_epochs)"""
     max_hours: Optional[float] = setting(None, above=0, also="max_time max_duration time_limit")
     """hours after which this process stops by itself: it finishes the step, saves and ends with exit code 75; the limit of
     the job must leave time for that step and the save"""
@@ -208,7 +208,7 @@ class TrainingArguments:
     )
     """micro-batches per step (default: 1); follows from --global_batch_size where that is given"""
     global_batch_size: Optional[int] = basic(None, above=0, also="total_batch_size effective_batch_size")
-    """sequences per step, over all devices; micro_batch_size x gradient_accumulation_steps x devices x nodes"""
+    """sequences per step, over all devices; sets the accumulation: micro_batch_size x gradient_accumulation_steps x devices x nodes"""
     accumulation_dtype: Literal["float32", "same"] = setting("float32")
     """dtype of gradients summed over micro-batches; float32: costs 4 bytes a parameter held; same: that of the weights"""
     grad_clip: float = flag(1.0, at_least=0, also="clip_grad gradient_clipping max_grad_norm max_norm")
@@ -287,13 +287,13 @@ class EvaluationArguments:
     eval_data: Optional[str] = basic_setting(
         None, takes="name=folder, comma-separated, such as general=data/general,code=data/code"
     )
-    """more validation sets, name=folder,...; of prepare_data.py or any with input_ids, made with the model's tokenizer;
+    """other validation sets, name=folder,...; of prepare_data.py or any with input_ids, made with the model's tokenizer;
     the loss of each is also given in bits per byte of text"""
     probes: Optional[str] = setting(None, needs="eval_iters", takes="copy, retrieval or copy,retrieval")
     """copy, retrieval: evaluate as well whether the model copies a passage, and finds what stood far before
     (docs/long_context.md); those with a --forgetting_budget are, and copy with any"""
     forgetting_budget: Optional[str] = basic(None, takes="name:nats, comma-separated, such as general:0.05,copy:0.2")
-    """how much validation losses may rise; in nats above the value before step 1 (docs/forgetting.md); name:nats,
+    """nats that validation losses may rise; above their value before step 1 (docs/forgetting.md); name:nats,
     comma-separated, such as general:0.05; copy and retrieval: of --probes"""
     forgetting_action: Literal[ACTIONS] = flag("warn")
     """when a set is above its budget; stop: save and end with exit code 76; rewind: back to the last checkpoint that
@@ -307,7 +307,7 @@ class SaveArguments:
     save_step_interval: Optional[int] = basic_setting(
         None, above=0, also="checkpoint_interval ckpt_every_steps every_n_train_steps save_every save_steps"
     )
-    """steps between checkpoints (default: none)"""
+    """steps between checkpoints (default: at end)"""
     keep_last: Optional[int] = basic_setting(None, above=0, also="save_total_limit save_top_k")
     """newest checkpoints to keep (default: all); pinned ones always stay"""
     keep_every: Optional[int] = setting(None, above=0, needs="keep_last")

@@ -22,7 +22,7 @@ def answer_help(about: str, groups: Groups, argv: list[str]) -> None:
     columns = max(shutil.get_terminal_size().columns, 80) - 1
     lines = [about] if named in ([], ["all"]) else []
     if not named and any(one.basic for title, group in groups.items() if title for one in group.values()):
-        lines += _short(groups, columns)
+        lines += [*_short(groups, columns), *about.splitlines()[:1]]  # which has scrolled away on a small screen
     else:
         for title, group in (part for word in named or ["all"] for part in _meant(word, groups).items()):
             of_run = any(one.may_change for one in groups[title].values())  # no other program has such flags
@@ -64,7 +64,7 @@ def _short(groups: Groups, columns: int) -> list[str]:
             lines.append(f"{short} ({len(group) - len(basic)} more: --help {short.split()[0].lower()})")
         lines += [starts[name].ljust(wide) + clauses.match(group[name].help)[0] for name in basic]
     count = sum(map(len, groups.values()))
-    return [*lines, f"--help GROUP or --help FLAG: all about it. --help all: all about {count} flags."]
+    return [*lines, f"--help GROUP or --help FLAG: the details. --help all: those of all {count} flags."]
 
 
 def _full(name: str, one: Any, columns: int, of_run: bool) -> list[str]:
