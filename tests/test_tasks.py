@@ -24,6 +24,9 @@ WORDS = "the river crosses an old bridge where señor Núñez sells bread and te
 QUESTIONS = 40
 
 
+LM_EVAL = pytest.mark.longer  # it has dozens of dependencies, which .ci/run installs for the longer suite alone
+
+
 def judged(documents, losses, targets=None, names=None, alone=False, right=1):
     """What Tasks say of documents: lists of (is right, characters), of the losses of their choices, nats."""
     rows = [(number, *choice) for number, document in enumerate(documents) for choice in document]
@@ -135,6 +138,7 @@ def alone(world, tmp_path_factory):
     return folder, run_with_tasks(world, folder, 1)
 
 
+@LM_EVAL
 def test_they_are_the_numbers_of_lm_eval_on_the_exported_model(world, alone, tmp_path):
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -158,6 +162,7 @@ def test_they_are_the_numbers_of_lm_eval_on_the_exported_model(world, alone, tmp
     assert found[0]["bits_per_byte"] > end["bits_per_byte"], "it has learned something"
 
 
+@LM_EVAL
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
@@ -175,6 +180,7 @@ def test_any_ranks_and_paths_measure_the_same(world, alone, tmp_path, ranks, mor
             assert here[name] == (value if exact else pytest.approx(value, rel=1e-5)), name
 
 
+@LM_EVAL
 def test_a_cut_set_counts_whole_documents_of_each_task_and_a_budget_may_name_it(world, tmp_path):
     more = ("--forgetting_budget", "tasks:5", "--eval_data", f"tasks={world / 'tasks'}", "--eval_iters", 3)
     train_ranks(1, *run_of(world / "model", world / "data", tmp_path, "run", *more))
@@ -186,6 +192,7 @@ def test_a_cut_set_counts_whole_documents_of_each_task_and_a_budget_may_name_it(
     assert set(read_run(tmp_path / "run").numbers["tasks"]) == {"tasks: first", "tasks: second"}
 
 
+@LM_EVAL
 def test_a_task_of_single_answers_is_judged_by_whether_they_are_greedy(world, tmp_path):
     single = {"output_type": "loglikelihood", "doc_to_target": " {{choices[0]}}", "doc_to_choice": None}
     path = write_task(tmp_path, "single", **single, metric_list=[{"metric": "acc"}])
@@ -193,6 +200,7 @@ def test_a_task_of_single_answers_is_judged_by_whether_they_are_greedy(world, tm
     assert len(rows) == QUESTIONS and all(rows["alone"]) and all(rows["gold"])
 
 
+@LM_EVAL
 def test_requests_keep_their_ends(world, tmp_path):
     path = write_task(tmp_path, "long", doc_to_text="{{question * 9}}")
     whole, cut = (
@@ -213,6 +221,7 @@ def refused(capsys, program, *flags):
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
+@LM_EVAL
 def test_mistakes(world, tmp_path, capsys, monkeypatch):
     def of(*flags):
         said = refused(capsys, prepare_data, "--output", tmp_path / "out", *flags)
@@ -235,7 +244,7 @@ def test_mistakes(world, tmp_path, capsys, monkeypatch):
     assert "pip install 'fabric_llm[tasks]'" in of("--tasks", "hellaswag", *tokenizer)
 
 
-@pytest.mark.longer  # lm_eval lists its tasks for ten seconds
+@LM_EVAL
 def test_the_nearest_task_is_named(world, tmp_path, capsys):
     flags = ("--tasks", "hellaswog", "--tokenizer", world / "model", "--output", tmp_path / "out")
     assert "no task 'hellaswog', and there is no such file. Did you mean 'hellaswag'?" in refused(
@@ -243,6 +252,7 @@ def test_the_nearest_task_is_named(world, tmp_path, capsys):
     )
 
 
+@LM_EVAL
 def test_a_run_refuses_tasks_as_text_and_those_of_another_tokenizer(world, tmp_path):
     job = Job(1, *run_of(world / "model", world / "tasks", tmp_path, "text"))
     assert job.wait() == [2] and "has no split 'train', only 'validation'" in job.output[0]
