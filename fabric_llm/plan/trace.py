@@ -48,9 +48,10 @@ class Ledger(TorchDispatchMode):
         self.total = self.peak = 0
         self.at_peak: Counter[Any] = Counter()
         self.multiplied: set[int] = set()  # storages that matrix products and attention have read or made
-        self.sums: Optional[list[Tensor]] = (
-            None  # what has been added to the residual stream, while a compiled layer is looked at
+        self.stream: Optional[torch.Size] = (
+            None  # the shape of the residual stream, while a compiled layer is looked at
         )
+        self.sums: list[Tensor] = []  # what has been added to it
         self.peak_moment = self.moment
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,10 +66,10 @@ class Ledger(TorchDispatchMode):
                 self.see(local_part(tensor).untyped_storage(), made)
         tensors = [one for one in tree_leaves((args, result)) if isinstance(one, Tensor)]
         storages = {local_part(tensor).untyped_storage()._cdata for tensor in tensors}
-        is_sum = operation is torch.ops.aten.add.Tensor and bool(storages & self.multiplied)
-        if is_sum and self.sums is not None:
+        is_sum = operation is torch.ops.aten.add.Tensor and result.shape == self.stream
+        if is_sum and storages & self.multiplied:
             self.sums.append(result)
-        if operation in KEPT or is_sum:
+        if operation in KEPT or is_sum and storages & self.multiplied:
             self.multiplied |= storages
         return result
 
@@ -179,7 +180,7 @@ class Layers:
         ledger.label, ledger.moment = (ACTIVATIONS, number), f"the forward pass of layer {number + 1}"
         hidden = args[0] if args else more["hidden_states"]
         if self.compiles and number == first:
-            self._of_compiled(number, forward)
+            self._of_compiled(number, hidden, forward)
         if number in self.stands_in:
             keeps = self.keeps[first]
             if first in self.output:  # what the first of its kind keeps is known once its output has gone where it goes
@@ -200,7 +201,7 @@ class Layers:
         ledger.label, ledger.moment = (HEAD, "the loss head") if is_last else (ACTIVATIONS, ledger.moment)
         return output
 
-    def _of_compiled(self, number: int, forward: Callable[[], Any]) -> None:
+    def _of_compiled(self, number: int, hidden: Tensor, forward: Callable[[], Any]) -> None:
         """What a compiled layer keeps: of what an eager one does, what matrix products and attention have read or made, and the sums of
         the residual stream, which norms take.
 
@@ -213,14 +214,15 @@ class Layers:
         context = getattr(layer, "_gradient_checkpointing_func", None)
         is_selective = is_checkpointed and "context_fn" in getattr(context, "keywords", {})
         layer.gradient_checkpointing, ledger.multiplied = is_selective, set()
-        ledger.sums = None if is_selective else []
+        ledger.stream = None if is_selective else hidden.shape
         before = ledger.total, ledger.peak, ledger.at_peak, ledger.peak_moment
         output = forward()
         made = {key for key, (_, label) in list(ledger.alive.items()) if label == (ACTIVATIONS, number)}
         made.discard((output[0] if isinstance(output, tuple) else output).untyped_storage()._cdata)  # the next's input
         kept = sum(ledger.alive[key][0] for key in made if key in ledger.multiplied or is_selective)
         del output
-        ledger.sums = None
+        ledger.stream = None
+        ledger.sums.clear()
         ledger.peak, ledger.at_peak, ledger.peak_moment = before[1:]  # nothing of it is there in a run
         layer.gradient_checkpointing = is_checkpointed
         whole = is_checkpointed and not is_selective
