@@ -194,7 +194,7 @@ class TrainingArguments:
     number_epochs: int = basic(1, above=0, needs="max_step none", also="epochs max_epochs num_train_epochs")
     """passes over the training split; of a mixture: until one source has had them; not used where max_step is given"""
     max_step: Optional[int] = basic(None, above=0, also="max_iters num_training_steps steps total_steps train_steps")
-    """steps of the run (default: of --number_epochs)"""
+    """steps of the run (default: by epochs)"""
     max_hours: Optional[float] = setting(None, above=0, also="max_time max_duration time_limit")
     """hours after which this process stops by itself: it finishes the step, saves and ends with exit code 75; the limit of
     the job must leave time for that step and the save"""
