@@ -251,13 +251,18 @@ def metrics(run_directory: Path, key: str = "loss") -> list[Any]:
 
 
 REFUSE = """
-import os, sys
+import importlib.machinery, os, sys
 
 class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name in {names!r}:
-            said = [os.environ.get(variable) for variable in ("RANK", "WORLD_SIZE")]
-            raise AssertionError("rank {{}} of {{}} imports {{}}".format(*said, name))
+    def find_spec(self, name, path=None, target=None):  # to look for a package is not to import it
+        return importlib.machinery.ModuleSpec(name, self) if name in {names!r} else None
+
+    def create_module(self, spec):
+        said = [os.environ.get(variable) for variable in ("RANK", "WORLD_SIZE")]
+        raise AssertionError("rank {{}} of {{}} imports {{}}".format(*said, spec.name))
+
+    def exec_module(self, module):
+        pass
 
 sys.meta_path.insert(0, Refuse())
 """
