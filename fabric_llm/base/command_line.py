@@ -119,10 +119,11 @@ def declared(group: type) -> dict[str, Flag]:
 def _strings_below(file: str) -> dict[tuple[str, str], str]:
     """(class name, field name) -> the string below the field. Python drops it, so the source is read, as Sphinx does."""
     found = {}
-    for node in ast.parse(Path(file).read_text()).body:
-        for above, below in pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
+    nodes = ast.parse(Path(file).read_text()).body
+    for group in (node for node in nodes if isinstance(node, ast.ClassDef)):
+        for above, below in pairwise(group.body):
             if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr):
-                found[node.name, above.target.id] = " ".join(below.value.value.split())
+                found[group.name, ast.unparse(above.target)] = " ".join(ast.literal_eval(below.value).split())
     return found
 
 

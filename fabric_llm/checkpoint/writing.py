@@ -102,12 +102,13 @@ def begin(
     rank = fabric.global_rank
     state = optimizer_held(model, skeleton, optimizer)
     kept = {name.rpartition(".")[2] for name, one in state.items() if one.shape}  # such as exp_avg
-    parts, pieces = {"trainer/optimizer": own_parts(model, state)}, None
+    parts: dict[str, list[dict[str, Part]]] = {"trainer/optimizer": own_parts(model, state)}
+    pieces = None
     if state_dict_type == "full":
         pieces = whole.Pieces(model, skeleton)
     else:
         parts["weights"] = own_parts(model, weights_held(model, skeleton))
-    held = [*itertools.chain(*parts.values()), *([pieces.held] if pieces is not None else [])]
+    held: list[dict[str, Any]] = [*itertools.chain(*parts.values()), *([pieces.held] if pieces is not None else [])]
     own = [(name, one.tensor) for some in held for name, one in some.items()]
     own += probe.items() if rank == 0 else []
     bad = next((name for name, tensor in own if not is_finite(tensor)), None)
@@ -171,7 +172,8 @@ def write(pending: Pending, group: Optional[ProcessGroup] = None) -> Pending:
 
         parts = [partial(_write_parts, pending, folder, some, describing) for folder, some in pending.parts.items()]
         pieces = [] if pending.pieces is None else [partial(_write_whole, pending, pending.pieces, group, describing)]
-        problems = [_try(action) for action in (rest, *parts, *pieces, described)]  # each, whatever went wrong here
+        actions: list[Callable[[], None]] = [rest, *parts, *pieces, described]
+        problems = list(map(_try, actions))  # each, whatever went wrong here
         pending.problem = next((problem for problem in problems if problem is not None), None)
     return pending
 

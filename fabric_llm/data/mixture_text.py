@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional
 
 import yaml
 
@@ -34,7 +34,7 @@ SHORT = "name=folder:weight, comma-separated, such as new=data/new:0.75,old=data
 class Stage(NamedTuple):
     """Weights that hold from `begins` to the next stage."""
 
-    begins: Union[Fraction, int]  # a share of the run, as --data_mix says it; a position, where the run is planned
+    begins: Any  # Fraction, a share of the run, as --data_mix says it; int, a position, where the run is planned
     weights: tuple[int, ...]  # of each source: slots of a period
 
 
@@ -219,7 +219,8 @@ def at_least(mix: DataMix, shares: Mapping[str, Fraction]) -> DataMix:
         now = {name: Fraction(weight, sum(stage.weights)) for name, weight in zip(mix.names, stage.weights)}
         raised = {name: share for name, share in shares.items() if share > now[name]}
         if raised:
-            left = (1 - sum(raised.values())) / sum(share for name, share in now.items() if name not in raised)
+            given_up = sum((share for name, share in now.items() if name not in raised), Fraction(0))
+            left = (1 - sum(raised.values())) / given_up
             shared = {name: raised.get(name, share * left) for name, share in now.items()}
             stage = stage._replace(weights=_slots(shared, mix.names, "the mixture with more replay"))
         stages.append(stage)

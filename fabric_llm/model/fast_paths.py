@@ -264,8 +264,8 @@ def _one_by_one(
     flat: list[Tensor], ends: Tensor, scaling: Optional[float], dropout: float, window: Optional[int]
 ) -> Tensor:
     lengths = ends.diff().tolist()
-    documents = zip(*(tensor.split(lengths) for tensor in flat))
-    return torch.cat([_of_document(*document, scaling, dropout, window) for document in documents])
+    queries, keys, values = (tensor.split(lengths) for tensor in flat)
+    return torch.cat([_of_document(*one, scaling, dropout, window) for one in zip(queries, keys, values)])
 
 
 def _of_document(
@@ -278,9 +278,8 @@ def _of_document(
     for begin in range(0, length, size):
         end, first, mask = min(begin + size, length), max(0, begin - size + 1), None
         if size < length:
-            apart = torch.arange(begin, end, device=query.device)[:, None] - torch.arange(
-                first, end, device=query.device
-            )
+            places = torch.arange(first, end, device=query.device)
+            apart = places[begin - first :, None] - places
             mask = (apart >= 0) & (apart < window)
         some = (tensor.transpose(0, 1)[None] for tensor in (query[begin:end], key[first:end], value[first:end]))
         out = F.scaled_dot_product_attention(

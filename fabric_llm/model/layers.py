@@ -112,7 +112,7 @@ def float8_products(model: PreTrainedModel, recipe: str, is_emulated: bool) -> N
         is_router = module.out_features in experts
         return module in inside and module.weight.dtype == model.dtype and divides and not is_router
 
-    class TrainedInFloat8(float8.float8_linear.Float8Linear):
+    class TrainedInFloat8(float8.float8_linear.Float8Linear):  # type: ignore[name-defined]
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) if torch.is_grad_enabled() else F.linear(input, self.weight, self.bias)
 

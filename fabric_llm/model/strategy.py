@@ -284,11 +284,11 @@ def _wrap_fsdp2(
 
 def _mesh(fabric: Fabric, how: Sharding) -> DeviceMesh:
     if how.sharding_strategy == "HYBRID_SHARD":  # shard inside a node, replicate over nodes
-        nodes = fabric.world_size // fabric.strategy.num_processes
-        shape, names = (nodes, fabric.strategy.num_processes), ("replicate", "shard")
+        inside = fabric.strategy.num_processes
+        shape = {"replicate": fabric.world_size // inside, "shard": inside}
     else:
-        shape, names = (fabric.world_size,), ("shard",)
-    return init_device_mesh(fabric.device.type, shape, mesh_dim_names=names)
+        shape = {"shard": fabric.world_size}
+    return init_device_mesh(fabric.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 def context_group(ranks: int) -> Optional[ProcessGroup]:

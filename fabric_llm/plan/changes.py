@@ -20,7 +20,7 @@ def changed(flags: Flags, change: Change) -> Flags:
     found = {}
     for field in fields(flags):
         group = getattr(flags, field.name)
-        if is_dataclass(group):
+        if is_dataclass(group) and not isinstance(group, type):
             found[field.name] = replace(group, **{name: change[name] for name in vars(group).keys() & change.keys()})
     return replace(flags, **found)
 

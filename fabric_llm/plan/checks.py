@@ -100,7 +100,7 @@ def check_length(flags: Flags, max_step: Optional[int]) -> None:
 
 def activation_checkpointing(asked: Union[bool, str]) -> str:
     """--activation_checkpointing as one word: none, full, every:N, selective, offload or auto."""
-    word = {True: "full", False: "none"}.get(asked, asked)
+    word = asked if isinstance(asked, str) else "full" if asked else "none"
     if word in ("none", "full", "selective", "offload", "auto") or re.fullmatch(r"every:[1-9]\d*", word):
         return word
     raise ValueError(

@@ -82,8 +82,8 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
     sum([*then["guard"]["losses"], then["guard"]["skipped"], then["guard"]["rewinds"]])  # the guard counts on from them
     fixed, schedule = (_differences(then[kind], now[kind]) for kind in ("fixed", "schedule"))
     if ("mixture" in then) != ("mixture" in now):
-        words = [f"--{'data_mix' if 'mixture' in one else 'train_data_dir'}" for one in (then, now)]
-        fixed = {"data": words, **fixed}
+        before, after = (f"--{'data_mix' if 'mixture' in one else 'train_data_dir'}" for one in (then, now))
+        fixed = {"data": (before, after), **fixed}
     if now["schedule"]["max_step"] is not None and "max_step" not in schedule:
         schedule.pop("number_epochs", None)  # isn't used
     silent = {name: values for name, values in schedule.items() if name not in allowed}

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Optional, Union
+from typing import Any, BinaryIO, NamedTuple, Optional, Union, cast
 
 import ijson
 import pyarrow as pa
@@ -196,7 +196,7 @@ def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Re
 
 def _read_json(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     """An array of objects, or JSON lines under another name."""
-    begin = file.peek(BLOCK_BYTES)  # at least one byte
+    begin = cast(io.BufferedReader, file).peek(BLOCK_BYTES)  # at least one byte
     if not begin.lstrip(WHITE).startswith(b"["):
         yield from _read_json_lines(part, text_field, file)
         return

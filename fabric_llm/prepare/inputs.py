@@ -236,7 +236,8 @@ def _open_zstandard(raw: BinaryIO) -> BinaryIO:
     return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"), 2**14)
 
 
-COMPRESSIONS = {  # name: (what files begin with, a regular expression, and what opens them)
+# Name -> (what files begin with, a regular expression, what opens them).
+COMPRESSIONS: dict[str, tuple[bytes, Callable[..., Any]]] = {
     "gzip": (rb"\x1f\x8b", gzip.open),
     "zstandard": (rb"\x28\xb5\x2f\xfd", _open_zstandard),
     "bzip2": (rb"BZh[1-9]1AY&SY", bz2.open),

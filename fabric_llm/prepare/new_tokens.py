@@ -33,7 +33,7 @@ class NewToken(NamedTuple):
     """One token to append."""
 
     text: str  # as it stands in the vocabulary
-    pair: Optional[tuple[str, str]]  # the tokens that it is made of; None for a character
+    pair: Optional[tuple[str, ...]]  # the two tokens that it is made of; None for a character
     share: float  # of the corpus' tokens before there were new ones: the places where it was joined
 
 
@@ -66,7 +66,8 @@ def learn(backend: Tokenizer, texts: Iterable[str], most: int) -> list[NewToken]
 
     def count(index: int, sign: int) -> set[Candidate]:
         """Add, or take away, what the candidates in a word save. Returns them."""
-        symbols, found = words[index], set()
+        symbols = words[index]
+        found: set[Candidate] = set()
         for symbol in symbols:
             if symbol not in tokens and not symbol.isspace():
                 # As bytes it is several tokens. What is <unk> is lost: it counts once.

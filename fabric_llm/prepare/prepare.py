@@ -40,6 +40,7 @@ from fabric_llm.prepare import encoding, inputs
 from fabric_llm.prepare.corpus import Piece, fingerprint, plan
 from fabric_llm.prepare.documents import DRAWN, Part, texts
 from fabric_llm.prepare.encoding import Job, Mark, read_mark
+from fabric_llm.prepare.inputs import DEFAULT_PATTERNS
 from fabric_llm.prepare.rows import save_rows, split_documents
 from fabric_llm.prepare.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
 
@@ -73,7 +74,7 @@ class Options:
     context_length: int
     validation_fraction: float = 0.01
     text_field: str = "text"
-    pattern: Sequence[str] = tuple(inputs.DEFAULT_PATTERNS)
+    pattern: Sequence[str] = tuple(DEFAULT_PATTERNS)
     exclude: Sequence[str] = ()
     document_separator: str | None = None
     on_error: str = "skip"

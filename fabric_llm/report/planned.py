@@ -76,7 +76,7 @@ def write_sweep(output: Path, own: Flags, flags: Flags, rows: list[sweep.Row]) -
         counts = np.array([row.devices for row in of])
         for name, _, _, value in drawn:
             run.numbers.setdefault(name, {})[how] = reading.Series(counts, np.array([value(row) for row in of]))
-    charts = figures.charts([figures.Figure(*words) for *words, _ in drawn], [run])
+    charts = figures.charts([figures.Figure(name, title, unit) for name, title, unit, _ in drawn], [run])
     ticks = [row.devices for row in rows]
     for chart in charts:
         axis = {"type": "log", "tickvals": ticks, "title": {"text": "Devices"}}
@@ -109,13 +109,14 @@ def course(plan: Plan, flags: Flags) -> tuple[list[dict[str, Any]], list[tuple[i
     while not plan.is_over(progress):
         before, progress = progress, plan.after(progress)
         lr = lr_at(before.step, max_step=plan.schedule.max_step, **arguments_of(vars(flags.training)))
-        lines.append({"step": progress.step, "tokens": progress.tokens, "lr": lr})
+        line: dict[str, Any] = {"step": progress.step, "tokens": progress.tokens, "lr": lr}
+        lines.append(line)
         if plan.data.mixture is not None:
             last_shares, shares = shares, plan.data.mixture.shares_at(before.position)
             if last_shares not in (None, shares):
                 happens.append((before.step, "stage"))
             read = plan.data.mixture.read_before(progress.position)
-            lines[-1]["sources"] = {name: {**one, "share": shares.get(name, 0.0)} for name, one in read.items()}
+            line["sources"] = {name: {**one, "share": shares.get(name, 0.0)} for name, one in read.items()}
         _, evaluates, saves = save.due_after(before, progress, plan, flags)
         if has_sets and evaluates:
             happens.append((progress.step, "evaluated"))

@@ -46,6 +46,7 @@ class Run:
     verdicts: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
     samples: list[dict[str, Any]] = field(default_factory=list)  # samples.jsonl
+    checkpoints: list[int] = field(default_factory=list)  # their steps
     notes: list[str] = field(default_factory=list)  # what couldn't be read
     planned: dict[str, Any] = field(default_factory=dict)  # and what came of it, see run/forecast.py
     wrong: list[str] = field(default_factory=list)  # sets that are above their budget
@@ -218,10 +219,10 @@ def timeline(run: Run) -> list[Event]:
         found.append(Event(step, kind, words, time))
     for said in run.verdicts:
         name, position, tokens = said.get("verdict") or "", said.get("position"), said.get("discarded_tokens")
-        words = [said.get("reason") or name, "" if position is None else f"at sequence {position:,}"]
-        words += ["" if tokens is None else f"{tokens:,} tokens discarded", _shares(said)]
+        parts = [said.get("reason") or name, "" if position is None else f"at sequence {position:,}"]
+        parts += ["" if tokens is None else f"{tokens:,} tokens discarded", _shares(said)]
         kind, time = VERDICTS.get(name, "spike"), said.get("time") or ""
-        found.append(Event(said["step"], kind, "; ".join(filter(None, words)), time))
+        found.append(Event(said["step"], kind, "; ".join(filter(None, parts)), time))
     return sorted(found, key=lambda event: event.step)
 
 

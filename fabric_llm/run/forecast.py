@@ -107,15 +107,15 @@ class Forecast:
 
         steps, seconds: of training, in this process. peak_gib: that tensors have held.
         """
-        found, said = {}, []
+        compared, found, said = {}, {}, []
         held = {name: size / GIB for name, size in self.parts.items() if not name.endswith("(assumed)")}
         if self.device_gib is not None:
-            found["peak_memory_gib"] = sum(held.values()), peak_gib, held, "GiB"
+            compared["peak_memory_gib"] = sum(held.values()), peak_gib, held, "GiB"
         if self.seconds and steps > self.warm[0]:
             step = (seconds - self.warm[1]) / (steps - self.warm[0])
             parts = {name: self.seconds[name] for name in ("compute", "messages")}
-            found["step_seconds"] = self.seconds["step"], step, parts, "s a step"
-        for name, (planned, measured, parts, unit) in found.items():
+            compared["step_seconds"] = self.seconds["step"], step, parts, "s a step"
+        for name, (planned, measured, parts, unit) in compared.items():
             ratio, largest = measured / planned, max(parts, key=parts.__getitem__)
             found[name] = {"planned": planned, "measured": measured, "ratio": ratio}
             far = f", most of it {largest}, {parts[largest]:.3g}" if abs(ratio - 1) > FAR_OFF else ""

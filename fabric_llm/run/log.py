@@ -87,7 +87,7 @@ class Log:
         self.last_loss = loss
         if self.metrics is None:
             return
-        record = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": self.progress.tokens}
+        record: Record = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": self.progress.tokens}
         record |= self.speed.lap()
         record["peak_memory_gib"] = peak_memory_gib(self.device)
         words = [f"loss {loss:.4f}", f"lr {lr:.2e}", f"grad norm {grad_norm:.3f}"]

@@ -20,7 +20,8 @@ from fabric_llm.base.names import nearest
 
 Record = dict[str, Any]
 MANY_LINES = 100  # waiting for the trackers
-Log, Close = Callable[[int, Record], None], Callable[[], None]
+Log = Callable[[int, Record], None]
+Close = Callable[[], None]
 
 
 class MetricsFile:
@@ -145,7 +146,7 @@ def named(given: str) -> list[str]:
     return names
 
 
-def _csv(folder: Path, *_: Any) -> tuple[Log, Close]:
+def _csv(folder: Path, *more: Any) -> tuple[Log, Close]:
     """metrics.csv: the numbers of metrics.jsonl as a table. New columns are added at the end."""
     file = (folder / "metrics.csv").open("w+", newline="")
     columns = ["step"]
@@ -189,7 +190,7 @@ def _wandb(folder: Path, config: Record, entity: Optional[str], project: Optiona
     os.environ.setdefault("WANDB_FINISH_TIMEOUT", "600")  # seconds; `wandb sync` can send the rest later
     import wandb
 
-    settings = {"project": project or "fabric_llm", "entity": entity, "name": folder.name, "dir": str(folder)}
+    settings: Record = {"project": project or "fabric_llm", "entity": entity, "name": folder.name, "dir": str(folder)}
     settings |= {"id": hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16], "resume": "allow"}
     settings["config"] = config
     run, reason = None, "there is no API key (set WANDB_API_KEY, or run `wandb login`)"

@@ -34,7 +34,8 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Option
 
     What is wrong with the weights, or with the model as transformers has it, ends the run on all ranks, with one sentence.
     """
-    opened, expected, config = None, (None, None), plan.model.config  # the first two stay on rank 0
+    expected: Expected = (None, None)
+    opened, config = None, plan.model.config  # the former and `expected` stay on rank 0
 
     def load() -> Chosen:
         nonlocal opened, expected

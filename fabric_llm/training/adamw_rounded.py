@@ -29,8 +29,8 @@ PIECE_ELEMENTS = {"cpu": 2**20}  # what a CPU's thread does at a time
 ALIGNED_ELEMENTS = 3 * 2**13  # of a comparison in which all addresses are multiples of 16, as kernels like them
 PLAIN_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}  # what plain PyTorch does: it needs 8 MiB on a CPU, 512 MiB on a GPU
 # Contraction would round a * b + c once instead of twice. Roots are vectorised only without errno and traps.
-COMPILER_FLAGS = ("-std=c++17", "-O3", "-funroll-loops", "-march=native", "-shared", "-fPIC")
-COMPILER_FLAGS += ("-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+COMPILER_FLAGS = ["-std=c++17", "-O3", "-funroll-loops", "-march=native", "-shared", "-fPIC"]
+COMPILER_FLAGS += ["-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 
 def rounded_step(
@@ -139,7 +139,7 @@ def compiled() -> Update:
     Compiling takes half a second and leaves no files. ctypes passes addresses, so no header of Python or torch is needed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(__file__).with_name("adamw.cpp"), f"{folder}/adamw.so"
+        source, library = str(Path(__file__).with_name("adamw.cpp")), f"{folder}/adamw.so"
         command = [*shlex.split(os.environ.get("CXX", "c++")), *COMPILER_FLAGS, source, "-o", library]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         function = ctypes.CDLL(library).update  # it stays in memory without its file

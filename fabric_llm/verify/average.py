@@ -219,7 +219,8 @@ def as_in_run(
         document_masking=masks,
         sources=sources,
     )
-    plan = Plan(None, SimpleNamespace(tokenizer=newest.tokenizer), data, None, Progress(), run, None)
+    model: Any = SimpleNamespace(tokenizer=newest.tokenizer)
+    plan = Plan(None, model, data, None, Progress(), run, None)
     return plan, flat, evaluated_sets(plan, flags)
 
 
