@@ -33,9 +33,7 @@ basic, basic_setting = partial(flag, basic=True), partial(setting, basic=True)  
 class DeviceArguments:
     """Devices"""
 
-    devices: Union[int, Literal["auto"]] = basic_setting(
-        "auto", above=0, also="nproc_per_node gpus num_gpus world_size"
-    )
+    devices: Union[int, Literal["auto"]] = basic_setting("auto", above=0, also="nproc_per_node gpus num_gpus world_size")
     """processes per node, one device each; auto: all GPUs, or 1 CPU, or as many as torchrun or srun started"""
     num_nodes: int = basic_setting(1, above=0, also="num_machines")
     """number of machines; under torchrun or srun: as many as it started processes on"""
@@ -73,9 +71,7 @@ class DataArguments:
     new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F"""
     replay_fraction: Optional[float] = setting(None)
     """share of the tokens that --replay gives, F (default: 0.2)"""
-    context_length: Optional[int] = basic_setting(
-        None, above=0, also="block_size cutoff_len max_seq_len seq_len sequence_len"
-    )
+    context_length: Optional[int] = basic_setting(None, above=0, also="block_size cutoff_len max_seq_len seq_len sequence_len")
     """tokens per sequence; must be what the dataset holds (default: that)"""
     verify_data: Literal["auto", "full", "size"] = setting("auto")
     """compare the dataset's files with the hashes of prepare_data.py, or only their sizes; auto: hashes up to 1 GiB"""
@@ -97,16 +93,12 @@ class ModelArguments:
         "bf16-true", fixed=True, also="bf16 fp16 fp32 dtype torch_dtype mixed_precision"
     )
     """dtype of weights and of computation; bf16-mixed, 16-mixed: float32 weights; -true: both in that dtype"""
-    bf16_updates: Literal["stochastic", "nearest", "master"] = flag(
-        "stochastic", fixed=True, needs="precision bf16-true"
-    )
+    bf16_updates: Literal["stochastic", "nearest", "master"] = flag("stochastic", fixed=True, needs="precision bf16-true")
     """bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 6 (they don't), 14"""
     float8: Literal["none", "tensorwise", "rowwise"] = flag("none", also="fp8 enable_fp8 float8_recipe")
     """bf16-true, bf16-mixed: make the products of the layers in 8 bits (docs/speed.md), with a scale for each tensor or row;
     needs torchao, and on a CPU it is emulated, which is slow"""
-    rope: Optional[str] = flag(
-        None, fixed=True, takes="theta:THETA, or yarn, linear or llama3 with a factor, such as yarn:4"
-    )
+    rope: Optional[str] = flag(None, fixed=True, takes="theta:THETA, or yarn, linear or llama3 with a factor, such as yarn:4")
     """other rotary positions for longer rows (docs/long_context.md), in a new run, and in all that it saves:
     theta:8e6, or scaled, as yarn:4, linear:4 or llama3:8"""
     attention: Literal["auto", "packed", "sdpa", "flash_attention_2", "flex_attention", "eager"] = setting(
@@ -203,9 +195,7 @@ class TrainingArguments:
         None, above=0, also="batch_size local_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu"
     )
     """sequences per device at once (default: 1); in one forward pass; follows from the next two where both are given"""
-    gradient_accumulation_steps: Optional[int] = basic_setting(
-        None, above=0, also="accumulate_grad_batches grad_acc_steps"
-    )
+    gradient_accumulation_steps: Optional[int] = basic_setting(None, above=0, also="accumulate_grad_batches grad_acc_steps")
     """micro-batches per step (default: 1); follows from --global_batch_size where that is given"""
     global_batch_size: Optional[int] = basic(None, above=0, also="total_batch_size effective_batch_size")
     """sequences per step, over all devices; sets the accumulation: micro_batch_size x gradient_accumulation_steps x devices x nodes"""
@@ -219,9 +209,7 @@ class TrainingArguments:
     """learning rate at the last step"""
     lr_decay: bool = flag(True, also="decay_lr")
     """decay the rate after the warm-up; false: stay at lr"""
-    lr_schedule: Literal[tuple(SCHEDULES)] = basic(
-        "cosine", needs="lr_decay", also="lr_scheduler_type decay_type scheduler"
-    )
+    lr_schedule: Literal[tuple(SCHEDULES)] = basic("cosine", needs="lr_decay", also="lr_scheduler_type decay_type scheduler")
     """how lr falls to min_lr (docs/schedules.md); wsd: warm-up, stable, decay; infinite: down to constant_lr, stable, decay"""
     warmup_steps: int = basic(0, at_least=0, also="lr_warmup_steps num_warmup_steps warmup warmup_ratio")
     """steps of linear warm-up"""
@@ -510,9 +498,7 @@ def parse_plan(argv: Optional[list[str]] = None) -> tuple[PlanArguments, Argumen
     return PlanArguments(**{f.name: flat[f.name] for f in fields(PlanArguments)}), arguments
 
 
-def _parse_run(
-    program: str, about: str, more: list[type], argv: Optional[list[str]]
-) -> tuple[Arguments, dict[str, Any]]:
+def _parse_run(program: str, about: str, more: list[type], argv: Optional[list[str]]) -> tuple[Arguments, dict[str, Any]]:
     """(arguments of a run, all flags by name). more: groups of flags that the program has besides those of train.py."""
     argv = list(sys.argv[1:] if argv is None else argv)
     named = any(re.match(r"--(config|model_name|train_data_dir|print_config)(=|$)", word) for word in argv)
@@ -538,9 +524,7 @@ def _parse_run(
     if demo:  # the preset's paths are relative to this repository, not to the current directory
         for name in ("model_name", "train_data_dir"):
             flat[name] = str(ROOT / flat[name])
-    by_group = {
-        name: group(**{f.name: flat[f.name] for f in fields(group)}) for name, group in groups(Arguments).items()
-    }
+    by_group = {name: group(**{f.name: flat[f.name] for f in fields(group)}) for name, group in groups(Arguments).items()}
     return Arguments(**by_group, demo=demo, on_command_line=on_command_line), flat
 
 
@@ -559,9 +543,7 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
 
 def parse_prepare(argv: Optional[list[str]] = None) -> PrepareArguments:
     """Arguments of prepare_data.py. Exits with code 2 and one sentence on anything it doesn't know."""
-    about = (
-        "usage: python prepare_data.py --input TEXTS --tokenizer MODEL --output FOLDER\nRaw text -> a packed dataset."
-    )
+    about = "usage: python prepare_data.py --input TEXTS --tokenizer MODEL --output FOLDER\nRaw text -> a packed dataset."
     return PrepareArguments(**parse("prepare_data.py", about, [PrepareArguments], argv))
 
 

@@ -30,7 +30,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         proof = export.export(source, output, **how, is_there=is_there)
         print(export.read_proof(proof))
         if is_there:
-            card.rename(output, arguments)
+            card.rename(output, arguments.push_to_hub)
         if arguments.push_to_hub is not None:
             ending.left = f"{output} is complete, but it isn't pushed (repeat the command)"
             try:

@@ -34,9 +34,7 @@ RUNS = {  # name -> flags of the run that goes on
 
 def main(argv: Optional[list[str]] = None) -> int:
     parser = page.parser(__doc__, rounds=1)
-    parser.add_argument(
-        "--folder", type=Path, required=True, help="for data and runs; a run that is done isn't done again"
-    )
+    parser.add_argument("--folder", type=Path, required=True, help="for data and runs; a run that is done isn't done again")
     parser.add_argument("--smoke", action="store_true", help="a few steps: whether it runs")
     options = page.parse(parser, argv)
     began, folder = time.monotonic(), options.folder
@@ -89,10 +87,7 @@ def prepare(folder: Path) -> None:
 
 def train(name: str, words: list[Any], folder: Path) -> None:
     """To its end, unless it has come there."""
-    if (
-        not (folder / name / "STATUS.json").is_file()
-        or json.loads((folder / name / "STATUS.json").read_text())["code"] != 0
-    ):
+    if not (folder / name / "STATUS.json").is_file() or json.loads((folder / name / "STATUS.json").read_text())["code"] != 0:
         command("train.py", [*words, "--run_name", name, "--accelerator", "cpu"])
 
 
@@ -119,9 +114,7 @@ def body(rows: list[page.Row]) -> str:
     for row in rows:
         losses = [row["validation"]["loss"], *(row["validation"][key] for key in firsts)]
         losses += [row["copy"]["loss"], row["retrieval"]["loss"]]
-        lines.append(
-            [row["name"], row["when"], *(f"{loss:.3f}" for loss in losses), f"{row['retrieval']['accuracy']:.0%}"]
-        )
+        lines.append([row["name"], row["when"], *(f"{loss:.3f}" for loss in losses), f"{row['retrieval']['accuracy']:.0%}"])
     return page.table(titles, lines, words=2)
 
 

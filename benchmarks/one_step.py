@@ -86,9 +86,7 @@ def take_step(run: Run) -> float:
     step.seed_step(flags.training.seed, before.step, fabric.global_rank)
     micro_batches = [fabric.to_device(batch) for batch in run.batches.at(before.position)]
     targets, total = step.count_targets(fabric, micro_batches), 0.0
-    for batch in step.accumulate(
-        fabric, run.model, micro_batches, plan.syncs_every_micro_batch, plan.model.sums_in_float32
-    ):
+    for batch in step.accumulate(fabric, run.model, micro_batches, plan.syncs_every_micro_batch, plan.model.sums_in_float32):
         losses = run.model(**batch) / targets
         step.backward(fabric, trained_loss(losses, plan.model.router_aux_loss_coef))
         total = total + losses.detach()

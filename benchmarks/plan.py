@@ -62,9 +62,7 @@ LOGITS = "keeps the logits of all chunks"
 SMALLER = "had smaller chunks of the loss, not compiled"
 
 
-def titan(
-    source: str, run: str, shape: str, gib: float, counted: str, size: int, context: int, flags: str
-) -> Published:
+def titan(source: str, run: str, shape: str, gib: float, counted: str, size: int, context: int, flags: str) -> Published:
     other = HALF if "selective" in flags else None
     flags = f"{MIXED} --micro_batch_size {size} --context_length {context} {flags}"
     return Published(source, run, shape, gib, counted, flags, other)
@@ -90,9 +88,7 @@ PUBLISHED = [
         )
     ),
     *(
-        Published(
-            TORCHTUNE, f"3B, one A100, {name}", "3B", gib, "active", f"{SINGLE} --micro_batch_size 2 {flags}", other
-        )
+        Published(TORCHTUNE, f"3B, one A100, {name}", "3B", gib, "active", f"{SINGLE} --micro_batch_size 2 {flags}", other)
         for name, gib, flags, other in (
             ("packed", 60.0, f"--loss full {EAGER}", None),
             ("compiled", 51.0, f"--loss full {COMPILED}", None),

@@ -64,8 +64,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         for dtype in options.dtypes:
             given = folder, dtype, options
             contenders = [
-                turns.Contender(options, {"name": name, "dtype": dtype}, CONTENDERS[name], *given)
-                for name in options.only
+                turns.Contender(options, {"name": name, "dtype": dtype}, CONTENDERS[name], *given) for name in options.only
             ]
             rows += turns.in_turns(contenders, options)
     rows_are = "packed documents" if options.packed else "a document a row"

@@ -10,9 +10,12 @@ budgets, 77 refused for security.
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
+
+from huggingface_hub import try_to_load_from_cache
 
 from fabric_llm.base import files
 from fabric_llm.base.command_line import flag, parse
@@ -34,7 +37,9 @@ class AverageArguments:
     """Options"""
 
     # May be given without its flag, before all others.
-    parts: list[str] = flag(None, "runs (their latest checkpoint, or --last), checkpoints and Hugging Face directories")
+    parts: list[str] = flag(
+        None, "runs (their latest checkpoint, or --last), checkpoints, Hugging Face directories and what the hub's cache has"
+    )
     output: Optional[str] = flag(None, "Hugging Face directory to write (default: hf/NAME-average, of the last part)")
     last: Optional[int] = flag(None, "take so many of the newest checkpoints of each run (default: 1)", above=0)
     weights: str = flag(
@@ -61,7 +66,11 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
     for name in given:
         path = Path(name)
         if not path.is_dir():
-            raise ValueError(f"No checkpoint, run or model at {name!r}.{nearest_of(path)}")
+            with suppress(ValueError):  # what can't be a name on the hub
+                cached = try_to_load_from_cache(name, "config.json")
+                path = Path(cached).parent if isinstance(cached, str) else path
+        if not path.is_dir():
+            raise ValueError(f"No checkpoint, run or model at {name!r}, here or in the hub's cache.{nearest_of(path)}")
         if (path / MANIFEST).is_file() or (path / "config.json").is_file():
             folders.append(path)
             continue

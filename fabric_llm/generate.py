@@ -10,18 +10,14 @@ from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.checkpoint import keep
 
 PROGRAM = "python -m fabric_llm.generate"
-DESCRIPTION = (
-    f"Print what a model writes after a text, without a chat template: {PROGRAM} checkpoints/RUN --prompt TEXT"
-)
+DESCRIPTION = f"Print what a model writes after a text, without a chat template: {PROGRAM} checkpoints/RUN --prompt TEXT"
 
 
 @dataclass
 class GenerateArguments:
     """Options"""
 
-    model: str = flag(
-        None, "run (its latest checkpoint), checkpoint or Hugging Face directory; its flag may be left out"
-    )
+    model: str = flag(None, "run (its latest checkpoint), checkpoint or Hugging Face directory; its flag may be left out")
     prompt: Optional[str] = flag(None, "the text to go on from (default: all of standard input)")
     max_new_tokens: int = flag(128, "tokens at most; the model may end its text before", above=0)
     temperature: float = flag(0.8, "what the logits are divided by; 0: always the most likely token", at_least=0)
@@ -41,15 +37,15 @@ def write(folder: str, text: str, given: GenerateArguments) -> None:
     config, tokenizer = loading.load_config(folder), loading.tokenizer_beside(folder)
     if tokenizer is None or not loading.has_weights(folder):
         raise ValueError(f"{folder!r} has no {'tokenizer' if tokenizer is None else 'weights'} to generate with.")
-    prompt, most = (
-        tokenizer(text, return_tensors="pt")["input_ids"],
-        getattr(config, "max_position_embeddings", sys.maxsize),
-    )
+    prompt = tokenizer(text, return_tensors="pt")["input_ids"]
+    most = getattr(config, "max_position_embeddings", sys.maxsize)
     if not 0 < prompt.shape[1] <= most - given.max_new_tokens:
         many = f"The prompt has {prompt.shape[1]} tokens, which must be one or more"
         raise ValueError(f"{many}, and with --max_new_tokens {given.max_new_tokens} no more than the model's {most}.")
     device = "cuda" if given.device == "auto" and torch.cuda.is_available() else "cpu"
-    model, found = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, output_loading_info=True)
+    model, found = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, trust_remote_code=False, output_loading_info=True
+    )
     if found["missing_keys"]:
         raise ValueError(f"{folder!r} has no weights for {sorted(found['missing_keys'])[0]}.")
     torch.manual_seed(given.seed)
@@ -68,9 +64,7 @@ def main(argv: Optional[list[str]] = None) -> None:
             folder = keep.checkpoint_at(folder)
             keep.verified(folder)
         if (folder / "weights").is_dir():
-            raise ValueError(
-                f"{str(folder)!r} is sharded: export it first, python export_hf.py {folder} --output hf/NAME."
-            )
+            raise ValueError(f"{str(folder)!r} is sharded: export it first, python export_hf.py {folder} --output hf/NAME.")
         if given.prompt is None and (sys.stdin is None or sys.stdin.isatty()):
             raise ValueError("There is no text to go on from: give --prompt TEXT, or pass it on standard input.")
         write(str(folder), sys.stdin.read().removesuffix("\n") if given.prompt is None else given.prompt, given)

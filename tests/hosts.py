@@ -74,9 +74,7 @@ class Network:
         """Start the host, for the first time or after `lose`."""
         port = self.names.index(name) + 1
         hosts = self.folder / "hosts"
-        setup = (
-            f"hostname {name} && mount --make-rprivate / && mount -t proc proc /proc && mount --bind {hosts} /etc/hosts"
-        )
+        setup = f"hostname {name} && mount --make-rprivate / && mount -t proc proc /proc && mount --bind {hosts} /etc/hosts"
         host = self.hosts[name] = Namespace("net uts mount pid fork kill-child", setup)
         self._at_switch(f"ip link add port{port} type veth peer name eth0 netns {host.first}")
         self._at_switch(f"ip link set port{port} master switch up")

@@ -99,9 +99,7 @@ class UploadHandler(BaseHTTPRequestHandler):
         if path == "/api/validate-yaml":
             return 200, {}
         if path == "/api/models/org/name/preupload/main":
-            is_large = {
-                one["path"]: one["path"].endswith((".safetensors", ".png")) for one in json.loads(body)["files"]
-            }
+            is_large = {one["path"]: one["path"].endswith((".safetensors", ".png")) for one in json.loads(body)["files"]}
             modes = {True: "lfs", False: "regular"}
             files = [{"path": name, "uploadMode": modes[large]} for name, large in is_large.items()]
             return 200, {"files": [{**one, "shouldIgnore": False} for one in files]}

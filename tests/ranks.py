@@ -43,15 +43,12 @@ class Job:
     codes: exit code of each rank once `wait` has returned, -9 for one that was killed. output: what each one said.
     """
 
-    def __init__(
-        self, world_size: int, *flags: Any, failpoint: str = "", before: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, world_size: int, *flags: Any, failpoint: str = "", before: Callable[[], None] = lambda: None) -> None:
         """failpoint: see fabric_llm/failpoints.py. before: called in each rank before train.py's main."""
         argv = [str(flag) for flag in flags] + ["--devices", str(world_size), "--log_step_interval", "1"]
         self.folder = Path(tempfile.mkdtemp())
         self.pids = [
-            _fork(rank, world_size, self.folder, _train_to_the_end, (argv, failpoint, before))
-            for rank in range(world_size)
+            _fork(rank, world_size, self.folder, _train_to_the_end, (argv, failpoint, before)) for rank in range(world_size)
         ]
         self.codes: list[int] = []
         self.output: list[str] = []

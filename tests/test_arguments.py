@@ -125,10 +125,7 @@ def test_the_short_help_has_a_line_for_each_flag_of_a_first_run(script, most_lin
     assert bool(set(shown) & own) == (script == "plan.py")
     assert 25 <= len(shown) <= 35 and "--devices 4 --model_name" in lines[0]
     assert (shown["lr"], shown["activation_checkpointing"], shown["model_name"]) == ("2e-05", "false", "")
-    assert (
-        f"Training ({sum(not one.basic for one in declared(TrainingArguments).values())} more: --help training)"
-        in lines
-    )
+    assert f"Training ({sum(not one.basic for one in declared(TrainingArguments).values())} more: --help training)" in lines
 
 
 @pytest.mark.parametrize("word", ["fsdp", "FSDP", "--fsd", "trainin", "Trainning", "nan", "plan"])
@@ -182,9 +179,9 @@ def test_help_of_what_isnt_there_is_a_mistake(words, meant, capsys):
 
 
 def test_help_answers_before_anything_else_is_read(capsys):
-    for argv in (["--config", "nowhere.yaml", "-h"], ["--lr", "fast", "--help"], ["--help", "--devices", "4"]):
+    for argv in ("--config nowhere.yaml -h", "--lr fast --help", "--help --devices 4", "-h=lr,devices", "--help=all"):
         with pytest.raises(SystemExit) as exit:
-            parse_train(argv)
+            parse_train(argv.split())
         assert exit.value.code == 0 and "--devices" in capsys.readouterr().out
 
 
@@ -209,9 +206,7 @@ def test_what_a_flag_needs_are_flags_and_their_values():
     for name, one in flags.items():
         for needed, *values in (need.split() for need in one.needs.split(",") if need):
             assert needed in flags, name
-            allowed = [
-                str(word).lower() for word in (*get_args(flags[needed].type), "true", "false", "none", *TRACKERS)
-            ]
+            allowed = [str(word).lower() for word in (*get_args(flags[needed].type), "true", "false", "none", *TRACKERS)]
             assert set(values) <= set(allowed), name
 
 
@@ -241,9 +236,7 @@ def test_numbers_in_yaml_are_numbers(tmp_path, text):
 
 
 def test_values_on_the_command_line():
-    values = flat(
-        *MODEL_AND_DATA, "--lr=2e-5", "--tpu", "true", "--lr_decay=false", "--keep_last", "null", "--devices", "3"
-    )
+    values = flat(*MODEL_AND_DATA, "--lr=2e-5", "--tpu", "true", "--lr_decay=false", "--keep_last", "null", "--devices", "3")
     assert (values["lr"], values["tpu"], values["lr_decay"], values["keep_last"], values["devices"]) == (
         *(2e-5, True, False, None, 3),
     )
@@ -251,11 +244,15 @@ def test_values_on_the_command_line():
     assert flat(*MODEL_AND_DATA, "--run_name", "007")["run_name"] == "007", "a name is text"
 
 
+@pytest.mark.parametrize("text", ["# Introduction", "---", "#", "null and void", "yes", "1e3", "[a]", "a: b", "%", ""])
+def test_text_stays_text_whatever_yaml_would_read(text):
+    assert parse_train(["--run_name", text, "--model_name", "m", "--train_data_dir", "d"]).checkpoint.run_name == text
+    assert parse_prepare(["--input", "x", "--output", "y", f"--document_separator={text}"]).document_separator == text
+
+
 def test_values_in_yaml(tmp_path):
     config = tmp_path / "mine.yaml"
-    config.write_text(
-        "tpu: true\nlr_decay: false\nkeep_last: null\ndevices: auto\nrun_name: '7'\nbackward_prefetch: none\n"
-    )
+    config.write_text("tpu: true\nlr_decay: false\nkeep_last: null\ndevices: auto\nrun_name: '7'\nbackward_prefetch: none\n")
     values = flat(*MODEL_AND_DATA, "--config", config, "--keep_last", 2)
     assert (values["tpu"], values["lr_decay"], values["keep_last"], values["devices"]) == (True, False, 2, "auto")
     assert (values["run_name"], values["backward_prefetch"]) == ("7", "none")
@@ -322,9 +319,7 @@ def test_arguments_yaml_repeats_the_run_on_other_ranks(finished):
     flags = ("--run_name", "two", "--micro_batch_size", 1, "--strategy", "ddp", "--precision", "32-true")
     train_ranks(2, "--config", finished / "first" / "arguments.yaml", *flags)
     assert (
-        metrics(finished / "two", "tokens")
-        == metrics(finished / "first", "tokens")
-        == [4 * CONTEXT * k for k in (1, 2, 3, 4)]
+        metrics(finished / "two", "tokens") == metrics(finished / "first", "tokens") == [4 * CONTEXT * k for k in (1, 2, 3, 4)]
     )
 
 
@@ -424,9 +419,7 @@ def test_wsd_stays_at_the_peak_and_decays_in_its_last_steps(decay_shape):
     rates = [lr_at(step, **SCHEDULE, lr_schedule="wsd", decay_steps=20, decay_shape=decay_shape) for step in range(101)]
     assert rates[10:81] == [1.0] * 71
     assert all(a > b for a, b in zip(rates[80:], rates[81:])) and rates[100] == pytest.approx(0.1)
-    assert lr_at(90, **SCHEDULE, lr_schedule="wsd") == 1.0 > lr_at(91, **SCHEDULE, lr_schedule="wsd"), (
-        "a tenth of the run"
-    )
+    assert lr_at(90, **SCHEDULE, lr_schedule="wsd") == 1.0 > lr_at(91, **SCHEDULE, lr_schedule="wsd"), "a tenth of the run"
     of_sqrt = lr_at(85, **SCHEDULE, lr_schedule="wsd", decay_steps=20)
     assert of_sqrt == pytest.approx(0.1 + 0.9 * (1 - math.sqrt(5 / 20)))
 

@@ -205,9 +205,7 @@ def test_names_without_the_prefix_of_the_base_model(toys, tmp_path, run_average)
 @pytest.mark.longer
 def test_memory_does_not_grow_with_the_number_of_parts(tmp_path):
     """Parts of 64 MB: six of them need no more than two."""
-    config = LlamaConfig(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, vocab_size=6000
-    )
+    config = LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, vocab_size=6000)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "0")
     for number in range(1, 6):
         shutil.copytree(tmp_path / "0", tmp_path / str(number))
@@ -221,9 +219,7 @@ def peak_bytes(folders, output):
     import ctypes
     import resource
 
-    ctypes.CDLL(None).mallopt(
-        -3, 2**16
-    )  # M_MMAP_THRESHOLD: what is freed goes back at once, or the peak is one of leftovers
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once, or the peak is one of leftovers
     main([*folders, "--output", output, "--evaluate", "false", "--max_shard_size", "10MB"])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

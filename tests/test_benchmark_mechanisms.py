@@ -24,7 +24,5 @@ def test_each_entry_has_a_test():
         said = re.sub(r"[^\s()]+", lambda m: m[0] if m[0] in ("and", "or", "not") else str(m[0] in name), expression)
         return eval(said)
 
-    without = [
-        m.name for m in MECHANISMS if not any(f == f"tests/{m.tests}" and selects(m.select, n) for f, n in names)
-    ]
+    without = [m.name for m in MECHANISMS if not any(f == f"tests/{m.tests}" and selects(m.select, n) for f, n in names)]
     assert not without

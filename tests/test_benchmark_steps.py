@@ -63,9 +63,7 @@ def test_the_table_has_a_line_for_each_row(result):
 
 @pytest.mark.parametrize("other", [2.0002, math.nan])
 def test_another_loss_is_an_error(other):
-    rows = [
-        {"name": name, "error": None, "losses": losses} for name, losses in (("a", [3.0, 2.0]), ("b", [3.0, other]))
-    ]
+    rows = [{"name": name, "error": None, "losses": losses} for name, losses in (("a", [3.0, 2.0]), ("b", [3.0, other]))]
     assert steps.problem_of(rows[:1]) is None
     assert "b: losses" in steps.problem_of(rows)
     assert steps.problem_of(rows[::-1]) is not None
@@ -79,6 +77,4 @@ def test_a_failed_row_is_an_error_and_stays_in_the_table():
 
 def test_a_storage_counts_once_and_whole():
     whole = torch.zeros(10)
-    assert (
-        one_step.storage_bytes([whole[:3], whole[5:], torch.zeros(0), torch.zeros(2, dtype=torch.float64)]) == 40 + 16
-    )
+    assert one_step.storage_bytes([whole[:3], whole[5:], torch.zeros(0), torch.zeros(2, dtype=torch.float64)]) == 40 + 16

@@ -40,10 +40,7 @@ def test_a_branch_decays_to_min_lr_and_is_stopped_and_resumed_bit_for_bit(toys, 
         train_ranks(ranks, *branch(trunk, "wsd", 8, *more))
     whole = trunk / "whole"
     assert metrics(whole, "step")[-1] == 12 and metrics(whole, "lr")[8:] == pytest.approx(
-        [
-            lr_at(s, max_step=12, lr=1e-2, min_lr=1e-3, warmup_steps=2, lr_schedule="wsd", decay_steps=4)
-            for s in range(8, 12)
-        ]
+        [lr_at(s, max_step=12, lr=1e-2, min_lr=1e-3, warmup_steps=2, lr_schedule="wsd", decay_steps=4) for s in range(8, 12)]
     )
     assert metrics(whole, "loss")[:8] == metrics(trunk / "wsd", "loss")[:8], "it begins with the log of the run"
     # From its own checkpoint it goes on like any run, without a word about the branch.

@@ -20,6 +20,7 @@ import prepare_data
 from arguments import parse_export, parse_prepare, parse_train
 from fabric_llm.checkpoint import keep
 from fabric_llm.data.mixture import mixture_of
+from fabric_llm.report.card import rename
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WORDS = "to be or not to be that is the question whether it is nobler in the mind to suffer".split()
@@ -127,9 +128,7 @@ def test_curves_are_drawn_where_matplotlib_is(made, work, tmp_path, monkeypatch,
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     without = export(source, tmp_path / "without")
     assert "curves.png" not in without.text and "need matplotlib" in capsys.readouterr().out
-    assert not (tmp_path / "without" / "curves.png").exists() and rows(without, "Evaluation") == rows(
-        card, "Evaluation"
-    )
+    assert not (tmp_path / "without" / "curves.png").exists() and rows(without, "Evaluation") == rows(card, "Evaluation")
     monkeypatch.undo()
     pytest.importorskip("matplotlib", reason="matplotlib isn't installed: pip install -e '.[report]'")
     assert "![Losses over steps](curves.png)" in card.text
@@ -166,9 +165,7 @@ def test_a_registered_class_is_imported_first(work, tmp_path):
     assert "import test_card" in block(card, "Load it", "python")
     exec(block(card, "Load it", "python"), found)
     assert type(found["model"]) is CappedForCausalLM
-    assert (
-        "trained from random weights with the configuration of" in card.text and "base_model" not in card.data.to_dict()
-    )
+    assert "trained from random weights with the configuration of" in card.text and "base_model" not in card.data.to_dict()
 
 
 def test_the_commands_are_those_that_were_given(made, work, tmp_path):
@@ -218,6 +215,20 @@ def test_what_a_checkpoint_has_begun_with_goes_on_in_later_runs(made, work):
         card = export(work / "checkpoints" / name, work / f"hf-{name}")
         assert card.data.base_model == "org/base" and COMMIT in card.text
     assert "The run began with" in card.text
+
+
+def test_losses_of_other_weights_are_not_said_to_be_its_own(made, work, tmp_path):
+    base = work / "models--org--base" / "snapshots" / COMMIT
+    train(work, base, "between", "--save_step_interval", 1, "--eval_step_interval", 2)
+    for step, sentence in ((1, "Nothing was evaluated since step 1."), (3, "and after step 2.")):
+        card = export(work / "checkpoints" / "between" / f"step-{step:08d}", tmp_path / f"{step}")
+        assert card.data.eval_results is None and sentence in section(card, "Evaluation")
+    shutil.copytree(work / "checkpoints" / "run", work / "checkpoints" / "again")
+    more = ("--replay", work / "old", "--forgetting_budget", "replay:0.5", "--resume", "true", "--resume_override", "lr")
+    train(work, base, "again", *more, "--lr", 1e-4, "--checkpoint", work / "checkpoints" / "again" / "step-00000004")
+    [aside] = (work / "checkpoints" / "again").glob("aside-step-00000006-*")
+    said = {row[0]: row[2] for row in rows(export(aside, tmp_path / "aside"), "Evaluation")}
+    assert said == {name: f"{loss:.4f}" for name, loss in keep.read_progress(aside)["eval_losses"].items()}
 
 
 def test_of_an_average_no_loss_is_said_to_be_its_own(work, tmp_path):
@@ -272,7 +283,11 @@ def test_what_was_exported_is_pushed_later_with_its_card(made, hub, tmp_path):
     card = export(made[1], tmp_path / "hf", "--push_to_hub", "org/name")
     assert block(card, "Load it", "python").count('from_pretrained("org/name")') == 2
     assert f"--output {tmp_path / 'hf'}" in section(card, "Commands")
+    assert card.text.lstrip().startswith("# org/name\n") and card.data.model_name == "org/name"
     assert hub.repository["README.md"] == (tmp_path / "hf" / "README.md").read_bytes()
+    rename(tmp_path / "hf", "org/other's")
+    card = ModelCard.load(tmp_path / "hf" / "README.md")
+    assert card.text.count('from_pretrained("org/other\'s")') == 2 and card.text.lstrip().startswith("# org/other's\n")
 
 
 @pytest.mark.parametrize("other", ["checkpoint", "dtype"])

@@ -351,9 +351,7 @@ def test_copies_of_an_asynchronous_save_are_said_and_not_made_where_there_is_no_
     assert waited.count("of which 0.00 GiB are free: training waits for the save of step") == 2
     for step in (1, 2, 3):
         ours, theirs = (tmp_path / name / f"step-{step:08d}" for name in ("copied", "waited"))
-        assert all(
-            file.read_bytes() == (ours / file.relative_to(theirs)).read_bytes() for file in theirs.rglob("shard-*")
-        )
+        assert all(file.read_bytes() == (ours / file.relative_to(theirs)).read_bytes() for file in theirs.rglob("shard-*"))
         assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
 
 

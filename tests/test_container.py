@@ -96,9 +96,7 @@ def test_a_user_whom_nobody_knows(toys, tmp_path):
     reads = "--inh-caps +dac_read_search --ambient-caps +dac_read_search".split()
     words = ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups", *reads, sys.executable]
     words += [str(ROOT / "train.py"), *map(str, toy_run(toys, tmp_path / "checkpoints")), "--run_name", "run"]
-    words += (
-        "--devices 2 --global_batch_size 4 --max_step 2 --eval_iters 1 --log_step_interval 1 --logger wandb".split()
-    )
+    words += "--devices 2 --global_batch_size 4 --max_step 2 --eval_iters 1 --log_step_interval 1 --logger wandb".split()
     own = {
         "HOME": str(tmp_path / "home"),
         "USER": image["USER"],

@@ -127,9 +127,7 @@ def gradients_of_parts(model_name, lengths):
         chunked=True,
     )
     model.context_group = context_group(ranks)
-    batch = part_of(
-        packed_batch([[t for d in documents(lengths, seed=1) for t in d]]), torch.distributed.get_rank(), ranks
-    )
+    batch = part_of(packed_batch([[t for d in documents(lengths, seed=1) for t in d]]), torch.distributed.get_rank(), ranks)
     assert batch["input_ids"].shape == (1, 24 // ranks) and batch["labels"].shape == (1, 24 // ranks + 1)
     loss = model(**batch)
     loss.backward()
@@ -146,9 +144,7 @@ LENGTHS = [[9, 7, 8], [12, 12], [6, 5, 1, 12], [11, 13], [13, 11], [24], [17, 2,
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("model", "lengths"), [*(("llama", some) for some in LENGTHS), ("mixtral", LENGTHS[0])])
 def test_loss_and_gradients_are_equal_to_rounding(toys, model, lengths, ranks):
-    plain = LanguageModel(
-        AutoModelForCausalLM.from_pretrained(toys / model, dtype=torch.float32, attn_implementation="packed")
-    )
+    plain = LanguageModel(AutoModelForCausalLM.from_pretrained(toys / model, dtype=torch.float32, attn_implementation="packed"))
     batch = packed_batch([[t for d in documents(lengths, seed=1) for t in d]])
     loss = plain(**batch)
     loss.backward()

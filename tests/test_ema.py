@@ -137,9 +137,7 @@ def test_the_average_does_not_change_the_run(toys, tmp_path):
 
 
 def test_a_step_that_is_left_out_does_not_update_it(toys, tmp_path):
-    argv = [
-        str(word) for word in (*flags(toys, tmp_path, "--ema_decay", DECAY), "--devices", 1, "--log_step_interval", 1)
-    ]
+    argv = [str(word) for word in (*flags(toys, tmp_path, "--ema_decay", DECAY), "--devices", 1, "--log_step_interval", 1)]
     assert run_ranks(1, train_with_faults, argv, {0: [4]}, math.nan) == [0]
     assert metrics(tmp_path / "run", "verdict") == ["skip"]
     assert_equal(average_of(step(tmp_path, 1)), average_of(step(tmp_path, 2)))

@@ -131,9 +131,7 @@ def test_a_full_disk_is_one_sentence(run, tmp_path, point):
 def test_room_is_asked_for(run, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 2**20}))
     code, [said] = run()
-    assert (
-        code == 74 and "The dataset needs 0.02 GiB, but " in said and "has 0.00 GiB free: make room, or take an" in said
-    )
+    assert code == 74 and "The dataset needs 0.02 GiB, but " in said and "has 0.00 GiB free: make room, or take an" in said
     assert sorted(os.listdir(tmp_path)) == [".out.preparing", "corpus"]
 
 
@@ -175,7 +173,4 @@ def test_an_input_that_cannot_be_read(run, corpus, monkeypatch):
 
     monkeypatch.setattr("fabric_llm.prepare.documents.opened", refused)  # root may read everything
     code, [said] = run()
-    assert (
-        code == 2
-        and said == f"prepare_data.py: error: {str(Path(corpus, '0.txt'))!r} can't be read: Permission denied."
-    )
+    assert code == 2 and said == f"prepare_data.py: error: {str(Path(corpus, '0.txt'))!r} can't be read: Permission denied."

@@ -61,9 +61,7 @@ def counted(folder):
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2), ("fsdp2", 2)])
-def test_a_request_to_stop_is_heard_inside_an_evaluation_and_the_evaluation_is_made_up(
-    toys, data, tmp_path, strategy, ranks
-):
+def test_a_request_to_stop_is_heard_inside_an_evaluation_and_the_evaluation_is_made_up(toys, data, tmp_path, strategy, ranks):
     words = flags(toys, data, tmp_path, "--eval_iters", 1000, "--strategy", strategy)
     batches = VALIDATION_ROWS // ranks
     job = Job(ranks, *words, "--run_name", "whole")
@@ -118,9 +116,7 @@ def train_smoothed():
     language_model.token_loss = smoothed
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "loss"), [("auto", 1, "chunked"), ("auto", 1, "full"), ("fsdp2", 2, "auto")]
-)
+@pytest.mark.parametrize(("strategy", "ranks", "loss"), [("auto", 1, "chunked"), ("auto", 1, "full"), ("fsdp2", 2, "auto")])
 def test_evaluation_is_plain_cross_entropy_whatever_trains(toys, data, tmp_path, strategy, ranks, loss):
     words = flags(toys, data, tmp_path, "--strategy", strategy, "--loss", loss, "--precision", "32-true")
     for name, change in (("plain", lambda: None), ("smoothed", train_smoothed)):
@@ -145,9 +141,7 @@ def test_evaluation_is_plain_cross_entropy_whatever_trains(toys, data, tmp_path,
     ],
 )
 @pytest.mark.parametrize("kind", ["packed", "rows"])
-def test_the_loss_by_position_is_that_of_the_tokens_there(
-    toys, data, packed_data, tmp_path, monkeypatch, kind, ranks, more
-):
+def test_the_loss_by_position_is_that_of_the_tokens_there(toys, data, packed_data, tmp_path, monkeypatch, kind, ranks, more):
     """Here from 4 tokens on instead of 256. Documents of 7 tokens, and rows of one document."""
     monkeypatch.setattr(evaluation, "EDGES", 4 * 2 ** torch.arange(PLACES - 1))
     folder = packed_data if kind == "packed" else data

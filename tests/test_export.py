@@ -26,6 +26,7 @@ from fabric_llm.base import files
 from fabric_llm.checkpoint import keep, reading, whole
 from fabric_llm.checkpoint.keep import checkpoint_at as find
 from fabric_llm.model.loading import load_config, open_weights
+from fabric_llm.plan.checks import exported_output
 from fabric_llm.verify import export as exporting
 from fabric_llm.verify.export import VerificationError, export, verify
 
@@ -387,9 +388,7 @@ def test_every_swap_of_two_tensors_is_caught_twice(runs, tmp_path):
     for first, second in swaps:
         folder = tmp_path / first
         shutil.copytree(source, folder)
-        save_file(
-            {**weights, first: weights[second], second: weights[first]}, folder / "model.safetensors", {"format": "pt"}
-        )
+        save_file({**weights, first: weights[second], second: weights[first]}, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(VerificationError, match="isn't what the checkpoint holds"):
             verify(folder, trained, probe, "32-true")
         with pytest.raises(VerificationError, match="logits differ"):
@@ -503,5 +502,12 @@ def test_the_real_hub_without_a_network(runs, tmp_path, run_export):
 
 
 def test_a_bad_repository_name_is_found_before_the_work(runs, tmp_path, run_export):
-    code, _, error = run_export(runs / "full", "--push_to_hub", "a/b/c")
-    assert code == 2 and "a/b/c" in error and parts(tmp_path) == []
+    for name in ("a/b/c", "name"):
+        code, _, error = run_export(runs / "full", "--push_to_hub", name)
+        assert code == 2 and name in error and parts(tmp_path) == []
+
+
+def test_an_export_into_a_checkpoint_would_damage_it(runs):
+    place = files.latest(runs / "full") / "hf"
+    with pytest.raises(ValueError, match="lies in the checkpoint .* which it would damage"):
+        exported_output(place, overwrite=True)

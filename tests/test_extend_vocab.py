@@ -73,9 +73,7 @@ def unigram():
     backend = Tokenizer(models.Unigram())
     backend.normalizer, backend.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=150, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
-    )
+    trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False)
     backend.train_from_iterator(texts(OLD, 20, 0), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<extra_0>", "<extra_1>"]})
@@ -275,10 +273,7 @@ def test_a_sharded_checkpoint_is_extended_as_any_model(toys, tmp_path, corpus_fo
     flags = ("--model_name", folder, "--train_data_dir", toys / "data", "--output_dir", tmp_path, "--run_name", "run")
     flags += ("--max_step", 1, "--eval_iters", 0, "--verify_start", "false", "--state_dict_type", "sharded")
     train_ranks(1, *flags)
-    assert (
-        run(tmp_path / "run" / "step-00000001", "--input", corpus_folder, "--tokens", 20, "--output", tmp_path / "hf")
-        == 0
-    )
+    assert run(tmp_path / "run" / "step-00000001", "--input", corpus_folder, "--tokens", 20, "--output", tmp_path / "hf") == 0
     new = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     first = new_tokens.size(byte_level().backend_tokenizer)
     assert len(new.get_input_embeddings().weight) == first + 20 and new.dtype == torch.bfloat16

@@ -166,9 +166,7 @@ def test_no_whole_checkpoint_at_all(run):
     flags, folder = run
     for step in (2, 4, 6):
         damage_by("truncate", folder / f"step-{step:08d}" / "model.safetensors")
-    [(code, said)] = run_ranks(
-        1, said_and_code, [*flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true"]
-    )
+    [(code, said)] = run_ranks(1, said_and_code, [*flags, "--max_step", 7, "--resume_override", "max_step", "--resume", "true"])
     assert code == 66 and "No checkpoint" in said and "step-00000002" in said
 
 

@@ -236,9 +236,7 @@ def test_true_stays_strict(tmp_path, packed, family, sentence):
     assert said.startswith(sentence)
 
 
-@pytest.mark.parametrize(
-    ("before", "family"), [("true", "llama"), ("false", "llama"), ("auto", "mamba"), ("auto", "llama")]
-)
+@pytest.mark.parametrize(("before", "family"), [("true", "llama"), ("false", "llama"), ("auto", "mamba"), ("auto", "llama")])
 def test_a_resumed_run_keeps_what_it_had(tmp_path, models, packed, before, family):
     flags = flags_of(models, family, packed, tmp_path)
     assert train(1, *flags, "--document_masking", before, "--save_step_interval", 1) is None

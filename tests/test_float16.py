@@ -67,9 +67,7 @@ def test_a_step_that_is_left_out_changes_nothing(toys, tmp_path):
     before, after = (load_file(tmp_path / "whole" / f"step-0000000{k}" / "model.safetensors") for k in (2, 3))
     assert all(torch.equal(before[name], after[name]) for name in before)
     scales = [
-        json.loads((tmp_path / "whole" / f"step-0000000{k}" / "trainer" / "progress.json").read_text())["scaler"][
-            "scale"
-        ]
+        json.loads((tmp_path / "whole" / f"step-0000000{k}" / "trainer" / "progress.json").read_text())["scaler"]["scale"]
         for k in (2, 3, 6)
     ]
     assert scales == [65536.0, 32768.0, 32768.0]

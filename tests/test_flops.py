@@ -43,9 +43,7 @@ def test_gpt2_whose_output_layer_is_its_embedding_by_hand():
 @pytest.mark.parametrize("chosen", [1, 2, 3])
 def test_mixtral_counts_the_experts_that_are_chosen_by_hand(chosen):
     small = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = MixtralConfig(
-        **small, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=chosen, vocab_size=99
-    )
+    config = MixtralConfig(**small, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=chosen, vocab_size=99)
     layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 4 * 32 + chosen * 3 * 32 * 24
     assert flops.of_model(skeleton(config)).of_token == 6 * (2 * layer + 32 * 99)
 

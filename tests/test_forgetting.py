@@ -192,9 +192,7 @@ def test_a_run_that_would_forget_is_stopped_with_a_saved_checkpoint(base, tmp_pa
     for key in ("loss", "eval_loss"):
         assert metrics(tmp_path / "run", key) == metrics(whole / "run", key)
     forgotten = evaluated(tmp_path / "run", "replay", "forgotten")
-    assert forgotten == evaluated(whole / "run", "replay", "forgotten"), (
-        "above its value before step 1, not before the resume"
-    )
+    assert forgotten == evaluated(whole / "run", "replay", "forgotten"), "above its value before step 1, not before the resume"
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp2"])

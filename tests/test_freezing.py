@@ -216,9 +216,7 @@ def test_fsdp_gathers_apart_what_is_unlike_the_outermost_unit():
         pytest.param("fsdp2", 2, "llama", ("--train_only", "embeddings"), ("--precision", "bf16-mixed"), marks=pytest.mark.longer),
     ],
 )  # fmt: skip
-def test_what_is_frozen_keeps_every_bit_and_a_run_goes_on_to_the_same(
-    toys, tmp_path, strategy_name, ranks, model, words, more
-):
+def test_what_is_frozen_keeps_every_bit_and_a_run_goes_on_to_the_same(toys, tmp_path, strategy_name, ranks, model, words, more):
     """One run, its second half again from its first, and the files of both."""
     run = flags(toys, tmp_path, model, "--strategy", strategy_name, *words, *more, "--run_name", "run")
     job = Job(ranks, *run)

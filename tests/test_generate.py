@@ -1,6 +1,7 @@
 """python -m fabric_llm.generate: it writes what model.generate does, as it is made, or says in one sentence why not."""
 
 import io
+import json
 import shutil
 import subprocess
 import sys
@@ -131,8 +132,26 @@ def test_nothing_is_asked_on_a_terminal(toy, capsys, monkeypatch):
     assert ended.value.code == 2 and "give --prompt TEXT" in capsys.readouterr().err
 
 
+def test_kernels_that_a_configuration_names_are_not_taken(toy, tmp_path, capsys):
+    words = ("--prompt", PROMPT, "--max_new_tokens", 12, "--temperature", 0)
+    expected = written(capsys, toy, *words)
+    shutil.copytree(toy, tmp_path / "model")
+    config = json.loads((toy / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "attn_implementation": "some/kernel"}))
+    assert written(capsys, tmp_path / "model", *words) == expected
+
+
+def test_a_reader_that_has_seen_enough_ends_it_without_a_word(toy):
+    command = [sys.executable, "-m", "fabric_llm.generate", toy, "--prompt", PROMPT, "--max_new_tokens", "50"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.communicate()[1] == "" and process.returncode == 1
+
+
 def test_help_and_mistakes_import_no_torch():
-    code = "import sys; from fabric_llm.generate import main\ntry: main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from fabric_llm.generate import main\ntry: main(sys.argv[1:])\nfinally: assert 'torch' not in sys.modules"
+    )
     for words, ends in ((["--help"], 0), (["nowhere", "--prompt", "x"], 2)):
         done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == ends and "Assertion" not in done.stderr

@@ -115,9 +115,7 @@ def test_a_spike_is_warned_of_or_skipped(toys, tmp_path, action, changes):
     assert any(not torch.equal(before[name], after[name]) for name in before) == changes
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "kind"), [("auto", 1, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 2, "full")]
-)
+@pytest.mark.parametrize(("strategy", "ranks", "kind"), [("auto", 1, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 2, "full")])
 def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(toys, tmp_path, strategy, ranks, kind):
     faults = {0: range(4 // ranks * 13, 4 // ranks * 14)}  # step 14
     flags = (*SPIKE, "--spike_action", "rewind", "--state_dict_type", kind)

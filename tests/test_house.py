@@ -55,8 +55,7 @@ def test_no_circle_of_imports_within_a_room():
     """What is imported for annotations alone counts as well."""
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     needs = {
-        name: {other for given in imported(path) for other in names if given == other or given.startswith(f"{other}.")}
-        - {name}
+        name: {other for given in imported(path) for other in names if given == other or given.startswith(f"{other}.")} - {name}
         for name, path in names.items()
     }
     done = set()

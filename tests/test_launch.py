@@ -44,8 +44,7 @@ def test_tasks_of_srun_are_the_ranks(toys, tmp_path, more):
         "SLURM_NODEID": "0",
     }
     tasks = [
-        start(toys, tmp_path, "--devices", "auto", *more, **step, SLURM_PROCID=str(k), SLURM_LOCALID=str(k))
-        for k in range(2)
+        start(toys, tmp_path, "--devices", "auto", *more, **step, SLURM_PROCID=str(k), SLURM_LOCALID=str(k)) for k in range(2)
     ]
     said = [task.communicate(timeout=120)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], said
@@ -184,9 +183,7 @@ def test_control_groups_limit_cores_and_memory(tmp_path, case):
         ),
     ],
 )
-def test_numbers_of_ranks_in_the_environment_are_checked_before_torch_is_imported(
-    toys, tmp_path, words, given, sentence
-):
+def test_numbers_of_ranks_in_the_environment_are_checked_before_torch_is_imported(toys, tmp_path, words, given, sentence):
     by_hand = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} if not words else {}
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0", **by_hand, **given}
     task = start(toys, tmp_path, *words, PYTHONPATH=refuse_imports(tmp_path, ("torch",)), **there)

@@ -58,14 +58,10 @@ def test_torchrun_and_a_devices_flag_that_disagree(toys, tmp_path, ranks, device
 @pytest.mark.faults
 def test_torchrun_hears_of_a_mistake_from_the_rank_that_says_it(toys, tmp_path):
     """torchrun ends all ranks as soon as one has left: rank 0 was ended before it had said anything."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, time\nif os.environ.get('LOCAL_RANK') == '0':\n    time.sleep(3)\n"
-    )
+    (tmp_path / "sitecustomize.py").write_text("import os, time\nif os.environ.get('LOCAL_RANK') == '0':\n    time.sleep(3)\n")
     words = [str(TRAIN), *flags(toys, tmp_path, "--devices", 1)]
     done = started([str(TORCHRUN), "--standalone", "--nproc_per_node", "2", *words], tmp_path, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1 and done.stderr.count("train.py: error: --devices 1, but the launcher") == 1, (
-        done.stderr
-    )
+    assert done.returncode == 1 and done.stderr.count("train.py: error: --devices 1, but the launcher") == 1, done.stderr
 
 
 @pytest.mark.faults
@@ -114,13 +110,8 @@ def test_arguments_yaml_yields_to_torchrun(toys, tmp_path, capsys):
 def test_tasks_of_srun_and_a_devices_flag_that_disagree(toys, tmp_path):
     """Two tasks with `--devices 1` were two runs in one directory."""
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}
-    done = started(
-        [sys.executable, str(TRAIN), *flags(toys, tmp_path, "--devices", 1)], tmp_path, SLURM_LOCALID="0", **step
-    )
-    assert (
-        done.returncode == 2
-        and "--devices 1, but the launcher has started 2 processes, 2 of them on this" in done.stderr
-    )
+    done = started([sys.executable, str(TRAIN), *flags(toys, tmp_path, "--devices", 1)], tmp_path, SLURM_LOCALID="0", **step)
+    assert done.returncode == 2 and "--devices 1, but the launcher has started 2 processes, 2 of them on this" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

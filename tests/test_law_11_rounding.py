@@ -63,9 +63,7 @@ def load_and_go_on(name, source, folder):
 
 def differences(first, second):
     """Names of the tensors, weights and moments, that differ between two checkpoints."""
-    found = (
-        [] if (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes() else ["weights"]
-    )
+    found = [] if (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes() else ["weights"]
     states = state_on_disk(first), state_on_disk(second)
     assert states[0].keys() == states[1].keys()
     return found + [key for key, value in states[0].items() if not torch.equal(value, states[1][key])]

@@ -84,9 +84,7 @@ def test_the_closed_form_is_what_one_counts_position_by_position(mixture):
 @given(mixtures(), st.integers(1, 120))
 def test_each_row_of_a_source_is_read_once_an_epoch_over_all_segments(mixture, end):
     rows = mixture.rows_at(np.arange(end))
-    assert (mixture.rows_at(np.arange(end).reshape(1, -1)[:, ::-1])[0] == rows[::-1]).all(), (
-        "whatever else is asked for"
-    )
+    assert (mixture.rows_at(np.arange(end).reshape(1, -1)[:, ::-1])[0] == rows[::-1]).all(), "whatever else is asked for"
     for base, count in zip(mixture.bases, mixture.rows):
         mine = rows[(base <= rows) & (rows < base + count)] - base
         for epoch in range(0, len(mine), count):
@@ -218,9 +216,7 @@ def test_any_ranks_and_workers_read_the_same_rows(ranks, micro_batch_size, worke
     laid_out = (Stage(0, (3, 1)), Stage(40, (1, 1)))
     mixture = Mixture(("a", "b"), (20, 30), (3, 3), laid_out, 5)
     rows = datasets.Dataset.from_dict({"input_ids": [[i, i, i] for i in range(50)]})
-    readers = [
-        Prefetch(Batches(rows, 5, micro_batch_size, 2, r, ranks, mixture=mixture), workers) for r in range(ranks)
-    ]
+    readers = [Prefetch(Batches(rows, 5, micro_batch_size, 2, r, ranks, mixture=mixture), workers) for r in range(ranks)]
     for position in range(0, 96, 8):
         seen = [int(row[0]) for reader in readers for batch in reader.at(position) for row in batch["input_ids"]]
         assert sorted(seen) == sorted(mixture.rows_at(np.arange(position, position + 8)))
@@ -333,9 +329,7 @@ def test_a_run_resumed_twice_is_the_undisturbed_run_bit_for_bit(toys, whole, tmp
 def test_two_ranks_then_one_then_four_read_the_same_rows(toys, whole, tmp_path, capsys):
     mix, output = whole
     run = flags(toys, tmp_path, mix, "--run_name", "run", "--resume", "true")
-    train_ranks(
-        1, *run, "--checkpoint", output / "whole" / "step-00000004", "--num_workers", 2, "--micro_batch_size", 4
-    )
+    train_ranks(1, *run, "--checkpoint", output / "whole" / "step-00000004", "--num_workers", 2, "--micro_batch_size", 4)
     train_ranks(4, *run, "--checkpoint", tmp_path / "run" / "step-00000008", "--strategy", "fsdp2", "--num_workers", 1)
     ours, theirs = (document_of(folder, STEPS) for folder in (tmp_path / "run", output / "whole"))
     assert ours["rows_read"] == theirs["rows_read"] and ours["rows_read"]["count"] == STEPS * BATCH
@@ -498,9 +492,7 @@ def test_a_spike_that_rewinds_a_mixture(toys, whole, tmp_path):
     document = document_of(tmp_path / "run", STEPS)
     assert document["guard"]["rewinds"] == 1 and document["progress"]["position"] == (STEPS + 2) * BATCH
     last = metrics(tmp_path / "run", "sources")[-1]
-    assert sum(one["epochs"] * rows for one, rows in zip(last.values(), (31, 70, 40))) == pytest.approx(
-        (STEPS + 2) * BATCH
-    )
+    assert sum(one["epochs"] * rows for one, rows in zip(last.values(), (31, 70, 40))) == pytest.approx((STEPS + 2) * BATCH)
     assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
 
 

@@ -59,7 +59,5 @@ def test_a_resumed_run_is_the_undisturbed_run(toys, tmp_path, strategy, ranks, m
 def test_dropout_is_on_and_differs_between_steps(toys, tmp_path):
     """So that the test above does test randomness: the same batch at two steps gives two losses."""
     train_ranks(1, *flags(toys, tmp_path, "gpt2", "auto", "full", "32-true"), "--run_name", "a", "--lr", 1e-30)
-    train_ranks(
-        1, *flags(toys, tmp_path, "gpt2-no-dropout", "auto", "full", "32-true"), "--run_name", "b", "--lr", 1e-30
-    )
+    train_ranks(1, *flags(toys, tmp_path, "gpt2-no-dropout", "auto", "full", "32-true"), "--run_name", "b", "--lr", 1e-30)
     assert metrics(tmp_path / "a", "loss") != metrics(tmp_path / "b", "loss")

@@ -37,7 +37,5 @@ def test_the_curve_goes_on_with_another_number_of_ranks(toys, tmp_path, model, s
     assert metrics(tmp_path / "run", "step") == expected["step"]
     for key in ("loss", "grad_norm", "eval_loss"):
         assert metrics(tmp_path / "run", key) == pytest.approx(expected[key], rel=2e-6, abs=0), key
-    progress = json.loads((tmp_path / "run" / f"step-{STEPS:08d}" / "trainer" / "progress.json").read_text())[
-        "progress"
-    ]
+    progress = json.loads((tmp_path / "run" / f"step-{STEPS:08d}" / "trainer" / "progress.json").read_text())["progress"]
     assert progress == {"step": STEPS, "position": STEPS * 8, "tokens": STEPS * 8 * 24}

@@ -25,9 +25,7 @@ def seen(world_size, micro_batch_size, micro_batches, workers, start=0, end=ROWS
         step = []
         for rank in ranks:
             for batch in rank.at(position):
-                step += [
-                    int(ids[0]) for ids, labels in zip(batch["input_ids"], batch["labels"]) if labels[0] != IGNORED
-                ]
+                step += [int(ids[0]) for ids, labels in zip(batch["input_ids"], batch["labels"]) if labels[0] != IGNORED]
         steps.append(step)
         position += world_size * micro_batch_size * micro_batches
     for rank in ranks:

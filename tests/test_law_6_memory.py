@@ -85,11 +85,7 @@ def measured_and_said(folder, model, strategy, *flags, precision="bf16-true", pr
 
 CASES = [
     *[("small", strategy, mode) for strategy in ("single", "ddp", "fsdp", "fsdp2") for mode in ("none", "full")],
-    *[
-        ("small", strategy, mode)
-        for strategy in ("single", "ddp", "fsdp", "fsdp2")
-        for mode in ("every:2", "selective")
-    ],
+    *[("small", strategy, mode) for strategy in ("single", "ddp", "fsdp", "fsdp2") for mode in ("every:2", "selective")],
     *[
         (model, strategy, mode)
         for model in ("deep", "wide")
@@ -105,9 +101,7 @@ def test_memory_of_a_rank_is_what_the_plan_said(folder, model, strategy, mode):
     assert said.peak == pytest.approx(measured, rel=0.02), said
 
 
-@pytest.mark.parametrize(
-    "flags", ["--loss full", "--gradient_accumulation_steps 2", "--ema_decay 0.9 --ema_device same"]
-)
+@pytest.mark.parametrize("flags", ["--loss full", "--gradient_accumulation_steps 2", "--ema_decay 0.9 --ema_device same"])
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp2"])
 def test_other_flags_and_precisions(folder, strategy, precision, flags):

@@ -31,9 +31,7 @@ def test_the_loss_of_a_packed_document_is_that_of_the_document_alone(toys, model
         other = [documents([9], seed=2)[0], documents([8], seed=3)[0]]
         elsewhere = language_model(**packed_batch([other[0] + second + other[1]]))
         others = sum(language_model(**packed_batch([document])) for document in other)
-        together = language_model(
-            **{k: v for k, v in packed_batch([first + second + third]).items() if k != "position_ids"}
-        )
+        together = language_model(**{k: v for k, v in packed_batch([first + second + third]).items() if k != "position_ids"})
     assert packed.item() == pytest.approx(sum(alone).item(), rel=1e-6)
     assert (elsewhere - others).item() == pytest.approx(alone[1].item(), rel=1e-5)
     assert together.item() != pytest.approx(packed.item(), rel=1e-4), "without positions documents do see each other"

@@ -100,9 +100,7 @@ def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_insid
     page = (output / FILE).read_text()
     data = json.loads(re.search(r'<script type="application/json" id="page-data">(.*?)</script>', page)[1])
     [chart] = data["charts"]
-    assert {trace["name"] for trace in chart["traces"]} == {"new", "replay", "copy"} and len(
-        chart["traces"][0]["x"]
-    ) > 3
+    assert {trace["name"] for trace in chart["traces"]} == {"new", "replay", "copy"} and len(chart["traces"][0]["x"]) > 3
     assert [shape["y0"] for shape in chart["layout"]["shapes"]] == [0, 0.15, 9] and f"{share:.3f}" in page
 
 

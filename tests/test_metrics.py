@@ -88,9 +88,7 @@ def test_one_line_for_each_step_and_evaluation_also_after_resuming(run):
 
 
 def test_tokens_are_those_of_all_sequences_so_far(run):
-    assert [line["tokens"] for line in lines(run) if "loss" in line] == [
-        k * GLOBAL_BATCH * CONTEXT for k in range(1, 7)
-    ]
+    assert [line["tokens"] for line in lines(run) if "loss" in line] == [k * GLOBAL_BATCH * CONTEXT for k in range(1, 7)]
 
 
 def test_tokens_of_all_ranks_and_of_a_smaller_last_step(toys, tmp_path):
@@ -104,9 +102,7 @@ def test_log_step_interval(toys, tmp_path):
     import train
 
     train.main([str(flag) for flag in base])
-    assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == [1, 3, 5], (
-        "and the first and the last"
-    )
+    assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == [1, 3, 5], "and the first and the last"
 
 
 def test_a_resumed_file_loses_what_is_done_again_and_a_torn_line(tmp_path):
@@ -369,9 +365,7 @@ def log_from(start, folder):
     """The log of a run that goes on from `start`."""
     placement, schedule = SimpleNamespace(world_size=1), SimpleNamespace(max_step=9)
     parts = {"placement": placement, "schedule": schedule, "data": SimpleNamespace(mixture=None)}
-    return Log(
-        SimpleNamespace(start=start, run_directory=folder, **parts), torch.device("cpu"), Flops(1.0, {}), BATCHES
-    )
+    return Log(SimpleNamespace(start=start, run_directory=folder, **parts), torch.device("cpu"), Flops(1.0, {}), BATCHES)
 
 
 def test_speed_of_a_resumed_run_counts_its_own_tokens(tmp_path):

@@ -200,9 +200,7 @@ def test_the_speed_of_a_run(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         run(*words, "--like", tmp_path)
     assert stop.value.code == 2 and "has no speed of two logged steps." in capsys.readouterr().err
-    lines = [
-        {"step": step, "model_tflops_per_device": speed} for step, speed in ((1, 9.0), (2, 0.1), (3, 0.15), (4, 0.3))
-    ]
+    lines = [{"step": step, "model_tflops_per_device": speed} for step, speed in ((1, 9.0), (2, 0.1), (3, 0.15), (4, 0.3))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     given, like = (said(*words, *more)["seconds"]["step"] for more in (("--mfu", 0.4), ("--like", tmp_path)))
     assert given / like == pytest.approx(0.15 * 4 / 3 / (0.4 * 0.25))
@@ -219,10 +217,7 @@ def test_a_run_is_compared_with_its_plan():
     found, words = forecast.after(10, 64.16, 11.5)
     assert found["peak_memory_gib"] == {"planned": 10.0, "measured": 11.5, "ratio": 1.15}
     assert found["step_seconds"]["measured"] == pytest.approx(0.52)
-    assert (
-        words
-        == "11.5 GiB, 1.15 times the planned 10, most of it activations, 6; 0.52 s a step, 1.04 times the planned 0.5"
-    )
+    assert words == "11.5 GiB, 1.15 times the planned 10, most of it activations, 6; 0.52 s a step, 1.04 times the planned 0.5"
     assert Forecast(parts, "the update", None, None).after(3, 1.0, 1.0) == ({}, "")
 
 

@@ -83,9 +83,7 @@ def test_what_is_scaled_already_is_not_scaled_again():
 
 @pytest.mark.parametrize("given", ["yarn", "yarn:1", "yarn:many", "ntk:4", "theta:-1", "linear:1e99"])
 def test_other_words_are_refused(given):
-    with pytest.raises(
-        ValueError, match="--rope takes theta:THETA, such as theta:8e6, or yarn, linear, llama3 with a factor"
-    ):
+    with pytest.raises(ValueError, match="--rope takes theta:THETA, such as theta:8e6, or yarn, linear, llama3 with a factor"):
         positions.parse(given)
 
 
@@ -107,6 +105,4 @@ def test_checkpoint_resume_and_export_carry_them(toys, tmp_path, strategy, ranks
     assert config["rope_parameters"]["rope_type"] == "yarn" and config["rope_parameters"]["factor"] == 4
     [(code, said)] = run_ranks(1, refused, [str(word) for word in (*flags, "--rope", "theta:1e6", *go_on)], False)
     assert code == 2 and "rope yarn:4, not theta:1e6" in said
-    train_ranks(
-        1, *toy_run(toys, tmp_path)[2:], "--model_name", tmp_path / "hf", "--rope", "theta:1e6", "--max_step", 1
-    )
+    train_ranks(1, *toy_run(toys, tmp_path)[2:], "--model_name", tmp_path / "hf", "--rope", "theta:1e6", "--max_step", 1)

@@ -120,9 +120,7 @@ def assert_holds(output: Path, texts: list[str], seed: int = 1234, fraction: flo
     """The splits at `output` hold `texts`, each in its split, in order."""
     for split in ("train", "validation"):
         expected = [
-            text
-            for index, text in enumerate(texts)
-            if (document_hash(seed, index) < fraction) == (split == "validation")
+            text for index, text in enumerate(texts) if (document_hash(seed, index) < fraction) == (split == "validation")
         ]
         *whole, cut = documents_of(output, split)
         assert whole == expected[: len(whole)]
@@ -232,9 +230,7 @@ def test_text_that_spells_a_special_token_stays_text(make, tmp_path, request, wh
     make(write_texts(tmp_path / "in", spelled), tokenizer=request.getfixturevalue(which), context_length=2)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
     for split in ("train", "validation"):
-        expected = [
-            text for index, text in enumerate(spelled) if (document_hash(1234, index) < 0.3) == (split == "validation")
-        ]
+        expected = [text for index, text in enumerate(spelled) if (document_hash(1234, index) < 0.3) == (split == "validation")]
         body = [ids for ids in tokens_of(tmp_path / "out", split) if ids not in tokenizer.all_special_ids]
         assert "".join(expected).startswith(tokenizer.decode(body))
         assert len(documents_of(tmp_path / "out", split)) >= len(expected)
@@ -304,9 +300,7 @@ def test_another_seed_gives_another_split(make, tmp_path, texts):
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_a_huge_document_stays_in_train(make, tmp_path, texts, packing):
     seed = next(seed for seed in range(1000) if document_hash(seed, 30) < 0.01)
-    path = write_lines(
-        tmp_path / "a.jsonl", [{"text": text * (400 if at == 30 else 1)} for at, text in enumerate(texts * 9)]
-    )
+    path = write_lines(tmp_path / "a.jsonl", [{"text": text * (400 if at == 30 else 1)} for at, text in enumerate(texts * 9)])
     manifest = make(path, seed=seed, validation_fraction=0.05, packing=packing)
     tokens = {name: split["tokens"] for name, split in manifest["splits"].items()}
     assert 0 < tokens["validation"] <= 0.1 * sum(tokens.values())
@@ -619,9 +613,7 @@ def leftovers(folder: Path) -> list[str]:
 def test_killed_preparation_leaves_no_dataset_and_the_next_one_sweeps(make, tmp_path, texts, bpe):
     corpus = write_lines(tmp_path / "in.jsonl", [{"text": text * 20} for text in texts * 60])
     output = tmp_path / "out"
-    code = (
-        "import sys; from fabric_llm.prepare.prepare import prepare; prepare(inputs=[sys.argv[1]], output=sys.argv[2], "
-    )
+    code = "import sys; from fabric_llm.prepare.prepare import prepare; prepare(inputs=[sys.argv[1]], output=sys.argv[2], "
     code += f"tokenizer=sys.argv[3], context_length={CONTEXT_LENGTH})"
     process = subprocess.Popen([sys.executable, "-c", code, str(corpus), str(output), bpe], cwd=REPOSITORY)
     deadline = time.monotonic() + 60
@@ -810,9 +802,7 @@ def test_split_that_fills_no_row(make, tmp_path, lengths, split, advice):
     short = lengths.index(1)
     order = min if split == "validation" else max
     seed = next(
-        seed
-        for seed in range(1000)
-        if order(range(len(lengths)), key=lambda index: document_hash(seed, index)) == short
+        seed for seed in range(1000) if order(range(len(lengths)), key=lambda index: document_hash(seed, index)) == short
     )
     with pytest.raises(ValueError) as raised:
         make(path, seed=seed, validation_fraction=1e-9 if split == "validation" else 1 - 1e-9)

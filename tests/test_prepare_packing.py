@@ -61,9 +61,7 @@ def test_best_fit_keeps_every_token_once_and_in_order(lengths, context, window):
     assert done["dropped_tokens"] == alone
     assert rows.shape == (done["rows"], context) and done["padding_tokens"] == rows.size - sum(lengths) + alone
     assert done["documents_cut"] == sum(length > context for length in lengths)
-    place = {
-        token: (row, at) for row, line in enumerate(rows.tolist()) for at, token in enumerate(line) if token != EOS
-    }
+    place = {token: (row, at) for row, line in enumerate(rows.tolist()) for at, token in enumerate(line) if token != EOS}
     assert len(place) == sum(lengths) - len(lengths) == (rows != EOS).sum()
     assert (rows == EOS).sum() == len(lengths) - alone + done["padding_tokens"]
     # What passes for padding is padding, and whatever isn't is predicted by the token before it, but for the first of a row.
@@ -190,9 +188,7 @@ def test_padding_is_no_target_and_belongs_to_the_document_before(corpus, tmp_pat
 
 def test_both_packings_go_together_in_a_mixture(corpus, tmp_path):
     made(corpus, tmp_path / "padded")
-    made(
-        corpus, tmp_path / "plain", train_tokenizer=None, tokenizer=tmp_path / "padded" / "tokenizer", packing="concat"
-    )
+    made(corpus, tmp_path / "plain", train_tokenizer=None, tokenizer=tmp_path / "padded" / "tokenizer", packing="concat")
     padded, plain = (open_dataset(tmp_path / name) for name in ("padded", "plain"))
     require_alike(padded, plain, masks_documents=True)
     for sources in ((padded, plain), (plain, padded)):

@@ -358,9 +358,7 @@ def test_what_cannot_hold_text_is_refused_by_name(tmp_path, make, name):
 def test_a_file_of_which_every_record_is_bad_is_an_error(tmp_path, make):
     good = write(tmp_path / "good.jsonl", as_lines(TEXTS))
     bad = write(tmp_path / "bad.jsonl", b'{"body": "a"}\n{"body": "b"}\n')
-    with pytest.raises(
-        ValueError, match=r"none of 2 records of .*bad\.jsonl can be read, such as .*bad\.jsonl:1 has no field"
-    ):
+    with pytest.raises(ValueError, match=r"none of 2 records of .*bad\.jsonl can be read, such as .*bad\.jsonl:1 has no field"):
         make(good, bad)
 
 
@@ -392,9 +390,7 @@ def test_long_lines_in_a_row_are_skipped_and_counted(tmp_path, make, monkeypatch
     assert sum(split["documents"] for split in manifest["splits"].values()) == 2 * len(TEXTS)
     monkeypatch.setattr(encoding, "MANY_RECORDS", 3)  # but much of a file that is bad throughout is a mistake
     bad = as_lines(TEXTS * 9).replace(b'"text"', b'"body"')
-    with pytest.raises(
-        ValueError, match=r"none of \d+ records of .*a\.jsonl can be read, such as .*a\.jsonl:1 has no field"
-    ):
+    with pytest.raises(ValueError, match=r"none of \d+ records of .*a\.jsonl can be read, such as .*a\.jsonl:1 has no field"):
         make(write(tmp_path / "a.jsonl", bad + as_lines(TEXTS)), output=tmp_path / "p")
 
 
@@ -444,9 +440,7 @@ GOOD = as_lines(TEXTS)
 HOSTILE = {
     "key": lambda folder: write(folder / "a.jsonl", GOOD + json.dumps({NASTY: 1}).encode()),
     "long keys": lambda folder: write(folder / "a.jsonl", GOOD + 2 * (json.dumps({LONG: 1}).encode() + b"\n")),
-    "many keys": lambda folder: write(
-        folder / "a.jsonl", GOOD + json.dumps(dict.fromkeys(map(str, range(99_999)))).encode()
-    ),
+    "many keys": lambda folder: write(folder / "a.jsonl", GOOD + json.dumps(dict.fromkeys(map(str, range(99_999)))).encode()),
     "broken": lambda folder: write(folder / "a.json", b'[{"text": "one"}, \x1b[31m' + b"x" * 10**6),
     "file": lambda folder: write(folder / f"{NASTY.replace('/', '')}.jsonl", GOOD + b"{bad\n"),
     "file not in UTF-8": lambda folder: write(folder / "a\udcff\x1b[31m.jsonl", GOOD + b"{bad\n"),
@@ -466,7 +460,9 @@ def test_what_others_wrote_reaches_nobody_raw(tmp_path, capfd, kind, on_error):
     """Neither the terminal nor the manifest: names of files, keys and columns are escaped and cut."""
     (tmp_path / "in").mkdir()
     HOSTILE[kind](tmp_path / "in")
-    words = f"--input {tmp_path}/in{'/a' * (kind == 'dataset')} --output {tmp_path}/out --train_tokenizer 258 --context_length 8"
+    words = (
+        f"--input {tmp_path}/in{'/a' * (kind == 'dataset')} --output {tmp_path}/out --train_tokenizer 258 --context_length 8"
+    )
     code = 0
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -29,9 +29,7 @@ def test_steps_are_traced_by_rank_0_alone(toys, tmp_path, ranks):
     names = names_in(trace)
     assert sum("Optimizer.step" in name for name in names) == 2
     assert any("aten::" in name for name in names)
-    [said] = re.findall(
-        r"Profile of steps 2 to 3, .* s: \S+steps-2-3.json. Its largest costs:\n((?:  .*\n)*)", output[0]
-    )
+    [said] = re.findall(r"Profile of steps 2 to 3, .* s: \S+steps-2-3.json. Its largest costs:\n((?:  .*\n)*)", output[0])
     costs = [float(line.split("%")[0]) for line in said.splitlines()]
     assert len(costs) == 5 and costs == sorted(costs, reverse=True) and costs[0] > 0
     assert all("Profile of" not in one for one in output[1:])

@@ -193,8 +193,7 @@ def test_evaluations_with_sets_budgets_and_a_copy_probe(tmp_path):
 def test_a_probe_of_retrieval_is_drawn_by_the_length_of_the_text(tmp_path):
     said = {"loss": 4.0, "accuracy": 0.6, "accuracy_of_64": 0.75, "accuracy_of_2048": 0.5, "accuracy_of_64_at_10": 0.1}
     lines = [
-        {"step": n, "tokens": n, "eval_loss": 3.0, "eval": {"validation": {"loss": 3.0}, "retrieval": said}}
-        for n in (0, 1)
+        {"step": n, "tokens": n, "eval_loss": 3.0, "eval": {"validation": {"loss": 3.0}, "retrieval": said}} for n in (0, 1)
     ]
     shown = report(made(tmp_path / "run", [lines[0], training(1), lines[1]]))
     found = {one["set"]: one["y"] for one in shown.lines("retrieval")}
@@ -306,9 +305,7 @@ def test_runs_beside_each_other(tmp_path):
     assert differing.startswith(" lr 0.001 0.002 new_flag \N{EN DASH} null All flags")
     assert not (one / "report.html").exists()
     third = made(tmp_path / "z", lines, flags={"lr": 1e-3, "compile": "auto"})
-    assert (
-        "All flags are equal" in report(third, shutil.copytree(third, tmp_path / "z2"), output=tmp_path / "e.html").text
-    )
+    assert "All flags are equal" in report(third, shutil.copytree(third, tmp_path / "z2"), output=tmp_path / "e.html").text
 
 
 def test_samples_are_shown_by_steps_and_the_later_ones_of_a_step(tmp_path):
@@ -386,7 +383,9 @@ def test_mistakes_are_one_sentence(tmp_path, capsys):
             command.main([str(word) for word in argv])
         said = capsys.readouterr().err
         assert len(said.splitlines()) == 1 and said.startswith("fabric_llm.report: error: ") and words in said, said
-    code = f"import sys; sys.modules['plotly'] = None; from fabric_llm.report.__main__ import main; sys.exit(main([{str(run)!r}]))"
+    code = (
+        f"import sys; sys.modules['plotly'] = None; from fabric_llm.report.__main__ import main; sys.exit(main([{str(run)!r}]))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "needs plotly: pip install plotly" in done.stderr
     assert not (run / "report.html").exists()

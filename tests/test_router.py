@@ -112,9 +112,7 @@ def test_a_model_without_experts_takes_no_coefficient(toys, tmp_path, capsys):
 
 
 def test_what_is_asked_of_a_model_that_cannot_give_it_is_said():
-    config = transformers.DeepseekV3Config(
-        **SMALL, n_routed_experts=4, n_group=1, topk_group=1, output_router_logits=True
-    )
+    config = transformers.DeepseekV3Config(**SMALL, n_routed_experts=4, n_group=1, topk_group=1, output_router_logits=True)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert language_model.router_coefficient(

@@ -64,9 +64,7 @@ def test_the_pods_find_each_other_and_are_as_many_as_torchrun_waits_for():
     words = dict(word.removeprefix("--").split("=", 1) for word in CONTAINER["args"] if "=" in word)
     assert JOB["parallelism"] == JOB["completions"] == int(words["nnodes"])
     name, job = JOBSET["metadata"]["name"], JOBSET["spec"]["replicatedJobs"][0]["name"]
-    assert words["rdzv_endpoint"] == f"{name}-{job}-0-0.{name}:29400", (
-        "<jobset>-<job>-<job index>-<pod index>.<subdomain>"
-    )
+    assert words["rdzv_endpoint"] == f"{name}-{job}-0-0.{name}:29400", "<jobset>-<job>-<job index>-<pod index>.<subdomain>"
     assert int(words["nproc_per_node"]) == CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
     assert CONTAINER["args"][2] == f"checkpoints/{words['run_name']}" and words["resume"] == "auto"
     kept = int(re.search(r"SHUTDOWN_TIMEOUT:-(\d+)", SCRIPT.read_text())[1])
@@ -111,10 +109,7 @@ def test_the_code_is_that_of_the_run(tmp_path, before, after, torchrun, code):
 
 def start(toys, folder, *more):
     """The container's command on a machine of two CPUs."""
-    toy = [
-        str(word)
-        for word in (*toy_run(toys, folder / "checkpoints"), "--save_step_interval", 20, "--eval_iters", 0, *more)
-    ]
+    toy = [str(word) for word in (*toy_run(toys, folder / "checkpoints"), "--save_step_interval", 20, "--eval_iters", 0, *more)]
     words = [w for w in CONTAINER["args"] if not w.startswith(("--config", "--train_data_dir", "--rdzv"))]
     words = [{"--nnodes=2": "--nnodes=1", "--nproc_per_node=8": "--nproc_per_node=2"}.get(w, w) for w in words]
     words = [{words[1]: str(SCRIPT), "train.py": str(ROOT / "train.py")}.get(w, w) for w in words]

@@ -1274,9 +1274,7 @@ def test_attack(base, tmp_path, name):
 def laughs(form, names="seed lr min_lr beta1 beta2 grad_clip max_step num_workers weight_decay".split()):
     """Nine lines that stand for 9**8 values. form: of what refers to the line before, with a `*`."""
     lines = [f"{names[0]}: &a0 {{x: 1}}"]
-    return "\n".join(
-        [*lines, *(f"{n}: &a{k} {form % ', '.join([f'*a{k - 1}'] * 9)}" for k, n in enumerate(names[1:], 1))]
-    )
+    return "\n".join([*lines, *(f"{n}: &a{k} {form % ', '.join([f'*a{k - 1}'] * 9)}" for k, n in enumerate(names[1:], 1))])
 
 
 MERGES, ALIASES = laughs("{<<: [%s]}"), laughs("[%s]")
@@ -1522,9 +1520,7 @@ def test_the_payloads_would_work(tmp_path):
 
 def test_an_input_is_noticed(tmp_path):
     """The guard against questions sees one that is asked, even where the asker swallows the error."""
-    (tmp_path / "asker.py").write_text(
-        "def main(argv):\n    try:\n        input('y?')\n    except Exception:\n        pass\n"
-    )
+    (tmp_path / "asker.py").write_text("def main(argv):\n    try:\n        input('y?')\n    except Exception:\n        pass\n")
     assert run_ranks(1, ask, str(tmp_path)) == [(0, "", ["y?"])]
 
 

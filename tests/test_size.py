@@ -128,9 +128,7 @@ class Rows:
             (folder / "corpus" / f"{name}.txt").write_text(source)
         (folder / "new" / "text.txt").write_text("Grundstücksverkehr und Straßenbahnhaltestelle\n" * 200)
         (folder / "prompts.txt").write_text("def f\n")
-        _, code, said = run(
-            "prepare_data.py --input corpus --train_tokenizer 600 --context_length 16 --output data", folder
-        )
+        _, code, said = run("prepare_data.py --input corpus --train_tokenizer 600 --context_length 16 --output data", folder)
         assert code == 0, said
         AutoModelForCausalLM.from_config(MODEL).save_pretrained(folder / "model")
         AutoTokenizer.from_pretrained(folder / "data" / "tokenizer").save_pretrained(folder / "model")

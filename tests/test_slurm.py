@@ -125,9 +125,7 @@ def slurm(tmp_path):
 def submit(slurm, toys, name, *options, flags=()):
     """`sbatch` configs/slurm/NAME, edited as a user edits it, with two CPUs for the GPUs. Returns the job's number."""
     script = (ROOT / "configs" / "slurm" / name).read_text()
-    assert (
-        "python train.py --devices" in script and "--config configs/llama3_8b.yaml --train_data_dir data/mine" in script
-    )
+    assert "python train.py --devices" in script and "--config configs/llama3_8b.yaml --train_data_dir data/mine" in script
     model, _, data = toy_run(toys, "")[1:4]
     words = ["--model_name", model, "--train_data_dir", data, "--global_batch_size", 4, "--max_step", STEPS]
     words += ["--save_step_interval", 20, "--eval_iters", 0, "--log_step_interval", 1, "--hang_timeout", 60]

@@ -65,9 +65,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "precision"), [("fsdp", "32-true"), ("fsdp", "bf16-mixed"), ("fsdp2", "bf16-true")]
-)
+@pytest.mark.parametrize(("strategy", "precision"), [("fsdp", "32-true"), ("fsdp", "bf16-mixed"), ("fsdp2", "bf16-true")])
 @pytest.mark.parametrize(("tensor", "damage", "module"), CASES)
 def test_the_first_module_that_differs_is_named(toys, tmp_path, strategy, precision, tensor, damage, module):
     for rank, (code, said) in enumerate(run(toys, tmp_path, strategy, 2, precision, tensor, damage)):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import sys
 
 import datasets
@@ -106,9 +107,7 @@ def world(harness, tmp_path_factory):
     tokenizer = train_byte_level_bpe([text], vocab_size=300)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, **sizes)).save_pretrained(
-        folder / "model"
-    )
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, **sizes)).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     flags = ["--tokenizer", folder / "model", "--output", folder / "data", "--context_length", 32]
     flags += ["--validation_fraction", 0.2, "--document_separator", " the "]
@@ -200,6 +199,38 @@ def test_a_task_of_single_answers_is_judged_by_whether_they_are_greedy(world, tm
     assert len(rows) == QUESTIONS and all(rows["alone"]) and all(rows["gold"])
 
 
+SHUFFLES = """
+import random
+
+def shuffled(document):
+    order = random.sample(range(len(document["choices"])), len(document["choices"]))
+    choices = [document["choices"][place] for place in order]
+    return {**document, "choices": choices, "answer": order.index(document["answer"])}
+
+def shuffle(documents):
+    return documents.map(shuffled)
+"""
+
+
+@LM_EVAL
+def test_choices_that_a_task_shuffles_are_in_the_order_of_lm_eval(world, tmp_path):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    ours, theirs = (write_task(tmp_path / name, "shuffled") for name in ("ours", "theirs"))  # each with a cache of its own
+    for path in (ours, theirs):
+        path.with_name("shuffles.py").write_text(SHUFFLES)
+        path.write_text(path.read_text() + "process_docs: !function shuffles.shuffle\n")
+    random.seed(5)
+    rows = datasets.load_from_disk(str(prepare(world, ours, "shuffled")))["validation"]
+    manager = TaskManager(include_path=str(theirs.parent), include_defaults=False)
+    asked = {"model": "dummy", "tasks": ["shuffled"], "task_manager": manager, "bootstrap_iters": 0}
+    samples = lm_eval.simple_evaluate(**asked)["samples"]["shuffled"]
+    expected = {sample["doc_id"]: int(sample["target"]) for sample in samples}
+    golds = [[row["gold"] for row in rows if row["document"] == number] for number in range(QUESTIONS)]
+    assert [gold.index(True) for gold in golds] == [expected[number] for number in range(QUESTIONS)]
+
+
 @LM_EVAL
 def test_requests_keep_their_ends(world, tmp_path):
     path = write_task(tmp_path, "long", doc_to_text="{{question * 9}}")
@@ -237,6 +268,8 @@ def test_mistakes(world, tmp_path, capsys, monkeypatch):
     assert "'written' (generate_until) doesn't judge" in of("--tasks", written, *tokenizer)
     otherwise = write_task(tmp_path, "otherwise", metric_list=[{"metric": "f1"}])
     assert "'otherwise' (multiple_choice) doesn't judge" in of("--tasks", otherwise, *tokenizer)
+    unknown = write_task(tmp_path, "unknown", doc_to_target="-1")
+    assert "'unknown' says of no answer that it is right" in of("--tasks", unknown, *tokenizer)
     assert "an answer of" in of("--tasks", world / "yaml" / "first.yaml", *tokenizer, "--context_length", 4)
     (tmp_path / "broken.yaml").write_text("task: broken\ndataset_path: nowhere/at_all\n")
     assert "lm_eval can't load this" in of("--tasks", tmp_path / "broken.yaml", *tokenizer)
@@ -247,9 +280,7 @@ def test_mistakes(world, tmp_path, capsys, monkeypatch):
 @LM_EVAL
 def test_the_nearest_task_is_named(world, tmp_path, capsys):
     flags = ("--tasks", "hellaswog", "--tokenizer", world / "model", "--output", tmp_path / "out")
-    assert "no task 'hellaswog', and there is no such file. Did you mean 'hellaswag'?" in refused(
-        capsys, prepare_data, *flags
-    )
+    assert "no task 'hellaswog', and there is no such file. Did you mean 'hellaswag'?" in refused(capsys, prepare_data, *flags)
 
 
 @LM_EVAL
@@ -258,16 +289,7 @@ def test_a_run_refuses_tasks_as_text_and_those_of_another_tokenizer(world, tmp_p
     assert job.wait() == [2] and "has no split 'train', only 'validation'" in job.output[0]
     other = train_byte_level_bpe([" ".join(reversed(WORDS)) * 9], vocab_size=280)
     other.save_pretrained(tmp_path / "other")
-    flags = [
-        "--tasks",
-        world / "yaml" / "first.yaml",
-        "--tokenizer",
-        tmp_path / "other",
-        "--output",
-        tmp_path / "tasks",
-    ]
+    flags = ["--tasks", world / "yaml" / "first.yaml", "--tokenizer", tmp_path / "other", "--output", tmp_path / "tasks"]
     prepare_data.main([str(flag) for flag in flags])
-    job = Job(
-        1, *run_of(world / "model", world / "data", tmp_path, "run", "--eval_data", f"tasks={tmp_path / 'tasks'}")
-    )
+    job = Job(1, *run_of(world / "model", world / "data", tmp_path, "run", "--eval_data", f"tasks={tmp_path / 'tasks'}"))
     assert job.wait() == [2] and "was made with another tokenizer" in job.output[0]

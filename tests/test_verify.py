@@ -152,9 +152,7 @@ def drop_last_row(tensors):
     tensors[MATRIX] = tensors[MATRIX][:-1].clone()
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "word"), [(NORM, make_nan, "NaN"), (MATRIX, drop_last_row, "mlp.up_proj.weight")]
-)
+@pytest.mark.parametrize(("name", "change", "word"), [(NORM, make_nan, "NaN"), (MATRIX, drop_last_row, "mlp.up_proj.weight")])
 def test_what_a_matching_manifest_hides_in_sharded_weights(run, capsys, name, change, word):
     folder = run / "step-00000004"
     rewrite(weights_of(folder, name), change)

@@ -39,9 +39,7 @@ def test_the_rank_that_has_entered_the_fewest_collectives_is_the_one_that_hangs(
     assert "rank 0 hangs" in str(hanging(beats, 9.0)) and "wait for it" not in str(hanging(beats, 9.0))
     beats[2]["collectives"] = 39
     said = hanging(beats, 9.0)
-    sentence = (
-        "rank 2 hangs: no progress for 9 s after step 7, in the next step; the others wait for it (--hang_timeout)."
-    )
+    sentence = "rank 2 hangs: no progress for 9 s after step 7, in the next step; the others wait for it (--hang_timeout)."
     assert said.code == 71 and str(said) == sentence
 
 

@@ -95,9 +95,7 @@ def test_a_reference_holds_no_more_layers_than_it_may(tmp_path):
     model = reference.load_reference(skeleton, source, limit_bytes=size)
 
     def held():
-        storages = {
-            p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.model.layers.parameters()
-        }
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.model.layers.parameters()}
         return sum(storages.values())
 
     for layer in model.model.layers:

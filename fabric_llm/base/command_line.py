@@ -175,8 +175,7 @@ def parse(
         def error(self, message: str, ex: Optional[Exception] = None) -> NoReturn:
             fail(program, _one_sentence(message, flags))
 
-    # For a file, and for values in it that are YAML again.
-    jsonargparse.set_loader("yaml", load_yaml, exceptions=(ValueError,))
+    jsonargparse.set_loader("yaml", _load_value, exceptions=(ValueError,))
     parser = Parser(prog=program, allow_abbrev=False, default_env=False, add_help=False)
     parser.add_argument("--config", action="config")
     for name, one in flags.items():
@@ -281,6 +280,12 @@ def read_yaml(path: Path) -> Any:
     with path.open("rb") as file:
         content = file.read(MOST_YAML_BYTES + 1)
     return load_yaml(content.decode(errors="replace"), repr(str(path)))
+
+
+def _load_value(text: str) -> Any:
+    """What jsonargparse reads, a file or a value that is YAML. Text that YAML reads as nothing, such as `# Title`, stays text."""
+    value = load_yaml(text)
+    return text if value is None and text.strip().lower() not in ("null", "~") else value
 
 
 def load_yaml(text: str, subject: str = "it") -> Any:

@@ -1,24 +1,24 @@
 """What --help prints: a line for each basic flag, or all that is declared of the flags and groups that are named."""
 
-import os
 import re
 import shutil
-import sys
 from textwrap import TextWrapper
 from typing import Any
 
 from fabric_llm.base.names import flag_meant, nearest
+from fabric_llm.base.program import no_more_output
 
 Groups = dict[str, dict[str, Any]]  # title (remark) -> flag name -> its command_line.Flag
 
 
 def answer_help(about: str, groups: Groups, argv: list[str]) -> None:
     """Print what --help or -h in `argv` asks for, and end. Raises ValueError, with a sentence, on an unknown name."""
-    asked = [place for place, word in enumerate(argv) if word in ("--help", "-h")]
+    asked = [place for place, word in enumerate(argv) if word.partition("=")[0] in ("--help", "-h")]
     if not asked:
         return
-    after = argv[asked[0] + 1 :]
+    after = [argv[asked[0]].partition("=")[2], *argv[asked[0] + 1 :]]  # --help=lr is --help lr
     named = [word for word in after if word.startswith("--")] or after  # --devices, not its value
+    named = [part for word in named for part in re.split("[, ]+", word.partition("=")[0]) if part]
     columns = max(shutil.get_terminal_size().columns, 80) - 1
     lines = [about] if named in ([], ["all"]) else []
     if not named and any(one.basic for title, group in groups.items() if title for one in group.values()):
@@ -30,8 +30,8 @@ def answer_help(about: str, groups: Groups, argv: list[str]) -> None:
             lines += [line for flag in group.items() for line in _full(*flag, min(columns, 100), of_run)]
     try:
         print("\n".join(lines).strip("\n"), flush=True)
-    except BrokenPipeError:  # the reader has seen enough, as `head` has; Python would flush once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        no_more_output()
     raise SystemExit(0)
 
 
@@ -53,9 +53,7 @@ def _meant(word: str, groups: Groups) -> Groups:
 
 def _short(groups: Groups, columns: int) -> list[str]:
     """A line for each basic flag: its default and as many clauses of its text as there is room for, at least one."""
-    starts = {
-        name: f"  --{name} {_default(one)}" for group in groups.values() for name, one in group.items() if one.basic
-    }
+    starts = {name: f"  --{name} {_default(one)}" for group in groups.values() for name, one in group.items() if one.basic}
     wide, lines = max(map(len, starts.values())) + 2, ["Flags of a first run, with their defaults:"]
     clauses = re.compile(rf".{{1,{columns - wide}}}(?=; | \([^()]*\)(;|$)|$)|[^;]+")
     for title, group in groups.items():

@@ -83,6 +83,11 @@ def plain_output() -> None:
             os.environ.setdefault(library, "1")  # read when they are imported
 
 
+def no_more_output() -> None:
+    """The reader of stdout, such as `head`, has seen enough. Python, which flushes once more at its end, isn't to complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def wait_until(ask: Callable[[], T], seconds: float, pause_seconds: float = 0.05) -> T:
     """Call `ask` until its answer is true, but not for longer than `seconds`. Returns the last answer."""
     deadline = time.monotonic() + seconds
@@ -157,6 +162,8 @@ def uninterrupted(handler: Any = signal.SIG_IGN) -> Iterator[None]:
 def in_one_sentence(program: str) -> Iterator[SimpleNamespace]:
     """Print whatever ends the body, also a signal to stop, in one sentence, and raise SystemExit with its code.
 
+    That nobody reads stdout any more ends it without a sentence.
+
     Yields an object. The body sets its `left` to what the program leaves behind if it is stopped, in words.
     """
     ending = SimpleNamespace(left="nothing was written", asked=False)
@@ -172,6 +179,9 @@ def in_one_sentence(program: str) -> Iterator[SimpleNamespace]:
             raise
         except BaseException as error:
             with uninterrupted():  # the program is ending
+                if isinstance(error, BrokenPipeError):
+                    no_more_output()
+                    raise SystemExit(faults.UNEXPECTED) from None
                 # Asked first: an interrupted import or callback may raise another exception than KeyboardInterrupt.
                 if ending.asked:
                     fault = Fault(f"stopped on request; {ending.left}.", faults.STOPPED)

@@ -17,11 +17,7 @@ from fabric_llm.model.weights import Source
 
 
 def load_optimizer(
-    path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    skeleton: PreTrainedModel,
-    may_lack: Collection[str] = (),
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, skeleton: PreTrainedModel, may_lack: Collection[str] = ()
 ) -> None:
     """Fill the optimizer of a wrapped model from a checkpoint, whatever ranks and strategy wrote it. All ranks call it.
 

@@ -37,9 +37,7 @@ class Pieces:
     def __init__(self, model: nn.Module, skeleton: PreTrainedModel) -> None:
         """model: wrapped. All ranks call it."""
         self.skeleton, self.group = skeleton, strategy.shard_group(model)
-        held = {
-            name: (strategy.local_part(shard.parameter), shard.counts) for name, shard in strategy.shards(model).items()
-        }
+        held = {name: (strategy.local_part(shard.parameter), shard.counts) for name, shard in strategy.shards(model).items()}
         held |= {original_name(name): (buffer, None) for name, buffer in model.named_buffers()}
         self.held: dict[str, Piece] = {}
         for name in saved(skeleton) if 0 in strategy.shard_ranks(model) else ():  # another group has the same

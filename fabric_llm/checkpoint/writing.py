@@ -201,9 +201,7 @@ def _write_parts(pending: Pending, folder: str, parts: list[dict[str, Part]], de
     failpoint("save.parts")
 
 
-def _write_whole(
-    pending: Pending, pieces: whole.Pieces, group: Optional[ProcessGroup], describing: files.Describing
-) -> None:
+def _write_whole(pending: Pending, pieces: whole.Pieces, group: Optional[ProcessGroup], describing: files.Describing) -> None:
     """Write the weights on rank 0, as the ranks send them. A rank 0 that can't write goes on to receive, so that none waits."""
     opened: list[whole.WeightFiles] = []  # on rank 0
     problem = None

@@ -60,9 +60,7 @@ def together(sources: Sequence[TokenDataset]) -> TokenDataset:
     )
 
 
-def open_dataset(
-    folder: str | Path, verify: str = "auto", parts: Sequence[str] = ("train", "validation")
-) -> TokenDataset:
+def open_dataset(folder: str | Path, verify: str = "auto", parts: Sequence[str] = ("train", "validation")) -> TokenDataset:
     """Open and check a dataset folder that `datasets.load_from_disk` reads.
 
     verify: how the files that prepare_data.py has listed are checked: `size`, `full` (with hashes), or `auto` (with hashes

@@ -83,9 +83,7 @@ def mixture_of(document: Mapping[str, Any]) -> Mixture:
         fixed, said = document["fixed"], document["mixture"]
         names = tuple(said["sources"])
         rows, contexts = (tuple(fixed[key][name] for name in names) for key in ("train_rows", "context_length"))
-        stages = tuple(
-            Stage(one["begins"], tuple(one["weights"].get(name, 0) for name in names)) for one in said["segments"]
-        )
+        stages = tuple(Stage(one["begins"], tuple(one["weights"].get(name, 0) for name in names)) for one in said["segments"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("its mixture can't be read") from error
     return Mixture(names, rows, contexts, stages, fixed["seed"])

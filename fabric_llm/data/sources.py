@@ -63,9 +63,7 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
             words += [] if "text" in texts else ["--text_field", texts[0]]
             raise ValueError(f"{str(folder)!r} holds text, not tokens: {MAKE_IT} {shlex.join(words)}.")
     if not folder.is_dir():
-        raise ValueError(
-            f"No dataset at {str(folder)!r}. Make one with prepare_data.py --input ... --output data/mine."
-        )
+        raise ValueError(f"No dataset at {str(folder)!r}. Make one with prepare_data.py --input ... --output data/mine.")
     if not source_of(folder):
         said = f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json."
         raise ValueError(f"{said} If it holds text, {MAKE_IT} {shlex.join(words)}.")

@@ -219,9 +219,7 @@ def packed_attention(
     return out.unflatten(0, (rows, context)), None
 
 
-def share_rows(
-    attention: Callable[..., Tensor], group: ProcessGroup, query: Tensor, key: Tensor, value: Tensor
-) -> Tensor:
+def share_rows(attention: Callable[..., Tensor], group: ProcessGroup, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """`attention(query, key, value)` of ranks that have a part of each row's positions: [rows, context, heads, head size].
 
     They exchange positions for heads, of which each then has a part and all positions, and exchange them back: DeepSpeed-Ulysses,
@@ -260,9 +258,7 @@ def _exchange(tensor: Tensor, group: ProcessGroup, given: int, joined: int) -> T
 
 
 @torch.compiler.disable  # the number and lengths of documents differ from batch to batch
-def _one_by_one(
-    flat: list[Tensor], ends: Tensor, scaling: Optional[float], dropout: float, window: Optional[int]
-) -> Tensor:
+def _one_by_one(flat: list[Tensor], ends: Tensor, scaling: Optional[float], dropout: float, window: Optional[int]) -> Tensor:
     lengths = ends.diff().tolist()
     queries, keys, values = (tensor.split(lengths) for tensor in flat)
     return torch.cat([_of_document(*one, scaling, dropout, window) for one in zip(queries, keys, values)])
@@ -282,9 +278,7 @@ def _of_document(
             apart = places[begin - first :, None] - places
             mask = (apart >= 0) & (apart < window)
         some = (tensor.transpose(0, 1)[None] for tensor in (query[begin:end], key[first:end], value[first:end]))
-        out = F.scaled_dot_product_attention(
-            *some, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
-        )
+        out = F.scaled_dot_product_attention(*some, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling)
         found.append(out[0].transpose(0, 1))
     return found[0] if len(found) == 1 else torch.cat(found)
 

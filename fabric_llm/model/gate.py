@@ -303,9 +303,7 @@ def find_leak(model: PreTrainedModel) -> Optional[float]:
     with torch.no_grad():
         packed, changed = (language_model(ids, **given)[second].float() for ids in (rows, others))
         parts = [(slice(row, row + 1), slice(begin, None)) for row, begin in enumerate(begins.tolist())]
-        alone = [
-            language_model(rows[part], **{name: value[part] for name, value in given.items()})[0] for part in parts
-        ]
+        alone = [language_model(rows[part], **{name: value[part] for name, value in given.items()})[0] for part in parts]
     alone = torch.cat(alone).float()
     deviation = alone.std()
     limit = LIMITS["32-true" if model.dtype == torch.float32 else "bf16-true"].logits

@@ -72,9 +72,7 @@ class LanguageModel(nn.Module):
         takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)
         self.without_cache = {"use_cache": False} if takes_use_cache else {}
         self.is_packed = causal_lm.config._attn_implementation == fast_paths.PACKED
-        self.context_group: Optional[ProcessGroup] = (
-            None  # ranks that share the rows of a batch, see data/batches.part_of
-        )
+        self.context_group: Optional[ProcessGroup] = None  # ranks that share the rows of a batch, see data/batches.part_of
 
     def forward(
         self,

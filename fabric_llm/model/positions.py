@@ -55,9 +55,7 @@ def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
     if kind == THETA:
         own["rope_theta"], made_for = value, max(trained, context_length)
     elif (former := own.get("rope_type", "default")) != "default":
-        raise ValueError(
-            f"--rope {given}: the positions of this model are scaled already ({former}); take theta:THETA."
-        )
+        raise ValueError(f"--rope {given}: the positions of this model are scaled already ({former}); take theta:THETA.")
     else:
         made_for = int(trained * value)
         own |= {"rope_type": kind, "factor": value, "original_max_position_embeddings": trained, **SCALED[kind]}

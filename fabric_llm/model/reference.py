@@ -67,9 +67,7 @@ def _layers_by_themselves(model: PreTrainedModel) -> set[str]:
     if model.config.model_type in WRITE_INTO_WEIGHTS:
         return set()
     layers = repeated_layers(model)
-    holders = {
-        name: next((layer for layer in layers if name.startswith(f"{layer}.")), "") for name in first_names(model)
-    }
+    holders = {name: next((layer for layer in layers if name.startswith(f"{layer}.")), "") for name in first_names(model)}
     tied = [(holders[name], holders[first]) for name, first in first_names(model).items()]
     return layers.keys() - {layer for pair in tied if pair[0] != pair[1] for layer in pair}
 

@@ -102,9 +102,7 @@ def modules_to_wrap(model: nn.Module, policy: str) -> list[nn.Module]:
     found = [module for module in model.modules() if type(module).__name__ in names]
     if missing := sorted(names - {type(module).__name__ for module in found}):
         there = sorted({type(layer).__name__ for layer in repeated_layers(model).values()})
-        raise ValueError(
-            f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; it has {', '.join(there)}."
-        )
+        raise ValueError(f"--auto_wrap_policy {', '.join(missing)}: the model has no such layer; it has {', '.join(there)}.")
     return found
 
 
@@ -213,9 +211,7 @@ def wrap(fabric: Fabric, name: str, model: nn.Module, fill: Fill, precision: str
     return fabric.setup_module(model, move_to_device=False)
 
 
-def _wrap_fsdp(
-    fabric: Fabric, model: nn.Module, dtypes: Units, give_memory: Fill, precision: str, how: Sharding
-) -> nn.Module:
+def _wrap_fsdp(fabric: Fabric, model: nn.Module, dtypes: Units, give_memory: Fill, precision: str, how: Sharding) -> nn.Module:
     kept = {"mixed_precision": None}  # what a unit of another dtype than the model's gets: it computes in its own
     policy = {m: kept if dtype != dtypes[model] else True for m, dtype in dtypes.items() if m is not model}
     mixed = None
@@ -261,9 +257,7 @@ def _unlike_the_outermost(model: nn.Module, units: Collection[nn.Module]) -> set
     }
 
 
-def _wrap_fsdp2(
-    fabric: Fabric, model: nn.Module, dtypes: Units, give_memory: Fill, precision: str, how: Sharding
-) -> nn.Module:
+def _wrap_fsdp2(fabric: Fabric, model: nn.Module, dtypes: Units, give_memory: Fill, precision: str, how: Sharding) -> nn.Module:
     pinned = fabric.device.type == "cuda"
     settings: dict[str, Any] = {
         "mesh": _mesh(fabric, how),

@@ -18,9 +18,7 @@ class Sharding:
     reduce_dtype: str = "float32"
 
 
-def strategy(
-    name: str, world_size: Optional[int], tpu: bool, precision: str, kind: Optional[str], sharding: Sharding
-) -> str:
+def strategy(name: str, world_size: Optional[int], tpu: bool, precision: str, kind: Optional[str], sharding: Sharding) -> str:
     """The strategy's name for `auto`, checked against the rest. Raises ValueError where they don't go together.
 
     world_size, kind ("cpu" or "cuda"): None where they aren't known yet; what depends on them isn't checked then.

@@ -117,11 +117,8 @@ class TensorFile:
         for name in sorted(layout, key=lambda name: (-layout[name].element_size(), name)):  # so that each is aligned
             tensor = layout[name]
             begins[name], end = end, end + tensor.nbytes
-            header[name] = {
-                "dtype": DTYPE_NAMES[tensor.dtype],
-                "shape": [*tensor.shape],
-                "data_offsets": [begins[name], end],
-            }
+            offsets = [begins[name], end]
+            header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": offsets}
         encoded = json.dumps(header, separators=(",", ":")).encode()
         encoded += b" " * (-len(encoded) % 8)
         self.begins = {name: 8 + len(encoded) + begin for name, begin in begins.items()}  # of what isn't written yet

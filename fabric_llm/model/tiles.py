@@ -15,10 +15,8 @@ from transformers import PreTrainedModel
 
 from fabric_llm.model.strategy import repeated_layers
 
-PROBE_TOKENS, LIMIT = (
-    16,
-    1e-3,
-)  # the most that two tiles may differ from one, as a part of the norm: a product's rounding
+PROBE_TOKENS = 16
+LIMIT = 1e-3  # the most that two tiles may differ from one, as a part of the norm: a product's rounding
 
 
 @torch.no_grad()
@@ -31,9 +29,7 @@ def found_in(model: PreTrainedModel, measures: bool = True) -> list[str]:
     names, seen = {}, {}
     for of_layer, layer in repeated_layers(model).items():
         names |= {
-            child: f"{of_layer}.{name}"
-            for name, child in layer.named_children()
-            if next(child.parameters(), None) is not None
+            child: f"{of_layer}.{name}" for name, child in layer.named_children() if next(child.parameters(), None) is not None
         }
 
     def see(module: nn.Module, inputs: tuple[Any, ...], more: dict[str, Any], output: Any) -> None:

@@ -53,9 +53,7 @@ def accelerator(name: str) -> Accelerator:
 
 def of_device(name: str, memory_gib: float) -> Optional[Accelerator]:
     """Of the device that torch.cuda.get_device_name names so; None if it isn't known, or is a part of one."""
-    found = [
-        one for one in KNOWN if one.memory_gib and one.name.split("-")[0] in name and peak_tflops(name) == one.tflops
-    ]
+    found = [one for one in KNOWN if one.memory_gib and one.name.split("-")[0] in name and peak_tflops(name) == one.tflops]
     return min(found, key=lambda one: abs(one.memory_gib - memory_gib), default=None)
 
 

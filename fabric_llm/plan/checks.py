@@ -16,14 +16,7 @@ from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import hub_name, nearest
 from fabric_llm.checkpoint import keep
 from fabric_llm.data import mixture_text
-from fabric_llm.data.sources import (
-    ONE_SET,
-    PROBES,
-    check_dataset_folder,
-    parse_eval_data,
-    parse_probes,
-    read_prompts,
-)
+from fabric_llm.data.sources import ONE_SET, PROBES, check_dataset_folder, parse_eval_data, parse_probes, read_prompts
 from fabric_llm.model import freezing, positions
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.plan import run_directory
@@ -55,9 +48,7 @@ def check_training(flags: Flags) -> None:
     if flags.model.rope is not None:
         positions.parse(flags.model.rope)
     if flags.model.float8 != "none" and (flags.model.precision not in ("bf16-true", "bf16-mixed") or flags.devices.tpu):
-        raise ValueError(
-            f"--float8 {flags.model.float8} goes with --precision bf16-true or bf16-mixed, on a CPU or on GPUs."
-        )
+        raise ValueError(f"--float8 {flags.model.float8} goes with --precision bf16-true or bf16-mixed, on a CPU or on GPUs.")
     if training.min_lr > training.lr:
         raise ValueError(f"--min_lr {training.min_lr} is larger than --lr {training.lr}.")
     if (rate := training.constant_lr) is not None and not training.min_lr <= rate <= training.lr:
@@ -115,9 +106,7 @@ def profiled_steps(given: Optional[str]) -> Optional[tuple[int, int]]:
     found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", given)
     first, last = map(int, found.groups()) if found else (0, 0)
     if not 1 <= first <= last:
-        raise ValueError(
-            f"--profile takes START:STOP, first and last step, counted from 1, such as 3:5, not {given!r}."
-        )
+        raise ValueError(f"--profile takes START:STOP, first and last step, counted from 1, such as 3:5, not {given!r}.")
     return first, last
 
 
@@ -151,9 +140,7 @@ def _check_evaluation(flags: Flags, of_training: Sequence[str], is_mixture: bool
     if budgets and action != "warn" and evaluation.eval_step_interval is None:
         raise ValueError(f"--forgetting_action {action} acts when the run evaluates: give --eval_step_interval.")
     if action == "rewind" and (others := [name for name in budgets if not is_mixture or name not in of_training]):
-        raise ValueError(
-            f"--forgetting_action rewind reads more of a source: {others[0]!r} is no source of --data_mix."
-        )
+        raise ValueError(f"--forgetting_action rewind reads more of a source: {others[0]!r} is no source of --data_mix.")
 
 
 def require_set(flag: str, name: str, names: Collection[str]) -> None:
@@ -175,9 +162,7 @@ def check_preparation(flags: Flags) -> None:
         separator(flags.document_separator)
     else:
         known = ("tasks", "tokenizer", "context_length", "output", "overwrite")
-        others = [
-            name for name, value in vars(flags).items() if value != getattr(type(flags), name) and name not in known
-        ]
+        others = [name for name, value in vars(flags).items() if value != getattr(type(flags), name) and name not in known]
         if others or flags.tokenizer is None or not flags.tasks.strip(", "):
             words = f"not --{others[0]}" if others else "and needs the first"
             raise ValueError(f"--tasks takes names, comma-separated, and --tokenizer, --context_length, {words}.")
@@ -197,6 +182,8 @@ def check_export(flags: Flags) -> None:
         from huggingface_hub.utils import validate_repo_id
 
         validate_repo_id(flags.push_to_hub)
+        if "/" not in flags.push_to_hub:
+            raise ValueError(f"--push_to_hub takes org/name, such as NAME_OF_YOURS/{flags.push_to_hub}.")
     keep.checkpoint_at(flags.checkpoint)
     # One that is there may be pushed again.
     exported_output(Path(flags.output), flags.overwrite or flags.push_to_hub is not None)
@@ -204,7 +191,9 @@ def check_export(flags: Flags) -> None:
 
 
 def exported_output(output: Path, overwrite: bool) -> None:
-    """Raises ValueError if the folder of an exported model exists and mustn't be replaced."""
+    """Raises ValueError if the folder of an exported model exists and mustn't be replaced, or lies in a checkpoint."""
+    if inside := [str(place) for place in output.resolve().parents if (place / MANIFEST).is_file()]:
+        raise ValueError(f"{str(output)!r} lies in the checkpoint {inside[0]!r}, which it would damage; take another --output.")
     if output.exists() and not overwrite:
         raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
     if output.exists() and (not (output / "config.json").is_file() or (output / MANIFEST).exists()):  # such as a run

@@ -83,9 +83,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
         model = replace(model, compiles=False)
     coefficient = language_model.router_coefficient(skeleton, training.router_aux_loss_coef)
     if coefficient and model.tiled_mlp:
-        raise ValueError(
-            f"--tiled_mlp true: --router_aux_loss_coef {coefficient:g} needs what routers say of whole rows."
-        )
+        raise ValueError(f"--tiled_mlp true: --router_aux_loss_coef {coefficient:g} needs what routers say of whole rows.")
     config_file = loading.cached_file(source, loading.CONFIG_NAME, local_files_only=True)
     if (Path(source) / MANIFEST).is_file():
         config_file = keep.read_progress(Path(source)).get("config_file")
@@ -191,9 +189,7 @@ def _require_rows_to_share(plan: Plan, attention: str) -> None:
             rows = f"rows of {str(dataset.folder)!r} hold {dataset.context_length} tokens"
             raise ValueError(f"{flag}: {rows}, which don't divide by it.")
         if "attention_mask" in dataset.train[0]:
-            raise ValueError(
-                f"{flag}: {str(dataset.folder)!r} has an attention_mask, which packed attention doesn't read."
-            )
+            raise ValueError(f"{flag}: {str(dataset.folder)!r} has an attention_mask, which packed attention doesn't read.")
 
 
 def _plan_data(
@@ -328,19 +324,14 @@ def open_sources(flags: Flags, mix: DataMix) -> dict[str, TokenDataset]:
 def require_alike(first: TokenDataset, other: TokenDataset, masks_documents: bool) -> None:
     """Raises ValueError unless one run can read rows of both."""
     both = f"--data_mix: {str(first.folder)!r} and {str(other.folder)!r}"
-    columns, others = (
-        sorted(set(one.train[0]) - ({"labels"} if is_padded(one.train) else set())) for one in (first, other)
-    )
+    columns, others = (sorted(set(one.train[0]) - ({"labels"} if is_padded(one.train) else set())) for one in (first, other))
     if columns != others:
         words = f"{', '.join(columns)}, and {', '.join(others)}"
         raise ValueError(f"{both} have different columns: {words}; run prepare_data.py for both with the same flags.")
     _require_one_tokenizer(first, other, both)
     ends = [find_document_end(True, one) for one in (first, other)]
     if masks_documents and ends[0] != ends[1]:
-        said = [
-            f"packed, token {end} ends a document" if end is not None else "not packed by prepare_data.py"
-            for end in ends
-        ]
+        said = [f"packed, token {end} ends a document" if end is not None else "not packed by prepare_data.py" for end in ends]
         raise ValueError(f"{both} have different documents: {', and '.join(said)}; take --document_masking false.")
 
 
@@ -361,7 +352,6 @@ def differing_tokens(one: Any, other: Any) -> str:
     ids, others = one.get_vocab(), other.get_vocab()
     differing = sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))
     words = ", ".join(
-        f"{token!r} is {others.get(token, 'none')}, not {ids.get(token, 'none')}"
-        for token in differing[:MOST_DIFFERENCES]
+        f"{token!r} is {others.get(token, 'none')}, not {ids.get(token, 'none')}" for token in differing[:MOST_DIFFERENCES]
     )
     return f": {len(differing)} tokens differ: {words}" if differing else ""

@@ -6,7 +6,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -80,9 +80,7 @@ def predict(work: Work) -> Memory:
             with FakeTensorMode(allow_non_fake_inputs=True), ledger.resizes(), ledger:
                 _step(work, fabric, ledger)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise ValueError(
-                f"{work.model.name!r} can't be planned: its code depends on the tokens ({error})."
-            ) from error
+            raise ValueError(f"{work.model.name!r} can't be planned: its code depends on the tokens ({error}).") from error
     parts: Counter[str] = Counter()
     for label, size in ledger.at_peak.items():
         parts[label[0] if isinstance(label, tuple) else label] += size
@@ -95,9 +93,7 @@ def predict(work: Work) -> Memory:
 def _step(work: Work, fabric: Any, ledger: trace.Ledger) -> None:
     """The calls of the loop in train.py that take memory, in its order."""
     name, model_plan = work.placement.strategy, work.model
-    skeleton = loading.build_skeleton(
-        _traced(model_plan.config, work.context_length), loading.DTYPES[model_plan.precision]
-    )
+    skeleton = loading.build_skeleton(_traced(model_plan.config, work.context_length), loading.DTYPES[model_plan.precision])
     freezing.freeze(skeleton, model_plan.frozen)
     model = language_model.LanguageModel(skeleton, chunked=model_plan.loss == "chunked")
     layers.checkpoint_activations(skeleton, model_plan.activation_checkpointing)
@@ -235,26 +231,19 @@ def _as_on_devices(work: Work, fabric: Any) -> Iterator[None]:
     """In the body the mesh of the ranks, which has numbers and isn't to be traced, is there; and chunks are those of the devices."""
     is_sharded = work.placement.strategy in ("fsdp", "fsdp2")
     mesh = strategy._mesh(fabric, work.placement.sharding) if is_sharded else None
-    tokens_at_once = fast_paths._tokens_at_once
-    if work.placement.kind == "cuda":
-
-        def tokens_at_once(causal_lm: nn.Module, hidden: Tensor) -> int:
-            return max(1, fast_paths.LOGITS_AT_ONCE["cuda"] // causal_lm.config.get_text_config().vocab_size)
-
-    waits: AbstractContextManager[Any] = nullcontext()
-    if work.placement.kind == "cuda":  # what waits in the host's memory is a shape here
-        waits = patch.multiple(
-            offload.Inputs,
-            put=lambda self, hidden, tensor: (tensor.shape, tensor.dtype) if tensor.shape == hidden.shape else tensor,
-            get=lambda self, kept: kept if isinstance(kept, Tensor) else torch.empty(kept[0], dtype=kept[1]),
-        )
-    with (
-        patch.object(strategy, "_mesh", lambda *_: mesh),
-        patch.object(fast_paths, "_tokens_at_once", tokens_at_once),
-        waits,
+    with ExitStack() as patches, warnings.catch_warnings():
+        patches.enter_context(patch.object(strategy, "_mesh", lambda *_: mesh))
         # FSDP1 asks addresses, which are 0 of fake tensors, what is there, and whether somebody has moved it.
-        patch.object(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
-        warnings.catch_warnings(),
-    ):
+        has_data = patch.object(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0)
+        patches.enter_context(has_data)
+        if work.placement.kind == "cuda":
+            most = max(1, fast_paths.LOGITS_AT_ONCE["cuda"] // work.model.config.get_text_config().vocab_size)
+            patches.enter_context(patch.object(fast_paths, "_tokens_at_once", lambda *_: most))
+            inputs = patch.multiple(  # what waits in the host's memory is a shape here
+                offload.Inputs,
+                put=lambda self, hidden, tensor: (tensor.shape, tensor.dtype) if tensor.shape == hidden.shape else tensor,
+                get=lambda self, kept: kept if isinstance(kept, Tensor) else torch.empty(kept[0], dtype=kept[1]),
+            )
+            patches.enter_context(inputs)
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield

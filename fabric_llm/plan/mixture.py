@@ -75,9 +75,7 @@ def _first_passed(stages: Sequence[Stage], limits: Sequence[Optional[int]]) -> O
     return min(((position, i) for position, i in found if position is not None), default=None)
 
 
-def _until_read(
-    mix: DataMix, limits: Sequence[int], batch: int, here: Here
-) -> tuple[tuple[Stage, ...], Optional[int], int]:
+def _until_read(mix: DataMix, limits: Sequence[int], batch: int, here: Here) -> tuple[tuple[Stage, ...], Optional[int], int]:
     """As `lay_out`, with as many steps as fit, and one more with the rest of a batch.
 
     Stages begin at parts of the run, so what is read depends on its length, which is found by bisection.

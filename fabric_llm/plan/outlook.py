@@ -25,12 +25,8 @@ from fabric_llm.training import adamw
 GIB = 2**30
 # Parts of a device's memory above which a run doesn't fit, and may not (Fujii et al., https://arxiv.org/abs/2411.06465).
 NO, CLOSE = 0.95, 0.80
-RECOMPUTED = {
-    "none": 0.0,
-    "selective": 0.0,
-    "full": 1 / 3,
-    "offload": 1 / 3,
-}  # of a step's operations, computed a second time
+# The part of a step's operations that is computed a second time.
+RECOMPUTED = {"none": 0.0, "selective": 0.0, "full": 1 / 3, "offload": 1 / 3}
 # What --cpu_offload keeps in the host's memory.
 OFFLOADED = (trace.PARAMETERS, trace.GRADIENTS, trace.OPTIMIZER, trace.AVERAGE)
 
@@ -102,12 +98,8 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
     mfu = _mfu(own, device)
     is_sharded, wide = placement.strategy in ("fsdp", "fsdp2"), model.precision == "32-true"
     count = sum(parameter.numel() for parameter in parameters)
-    reduced = count * (
-        4 if wide or is_sharded and flags.fsdp.reduce_dtype == "float32" else parameters[0].element_size()
-    )
-    syncs_all = strategies.syncs_every_micro_batch(
-        placement.strategy, model.sums_in_float32 and model.precision == "bf16-true"
-    )
+    reduced = count * (4 if wide or is_sharded and flags.fsdp.reduce_dtype == "float32" else parameters[0].element_size())
+    syncs_all = strategies.syncs_every_micro_batch(placement.strategy, model.sums_in_float32 and model.precision == "bf16-true")
     syncs, units = micro_batches if syncs_all else 1, len(strategies.repeated_layers(skeleton)) + 1
     sent = accelerators.message_bytes(placement, count * (4 if wide else 2), reduced, syncs, micro_batches)
     passed_on = accelerators.latency(placement, units, syncs, micro_batches)
@@ -176,9 +168,7 @@ def _mfu(own: Flags, device: accelerators.Accelerator) -> float:
     if own.mfu is not None:
         raise Fault("--mfu and --like both say how fast a device is: take one of them.")
     if mfu > 1 and device.name != "CPU":  # whose peak is a guess
-        raise Fault(
-            f"--like {own.like!r} was {mfu:.2f} times as fast as the peak of {device.name}: see --accelerator_name."
-        )
+        raise Fault(f"--like {own.like!r} was {mfu:.2f} times as fast as the peak of {device.name}: see --accelerator_name.")
     return mfu
 
 

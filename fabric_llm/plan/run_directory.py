@@ -65,9 +65,7 @@ def directory(flags: Flags) -> Path:
         name = (taken or [default])[-1] if resume else next(run for run in numbered if run not in there)
     elif not (0 < len(name) <= LONGEST_NAME and name.isprintable() and name == Path(name).name and name != ".."):
         start = name[:LONGEST_NAME]
-        raise ValueError(
-            f"--run_name {start!r} must be a plain name of {LONGEST_NAME} characters at most, not '/' or '..'."
-        )
+        raise ValueError(f"--run_name {start!r} must be a plain name of {LONGEST_NAME} characters at most, not '/' or '..'.")
     folder = no_link(parent / name)
     if resume is True and given is None and not files.step_directories(folder):
         raise Fault(f"--resume true: no complete checkpoint (step-N) in {str(folder)!r}.", NO_CHECKPOINT)

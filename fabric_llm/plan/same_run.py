@@ -104,9 +104,7 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
                 f"--resume_override forgetting_budget; or begin a run whose budgets count from this checkpoint: {anew}."
             )
     if plan.start.step >= plan.schedule.max_step:
-        sentence = (
-            f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of {plan.schedule.max_step})"
-        )
+        sentence = f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of {plan.schedule.max_step})"
         if flags.checkpoint.resume == "auto" and not schedule:
             raise Fault(f"{sentence}: nothing is left to do.", DONE)
         raise ValueError(

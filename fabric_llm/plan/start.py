@@ -44,12 +44,8 @@ class Placement:
     def rows_of(self, rank: int) -> dict[str, Any]:
         """Which rows a rank reads, and which part of each: fields of data/batches.Batches."""
         reader, part = divmod(rank, self.context_parallel)
-        return {
-            "rank": reader,
-            "world_size": self.world_size // self.context_parallel,
-            "part": part,
-            "parts": self.context_parallel,
-        }
+        readers = self.world_size // self.context_parallel
+        return {"rank": reader, "world_size": readers, "part": part, "parts": self.context_parallel}
 
 
 @dataclass
@@ -72,7 +68,10 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
     Flags that aren't given follow from the others. The demo takes a smaller micro-batch if its own doesn't divide. Raises
     ValueError, with all numbers, if they don't divide or disagree.
     """
-    training, world_size = flags.training, readers(flags, devices, num_nodes)
+    training, sharing = flags.training, flags.devices.context_parallel
+    world_size, rest = divmod(devices * num_nodes, sharing)  # ranks, or groups of ranks that share rows: each reads others
+    if rest:
+        raise ValueError(f"--context_parallel {sharing}: {devices} devices x {num_nodes} nodes don't divide by it.")
     micro_batch_size, global_batch_size = training.micro_batch_size, training.global_batch_size
     accumulation = training.gradient_accumulation_steps
     if global_batch_size is None:
@@ -83,7 +82,6 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
     if flags.demo:
         micro_batch_size = min(micro_batch_size, max(1, global_batch_size // world_size))
     needed, rest = divmod(global_batch_size, micro_batch_size * world_size)
-    sharing = flags.devices.context_parallel
     spelled = f"--micro_batch_size {micro_batch_size} x {devices} devices x {num_nodes} nodes"
     spelled += f" / {sharing} that share rows" * (sharing > 1) + f" = {micro_batch_size * world_size}"
     if rest:
@@ -94,15 +92,6 @@ def batch_sizes(flags: Flags, devices: int, num_nodes: int) -> tuple[int, int, i
             f"not {accumulation}: {spelled}."
         )
     return micro_batch_size, needed, global_batch_size
-
-
-def readers(flags: Flags, devices: int, num_nodes: int) -> int:
-    """How many ranks, or groups of ranks that share rows, read other rows than each other. Raises ValueError."""
-    sharing = flags.devices.context_parallel
-    count, rest = divmod(devices * num_nodes, sharing)
-    if rest:
-        raise ValueError(f"--context_parallel {sharing}: {devices} devices x {num_nodes} nodes don't divide by it.")
-    return count
 
 
 def place(flags: Flags) -> Placement:

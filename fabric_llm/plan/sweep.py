@@ -67,9 +67,7 @@ def _counts(asked: str, of_a_node: int) -> list[int]:
     given = re.fullmatch(r"devices=(\d{1,7})\.\.(\d{1,7})", asked)
     first, last = map(int, given.groups()) if given else (0, 0)
     if not 1 <= first <= last:
-        raise Fault(
-            f"--sweep {asked!r} must be devices=FIRST..LAST, with FIRST from 1 to LAST, such as devices=8..4096."
-        )
+        raise Fault(f"--sweep {asked!r} must be devices=FIRST..LAST, with FIRST from 1 to LAST, such as devices=8..4096.")
     counts = [first << number for number in range(last.bit_length()) if first << number <= last]
     if broken := [count for count in counts if count > of_a_node and count % of_a_node]:
         raise Fault(f"--sweep {asked}: {broken[0]} devices aren't whole nodes of {of_a_node}, which --devices sets.")

@@ -15,10 +15,11 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable, Optional
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +49,7 @@ class Ledger(TorchDispatchMode):
         self.total = self.peak = 0
         self.at_peak: Counter[Any] = Counter()
         self.multiplied: set[int] = set()  # storages that matrix products and attention have read or made
-        self.stream: Optional[torch.Size] = (
-            None  # the shape of the residual stream, while a compiled layer is looked at
-        )
+        self.stream: Optional[torch.Size] = None  # the shape of the residual stream, while a compiled layer is looked at
         self.sums: list[Tensor] = []  # what has been added to it
         self.peak_moment = self.moment
 
@@ -94,18 +93,7 @@ class Ledger(TorchDispatchMode):
         if self.total > self.peak:
             self.peak, self.at_peak, self.peak_moment = self.total, self.held.copy(), self.moment
 
-    def relabel(self, tensors: Any, label: Any) -> None:
-        """Say what storages are, which were made as something else."""
-        for tensor in tensors:
-            key = local_part(tensor).untyped_storage()._cdata
-            size, was = self.alive.get(key, (0, label))
-            if was != label and size:
-                self.alive[key] = size, label
-                self.held[was] -= size
-                self.held[label] += size
-
-    @contextmanager
-    def resizes(self) -> Iterator[None]:
+    def resizes(self) -> AbstractContextManager[Any]:
         """In the body, count what FSDP does to storages: it gives them memory before a unit computes, and takes it afterwards."""
         resize = torch.UntypedStorage.resize_
 
@@ -115,11 +103,7 @@ class Ledger(TorchDispatchMode):
             self.put(storage._cdata, storage.nbytes(), GATHERED)
             return result
 
-        torch.UntypedStorage.resize_ = counted
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = resize
+        return patch.object(torch.UntypedStorage, "resize_", counted)
 
 
 class _StandIn(torch.autograd.Function):
@@ -146,9 +130,7 @@ class Keeps:
 
     bytes: int = 0  # without its input, and without its output where that isn't kept
     its_input: bool = False
-    backward_bytes: int = (
-        0  # that the backward pass takes beside the gradients of the parameters, where it isn't traced
-    )
+    backward_bytes: int = 0  # that the backward pass takes beside the gradients of the parameters, where it isn't traced
     values: int = 0  # that the layer returns, 0 for one tensor
 
 
@@ -252,8 +234,11 @@ class Layers:
         self.mark_gradients()
 
     def mark_gradients(self) -> None:
-        """Say which storages are gradients."""
-        self.ledger.relabel((p.grad for p in self.wrapped.parameters() if p.is_leaf and p.grad is not None), GRADIENTS)
+        """Say which storages are gradients, which were made as something else."""
+        for gradient in (p.grad for p in self.wrapped.parameters() if p.is_leaf and p.grad is not None):
+            key = local_part(gradient).untyped_storage()._cdata
+            if key in self.ledger.alive:
+                self.ledger.put(key, self.ledger.alive[key][0], GRADIENTS)
 
 
 def _kind(model: nn.Module, number: int, layer: nn.Module) -> Any:

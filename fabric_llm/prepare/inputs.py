@@ -60,9 +60,7 @@ def prepared_output(output: Path, overwrite: bool) -> None:
     if not any(output.iterdir()):
         return
     if not overwrite:
-        raise ValueError(
-            f"output {output} exists and is not empty: pass --overwrite true to replace it, or name another"
-        )
+        raise ValueError(f"output {output} exists and is not empty: pass --overwrite true to replace it, or name another")
     # A typo such as `--output ~ --overwrite` must not delete anyone's files.
     if not (output / "manifest.json").is_file() or not (output / "dataset_dict.json").is_file():
         raise ValueError(f"output {output} holds no prepared dataset, so it is not overwritten: remove it yourself")
@@ -102,9 +100,7 @@ class Found:
     notes: list[str] = field(default_factory=list)  # what corpus.plan does without being told to
 
 
-def find_sources(
-    inputs: Sequence[str | Path], *, pattern: Sequence[str], exclude: Sequence[str] = (), output: Path
-) -> Found:
+def find_sources(inputs: Sequence[str | Path], *, pattern: Sequence[str], exclude: Sequence[str] = (), output: Path) -> Found:
     """The sources that `inputs` name, in order. No text is read yet.
 
     output: a resolved path, which is left out where it lies inside an input folder.
@@ -118,9 +114,7 @@ def find_sources(
             # A text in both train and validation would make the validation loss meaningless.
             path = os.path.abspath(source.name)
             if path in origin:
-                raise ValueError(
-                    f"{source.name} comes in twice, by the inputs {origin[path]} and {given}: name it once"
-                )
+                raise ValueError(f"{source.name} comes in twice, by the inputs {origin[path]} and {given}: name it once")
             origin[path] = given
             found.sources.append(source)
     if list(pattern) != DEFAULT_PATTERNS:

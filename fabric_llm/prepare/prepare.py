@@ -187,11 +187,7 @@ def remove(folder: Path) -> None:
 
 
 def _begin(
-    folder: Path,
-    options: Options,
-    key: dict[str, Any],
-    tokenizer: Optional[PreTrainedTokenizerBase],
-    parts: Sequence[Part],
+    folder: Path, options: Options, key: dict[str, Any], tokenizer: Optional[PreTrainedTokenizerBase], parts: Sequence[Part]
 ) -> PreTrainedTokenizerBase:
     """Empty the work folder if its pieces were made with another `key`, and put the tokenizer into it."""
     if tokenizer is not None:
@@ -317,7 +313,9 @@ def summary(manifest: dict) -> str:
     """Describe in a few lines what `prepare` made."""
     context_length, skipped, lines = manifest["context_length"], manifest["skipped"], []
     for name, split in manifest["splits"].items():
-        rows = f"{split['documents']:>12,} documents {split['tokens']:>15,} tokens {split['rows']:>12,} rows of {context_length}"
+        rows = (
+            f"{split['documents']:>12,} documents {split['tokens']:>15,} tokens {split['rows']:>12,} rows of {context_length}"
+        )
         said = f"{split['dropped_tokens']} tokens of the last, unfilled row dropped"
         if "padding_tokens" in split:
             alone = f", {split['dropped_tokens']:,} of them without their end" if split["dropped_tokens"] else ""
@@ -327,9 +325,7 @@ def summary(manifest: dict) -> str:
         lines.append(("skipped", f"{skipped['empty']:,} empty documents, {skipped['bad']:,} bad records"))
         lines += [("", sentence) for sentence in skipped["bad_records"]]
     if skipped["short"]:
-        lines.append(
-            ("too short", f"{skipped['short']:,} documents of fewer than {manifest['min_document_tokens']} tokens")
-        )
+        lines.append(("too short", f"{skipped['short']:,} documents of fewer than {manifest['min_document_tokens']} tokens"))
     if manifest["deduplicate"] != "none":
         said = "{documents:,} documents, {tokens:,} tokens, dropped".format(**manifest["duplicates"])
         lines.append(("repeated", said))

@@ -92,9 +92,7 @@ def repeated(hashes: np.ndarray) -> np.ndarray:
     return found
 
 
-def split_documents(
-    folder: Path, pieces: int, seed: int, fraction: float, deduplicate: bool, shortest: int = 0
-) -> Documents:
+def split_documents(folder: Path, pieces: int, seed: int, fraction: float, deduplicate: bool, shortest: int = 0) -> Documents:
     """Divide the documents of the pieces in `folder` into the splits `train` and `validation`. shortest: tokens; others are in none.
 
     Takes about 50 bytes of memory a document, and 70 where they are compared with each other.

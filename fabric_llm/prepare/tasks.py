@@ -4,6 +4,7 @@ The harness itself builds the requests, encodes them, and says which choices are
 """
 
 import json
+import random
 from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
@@ -26,7 +27,7 @@ from fabric_llm.prepare.tokenizer import packing_tokenizer
 
 KINDS = ("multiple_choice", "loglikelihood")  # of tasks that compare likelihoods of answers
 MULTIPLE = 64  # of which row lengths are, so that ranks can share rows
-SEED = 1234  # of the examples of few-shot tasks, as in lm_eval.simple_evaluate
+SEED = 1234  # as in lm_eval.simple_evaluate
 
 
 def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) -> str:
@@ -82,6 +83,8 @@ def _loaded(tasks: str) -> dict[str, Any]:
             meant = "".join(f" Did you mean {close!r}?" for close in nearest(name, manager.all_tasks))
             raise ValueError(f"--tasks: lm_eval has no task {name!r}, and there is no such file.{meant}")
     reach_hub()
+    random.seed(0)  # as lm_eval.simple_evaluate does, for tasks that shuffle their choices
+    np.random.seed(SEED)
     try:
         return manager.load([one for name in names for one in inside[name] or [name]])["tasks"]
     except Exception as error:  # of the harness, YAML, functions that a task names, datasets and the hub
@@ -89,9 +92,7 @@ def _loaded(tasks: str) -> dict[str, Any]:
         raise ValueError(f"--tasks {tasks}: lm_eval can't load this: {said}") from error
 
 
-def _documents(
-    tasks: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[float, list[dict[str, Any]]]]:
+def _documents(tasks: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[float, list[dict[str, Any]]]]:
     """(part of its task that comes before it, a row for each choice) of each document. Raises ValueError."""
     from lm_eval.models.huggingface import HFLM
 
@@ -113,6 +114,7 @@ def _documents(
         task.build_all_requests()
         encoded = zip(task.instances, Encoder().loglikelihood(task.instances, disable_tqdm=True))
         documents = [list(requests) for _, requests in groupby(encoded, lambda each: each[0].doc_id)]
+        has_answers = False
         for number, document in enumerate(documents):
             rows, doc, alone = [], document[0][0].doc, kind == "loglikelihood"
             choices = [""] if alone else task.doc_to_choice(doc)
@@ -121,4 +123,7 @@ def _documents(
                 row = {"task": name, "gold": task.process_results(doc, likeliest)["acc"] == 1, "alone": alone}
                 row |= {"characters": len(choices[choice]), "bytes": len(request.args[1].encode())}
                 rows.append({**row, "input_ids": context + continuation, "targets": len(continuation)})
+            has_answers |= any(row["gold"] for row in rows)
             yield number / len(documents), rows
+        if not has_answers:  # as of a test split whose labels aren't published
+            raise ValueError(f"--tasks: {name!r} says of no answer that it is right")

@@ -159,9 +159,7 @@ def start_ranks(devices: int, num_nodes: int) -> Children:
         try:
             processes[rank] = subprocess.Popen(command, env={**os.environ, **own})
         except OSError as error:
-            raise Fault(
-                f"--devices {devices}: no process for rank {rank} ({error.strerror}); see `ulimit -a`."
-            ) from error
+            raise Fault(f"--devices {devices}: no process for rank {rank} ({error.strerror}); see `ulimit -a`.") from error
     return Children(processes, door)
 
 

@@ -3,6 +3,7 @@
 Its numbers are those in the files of the checkpoint and of its run, as far as they are there. No network is asked.
 """
 
+import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -34,8 +35,9 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     cached = re.search(r"models--([^/]+)/snapshots/([0-9a-f]{40})/", config_file)
     base, commit = (cached[1].replace("--", "/"), cached[2]) if cached else (None, None)
     data, lines, name = sources(progress, manifest), logged(run, progress), given.push_to_hub or given.output
-    evaluations = [line for line in lines if "eval" in line]
-    now = evaluations[-1]["eval"] if evaluations and not proof.of_ema else {}
+    evaluations, reached = [line for line in lines if "eval" in line], progress["progress"]["step"]
+    is_of_these_weights = evaluations and evaluations[-1]["step"] == reached and not proof.of_ema
+    now = evaluations[-1]["eval"] if is_of_these_weights else {}
     measured = [(of, m, numbers[m]) for of, numbers in now.items() for m in MEASURES if numbers.get(m) is not None]
     front = ModelCardData(
         **({"base_model": base, "base_model_relation": "finetune"} if base else {}),
@@ -47,7 +49,7 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     )
     draw(lines, folder / "curves.png")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters["quoted"] = lambda value: shlex.quote(str(value))
+    environment.filters |= {"quoted": lambda value: shlex.quote(str(value)), "as_text": as_text}
     card = environment.from_string(Path(__file__).with_name("card.md").read_text("utf-8")).render(
         front=front,
         name=name,
@@ -69,20 +71,36 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     (folder / "README.md").write_text(card, "utf-8", "replace")
 
 
-def rename(folder: Path, given: Any) -> None:
-    """Let a card, whatever was written into it, say how to load the model from where it is pushed to."""
+def rename(folder: Path, name: str) -> None:
+    """Give a card, whatever was written into it since, the name of the repository that it is pushed to."""
     if (card := folder / "README.md").is_file():
-        before, now = (f'from_pretrained("{name}")' for name in (given.output, given.push_to_hub))
-        files.write_atomically(card, card.read_text("utf-8", "replace").replace(before, now))
+        text = card.read_text("utf-8", "replace")
+        if loads := re.search(r"AutoModelForCausalLM\.from_pretrained\((\".*\")\)", text):
+            for old, new in zip(_named(json.loads(loads[1])), _named(name)):
+                text = text.replace(old, new)
+            files.write_atomically(card, text)
+
+
+def _named(name: str) -> tuple[str, ...]:
+    """A name as a card has it: in the code, as its title, in the front matter."""
+    return f"from_pretrained({as_text(name)})", f"\n# {name}\n", f"\n- name: {name}\n"
+
+
+def as_text(value: object) -> str:
+    """A name as Python code has it."""
+    return json.dumps(str(value), ensure_ascii=False)
 
 
 def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """metrics.jsonl up to a checkpoint. Where that was moved away from its run: what it says itself of evaluations."""
+    """metrics.jsonl up to a checkpoint. Where it is that of another run, or of the same anew: what the checkpoint says itself."""
     step, there = progress["progress"]["step"], files.json_lines(run / "metrics.jsonl")
+    lines = [line for _, line in there if type(line.get("step")) is int and line["step"] <= step]
     said = {0: progress["guard"]["before"], step: progress["eval_losses"] or {}}
-    return [line for _, line in there if type(line.get("step")) is int and line["step"] <= step] or [
-        {"step": at, "eval": {name: {"loss": loss} for name, loss in said[at].items()}} for at in said if said[at]
-    ]
+    losses = {line["step"]: {name: one["loss"] for name, one in line["eval"].items()} for line in lines if "eval" in line}
+    found = losses.get(step, {})
+    if lines and found.keys() == said[step].keys() and all(found[name] in (loss, None) for name, loss in said[step].items()):
+        return lines
+    return [{"step": at, "eval": {name: {"loss": loss} for name, loss in said[at].items()}} for at in said if said[at]]
 
 
 def sources(progress: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -96,11 +114,11 @@ def sources(progress: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[di
     return [{"name": name, **said.get(name, {}), **one} for name, one in read.items()]
 
 
-def licence(card: Path) -> dict[str, str]:
+def licence(card: Path) -> dict[str, Any]:
     """The licence in the card of the base, as front matter; {} where there is none."""
-    with suppress(OSError, ValueError, TypeError, AttributeError), card.open(errors="replace") as text:
+    with suppress(OSError, ValueError, TypeError, AttributeError), card.open(encoding="utf-8-sig", errors="replace") as text:
         said = load_yaml(REGEX_YAML_BLOCK.search(text.read(MOST_YAML_BYTES))[2])
-        return {key: value for key, value in said.items() if key.startswith("license") and isinstance(value, str)}
+        return {key: value for key, value in said.items() if key.startswith("license") and isinstance(value, (str, list))}
     return {}
 
 

@@ -33,13 +33,11 @@ class Figure(NamedTuple):
     yaxis: Mapping[str, Any] = {}  # plotly's layout of it
 
 
-BY_POSITION = (
-    "Of tokens with so many and more before them, up to twice as many: lower where the model uses what it sees."
+BY_POSITION = "Of tokens with so many and more before them, up to twice as many: lower where the model uses what it sees."
+PROBES = (
+    "The loss on the second occurrence of a random passage, or of the value behind a key: low where a model uses its context."
 )
-PROBES = "The loss on the second occurrence of a random passage, or of the value behind a key: low where a model uses its context."
-RETRIEVAL = (
-    "Tokens of a value that are the most likely ones behind its key, which stood before in a text of so many tokens."
-)
+RETRIEVAL = "Tokens of a value that are the most likely ones behind its key, which stood before in a text of so many tokens."
 FORGETTING = "Forgetting: loss minus its value before step 1"
 FIGURES = (
     Figure("eval_loss", "Validation loss", "nats a token"),
@@ -198,11 +196,7 @@ def bars(parts: dict[str, int], device_bytes: int | None, limits: Sequence[float
     traces = [go.Bar(bar, x=[size / 2**30], name=name).to_plotly_json() for name, size in parts.items()]
     whole = (device_bytes or 0) / 2**30
     label = {"textangle": 0, "textposition": "end", "xanchor": "right"}
-    lines = [
-        upright(part * whole, MUTED, label={**label, "text": f"{100 * part:.0f} % "})
-        for part in (*limits, 1.0)
-        if whole
-    ]
+    lines = [upright(part * whole, MUTED, label={**label, "text": f"{100 * part:.0f} % "}) for part in (*limits, 1.0) if whole]
     layout = {"barmode": "stack", "hovermode": "closest", "showlegend": True, "shapes": lines}
     layout |= {"xaxis": {"title": {"text": "GiB"}, "rangemode": "tozero"}}
     return {"name": "memory", "traces": traces, "layout": layout}

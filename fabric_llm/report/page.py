@@ -61,9 +61,7 @@ def environment() -> jinja2.Environment:
     return made
 
 
-def write_page(
-    output: Path, kind: str, title: str, lead: str, sections: dict[str, str], made_of: str, **inside: Any
-) -> None:
+def write_page(output: Path, kind: str, title: str, lead: str, sections: dict[str, str], made_of: str, **inside: Any) -> None:
     """Write a page as a whole, and say so. sections: {id: title}. inside: what page.html needs besides. Raises Fault (2)."""
     inside = {"charts": [], "marks": [], "problems": [], "differing": None, **inside}
     bars = [inside["bars"]] if "bars" in inside else []

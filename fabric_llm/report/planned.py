@@ -24,9 +24,7 @@ def plan_of(own: Flags, flags: Flags) -> Optional[Plan]:
     if flags.data.train_data_dir is None and flags.data.data_mix is None:
         return None
     if own.tokens is not None:
-        raise Fault(
-            "--html with a dataset draws the steps of --max_step, or of --number_epochs, and takes no --tokens."
-        )
+        raise Fault("--html with a dataset draws the steps of --max_step, or of --number_epochs, and takes no --tokens.")
     checks.check_training(flags)
     if flags.demo:
         prepare_demo(Path(flags.data.train_data_dir), flags.data.context_length)

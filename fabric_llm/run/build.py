@@ -61,9 +61,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     if fabric.global_rank == 0 and (compares or plan.model.activation_checkpointing == "auto"):
         planner = Planner(plan, flags, fabric.device)
     build_model(run, plan.model.source, planner)
-    run.guard = Guard(
-        **vars(flags.guard), budgets=plan.data.budgets, forgetting_action=flags.evaluation.forgetting_action
-    )
+    run.guard = Guard(**vars(flags.guard), budgets=plan.data.budgets, forgetting_action=flags.evaluation.forgetting_action)
     if plan.resumed:
         restore(run, plan.resumed)
     run.batches = make_batches(run)
@@ -217,9 +215,7 @@ def evaluated_sets(plan: Plan, flags: Flags, **place: int) -> dict[str, Batches]
     return {name: evaluation_batches(split, flags, ends[name], **place) for name, split in sets.items()}
 
 
-def evaluation_batches(
-    split: Any, flags: Flags, document_end: Optional[int], world_size: int = 1, **place: Any
-) -> Batches:
+def evaluation_batches(split: Any, flags: Flags, document_end: Optional[int], world_size: int = 1, **place: Any) -> Batches:
     """The first --eval_iters batches of a validation split, not past its end; as many on each rank. place: see Placement.rows_of."""
     size = flags.evaluation.eval_batch_size
     count = min(flags.evaluation.eval_iters, -(-len(split) // size))

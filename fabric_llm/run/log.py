@@ -76,9 +76,7 @@ class Log:
                 run_directory.record_event(self.plan.run_directory, "stage", progress.step, shares=shares)
                 self.said(f"from here on {', '.join(f'{name} {share:.4g}' for name, share in shares.items())}")
 
-    def step(
-        self, loss: float, lr: float, grad_norm: float, aux: list[float], update: Optional[tuple[float, float]]
-    ) -> None:
+    def step(self, loss: float, lr: float, grad_norm: float, aux: list[float], update: Optional[tuple[float, float]]) -> None:
         """Write and print a line about the step that is done. aux: the auxiliary loss of a mixture of experts, if it is trained.
 
         update: see `training.step.update_size`; None if it wasn't measured.

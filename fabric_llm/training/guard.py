@@ -111,9 +111,7 @@ def parse_budgets(given: Optional[str]) -> dict[str, float]:
     for part in [] if given is None else given.split(","):
         name, _, number = part.strip().rpartition(":")
         if not name or not re.fullmatch(NUMBER, number):
-            raise ValueError(
-                f"--forgetting_budget takes name:nats, comma-separated, such as general:0.05, not {part!r}."
-            )
+            raise ValueError(f"--forgetting_budget takes name:nats, comma-separated, such as general:0.05, not {part!r}.")
         if name in budgets:
             raise ValueError(f"--forgetting_budget: {name!r} is there twice.")
         budgets[name] = float(number)

@@ -29,11 +29,7 @@ def count_targets(fabric: Fabric, micro_batches: list[MicroBatch]) -> Tensor:
 
 
 def accumulate(
-    fabric: Fabric,
-    model: nn.Module,
-    micro_batches: list[MicroBatch],
-    syncs_every_micro_batch: bool,
-    sums_in_float32: bool,
+    fabric: Fabric, model: nn.Module, micro_batches: list[MicroBatch], syncs_every_micro_batch: bool, sums_in_float32: bool
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batches of a step. The caller makes one backward pass for each.
 

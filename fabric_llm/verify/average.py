@@ -39,9 +39,7 @@ BLOCK_ELEMENTS = 2**22  # of a tensor in float64 at a time: 32 MiB
 PROBE_TOKENS = 64
 NOTE = "average.json"
 # Fields of a configuration that don't change what the weights mean.
-NO_MATTER = re.compile(
-    r"^_|dtype$|_version$|_token_id$|drop|^use_cache$|^output_|^return_|^architectures$|2id$|^id2|^init"
-)
+NO_MATTER = re.compile(r"^_|dtype$|_version$|_token_id$|drop|^use_cache$|^output_|^return_|^architectures$|2id$|^id2|^init")
 
 
 @dataclass(frozen=True)
@@ -188,9 +186,7 @@ def compare(parts: Sequence[Part], output: Path) -> None:
     files.write_atomically(output / NOTE, json.dumps(note, indent=2) + "\n")
 
 
-def as_in_run(
-    parts: Sequence[Part], budgets: Mapping[str, float] = {}
-) -> tuple[Plan, dict[str, Any], dict[str, Batches]]:
+def as_in_run(parts: Sequence[Part], budgets: Mapping[str, float] = {}) -> tuple[Plan, dict[str, Any], dict[str, Batches]]:
     """(of the plan of the newest checkpoint's run what evaluations need, its flags, its sets). Raises ValueError, OSError.
 
     budgets: {set: nats}; probes that have one are sets as well.

@@ -124,10 +124,7 @@ def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
         if written.get(name) != others.get(name):
             differences.append(f"{name} of {ours.name} isn't the same in both.")
     lines, more = (
-        [
-            {key: record[key] for key in COMPARED if key in record}
-            for _, record in files.json_lines(run / "metrics.jsonl")
-        ]
+        [{key: record[key] for key in COMPARED if key in record} for _, record in files.json_lines(run / "metrics.jsonl")]
         for run in (first, second)
     )
     for one, other in zip(lines, more):

@@ -157,11 +157,7 @@ def replacing(output: Path, skeleton: PreTrainedModel, what: str) -> Iterator[Pa
 
 
 def write_model(
-    folder: Path,
-    source: Path | str,
-    skeleton: PreTrainedModel,
-    weights: Source,
-    max_shard_size: str = whole.LARGEST_FILE,
+    folder: Path, source: Path | str, skeleton: PreTrainedModel, weights: Source, max_shard_size: str = whole.LARGEST_FILE
 ) -> None:
     """Write a Hugging Face directory unit by unit, with the generation config and the tokenizer of `source`.
 

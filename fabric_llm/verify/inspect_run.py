@@ -220,9 +220,7 @@ def check_rows(file: Path, progress: dict[str, Any], report: Report) -> str:
         report.find(f"{str(file)!r}: rows are read in the order {order!r}; this version knows {ROW_ORDER}.")
     elif rows <= 0 or end - first > MOST_ROWS:
         report.note(f"{str(file)!r}: too many rows to compare each; their number is right.")
-    elif read != (
-        claimed_by(mixture.rows_at, first, end) if mixture else claimed_rows(rows, fixed["seed"], first, end)
-    ):
+    elif read != (claimed_by(mixture.rows_at, first, end) if mixture else claimed_rows(rows, fixed["seed"], first, end)):
         report.find(f"{str(file)!r} claims {span}, but other rows were read: some twice or out of turn, others never.")
     return f"{span} were each read by one rank"
 

@@ -24,10 +24,8 @@ MOST_POINTS = 8  # that are evaluated
 FIRST, FIRST_OF_KNEE = (0.0, 0.5, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)  # whatever their losses
 SHARES = [thousandth / 1000 for thousandth in range(1001)]
 NEAREST = 4  # points that a polynomial goes through
-ROOM, CAUTION = (
-    0.99,
-    0.9,
-)  # part of a budget to aim at, so much less for each point in a row that was above one all the same
+# Part of a budget to aim at, so much less for each point in a row that was above one all the same.
+ROOM, CAUTION = 0.99, 0.9
 ENOUGH = 0.005  # part of what the best point is worth: the search ends where no other promises more on top
 
 Losses = Mapping[str, Any]  # {set: its loss, nats, or that of several points, float64 [points]}
@@ -44,9 +42,7 @@ def worth_of(guard: Guard, of_run: Losses, of_training: Sequence[str]) -> Worth:
     rises, budgets = guard.rises(of_run), guard.budgets
     if not (free := [name for name in of_training if name not in budgets]):
         words = ", ".join(map(repr, of_training))
-        raise ValueError(
-            f"--forgetting_budget: all sets of the training data have one ({words}), none is to be learned."
-        )
+        raise ValueError(f"--forgetting_budget: all sets of the training data have one ({words}), none is to be learned.")
     new = [name for name in free if rises[name] < 0] or free  # what was only replayed may have risen
     old = [name for name, rise in rises.items() if rise > 0 and not budgets]
 

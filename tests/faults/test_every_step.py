@@ -76,9 +76,7 @@ def prove(toys, tmp_path, strategy, ranks, kind, cases):
         name = f"from-{k}-{workers}"
         more = ("--resume", "true", "--checkpoint", tmp_path / "whole" / f"step-{k:08d}", "--run_name", name)
         more += ("--num_workers", workers)
-        job = Job(
-            ranks, *flags(toys, tmp_path, strategy, kind, *more), before=log_samples(tmp_path / f"samples-{name}")
-        )
+        job = Job(ranks, *flags(toys, tmp_path, strategy, kind, *more), before=log_samples(tmp_path / f"samples-{name}"))
         assert job.wait() == [0] * ranks, job.output
         assert lines(tmp_path / name) == expected, name
         ours = tensors(tmp_path / name)

@@ -172,9 +172,7 @@ def test_without_it_the_resumed_run_is_another(toys, whole, tmp_path, drop):
 def test_skips_before_the_checkpoint_count_after_it(toys, tmp_path, drop):
     """Two NaN steps before the checkpoint and one after it are three in a row: 76."""
     first = flags(toys, tmp_path, "--run_name", "run", "--max_skipped_steps", 2)
-    job = Job(
-        2, *first, failpoint=f"between_steps:count={HALF + 1}", before=inject(dict.fromkeys(NAN_STEPS[:2], math.nan))
-    )
+    job = Job(2, *first, failpoint=f"between_steps:count={HALF + 1}", before=inject(dict.fromkeys(NAN_STEPS[:2], math.nan)))
     assert job.wait() == [-9, -9], job.output
 
     def before():

@@ -182,9 +182,7 @@ def test_a_save_in_the_background_writes_what_was_there_when_it_began(toys, tmp_
 
     job = Job(2, *flags(toys, tmp_path, *more, "--async_save", "true"), before=slow)
     assert job.wait() == [0, 0], job.output
-    parts = [
-        path.relative_to(whole) for path in whole.glob("step-*/**/*.safetensors") if path.name != "probe.safetensors"
-    ]
+    parts = [path.relative_to(whole) for path in whole.glob("step-*/**/*.safetensors") if path.name != "probe.safetensors"]
     assert len({part.parts[0] for part in parts}) == 3
     for part in parts:
         ours, theirs = load_file(tmp_path / "run" / part), load_file(whole / part)
@@ -551,9 +549,7 @@ def test_a_plain_command_that_ends_while_weights_are_loaded_leaves_no_process_an
     done = subprocess.run(words, env=out, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == (71 if rank == 1 else -9), done.stderr
     assert_all_end(tmp_path)
-    assert (
-        list((tmp_path / "temporary").iterdir()) == [] and saved(tmp_path / "run") == leftovers(tmp_path / "run") == []
-    )
+    assert list((tmp_path / "temporary").iterdir()) == [] and saved(tmp_path / "run") == leftovers(tmp_path / "run") == []
     assert_goes_on_like(toys, tmp_path, whole)
 
 
@@ -563,9 +559,7 @@ def test_a_killed_rank_of_a_plain_command_leaves_no_orphan_and_the_run_goes_on(t
     def killed(rank):
         words = command(toys, tmp_path / str(rank))
         point = environment(FABRIC_LLM_FAILPOINT=f"between_steps:rank={rank}:count=5")
-        return subprocess.run(
-            [sys.executable, *words], env=point, capture_output=True, text=True, timeout=120, cwd=tmp_path
-        )
+        return subprocess.run([sys.executable, *words], env=point, capture_output=True, text=True, timeout=120, cwd=tmp_path)
 
     with ThreadPoolExecutor(2) as pool:
         ended = list(pool.map(killed, (0, 1)))
@@ -589,9 +583,7 @@ def test_a_frozen_rank_of_a_plain_command_leaves_no_orphan(toys, tmp_path):
         words = command(toys, outputs[rank], "--hang_timeout", 20)
         point = environment(FABRIC_LLM_FAILPOINT=f"between_steps:rank={rank}:count=4:do=stop")
         with (said if rank == 0 else Path(os.devnull)).open("w") as errors:
-            return subprocess.Popen(
-                [sys.executable, *words], env=point, stdout=subprocess.DEVNULL, stderr=errors, cwd=tmp_path
-            )
+            return subprocess.Popen([sys.executable, *words], env=point, stdout=subprocess.DEVNULL, stderr=errors, cwd=tmp_path)
 
     frozen, killed = started(0), started(1)
     try:
@@ -818,9 +810,7 @@ def test_a_lost_node_under_torchrun(toys, tmp_path, whole):
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nnodes", "1:2", "--nproc_per_node", "1"]
     torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--max_restarts", "3"]
     torchrun += ["--rdzv_conf", "last_call_timeout=8,join_timeout=60"]
-    words = [
-        word for word in command(toys, tmp_path, "--resume", "auto", "--max_step", 300, "--save_step_interval", 20)
-    ]
+    words = [word for word in command(toys, tmp_path, "--resume", "auto", "--max_step", 300, "--save_step_interval", 20)]
     words[words.index("--devices") + 1] = "auto"
     words[words.index("--strategy") + 1] = "auto"
     env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")

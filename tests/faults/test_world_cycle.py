@@ -93,9 +93,7 @@ def test_the_state_survives_every_number_of_ranks(toys, tmp_path, kind, strategy
             before = tmp_path / "run" / f"step-{index * STEPS_EACH:08d}"
             saved_optimizer, saved_weights = whole_state(before)
             loaded = tmp_path / f"loaded-{before.name}"
-            optimizer, weights = (
-                dict(Tensors((loaded / name).glob("*.safetensors"))) for name in ("optimizer", "weights")
-            )
+            optimizer, weights = (dict(Tensors((loaded / name).glob("*.safetensors"))) for name in ("optimizer", "weights"))
             assert saved_optimizer.keys() == optimizer.keys()
             assert all(torch.equal(saved_optimizer[name], optimizer[name]) for name in optimizer)
             assert len(weights) > 20 and all(torch.equal(saved_weights[name], weights[name]) for name in weights)
