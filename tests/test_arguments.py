@@ -246,7 +246,7 @@ def test_values_on_the_command_line():
 
 @pytest.mark.parametrize("text", ["# Introduction", "---", "#", "null and void", "yes", "1e3", "[a]", "a: b", "%", ""])
 def test_text_stays_text_whatever_yaml_would_read(text):
-    assert parse_train(["--run_name", text, "--model_name", "m", "--train_data_dir", "d"]).checkpoint.run_name == text
+    assert parse_train([f"--run_name={text}", "--model_name", "m", "--train_data_dir", "d"]).checkpoint.run_name == text
     assert parse_prepare(["--input", "x", "--output", "y", f"--document_separator={text}"]).document_separator == text
 
 

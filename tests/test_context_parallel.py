@@ -1,10 +1,12 @@
 """--context_parallel: ranks that share rows compute what one process computes, with documents that cross their cuts."""
 
+from types import SimpleNamespace
+
 import datasets
 import pytest
 import torch
 from conftest import documents
-from families import write_data, write_model
+from families import toy_config, write_data, write_model
 from ranks import Job, metrics, run_ranks, toy_run, train_ranks
 from test_float8 import refused
 from test_law_9_packed_documents import packed_batch
@@ -15,6 +17,7 @@ from fabric_llm.data.batches import part_of, target_count, token_places
 from fabric_llm.model import fast_paths, gate
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.strategy import context_group
+from fabric_llm.plan.make_plan import require_shares
 from fabric_llm.verify import __main__ as verify
 
 STRATEGIES = [("fsdp", 2, 2), ("fsdp2", 2, 2), ("ddp", 2, 2), ("fsdp2", 4, 2), ("fsdp", 4, 4)]  # ranks; that share rows
@@ -59,6 +62,7 @@ def test_the_numbers_are_those_of_one_process(toys, packed_data, tmp_path, alone
     [
         ("fsdp2", ("--compile", "true")),
         ("fsdp", ("--activation_checkpointing", "full")),
+        ("fsdp", ("--compile", "true", "--activation_checkpointing", "offload")),
         ("fsdp2", ("--activation_checkpointing", "selective", "--micro_batch_size", 2)),
         ("ddp", ("--loss", "full")),
     ],
@@ -115,13 +119,13 @@ def test_families_share_rows(toys, tmp_path, family):
 
 def gradients_of_parts(model_name, lengths):
     """(loss, gradients) of this rank's part of a row, each of the sum over all ranks, and how often heads were exchanged."""
-    ranks, exchange, calls = torch.distributed.get_world_size(), fast_paths._exchange, []
+    ranks, exchange, calls = torch.distributed.get_world_size(), fast_paths._positions_for_heads, []
 
     def counted(*args):
         calls.append(args[0].shape)
         return exchange(*args)
 
-    fast_paths._exchange = counted
+    fast_paths._positions_for_heads = counted
     model = LanguageModel(
         AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32, attn_implementation="packed"),
         chunked=True,
@@ -150,7 +154,7 @@ def test_loss_and_gradients_are_equal_to_rounding(toys, model, lengths, ranks):
     loss.backward()
     reports = run_ranks(ranks, gradients_of_parts, toys / model, lengths)
     (found_loss, *found), exchanges, _ = reports[0]
-    assert exchanges == 2 * 2 * 4, "two layers, forward and backward: query, key, value and what comes out"
+    assert exchanges == 2 * 4, "two layers: query, key, value and what comes out"
     assert sum(targets for *_, targets in reports) == int(target_count(batch))
     assert found_loss == pytest.approx(loss.item(), rel=1e-6)
     for gradient, parameter in zip(found, plain.parameters(), strict=True):
@@ -194,6 +198,25 @@ def test_what_cannot_share_rows_is_refused(toys, packed_data, tmp_path, more, se
     found = run_ranks(2, refused, [str(word) for word in (*flags, "--devices", 2)], False)
     assert {code for code, _ in found} == {2}
     assert any(sentence in said for _, said in found), found
+
+
+def test_positions_that_depend_on_the_longest_that_a_rank_sees_are_refused():
+    config = toy_config("phi3")
+    model = SimpleNamespace(config=config, name="phi3")
+    require_shares(2, model, "auto", "rows", 64)
+    config.rope_parameters = {**config.rope_parameters, "rope_type": "longrope"}
+    with pytest.raises(ValueError, match="'phi3' .longrope. depend on the longest that a rank sees"):
+        require_shares(2, model, "auto", "rows", 64)
+
+
+@pytest.mark.parametrize("parts", [3, 7])
+def test_rows_that_do_not_divide_end_with_padding(parts):
+    batch = packed_batch([[t for d in documents([9, 7, 8], seed=1) for t in d]] * 2)
+    cut = [part_of(batch, part, parts) for part in range(parts)]
+    assert len({part["input_ids"].shape for part in cut}) == 1
+    assert sum(int(target_count(part)) for part in cut) == int(target_count(batch))
+    ids, places = (torch.cat([part[name] for part in cut], dim=1)[:, :24] for name in ("input_ids", "position_ids"))
+    assert ids.equal(batch["input_ids"]) and places.equal(batch["position_ids"])
 
 
 def labels_shifted_after_the_cut(batch):

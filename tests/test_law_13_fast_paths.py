@@ -206,6 +206,9 @@ def test_an_evaluation_makes_no_gradients(seven_tokens, monkeypatch):
         ("gemma3_text", SLIDING),
         ("qwen2", {}),
         ("mixtral", {}),
+        ("phimoe", {"num_local_experts": 4}),
+        ("qwen2_moe", {"num_experts": 4}),
+        ("mistral", {"sliding_window": 40}),
     ],
 )
 def test_packed_attention_is_the_masked_one(name, more):
@@ -219,9 +222,17 @@ def test_packed_attention_is_the_masked_one(name, more):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["opt", "gemma2", "gpt_oss"])  # positions are ignored; soft-capping; sinks
-def test_a_model_that_packed_attention_would_change_keeps_its_own(name):
-    assert not gate.takes_packed_attention(causal_lm(name))
+# Positions are ignored; soft-capping; sinks; a window that is in the mask alone, longer than the tokens that are compared.
+WINDOW = {"sliding_window": 40, "num_hidden_layers": 1}
+OTHERWISE = [("opt", {}), ("gemma2", {}), ("gpt_oss", {}), ("phimoe", {**WINDOW, "num_local_experts": 4})]
+OTHERWISE += [
+    ("qwen2_moe", {**WINDOW, "use_sliding_window": True, "max_window_layers": layers, "num_experts": 4}) for layers in (0, 28)
+]
+
+
+@pytest.mark.parametrize(("name", "more"), OTHERWISE)
+def test_a_model_that_packed_attention_would_change_keeps_its_own(name, more):
+    assert not gate.takes_packed_attention(causal_lm(name, **more))
 
 
 def test_packed_attention_makes_no_mask():
@@ -293,6 +304,41 @@ def test_what_is_offloaded_is_the_input_of_each_layer(name, monkeypatch):
     found = gradients(LanguageModel(model), inputs)
     assert [tensor.shape for tensor in waiting] == [(*inputs["input_ids"].shape, model.config.hidden_size)] * 2
     assert all(torch.equal(one, other) for one, other in zip(found[1], plain[1], strict=True))
+
+
+def graphs_of_recomputed_layers(which, shares):
+    """Of how many products the graphs are that layers are compiled to, where attention is of whole rows as on a GPU."""
+    found, compile_function = [], torch.compile
+
+    def counted(graph, inputs):
+        parts = [one for one in graph.modules() if isinstance(one, torch.fx.GraphModule)]  # of what is checkpointed, a part
+        found.append(sum("linear" in str(node.target) for one in parts for node in one.graph.nodes))
+        return graph.forward
+
+    def of_whole_rows(flat, ends, scaling, *_):
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in flat)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return out[0].transpose(0, 1)
+
+    torch.compile = lambda function, **how: compile_function(function, backend=counted, **how)
+    fast_paths._one_by_one = of_whole_rows
+    model = LanguageModel(causal_lm("llama", attn_implementation="packed").train())
+    layers.checkpoint_activations(model.causal_lm, which, compiles=True)
+    layers.compile_layers(model, which)
+    inputs = {"input_ids": torch.arange(32)[None], "position_ids": torch.arange(32)[None], "labels": torch.arange(32)[None]}
+    if shares:
+        model.context_group = torch.distributed.group.WORLD
+        inputs["labels"] = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)
+    model(**inputs).backward()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
+@pytest.mark.parametrize("shares", [False, True], ids=["alone", "context parallel"])
+@pytest.mark.parametrize("which", ["full", "offload"])
+def test_recomputed_layers_are_compiled_as_a_whole(which, shares):
+    [found] = run_ranks(1, graphs_of_recomputed_layers, which, shares)
+    assert found == [7], "both layers share one graph, of all products of a layer"
 
 
 class Products(TorchDispatchMode):
@@ -377,7 +423,7 @@ def break_packed_attention():
 def break_compiled_layers():
     """Layers are compiled to something else."""
 
-    def compile_layers(model):
+    def compile_layers(model, recomputed):
         for layer in layers.repeated_layers(model).values():
             layer.register_forward_hook(lambda module, inputs, output: output * (1 + 0.5 * torch.is_grad_enabled()))
 
@@ -563,6 +609,7 @@ def test_one_compilation_serves_all_layers(toys, tmp_path, packed_data):
 def train_and_count_graphs(argv):
     from torch._dynamo.utils import counters
 
+    counters.clear()  # of what was compiled before this process was forked
     code, said = train_with(nothing, argv)
     return code, said, counters["stats"]["unique_graphs"]
 

@@ -141,6 +141,10 @@ def test_a_command_has_each_flag_once_as_it_was_given_last():
         ("--device_memory 0", "--device_memory must be positive"),
         ("--global_batch_size 3 --devices 2", "--global_batch_size 3 doesn't divide by"),
         ("--activation_checkpointing most", "--activation_checkpointing takes none, full"),
+        ("--context_parallel 3 --devices 3", "--context_parallel 3: '"),
+        ("--context_parallel 2 --devices 2 --context_length 33", "--context_parallel 2: rows hold 33 tokens, which don't divide"),
+        ("--context_parallel 2 --devices 2 --attention sdpa", "--context_parallel 2 exchanges heads around packed attention"),
+        ("--rope foo", "--rope takes theta:THETA"),
     ],
 )
 def test_mistakes_are_told_in_one_sentence(toys, capsys, words, sentence):

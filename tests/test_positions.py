@@ -73,6 +73,19 @@ def test_what_a_family_cannot_do_is_refused(family, given, sentence):
         positions.scaled(toy_config(family), given, 100)
 
 
+def test_a_model_without_positions_has_none_to_scale():
+    config = toy_config("falcon")
+    config.alibi = True
+    with pytest.raises(ValueError, match="has no rotary positions that its configuration sets"):
+        positions.scaled(config, "theta:8e6", 100)
+
+
+@pytest.mark.parametrize("given", ["linear:4", "yarn:4", "llama3:4", "theta:1e6"])
+def test_the_length_that_it_was_made_for_is_the_one_that_is_saved(given):
+    config, _ = positions.scaled(toy_config("llama"), given, 100)
+    assert positions.length(config) == config.max_position_embeddings
+
+
 def test_what_is_scaled_already_is_not_scaled_again():
     config, _ = positions.scaled(toy_config("llama"), "llama3:8", 100)
     with pytest.raises(ValueError, match=r"are scaled already \(llama3\); take theta:THETA"):

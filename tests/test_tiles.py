@@ -11,19 +11,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fabric_llm.model import loading, tiles
 from fabric_llm.model.language_model import LanguageModel
+from fabric_llm.model.reference import load_reference
 from fabric_llm.plan.memory import UNMASKED, tiled_modules
 
 FAMILIES = ["llama", "qwen3", "gemma3_text", "mixtral", "phi", "olmo2", "gpt_neox"]
 
 
+def tiled(model):
+    return [name for name, is_tiled in tiles.found_in(model).items() if is_tiled]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_are_those_of_whole_rows(name):
     found = []
-    for tiled in (False, True):
+    for with_tiles in (False, True):
         model = causal_lm(name, **({"hidden_dropout": 0.0} if name == "gpt_neox" else {})).train()
-        names = tiles.found_in(model)
+        names = tiled(model)
         assert len({one.rpartition(".")[2] for one in names}) >= 2 and len(names) % 2 == 0, names
-        if tiled:
+        if with_tiles:
             tiles.tile(model, names)
         torch.manual_seed(0)
         found.append(gradients(LanguageModel(model), batch()))
@@ -33,11 +38,11 @@ def test_gradients_are_those_of_whole_rows(name):
 
 
 def test_modules_in_which_tokens_meet_or_dropout_draws_are_left_whole():
-    assert not any("mlp" in name for name in tiles.found_in(causal_lm("gpt2", resid_pdrop=0.1))), "its MLP has dropout"
-    assert any("mlp" in name for name in tiles.found_in(causal_lm("gpt2", resid_pdrop=0.0)))
-    found = tiles.found_in(causal_lm("llama"))
+    assert not any("mlp" in name for name in tiled(causal_lm("gpt2", resid_pdrop=0.1))), "its MLP has dropout"
+    assert any("mlp" in name for name in tiled(causal_lm("gpt2", resid_pdrop=0.0)))
+    found = tiled(causal_lm("llama"))
     assert {name.rpartition(".")[2] for name in found} == {"mlp", "input_layernorm", "post_attention_layernorm"}
-    found = {name: tiles.found_in(causal_lm(name)) for name in ("llama", "mixtral", "gemma3_text")}
+    found = {name: tiled(causal_lm(name)) for name in ("llama", "mixtral", "gemma3_text")}
     for name in found:
         model = causal_lm(name)
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -47,10 +52,18 @@ def test_modules_in_which_tokens_meet_or_dropout_draws_are_left_whole():
             )
 
 
+def test_modules_of_layers_whose_weights_are_there_one_after_the_other_are_found(tmp_path):
+    causal_lm("llama").save_pretrained(tmp_path)
+    config = loading.load_config(str(tmp_path))
+    source = loading.open_weights(str(tmp_path), config, torch.float32)
+    streamed = load_reference(loading.build_skeleton(config, torch.float32), source, limit_bytes=0)
+    assert tiled(streamed) == tiled(causal_lm("llama"))
+
+
 def test_nothing_is_as_large_as_an_mlp_of_the_whole_row():
     model = causal_lm("llama", intermediate_size=512).train()
     inputs = {name: torch.cat([tensor] * 40, dim=1) for name, tensor in batch(1).items()}
-    tiles.tile(model, tiles.found_in(model))
+    tiles.tile(model, tiled(model))
     with Largest() as largest:
         gradients(LanguageModel(model, chunked=True), inputs)
     assert largest.elements < inputs["input_ids"].numel() * 512

@@ -108,8 +108,13 @@ class Batches:
 def part_of(batch: MicroBatch, part: int, parts: int) -> MicroBatch:
     """The columns of one of the ranks that share the rows of a micro-batch, int64 [rows, context / parts].
 
-    Labels have one column more, so that the last token of a part has its target. document_ends are those of the whole rows.
+    Labels have one column more, so that the last token of a part has its target. document_ends are those of the whole rows. Rows
+    that don't divide, such as those of a probe, end with padding.
     """
+    if rest := -batch["input_ids"].shape[1] % parts:
+        pads = {name: IGNORED if name == "labels" else 0 for name, tensor in batch.items() if tensor.ndim == 2}
+        padded = {name: torch.nn.functional.pad(batch[name], (0, rest), value=value) for name, value in pads.items()}
+        batch = {**padded, **({"questions": batch["questions"]} if "questions" in batch else {})}
     rows, context = batch["input_ids"].shape
     whole = {"position_ids": torch.arange(context).expand(rows, context), **batch}
     ends = whole["document_ends"] if "document_ends" in whole else document_ends(whole["position_ids"])

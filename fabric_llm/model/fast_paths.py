@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
@@ -231,30 +232,14 @@ def share_rows(attention: Callable[..., Tensor], group: ProcessGroup, query: Ten
     return _positions_for_heads(attention(*whole), group)
 
 
-@torch.compiler.disable  # a process group isn't a part of a graph
 def _positions_for_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Or heads for positions. tensor: [rows, what is given away, what is joined, head size]."""
-    return _Exchange.apply(tensor, group, 1, 2)
+    """Or heads for positions. tensor: [rows, what is given away, what is joined, head size].
 
-
-class _Exchange(torch.autograd.Function):
-    """Each rank gives every other one its part of a dimension, and lays the parts that it is given one behind the other in another."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, given: int, joined: int) -> Tensor:
-        ctx.how = group, joined, given
-        return _exchange(tensor, group, given, joined)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
-        return _exchange(gradient, *ctx.how), None, None, None
-
-
-def _exchange(tensor: Tensor, group: ProcessGroup, given: int, joined: int) -> Tensor:
-    parts = torch.stack(tensor.chunk(group.size(), dim=given))
-    received = torch.empty_like(parts)
-    torch.distributed.all_to_all_single(received, parts, group=group)
-    return torch.cat(received.unbind(), dim=joined)
+    The functional collective, unlike others, can be a part of a compiled graph, which a checkpointed layer must be as a whole.
+    """
+    parts = torch.stack(tensor.chunk(group.size(), dim=1))
+    received = all_to_all_single_autograd(parts.flatten(0, 1), None, None, group)
+    return torch.cat(received.view(parts.shape).unbind(), dim=2)
 
 
 @torch.compiler.disable  # the number and lengths of documents differ from batch to batch

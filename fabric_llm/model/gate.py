@@ -14,16 +14,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Optional
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from fabric_llm.base import ranks
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.data.batches import part_of
 from fabric_llm.model import fast_paths
+from fabric_llm.model.flops import windows
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import takes_positions
 from fabric_llm.model.strategy import PREFIX, local_part, original_name, shard_ranks, shards
@@ -249,12 +251,24 @@ def takes_packed_attention(reference: PreTrainedModel) -> bool:
     """Whether the model's layers make the same of packed documents with packed attention as with SDPA's mask."""
     if not (fast_paths.takes_documents(type(reference)) and takes_positions(type(reference))):
         return False
+    seen = set()
+
+    def watched(*args: Any, sliding_window: Optional[int] = None, **more: Any) -> tuple[Tensor, None]:
+        seen.add(sliding_window or None)
+        return fast_paths.packed_attention(*args, sliding_window=sliding_window, **more)
 
     def packed(rows: Tensor, **positions: Tensor) -> Tensor:
-        with attention(reference, fast_paths.PACKED):
+        with (
+            attention(reference, fast_paths.PACKED),
+            patch.dict(AttentionInterface._global_mapping, {fast_paths.PACKED: watched}),
+        ):
             return LanguageModel(reference)(rows, **positions)
 
-    return _makes_the_same(reference, packed, position_ids=torch.arange(16).expand(2, -1) % 7)
+    is_same = _makes_the_same(reference, packed, position_ids=torch.arange(16).expand(2, -1) % 7)
+    # Some models have their windows in masks alone, which these few tokens don't show.
+    text_config = reference.config.get_text_config()
+    has_window = bool(getattr(text_config, "sliding_window", None))
+    return is_same and seen == set(windows(text_config)) and has_window <= any(seen)
 
 
 def _makes_the_same(reference: PreTrainedModel, fast: Callable[..., Tensor], **given: Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Optional
@@ -33,11 +35,11 @@ KEPT = (  # by selective checkpointing: what costs most to compute again
 )
 
 
-def checkpoint_activations(model: PreTrainedModel, which: str) -> None:
+def checkpoint_activations(model: PreTrainedModel, which: str, compiles: bool = False) -> None:
     """Recompute layers in the backward pass instead of keeping their activations. Names of parameters stay as they are.
 
     which: `full`, every layer; `every:N`, one of N; `selective`, every layer but for matrix products and attention; `offload`, every
-    layer, whose input waits in the host's memory; `none`.
+    layer, whose input waits in the host's memory; `none`. compiles: layers are compiled as well, see `compile_layers`.
     Raises ValueError where the model's layers can't do it.
     """
     if which == "none":
@@ -49,7 +51,8 @@ def checkpoint_activations(model: PreTrainedModel, which: str) -> None:
     enable(options)
     if which == "offload":
         there = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
-        call = offloading(there[0]._gradient_checkpointing_func)
+        with compiling():
+            call = offloading(there[0]._gradient_checkpointing_func, compiles)
         for module in there:
             module._gradient_checkpointing_func = call
     if which.startswith("every:"):
@@ -65,23 +68,31 @@ def _keep(context: Any, operation: Any, *args: Any, **more: Any) -> CheckpointPo
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compile_layers(model: nn.Module) -> None:
+def compile_layers(model: nn.Module, recomputed: str = "none") -> None:
     """Compile each layer in place, so that names stay as they are. Equal layers share one compilation.
+
+    recomputed: as `which` of `checkpoint_activations`, which has compiled what it offloads the inputs of, unseen by the compiler.
 
     Each shape is compiled by itself: what torch would make of several depends on which came first, and a resumed run, which
     doesn't begin with an evaluation, would train other kernels than the run that it goes on with.
     """
+    with compiling():
+        for layer in repeated_layers(model).values() if recomputed != "offload" else ():
+            layer.compile(dynamic=False)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Around each torch.compile."""
     torch._dynamo.config.recompile_limit = MOST_SHAPES
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the compiler imports parts of torch that go away
-        for layer in repeated_layers(model).values():
-            layer.compile(dynamic=False)
+        yield
 
 
 def compile_loss(model: LanguageModel) -> None:
     """Of a chunk: one pass over its logits and one over their gradients. Without it both are copied to float32."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with compiling():
         model.token_loss = torch.compile(model.token_loss, dynamic=False)
         model.cross_entropy = torch.compile(model.cross_entropy, dynamic=False)
 

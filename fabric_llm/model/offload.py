@@ -62,13 +62,21 @@ class Inputs:
         return kept.back
 
 
-def offloading(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that checkpoints a layer, as transformers calls it, whose input waits in the host's memory."""
+def offloading(checkpoint: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
+    """A function that checkpoints a layer, as transformers calls it, whose input waits in the host's memory.
+
+    compiles: the layer is compiled. The compiler doesn't follow hooks, and nothing that is called under them.
+    """
     inputs = Inputs()
+    run = torch.compile(_called, dynamic=False) if compiles else _called
 
     def call(layer: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
         # What the layer keeps goes to the hooks of `checkpoint`, which are inside of these.
         with saved_tensors_hooks(partial(inputs.put, hidden), inputs.get):
-            return checkpoint(layer, hidden, *others)
+            return checkpoint(partial(run, layer), hidden, *others)
 
     return call
+
+
+def _called(layer: Callable[..., Any], *args: Any) -> Any:
+    return layer(*args)

@@ -29,15 +29,26 @@ def parse(given: str) -> tuple[str, float]:
 
 def length(config: Any) -> Optional[int]:
     """Tokens that a transformers configuration with rotary positions was made for; None if it doesn't say."""
-    longest, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None)
-    if not isinstance(longest, int) or not isinstance(rope, dict):
+    longest, scalings = getattr(config, "max_position_embeddings", None), _scalings(config)
+    if not isinstance(longest, int) or not scalings:
         return None
-    for scaling in (rope, *rope.values()):  # of the model, or of each kind of layer
-        if isinstance(scaling, dict) and scaling.get("rope_type") in ("linear", "dynamic", "yarn", "longrope"):
+    for scaling in scalings:
+        if scaling.get("rope_type") in ("dynamic", "yarn", "longrope"):
             before, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
-            if isinstance(factor, (int, float)):
-                longest = max(longest, int((before or longest) * factor))
+            if before and isinstance(factor, (int, float)):
+                longest = max(longest, int(before * factor))
     return longest
+
+
+def kinds(config: Any) -> set[str]:
+    """The kinds of rotary positions of a transformers configuration, such as {"llama3"}."""
+    return {scaling["rope_type"] for scaling in _scalings(config) if "rope_type" in scaling}
+
+
+def _scalings(config: Any) -> list[dict[str, Any]]:
+    """The rotary positions of a model, or of each kind of layer; [] where the configuration has none."""
+    rope = getattr(config, "rope_parameters", None)
+    return [one for one in (rope, *rope.values()) if isinstance(one, dict)] if isinstance(rope, dict) else []
 
 
 def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
@@ -48,7 +59,7 @@ def scaled(config: Any, given: str, context_length: int) -> tuple[Any, str]:
     (kind, value), found = parse(given), deepcopy(config)
     text, name = found.get_text_config(), type(config).__name__
     rope, trained = getattr(text, "rope_parameters", None), getattr(text, "max_position_embeddings", None)
-    if not isinstance(rope, dict) or trained is None:
+    if not isinstance(rope, dict) or trained is None or getattr(text, "alibi", False):
         raise ValueError(f"--rope {given}: a model of {name} has no rotary positions that its configuration sets.")
     own = rope.get(WHOLE_ROWS, rope)
     before = _in_words(own)

@@ -20,13 +20,15 @@ LIMIT = 1e-3  # the most that two tiles may differ from one, as a part of the no
 
 
 @torch.no_grad()
-def found_in(model: PreTrainedModel, measures: bool = True) -> list[str]:
-    """The names of modules, directly inside of layers, that take each token by itself, and always alike: not attention, nor dropout.
+def found_in(model: PreTrainedModel, measures: bool = True) -> dict[str, bool]:
+    """{name of a module, directly inside of a layer: whether it takes each token by itself, and always alike: without dropout}.
+
+    Of modules that take and give one tensor of hidden states, which attention doesn't.
 
     model: its weights are on the CPU, and each is given the same tokens at once and in two tiles. measures: false where there are
     no weights but fake ones; then it counts what modules are called with, and give back.
     """
-    names, seen = {}, {}
+    names, found = {}, {}
     for of_layer, layer in repeated_layers(model).items():
         names |= {
             child: f"{of_layer}.{name}" for name, child in layer.named_children() if next(child.parameters(), None) is not None
@@ -34,22 +36,22 @@ def found_in(model: PreTrainedModel, measures: bool = True) -> list[str]:
 
     def see(module: nn.Module, inputs: tuple[Any, ...], more: dict[str, Any], output: Any) -> None:
         if len(inputs) == 1 and not more and isinstance(output, Tensor) and output.shape == inputs[0].shape:
-            seen[module] = inputs[0], output
+            found[names[module]] = not measures or _is_alike(module.forward, inputs[0], output)  # it has its weights now
 
     handles = [module.register_forward_hook(see, with_kwargs=True) for module in names]
     was_training, vocabulary = model.training, model.config.get_text_config().vocab_size
     model.train()
     try:
         model(input_ids=torch.arange(PROBE_TOKENS, device=model.device)[None] % vocabulary)
+        return found
+    finally:
         for handle in handles:
             handle.remove()
-        return [names[module] for module, probe in seen.items() if not measures or _is_alike(module, *probe)]
-    finally:
         model.train(was_training)
 
 
-def _is_alike(module: nn.Module, inputs: Tensor, output: Tensor) -> bool:
-    tiles = torch.cat([module(part) for part in inputs.split(PROBE_TOKENS // 2, dim=1)], dim=1)
+def _is_alike(forward: Callable[[Tensor], Tensor], inputs: Tensor, output: Tensor) -> bool:
+    tiles = torch.cat([forward(part) for part in inputs.split(PROBE_TOKENS // 2, dim=1)], dim=1)
     return bool((tiles - output).float().norm() <= LIMIT * output.float().norm())
 
 

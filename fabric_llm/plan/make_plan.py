@@ -23,7 +23,7 @@ from fabric_llm.data.mixture import Mixture, mixture_of
 from fabric_llm.data.mixture_text import DataMix
 from fabric_llm.data.sources import COPY, PROBES, open_source, parse_eval_data, parse_probes
 from fabric_llm.data.tasks import TASKS, open_tasks
-from fabric_llm.model import freezing, language_model, layers, loading, positions
+from fabric_llm.model import fast_paths, freezing, language_model, layers, loading, positions
 from fabric_llm.model import strategy as strategies
 from fabric_llm.plan import checks, same_run
 from fabric_llm.plan.mixture import Here, last_step, lay_out
@@ -177,19 +177,31 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
 
 def _require_rows_to_share(plan: Plan, attention: str) -> None:
     """Raises ValueError if --context_parallel ranks can't have equal parts of each row, or of the heads."""
-    if (sharing := plan.placement.context_parallel) == 1:
+    sharing = plan.placement.context_parallel
+    for dataset in [*(plan.data.sources or {"": plan.data.dataset}).values(), *plan.data.eval_data.values()]:
+        folder = repr(str(dataset.folder))
+        require_shares(sharing, plan.model, attention, f"rows of {folder}", dataset.context_length)
+        if sharing > 1 and "attention_mask" in dataset.train[0]:
+            said = f"{folder} has an attention_mask, which packed attention doesn't read."
+            raise ValueError(f"--context_parallel {sharing}: {said}")
+
+
+def require_shares(sharing: int, model: ModelPlan, attention: str, rows: str, context_length: int) -> None:
+    """Raises ValueError if a model can't share `rows`, in words, of so many tokens among `sharing` ranks."""
+    if sharing == 1:
         return
-    flag, text_config = f"--context_parallel {sharing}", plan.model.config.get_text_config()
+    flag, text_config, name = f"--context_parallel {sharing}", model.config.get_text_config(), repr(model.name)
     if attention not in ("auto", "packed"):
         raise ValueError(f"{flag} exchanges heads around packed attention: take --attention auto, not {attention}.")
+    model_class = loading.causal_lm_class(model.config)
+    if not fast_paths.takes_documents(model_class):
+        raise ValueError(f"{flag}: {model_class.__name__} can't, since it doesn't take packed attention.")
     if (heads := getattr(text_config, "num_attention_heads", sharing)) % sharing:
-        raise ValueError(f"{flag}: {plan.model.name!r} has {heads} attention heads, which don't divide by it.")
-    for dataset in [*(plan.data.sources or {"": plan.data.dataset}).values(), *plan.data.eval_data.values()]:
-        if dataset.context_length % sharing:
-            rows = f"rows of {str(dataset.folder)!r} hold {dataset.context_length} tokens"
-            raise ValueError(f"{flag}: {rows}, which don't divide by it.")
-        if "attention_mask" in dataset.train[0]:
-            raise ValueError(f"{flag}: {str(dataset.folder)!r} has an attention_mask, which packed attention doesn't read.")
+        raise ValueError(f"{flag}: {name} has {heads} attention heads, which don't divide by it.")
+    if depending := positions.kinds(text_config) & {"dynamic", "longrope"}:
+        raise ValueError(f"{flag}: the positions of {name} ({min(depending)}) depend on the longest that a rank sees.")
+    if context_length % sharing:
+        raise ValueError(f"{flag}: {rows} hold {context_length} tokens, which don't divide by it.")
 
 
 def _plan_data(

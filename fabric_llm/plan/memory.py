@@ -150,7 +150,7 @@ def tiled_modules(skeleton: Any) -> list[str]:
     for module in probe.modules():
         strategy.replacing(lambda meta: torch.empty_like(meta, device="cpu"))(module)
     _fill_buffers(probe)
-    return tiles.found_in(probe, measures=False)
+    return list(tiles.found_in(probe, measures=False))
 
 
 def _fill_buffers(model: nn.Module) -> None:

@@ -13,10 +13,10 @@ from fabric_llm.base.command_line import Flags, read_yaml
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import json_lines
 from fabric_llm.data.sources import said_of_rows
-from fabric_llm.model import fast_paths, flops, freezing, language_model, loading, strategy_rules, weights
+from fabric_llm.model import fast_paths, flops, freezing, language_model, loading, positions, strategy_rules, weights
 from fabric_llm.model import strategy as strategies
 from fabric_llm.plan import accelerators, checks, trace
-from fabric_llm.plan.make_plan import model_plan
+from fabric_llm.plan.make_plan import model_plan, require_shares
 from fabric_llm.plan.memory import Memory, Work, predict
 from fabric_llm.plan.plan import ModelPlan
 from fabric_llm.plan.start import GIB_OF_A_RANK, Placement, batch_sizes
@@ -83,6 +83,7 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
     context, rows = _rows(flags)
     tokens, steps = batch * context, _steps(own, flags, batch * context, rows and rows // batch)
     model, skeleton = _model(flags, placement.kind)
+    require_shares(placement.context_parallel, model, flags.model.attention, "rows", context)
     average = flags.training.ema_device if flags.training.ema_decay is not None else None
     memory = memory_of(Work(placement, model, micro_batch_size, micro_batches, context, average))
     parameters = list(skeleton.parameters())
@@ -208,6 +209,8 @@ def _steps(own: Flags, flags: Flags, tokens_a_step: int, an_epoch: Optional[int]
 def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
     """(how the model trains, the model without memory), as make_plan.py has it where all that can be measured is well."""
     asked = flags.model
+    if asked.rope is not None:
+        positions.parse(asked.rope)
     if asked.model_name is None:
         raise Fault("--model_name is missing: a plan needs the folder of a config.json, or a name on the hub.")
     config = loading.load_config(asked.model_name)

@@ -142,8 +142,13 @@ class Plan:
     def probes(self, left_out: Iterable[Optional[int]], seed: int) -> dict[str, Any]:
         """{probe: its rows} of those that are evaluated. left_out: ids of special tokens, which aren't drawn."""
         split, ids = self.validation_splits()[self._copied()], [number for number in left_out if number is not None]
-        made, context = {COPY: copy_probe, RETRIEVAL: Questions}, len(split[0]["input_ids"])
-        return {name: made[name](split, context, ids, seed) for name in self.data.probes}
+        made = {COPY: copy_probe, RETRIEVAL: Questions}
+        return {name: made[name](split, self._longest(), ids, seed) for name in self.data.probes}
+
+    def _longest(self) -> int:
+        """Tokens of the longest row of text that is evaluated."""
+        splits = self.validation_splits().values()
+        return max(len(split[0]["input_ids"]) for split in splits if not hasattr(split, "answered"))
 
     def _copied(self) -> str:
         """The set from which probes take their tokens: the first that has a budget."""
@@ -154,7 +159,8 @@ class Plan:
         """{set: its fingerprint and evaluated rows}. Losses before and after a resume can be compared only if it is the same."""
         splits = self.validation_splits().items()
         found = {name: [fingerprint(split), min(self.data.evaluated_rows, len(split))] for name, split in splits}
-        return {**found, **{name: found[self._copied()] for name in (COPY, *self.data.probes)}}
+        copied = found[self._copied()]
+        return {**found, COPY: copied, **({RETRIEVAL: [*copied, self._longest()]} if RETRIEVAL in self.data.probes else {})}
 
     def shares_at(self, position: int) -> dict[str, float]:
         """{validation set: its weight in the common loss} after the step that leads to `position`."""

@@ -132,9 +132,9 @@ def build_model(run: Run, source: str, planner: Optional[Planner] = None) -> Non
     if plan.model.float8 != "none":
         layers.float8_products(model.causal_lm, plan.model.float8, is_emulated=plan.placement.kind == "cpu")
     tiles.tile(model.causal_lm, tiled)
-    layers.checkpoint_activations(model.causal_lm, plan.model.activation_checkpointing)
+    layers.checkpoint_activations(model.causal_lm, recomputed, plan.model.compiles)
     if plan.model.compiles:
-        layers.compile_layers(model)
+        layers.compile_layers(model, recomputed)
         if plan.placement.kind == "cuda" and chunked:  # a CPU gains from it only at large vocabularies
             layers.compile_loss(model)
 

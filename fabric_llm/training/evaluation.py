@@ -88,8 +88,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Loss (mean over the targets of all ranks' batches, nats), perplexity and, with `token_bytes`, bits_per_byte of text.
 
-    Of documents longer than FIRST_PLACE also `loss_from_N`, the mean over targets with N and more tokens before them in their
-    document, and fewer than 2 N: it falls where a model uses what it sees. All ranks have the same number of batches. questions: see
+    Of documents longer than FIRST_PLACE also `loss_from_N`, the mean over what is predicted from positions of a document from N on,
+    and below 2 N: it falls where a model uses what it sees. All ranks have the same number of batches. questions: see
     `Batches`; what their `answered` says, which may be another loss, is added.
     """
     model.eval()
