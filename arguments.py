@@ -418,8 +418,6 @@ class PrepareArguments:
     """of the split"""
     num_workers: Optional[int] = flag(None, above=0)
     """processes that tokenize (default: one a core)"""
-    engine: Literal["local", "ray"] = flag("local")
-    """ray: tokenize on the machines of a Ray cluster, which share the disk"""
     overwrite: bool = flag(False)
     """replace an existing output folder"""
 

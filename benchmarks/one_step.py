@@ -35,13 +35,7 @@ def set_up(argv: list[Any], drawn_on_device: bool = False) -> Run:
     arguments = parse_train([str(word) for word in argv])
     directory = run_directory.directory(arguments)
     plan = make_plan(arguments, place(arguments), directory, run_directory.choose(arguments, directory))
-    fabric = make_fabric(
-        plan.placement.strategy,
-        devices=plan.placement.devices,
-        num_nodes=plan.placement.num_nodes,
-        kind=plan.placement.kind,
-        precision=plan.model.precision,
-    )
+    fabric = make_fabric(plan.placement, plan.model.precision)
     fabric.launch()
     with _drawn_on(fabric.device) if drawn_on_device else nullcontext():
         run = Run(fabric, arguments, plan, None, plan.start)

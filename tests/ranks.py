@@ -223,13 +223,7 @@ def built(argv: Any) -> tuple[Any, Any, Any, Any]:
     from fabric_llm.run.run import Run
 
     arguments, plan = planned(argv)
-    fabric = make_fabric(
-        plan.placement.strategy,
-        devices=plan.placement.devices,
-        num_nodes=plan.placement.num_nodes,
-        kind=plan.placement.kind,
-        precision=plan.model.precision,
-    )
+    fabric = make_fabric(plan.placement, plan.model.precision)
     fabric.launch()
     run = Run(fabric, arguments, plan, None, plan.start)
     build_model(run, plan.model.source)

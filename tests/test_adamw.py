@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from fabric_llm.checkpoint import reading, writing
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.model import language_model, loading, strategy, strategy_rules, weights
+from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.training import adamw, adamw_rounded
 from fabric_llm.training.adamw import UPDATES, AdamW
 from fabric_llm.training.adamw_rounded import bfloat16_bits
@@ -349,7 +350,7 @@ def build(name, updates, source, lr=1e-3):
     """(fabric, wrapped model, optimizer) on this rank, as train.py makes them, in bf16-true."""
     config, dtype = TOY_CONFIGS["llama"], torch.bfloat16
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    fabric = strategy.make_fabric(name, devices=world_size, num_nodes=1, kind="cpu", precision="bf16-true")
+    fabric = strategy.make_fabric(Placement(name, Sharding(), world_size, 1, "cpu"), "bf16-true")
     fabric.launch()
     stored = loading.open_weights(str(source), config, dtype, 0) if fabric.global_rank == 0 else None
     skeleton, model = (loading.build_skeleton(config, dtype) for _ in range(2))

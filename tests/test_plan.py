@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 
 import plan
 from benchmarks import plan as published
+from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan.accelerators import KNOWN, accelerator, message_bytes, of_device
-from fabric_llm.plan.start import Placement
 from fabric_llm.run.forecast import Forecast, Planner
 
 ROOT = Path(__file__).parent.parent
@@ -142,7 +142,10 @@ def test_a_command_has_each_flag_once_as_it_was_given_last():
         ("--global_batch_size 3 --devices 2", "--global_batch_size 3 doesn't divide by"),
         ("--activation_checkpointing most", "--activation_checkpointing takes none, full"),
         ("--context_parallel 3 --devices 3", "--context_parallel 3: '"),
-        ("--context_parallel 2 --devices 2 --context_length 33", "--context_parallel 2: rows hold 33 tokens, which don't divide"),
+        (
+            "--context_parallel 2 --devices 2 --context_length 33",
+            "--context_parallel 2: rows hold 33 tokens, which don't divide",
+        ),
         ("--context_parallel 2 --devices 2 --attention sdpa", "--context_parallel 2 exchanges heads around packed attention"),
         ("--rope foo", "--rope takes theta:THETA"),
     ],

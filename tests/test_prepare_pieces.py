@@ -237,11 +237,3 @@ def test_a_hundred_kills_at_random_times_change_nothing(start, undisturbed, tmp_
         longest = longest or time.monotonic() - began
         assert_same(tmp_path / "out", undisturbed)
     assert os.listdir(tmp_path) == ["out"]
-
-
-@pytest.mark.slow
-def test_a_ray_cluster_makes_what_one_machine_makes(call, undisturbed, tmp_path):
-    pytest.importorskip("ray")
-    done = call(tmp_path / "out", engine="ray")
-    assert done.returncode == 0, done.stderr
-    assert_same(tmp_path / "out", undisturbed)

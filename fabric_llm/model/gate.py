@@ -253,9 +253,9 @@ def takes_packed_attention(reference: PreTrainedModel) -> bool:
         return False
     seen = set()
 
-    def watched(*args: Any, sliding_window: Optional[int] = None, **more: Any) -> tuple[Tensor, None]:
-        seen.add(sliding_window or None)
-        return fast_paths.packed_attention(*args, sliding_window=sliding_window, **more)
+    def watched(*args: Any, **more: Any) -> tuple[Tensor, None]:
+        seen.add(more.get("sliding_window") or None)
+        return fast_paths.packed_attention(*args, **more)
 
     def packed(rows: Tensor, **positions: Tensor) -> Tensor:
         with (

@@ -31,31 +31,31 @@ from torch.distributed.tensor import DTensor
 from fabric_llm.base import fabric as lightning
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.ranks import alone, waits_for_others
-from fabric_llm.model.strategy_rules import Sharding, wrap_size
+from fabric_llm.model.strategy_rules import Placement, Sharding, wrap_size
 
 PREFIX = "causal_lm."  # of names in a LanguageModel, before those that transformers knows
 Units = dict[nn.Module, torch.dtype]  # what is gathered as one, children before parents
 Fill = Callable[[nn.Module], None]
 
 
-def make_fabric(
-    name: str, *, devices: int, num_nodes: int, kind: str, precision: str, timeout_seconds: float = 1800.0
-) -> Fabric:
-    """Fabric for a strategy name of this module's table. Starts nothing: that is `fabric.launch()`.
+def make_fabric(placement: Placement, precision: str, timeout_seconds: float = 1800.0) -> Fabric:
+    """Fabric for the strategy and devices of a run. Starts nothing: that is `fabric.launch()`.
 
     timeout_seconds: of the process group's own patience; a little more than that of watch.py, which can say more.
     """
+    name, kind = placement.strategy, placement.kind
+    sizes = {"devices": placement.devices, "num_nodes": placement.num_nodes}
     if name == "xla":
-        return Fabric(accelerator="tpu", devices=devices, num_nodes=num_nodes, strategy=lightning.XLAFSDPStrategy())
+        return Fabric(accelerator="tpu", **sizes, strategy=lightning.XLAFSDPStrategy())
     timeout = timedelta(seconds=2 * timeout_seconds + 60)
     strategy: Any = "auto"
     plugin = lightning.MixedPrecision(precision, device=kind) if precision.endswith("-mixed") else lightning.Precision()
     if name == "fsdp":
         strategy, plugin = AnyDeviceFSDPStrategy(timeout=timeout), AnyDeviceFSDPPrecision(precision, kind)
     elif name == "fsdp2":
-        sizes = {"data_parallel_size": devices * num_nodes, "tensor_parallel_size": 1}
+        how = {"data_parallel_size": placement.world_size, "tensor_parallel_size": 1}
         # `wrap` shards the model.
-        strategy = lightning.ModelParallelStrategy(lambda model, mesh: model, **sizes, timeout=timeout)
+        strategy = lightning.ModelParallelStrategy(lambda model, mesh: model, **how, timeout=timeout)
     elif name == "ddp":
         # Buffers are constants here; DDP would send them in each forward. torch 2.13 renamed the option.
         known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
@@ -64,7 +64,7 @@ def make_fabric(
     # Where ranks come from: torchrun, or launch.py, which knows srun. Fabric would take any SLURM job for srun's.
     elastic = lightning.TorchElasticEnvironment.detect()
     plugins = [plugin, lightning.TorchElasticEnvironment() if elastic else lightning.LightningEnvironment()]
-    return Fabric(accelerator=kind, devices=devices, num_nodes=num_nodes, strategy=strategy, plugins=plugins)
+    return Fabric(accelerator=kind, **sizes, strategy=strategy, plugins=plugins)
 
 
 class AnyDeviceFSDPStrategy(lightning.FSDPStrategy):

@@ -1,9 +1,9 @@
-"""Which strategies, precisions and flags of sharding go together. Nothing here imports torch."""
+"""The devices of a run, and which strategies, precisions and flags of sharding go together. Nothing here imports torch."""
 
 import importlib.util
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,28 @@ class Sharding:
     cpu_offload: bool = False
     backward_prefetch: str = "BACKWARD_PRE"
     reduce_dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which devices a run uses, and how the model is spread over them."""
+
+    strategy: str  # a name of the table in model/strategy.py
+    sharding: Sharding
+    devices: int  # per node
+    num_nodes: int
+    kind: str  # "cpu" or "cuda"
+    context_parallel: int = 1  # ranks side by side that share each row
+
+    @property
+    def world_size(self) -> int:
+        return self.devices * self.num_nodes
+
+    def rows_of(self, rank: int) -> dict[str, Any]:
+        """Which rows a rank reads, and which part of each: fields of data/batches.Batches."""
+        reader, part = divmod(rank, self.context_parallel)
+        readers = self.world_size // self.context_parallel
+        return {"rank": reader, "world_size": readers, "part": part, "parts": self.context_parallel}
 
 
 def strategy(name: str, world_size: Optional[int], tpu: bool, precision: str, kind: Optional[str], sharding: Sharding) -> str:

@@ -25,11 +25,12 @@ from fabric_llm.data.sources import COPY, PROBES, open_source, parse_eval_data, 
 from fabric_llm.data.tasks import TASKS, open_tasks
 from fabric_llm.model import fast_paths, freezing, language_model, layers, loading, positions
 from fabric_llm.model import strategy as strategies
+from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan import checks, same_run
 from fabric_llm.plan.mixture import Here, last_step, lay_out
 from fabric_llm.plan.plan import DataPlan, ModelPlan, Plan, Schedule
 from fabric_llm.plan.run_directory import MOST_DIFFERENCES
-from fabric_llm.plan.start import Placement, batch_sizes
+from fabric_llm.plan.start import batch_sizes
 from fabric_llm.training.guard import parse_budgets
 
 
@@ -106,7 +107,7 @@ def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan
         bf16_updates=asked.bf16_updates,
         float8=asked.float8,
         rope="",
-        sums_in_float32=training.accumulation_dtype == "float32",
+        sums_in_float32=training.accumulation_dtype == "float32" and asked.precision == "bf16-true",
         router_aux_loss_coef=0.0,
         loss=asked.loss,
         activation_checkpointing=recomputed,

@@ -24,9 +24,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from fabric_llm.model import fast_paths, freezing, gate, language_model, layers, loading, offload, strategy, tiles
 from fabric_llm.model.flops import windows
+from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan import trace
 from fabric_llm.plan.plan import ModelPlan
-from fabric_llm.plan.start import Placement
 from fabric_llm.training import adamw, ema, step
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -117,7 +117,7 @@ def _step(work: Work, fabric: Any, ledger: trace.Ledger) -> None:
     batch = {key: torch.zeros(shape, dtype=torch.long) for key in ("input_ids", "labels")}
     precision, count = model_plan.precision, min(work.micro_batches, 2)  # from the second on all are alike
     sums = None
-    if model_plan.sums_in_float32 and precision == "bf16-true" and count == 2:
+    if model_plan.sums_in_float32 and count == 2:
         ledger.label, count = trace.SUMS, 1  # the first leaves nothing but these
         sums = step.GradientSums(wrapped.parameters())
         local = [strategy.local_part(parameter) if parameter.requires_grad else None for parameter in sums.parameters]

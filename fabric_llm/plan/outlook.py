@@ -15,11 +15,12 @@ from fabric_llm.base.files import json_lines
 from fabric_llm.data.sources import said_of_rows
 from fabric_llm.model import fast_paths, flops, freezing, language_model, loading, positions, strategy_rules, weights
 from fabric_llm.model import strategy as strategies
+from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.plan import accelerators, checks, trace
 from fabric_llm.plan.make_plan import model_plan, require_shares
 from fabric_llm.plan.memory import Memory, Work, predict
 from fabric_llm.plan.plan import ModelPlan
-from fabric_llm.plan.start import GIB_OF_A_RANK, Placement, batch_sizes
+from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes
 from fabric_llm.training import adamw
 
 GIB = 2**30
@@ -100,7 +101,7 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
     is_sharded, wide = placement.strategy in ("fsdp", "fsdp2"), model.precision == "32-true"
     count = sum(parameter.numel() for parameter in parameters)
     reduced = count * (4 if wide or is_sharded and flags.fsdp.reduce_dtype == "float32" else parameters[0].element_size())
-    syncs_all = strategies.syncs_every_micro_batch(placement.strategy, model.sums_in_float32 and model.precision == "bf16-true")
+    syncs_all = strategies.syncs_every_micro_batch(placement.strategy, model.sums_in_float32)
     syncs, units = micro_batches if syncs_all else 1, len(strategies.repeated_layers(skeleton)) + 1
     sent = accelerators.message_bytes(placement, count * (4 if wide else 2), reduced, syncs, micro_batches)
     passed_on = accelerators.latency(placement, units, syncs, micro_batches)
@@ -147,7 +148,7 @@ def _place(flags: Flags, kind: str) -> Placement:
     fsdp, devices = flags.fsdp, flags.devices.devices
     if devices == "auto":
         devices = 1
-    sharding = strategy_rules.Sharding(**{f.name: getattr(fsdp, f.name) for f in fields(strategy_rules.Sharding)})
+    sharding = Sharding(**{f.name: getattr(fsdp, f.name) for f in fields(Sharding)})
     world = devices * flags.devices.num_nodes
     if flags.devices.tpu:
         raise Fault("--tpu true can't be planned: what XLA keeps isn't known.")

@@ -19,8 +19,8 @@ from fabric_llm.data.mixture_text import MOST_SLOTS, DataMix, at_least
 from fabric_llm.data.probes import Questions, copy_probe
 from fabric_llm.data.sources import COPY, ONE_SET, RETRIEVAL
 from fabric_llm.model import strategy as strategies
+from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan.mixture import Here, last_step, lay_out
-from fabric_llm.plan.start import Placement
 
 MOST_REPLAY = Fraction(1, 2)  # largest share after a rewind: for strong shifts, up to a half is advised
 PROBE_TOKENS = 128  # of the validation split, at most
@@ -38,7 +38,7 @@ class ModelPlan:
     bf16_updates: str
     float8: str  # none, tensorwise or rowwise
     rope: str  # what --rope has changed in the configuration, in a sentence, or ""
-    sums_in_float32: bool  # gradients of low-precision weights, over micro-batches
+    sums_in_float32: bool  # gradients of bfloat16 weights, over micro-batches
     router_aux_loss_coef: float  # 0 where no auxiliary loss of a mixture of experts is trained
     loss: str  # full or chunked; "auto" until the reference is loaded
     activation_checkpointing: str  # none, full, every:N, selective or offload; "auto" until plan.py has said what fits
@@ -105,9 +105,7 @@ class Plan:
     @property
     def syncs_every_micro_batch(self) -> bool:
         """False if the gradients of a step are reduced over ranks only after its last micro-batch."""
-        return strategies.syncs_every_micro_batch(
-            self.placement.strategy, self.model.sums_in_float32 and self.model.precision == "bf16-true"
-        )
+        return strategies.syncs_every_micro_batch(self.placement.strategy, self.model.sums_in_float32)
 
     def is_over(self, progress: Progress) -> bool:
         """True once the last step is done."""

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Optional
 from fabric_llm.base.command_line import Flags, fail, is_rank_zero
 from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_mistake
 from fabric_llm.model import strategy_rules
-from fabric_llm.model.strategy_rules import Sharding
+from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.plan import run_directory
 from fabric_llm.prepare.demo import prepare_demo
 from fabric_llm.processes import launch
@@ -24,28 +24,6 @@ from fabric_llm.processes import launch
 GIB_OF_A_RANK = 0.4  # host memory of a rank's imports, before it holds anything of the model
 # In /dev, of NVIDIA, Jetson, AMD, and Windows under WSL.
 GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Which devices a run uses, and how the model is spread over them."""
-
-    strategy: str  # a name of the table in model/strategy.py
-    sharding: Sharding
-    devices: int  # per node
-    num_nodes: int
-    kind: str  # "cpu" or "cuda"
-    context_parallel: int = 1  # ranks side by side that share each row
-
-    @property
-    def world_size(self) -> int:
-        return self.devices * self.num_nodes
-
-    def rows_of(self, rank: int) -> dict[str, Any]:
-        """Which rows a rank reads, and which part of each: fields of data/batches.Batches."""
-        reader, part = divmod(rank, self.context_parallel)
-        readers = self.world_size // self.context_parallel
-        return {"rank": reader, "world_size": readers, "part": part, "parts": self.context_parallel}
 
 
 @dataclass

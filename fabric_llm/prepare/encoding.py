@@ -1,4 +1,4 @@
-"""Encode pieces: their documents become tokens in files, in this process, by one for each core, or by a Ray cluster.
+"""Encode pieces: their documents become tokens in files, in this process, or by one for each core.
 
 In the work folder a piece with number 7 is:
 
@@ -48,7 +48,6 @@ MAX_MESSAGE = 2000  # characters
 MANY_RECORDS = 100  # in a range of a large file, which end the preparation if all of them are bad
 # Its tokens, where it goes (documents.DRAWN ...), and the hash of its text.
 DOCUMENT = np.dtype([("tokens", "<i8"), ("goes", "u1"), ("hash", "<u8", 2)])
-PACKAGE = Path(__file__).parents[2]  # what PYTHONPATH needs
 Report = Callable[[int], Any]
 
 
@@ -266,28 +265,3 @@ def _error_of(piece: Piece, job: Job) -> Optional[Exception]:
         traceback.print_exception(error)
         return RuntimeError(f"{type(error).__name__}: {error}")
     return None
-
-
-def encode_on_ray(pieces: Sequence[Piece], job: Job, report: Report) -> None:
-    """Encode each piece as a task of a Ray cluster whose machines share the inputs and the output with this one.
-
-    It is the cluster of the environment (`RAY_ADDRESS`, `ray start`), or else a new one on this machine alone.
-    """
-    try:
-        import ray
-    except ImportError:
-        raise ValueError("--engine ray needs the package ray: pip install 'fabric_llm[ray]'") from None
-    if starts := not ray.is_initialized():
-        environment = {"PYTHONPATH": str(PACKAGE), "TOKENIZERS_PARALLELISM": "false"}
-        ray.init(log_to_driver=False, runtime_env={"env_vars": environment})
-    try:
-        task = ray.remote(num_cpus=1, max_retries=3)(_error_of)
-        running = {task.remote(piece, job): piece for piece in pieces}
-        while running:
-            [ready], _ = ray.wait(list(running), num_returns=1)
-            if (error := ray.get(ready)) is not None:  # raised there, Ray would wrap it into one of its own
-                raise error
-            report(running.pop(ready).bytes)
-    finally:
-        if starts:
-            ray.shutdown()

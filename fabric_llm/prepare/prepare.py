@@ -83,7 +83,6 @@ class Options:
     min_document_tokens: int = 0
     seed: int = 1234
     num_workers: int | None = None
-    engine: str = "local"
     overwrite: bool = False
 
     @property
@@ -94,7 +93,7 @@ class Options:
         """The command that makes the same dataset."""
         words = ["python", "prepare_data.py", "--input", *self.inputs]
         for name, value in vars(self).items():
-            if value != getattr(Options, name, None) and name not in ("inputs", "num_workers", "engine", "overwrite"):
+            if value != getattr(Options, name, None) and name not in ("inputs", "num_workers", "overwrite"):
                 words += [f"--{name}", *(value if isinstance(value, (list, tuple)) else [value])]
         return shlex.join(map(str, words))
 
@@ -224,9 +223,7 @@ def _encode(pieces: list[Piece], job: Job, options: Options) -> list[Optional[Ma
     total, left_bytes = (sum(piece.bytes for piece in some) for some in (pieces, left))
     done = total - left_bytes
     with tqdm(desc="tokenizing", total=total, initial=done, unit="B", unit_scale=True, disable=None) as bar:
-        if options.engine == "ray":
-            encoding.encode_on_ray(left, job, bar.update)
-        elif left_bytes <= LITTLE_BYTES and options.num_workers is None:
+        if left_bytes <= LITTLE_BYTES and options.num_workers is None:
             for piece in left:
                 encoding.encode_piece(piece, job)
                 bar.update(piece.bytes)

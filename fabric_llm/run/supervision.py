@@ -50,14 +50,7 @@ def supervise(this: ThisRank, flags: Flags, signals: StopSignal, body: Callable[
     placement = this.placement
     if place(flags) != placement:  # torch is imported now
         raise Fault("PyTorch sees GPUs that /dev doesn't show: say --accelerator cuda to use them, or cpu.")
-    this.fabric = make_fabric(
-        placement.strategy,
-        devices=placement.devices,
-        num_nodes=placement.num_nodes,
-        kind=placement.kind,
-        precision=flags.model.precision,
-        timeout_seconds=flags.devices.hang_timeout,
-    )
+    this.fabric = make_fabric(placement, flags.model.precision, flags.devices.hang_timeout)
     watched = 1 if flags.devices.tpu else placement.world_size  # on TPUs there is no store
     this.rank = int(os.environ["RANK"]) if watched > 1 else 0
     this.watch = Watch(this.rank, watched, stuck, this.children, signals.is_asked)

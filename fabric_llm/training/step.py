@@ -121,11 +121,10 @@ def share(fabric: Fabric, total: Tensor, asked: Sequence[int]) -> tuple[list[flo
     return summed[: total.numel()], [int(number) for number in summed[total.numel() :]]
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> float:
-    """Make `lr` the learning rate of the next step, for all parameters. Returns it."""
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Make `lr` the learning rate of the next step, for all parameters."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-    return lr
 
 
 def leave_out(fabric: Fabric) -> None:

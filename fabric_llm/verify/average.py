@@ -28,6 +28,7 @@ from fabric_llm.model import fast_paths, gate, loading
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import make_fabric
+from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.model.weights import Source
 from fabric_llm.plan.make_plan import evaluated_probes, find_document_end, open_eval_data, open_here, open_sources
 from fabric_llm.plan.plan import DataPlan, Plan
@@ -225,7 +226,7 @@ def computing_as(precision: str) -> tuple[Fabric, str]:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if precision == "16-mixed" and kind == "cpu":
         precision = "32-true"  # float16 is for GPUs
-    return make_fabric("single", devices=1, num_nodes=1, kind=kind, precision=precision), precision
+    return make_fabric(Placement("single", Sharding(), 1, 1, kind), precision), precision
 
 
 def losses_of(

@@ -123,10 +123,8 @@ def compare(first: Path, second: Path) -> tuple[dict[str, int], list[str]]:
     for name in sorted(written.keys() | others.keys()):
         if written.get(name) != others.get(name):
             differences.append(f"{name} of {ours.name} isn't the same in both.")
-    lines, more = (
-        [{key: record[key] for key in COMPARED if key in record} for _, record in files.json_lines(run / "metrics.jsonl")]
-        for run in (first, second)
-    )
+    logs = (files.json_lines(run / "metrics.jsonl") for run in (first, second))
+    lines, more = ([{key: one[key] for key in COMPARED if key in one} for _, one in log] for log in logs)
     for one, other in zip(lines, more):
         if one != other:
             differences.append(f"metrics.jsonl differs: {json.dumps(one)} and {json.dumps(other)}.")
