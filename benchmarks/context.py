@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """The memory of a step against the tokens of a row, measured and by plan.py, for ranks that share rows and what saves memory.
 
 A real step on real ranks: on a GPU what its allocator counts, on a CPU the storages of all tensors. The slope is that between
@@ -7,15 +6,12 @@ the first and the last length. On a CPU the host is the device: `offload` is for
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import inputs, memory, page, turns
 
@@ -28,10 +24,9 @@ CONTEXTS = {"cpu": (4096, 8192, 16384), "cuda": (16384, 32768, 65536)}
 FULL = "--activation_checkpointing full"
 WAYS = ["", FULL, f"{FULL} --tiled_mlp true", "--activation_checkpointing offload --tiled_mlp true"]
 DOCUMENT_TOKENS = 512  # so that attention takes no time
-Found = tuple[int, Any]  # bytes, what plan.memory.predict takes
 
 
-def main(argv: Optional[list[str]] = None) -> int:
+def main(argv: Optional[list[str]] = None) -> None:
     parser = turns.parser(__doc__, rounds=1)
     parser.add_argument("--sharing", nargs="*", type=int, default=[1, 2, 4], help="ranks that share rows")
     parser.set_defaults(threads=1, dtypes=["bfloat16"])
@@ -48,44 +43,27 @@ def main(argv: Optional[list[str]] = None) -> int:
                 row: page.Row = {"flags": way or "none", "ranks": sharing, "measured": [], "planned": []}
                 for context in contexts:
                     sizes = {"devices": sharing, "context_parallel": sharing, "micro_batch_size": 1, "lr": 1e-5}
-                    words = inputs.training(folder, "model", str(context), options.kind, "bf16-true", **sizes)
-                    bytes_, work = on_ranks(sharing, [*words, *way.split()], options, folder)
-                    row["measured"].append(bytes_)
-                    row["planned"].append(planned(work))
+                    flags = inputs.training(folder, "model", str(context), options.kind, "bf16-true", **sizes) + way.split()
+                    store = {"ranks": sharing, "store": folder / f"store-{len(rows)}-{context}"}
+                    contender = turns.Contender(options, store, measure, flags, options.kind)
+                    report = contender.ask("time", 1, within_seconds=540)
+                    assert report is not None, contender.row["error"]
+                    contender.close()
+                    row["measured"].append(report["bytes"])
+                    row["planned"].append(planned(flags, context))
                 page.progress(f"{row}")
                 rows.append(row)
-    notes = [
-        f"A Llama of {SHAPES[options.kind]}, in bf16-true; rows of packed documents of {DOCUMENT_TOKENS} tokens on average"
-    ]
+    notes = [f"A Llama of {SHAPES[options.kind]}, in bf16-true; packed documents of {DOCUMENT_TOKENS} tokens on average"]
     page.write("context.py", "Memory of longer rows", notes, options, body(rows, contexts), rows)
-    return 0
 
 
-def on_ranks(ranks: int, argv: list[str], options: Any, folder: Path) -> Found:
-    """The most bytes of any rank, and the work."""
-    context = multiprocessing.get_context("spawn")
-    queue, store = context.Queue(), folder / "store"
-    store.unlink(missing_ok=True)
-    given = [((rank, ranks, store), argv, options.kind, queue) for rank in range(ranks)]
-    processes = [context.Process(target=measure, args=some, daemon=True) for some in given]
-    for process in processes:
-        process.start()
-    found = [queue.get(timeout=540) for _ in processes]
-    for process in processes:
-        process.join()
-    return max(bytes_ for bytes_, _ in found), found[0][1]
-
-
-def measure(place: tuple[int, int, Path], argv: list[str], kind: str, queue: Any) -> None:
+def measure(contender: Any, flags: list[str], kind: str) -> None:
+    """The most bytes of this rank in a step after the first."""
     import torch
 
     from benchmarks import one_step
-    from fabric_llm.plan.memory import Work
 
-    torch.set_num_threads(1)
-    if place[1] > 1:
-        turns.join(*place, kind)
-    run = one_step.set_up(argv)
+    run = one_step.set_up(flags)
     held = [*run.model.parameters(), *one_step.state_of(run.optimizer)]
     peaks = []
     for _ in range(3):
@@ -98,33 +76,22 @@ def measure(place: tuple[int, int, Path], argv: list[str], kind: str, queue: Any
                 one_step.take_step(run)
             peaks.append(counted.peak)
             held += one_step.state_of(run.optimizer)
-    run.batches.close()
-    sizes = run.plan.schedule.micro_batch_size, run.plan.schedule.micro_batches, max(run.plan.contexts)
-    queue.put((min(peaks[1:]), Work(run.plan.placement, replace(run.plan.model, tokenizer=None), *sizes, None)))
-    if place[1] > 1:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    contender.said = {"bytes": min(peaks[1:])}
+    one_step.train(contender, run)
 
 
-def planned(work: Any) -> int:
-    """By plan.py's prediction, without what is assumed of a GPU: in a process that is no rank."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(predict, (work,))
+def planned(flags: list[str], context: int) -> int:
+    """By plan.py's prediction, without what is assumed of a GPU."""
+    from arguments import parse_plan
+    from fabric_llm.plan.outlook import look
 
-
-def predict(work: Any) -> int:
-    from fabric_llm.plan import memory as plan_memory
-
-    return sum(size for name, size in plan_memory.predict(work).parts.items() if not name.endswith("(assumed)"))
+    parts = look(*parse_plan([*flags, "--context_length", str(context)])).memory.parts
+    return sum(size for name, size in parts.items() if not name.endswith("(assumed)"))
 
 
 def body(rows: list[page.Row], contexts: tuple[int, ...]) -> str:
-    titles = ["flags", "ranks that share"]
-    titles += [f"{context:,} tokens, MiB" for context in contexts] + [
-        "slope, bytes a token",
-        "by plan.py",
-        "measured / planned",
-    ]
+    titles = ["flags", "ranks that share", *(f"{context:,} tokens, MiB" for context in contexts)]
+    titles += ["slope, bytes a token", "by plan.py", "measured / planned"]
     lines = []
     for row in rows:
         slopes = [(row[key][-1] - row[key][0]) / (contexts[-1] - contexts[0]) for key in ("measured", "planned")]
@@ -135,4 +102,4 @@ def body(rows: list[page.Row], contexts: tuple[int, ...]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,10 +22,8 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import inputs, page
 
@@ -68,13 +66,6 @@ def main() -> None:
     stages[given.stage](*(folder.resolve() for folder in given.folders))
 
 
-def call(script: str, *words: object, **flags: object) -> None:
-    """A command of this repository, printed as one would type it."""
-    command = [*(["-m"] if script.startswith("fabric_llm.") else []), script, *map(str, words), *inputs.flags(**flags)]
-    print("$ python", *command, flush=True)
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
-
-
 def text_of(page: str) -> str:
     """The text of a page of HTML, without menus, scripts and styles."""
     body = re.sub(r"(?is)<(head|script|style|nav|aside|footer)\b.*?</\1>", " ", page)
@@ -104,7 +95,7 @@ def prepare(packages: Path, work: Path) -> None:
     for corpus, folders in inputs_of.items():
         if not (work / "data" / corpus).exists():
             words = ["--input", *folders, "--pattern", *patterns[corpus], "--exclude", *NO_CODE]
-            call("prepare_data.py", *words, output=work / "data" / corpus, **common, **tokenizer)
+            inputs.call("prepare_data.py", *words, output=work / "data" / corpus, **common, **tokenizer)
         tokenizer = {"tokenizer": work / "data" / "old" / "tokenizer"}
 
 
@@ -113,8 +104,7 @@ def train_base(packages: Path, work: Path) -> None:
     inputs.write_llama(work / "model", **MODEL)
     evaluated = {"eval_data": f"basque={work}/data/basque", "eval_step_interval": 200, "save_step_interval": 100}
     run = {"model_name": work / "model", "data_mix": mix_of(work, OLD), "keep_last": 1}
-    run |= {"output_dir": work, "run_name": "base", "resume": "auto"}
-    call("train.py", **COMMON, **BASE, **evaluated, **run)
+    inputs.train(work / "base", resume="auto", **COMMON, **BASE, **evaluated, **run)
 
 
 def mix_of(work: Path, shares: dict[str, float]) -> str:
@@ -137,24 +127,15 @@ def runs_of(work: Path) -> dict[str, dict[str, object]]:
 def continue_from_base(work: Path) -> None:
     base = work / "base" / f"step-{BASE['max_step']:08d}"
     for name, flags in runs_of(work).items():
-        status = work / name / "STATUS.json"
-        if not status.exists() or json.loads(status.read_text())["code"] not in (0, 76):
-            run = {"output_dir": work, "run_name": name, "resume": "auto"}
-            with contextlib.suppress(subprocess.CalledProcessError):  # one of them is to end with exit code 76
-                call("train.py", model_name=base, **COMMON, **CONTINUED, **flags, **run)
+        with contextlib.suppress(subprocess.CalledProcessError):  # one of them is to end with exit code 76
+            inputs.train(work / name, model_name=base, resume="auto", **COMMON, **CONTINUED, **flags)
         if name == "constant-20" and not (work / "averaged").exists():
-            call("fabric_llm.average", work / name, last=LAST, output=work / "averaged")
-
-
-def evaluations(run: Path) -> list[dict[str, Any]]:
-    """Of each evaluation of a run what every dataset gave."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line["eval"] for line in lines if "eval" in line]
+            inputs.call("fabric_llm.average", work / name, last=LAST, output=work / "averaged")
 
 
 def print_page(work: Path) -> None:
-    found = {"base model": evaluations(work / "replay-20")[0]}
-    found |= {said: evaluations(work / name)[-1] for name, said in SAID.items()}
+    found = {"base model": inputs.evaluations(work / "replay-20")[0]}
+    found |= {said: inputs.evaluations(work / name)[-1] for name, said in SAID.items()}
     lines = [
         [said, *(f"{of[name]['bits_per_byte']:.3f}" for name in SETS), f"{of['copy']['loss']:.3f}"]
         for said, of in found.items()
@@ -167,7 +148,7 @@ def print_page(work: Path) -> None:
     for name in ("stopped", "rewound"):
         status = json.loads((work / name / "STATUS.json").read_text())
         print(f"\n{name}: exit code {status['code']}, step {status['step']}: {status['reason']}")
-    print(f"- rewound, at the end: {evaluations(work / 'rewound')[-1]}")
+    print(f"- rewound, at the end: {inputs.evaluations(work / 'rewound')[-1]}")
 
 
 if __name__ == "__main__":

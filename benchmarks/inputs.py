@@ -1,10 +1,14 @@
-"""What benchmarks train on: Llamas with random weights or none, rows of random tokens, and flags of train.py."""
+"""What benchmarks train on: Llamas with random weights or none, rows of random tokens; flags, and commands of this repository."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
 
 LLAMA = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8}
 TOY_LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -66,3 +70,23 @@ def training(folder: Path, model: str, data: str, kind: str, precision: str, **m
     common = {"model_name": folder / model, "train_data_dir": folder / data, "output_dir": folder / "runs"}
     common |= {"accelerator": kind, "devices": 1, "precision": precision, "max_step": 10**6, "verify_start": "false"}
     return flags(**{**common, **more})
+
+
+def call(script: str, *words: object, **given: object) -> None:
+    """A command of this repository, printed as one would type it."""
+    command = [*(["-m"] if script.startswith("fabric_llm.") else []), script, *map(str, words), *flags(**given)]
+    print("$ python", *command, file=sys.stderr, flush=True)
+    subprocess.run([sys.executable, *command], cwd=ROOT, stdout=sys.stderr, check=True)
+
+
+def train(run: Path, **given: object) -> None:
+    """train.py into the directory `run`, unless it has come to its end there, also that of a guard."""
+    status = run / "STATUS.json"
+    if not status.exists() or json.loads(status.read_text())["code"] not in (0, 76):
+        call("train.py", output_dir=run.parent, run_name=run.name, **given)
+
+
+def evaluations(run: Path) -> list[dict[str, Any]]:
+    """Of each evaluation of a run what every dataset gave."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["eval"] for line in lines if "eval" in line]

@@ -519,20 +519,7 @@ def passes(folder: Path, tests: str, select: str) -> bool:
 
 def _run(folder: Path, tests: str, select: str, variables: dict[str, str]) -> bool:
     """Whether tests pass in the time there is; at least one must be selected."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "",
-        "-k",
-        select,
-        f"tests/{tests}",
-    ]
+    command = [sys.executable, *"-m pytest -q -x -p no:cacheprovider -m".split(), "", "-k", select, f"tests/{tests}"]
     temporary = folder / "tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()

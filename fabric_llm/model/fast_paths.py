@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
@@ -233,13 +233,28 @@ def share_rows(attention: Callable[..., Tensor], group: ProcessGroup, query: Ten
 
 
 def _positions_for_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Or heads for positions. tensor: [rows, what is given away, what is joined, head size].
+    """Or heads for positions. tensor: [rows, what is given away, what is joined, head size]."""
+    return _Exchange.apply(tensor, group, 1, 2)
 
-    The functional collective, unlike others, can be a part of a compiled graph, which a checkpointed layer must be as a whole.
-    """
-    parts = torch.stack(tensor.chunk(group.size(), dim=1))
-    received = all_to_all_single_autograd(parts.flatten(0, 1), None, None, group)
-    return torch.cat(received.view(parts.shape).unbind(), dim=2)
+
+class _Exchange(torch.autograd.Function):
+    """Each rank gives every other one its part of a dimension, and lays the parts that it is given one behind the other in another."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, given: int, joined: int) -> Tensor:
+        ctx.how = group, joined, given
+        return _exchange(tensor, group, given, joined)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
+        return _exchange(gradient, *ctx.how), None, None, None
+
+
+def _exchange(tensor: Tensor, group: ProcessGroup, given: int, joined: int) -> Tensor:
+    """By a functional collective, which can be a part of a compiled graph, as a checkpointed layer must be as a whole."""
+    parts = torch.stack(tensor.chunk(group.size(), dim=given))
+    received = wait_tensor(all_to_all_single(parts.flatten(0, 1), None, None, group)).view(parts.shape)
+    return torch.cat(received.unbind(), dim=joined)
 
 
 @torch.compiler.disable  # the number and lengths of documents differ from batch to batch
