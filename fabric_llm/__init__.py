@@ -4,11 +4,11 @@ base        files, faults, ranks and the command line, which all rooms use
 prepare     text -> documents -> tokens -> rows
 data        rows -> mixture -> (seed, position, rank) -> micro-batches
 processes   start the ranks, hear their heartbeats, stop them
-model       load a model from transformers, shard it, compare it with the reference, sample
+model       load a model from transformers, shard it, compare it with the reference
 training    the numbers of a step: schedule, gradients, optimizer, guard, evaluation
 checkpoint  take, write, publish, load and keep checkpoints
 plan        flags, data and model -> what will happen: a Plan; mistakes are found here
-run         the run itself: log, save, evaluate, rewind, end
+run         the run itself: log, save, evaluate, sample, rewind, end
 verify      prove a run, and what is done with finished weights: `python -m fabric_llm.verify`
 report      runs to look at, after and before: `python -m fabric_llm.report`, `python plan.py --html`
 

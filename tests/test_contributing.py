@@ -31,10 +31,6 @@ def test_the_citation_has_the_version():
     assert (citation["title"], citation["version"]) == (project["name"], project["version"])
 
 
-def test_what_types_leave_out_is_there():
-    """A module that is renamed must not leave its name in the list of those that aren't checked."""
+def test_types_of_every_module_are_checked():
     overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
-    [unchecked] = [one["module"] for one in overrides if one.get("ignore_errors")]
-    assert unchecked == sorted(unchecked) and len(unchecked) <= 25, "make it shorter, not longer"
-    for name in unchecked:
-        assert (ROOT / name.replace(".", "/")).with_suffix(".py").is_file(), name
+    assert not any(one.get("ignore_errors") or "fabric_llm" in str(one["module"]) for one in overrides)

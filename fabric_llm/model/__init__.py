@@ -12,7 +12,7 @@ offload         `offloading`: the inputs of recomputed layers, in the memory of 
 tiles           `found_in`, `tile`: MLPs and norms that take a row's tokens a part at a time
 positions       `scaled`: a configuration with the rotary positions of --rope
 freezing        `frozen_names`, `freeze`: which parameters --freeze and --train_only mean
-strategy_rules  `Sharding`, `strategy`: which strategies go with which flags, without torch
+strategy_rules  `Placement`, `strategy`: the devices of a run, and which strategies go with which flags, without torch
 strategy        `make_fabric`, `wrap`: FSDP, FSDP2, DDP, one device, TPU; nothing else knows about sharding
 gate            `outputs_of`, `find_leak`: is it the model that transformers loads, and which fast paths can it take?
 flops           `of_model`, `peak_tflops`: operations of a step, and what a device can do

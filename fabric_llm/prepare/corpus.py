@@ -1,4 +1,4 @@
-"""What `--input` names -> pieces of 4 to 32 MB, in a fixed order, which processes and machines share; or texts in memory.
+"""What `--input` names -> pieces of 4 to 32 MB, in a fixed order, which processes share; or texts in memory.
 
 A piece is one or more parts: ranges of large files, cut after a line or between documents, ranges of row groups or rows,
 and many small files. The plan depends on the inputs alone, never on the number of processes.

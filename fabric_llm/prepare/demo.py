@@ -1,4 +1,4 @@
-"""The dataset of `train.py --demo`, made from the source of the Python standard library. No network is needed."""
+"""The dataset of `python train.py` without flags, made from the source of the Python standard library. No network is needed."""
 
 import os
 from pathlib import Path

@@ -6,5 +6,5 @@ adamw       `make_optimizer`, `AdamW`: small updates survive in bfloat16
 adamw_rounded, adamw_triton    its stochastic rounding, the same on any devices: plain PyTorch, adamw.cpp for a CPU, Triton
 ema         `Average`, `update`: a moving average of the weights, sharded and saved as the optimizer's state is
 guard       `Guard`: which steps are taken, skipped or undone, and what may be forgotten
-evaluation  `Evaluation`: the loss of each validation set, also in bits per byte; `Drift`: how far the weights are from the base
+evaluation  `Evaluation`: the loss of each validation set, also in bits per byte
 """
