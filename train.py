@@ -117,6 +117,7 @@ def evaluate(run: Run) -> bool:
     """Log the validation losses, and judge what was forgotten. False where a request to stop came first. All ranks call it."""
     with run.log.untimed:
         found = run.evaluation.of(run.model, run.optimizer)
+    run.owes_evaluation = found is None
     run.watch.mark(run.progress.step, "in the next step")
     if found is not None and run.evaluation.is_on:
         run.guard.accept_evaluation(run.progress.step, found.losses)

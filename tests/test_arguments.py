@@ -250,6 +250,13 @@ def test_text_stays_text_whatever_yaml_would_read(text):
     assert parse_prepare(["--input", "x", "--output", "y", f"--document_separator={text}"]).document_separator == text
 
 
+@pytest.mark.parametrize("flag", ["--max_hours=1:30", "--lr=1:30", "--save_step_interval=1:00", "--max_step=0x10"])
+def test_what_yaml_1_1_takes_for_a_number_is_none(flag, capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse_train([flag, "--model_name", "m", "--train_data_dir", "d"])
+    assert exit.value.code == 2 and "takes a" in capsys.readouterr().err
+
+
 def test_values_in_yaml(tmp_path):
     config = tmp_path / "mine.yaml"
     config.write_text("tpu: true\nlr_decay: false\nkeep_last: null\ndevices: auto\nrun_name: '7'\nbackward_prefetch: none\n")

@@ -102,12 +102,12 @@ def test_flags(refused, flags, words):
     assert all(word in sentence for word in words), sentence
 
 
-def test_text_that_yaml_takes_for_a_number(refused, tmp_path):
-    (tmp_path / "flags.yaml").write_text("profile: 3:5\n")  # base 60
-    sentence = refused("--config", tmp_path / "flags.yaml")
-    assert sentence == "--profile takes text, not '185'."
-    (tmp_path / "flags.yaml").write_text("profile: '3:5'\nmax_step: 2\n")
-    assert "--profile 3:5: the run ends at step 2" in refused("--config", tmp_path / "flags.yaml")
+def test_text_that_yaml_1_1_takes_for_a_number(refused, tmp_path):
+    for text in ("3:5", "'3:5'"):  # base 60 there
+        (tmp_path / "flags.yaml").write_text(f"profile: {text}\nmax_step: 2\n")
+        assert "--profile 3:5: the run ends at step 2" in refused("--config", tmp_path / "flags.yaml")
+    (tmp_path / "flags.yaml").write_text("max_hours: 1:30\n")
+    assert refused("--config", tmp_path / "flags.yaml") == "--max_hours takes a number, not '1:30'."
 
 
 @pytest.mark.parametrize(

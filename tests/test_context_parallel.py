@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from conftest import documents
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from fabric_llm.checkpoint.keep import checkpoint_at
 from fabric_llm.data.batches import part_of, target_count, token_places
+from fabric_llm.data.columns import Rows, pads_before_text
 from fabric_llm.model import fast_paths, gate
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.strategy import context_group
@@ -170,8 +172,8 @@ def test_parts_count_the_tokens_of_whole_rows():
     assert token_places([part_of(batch, 1, 2)]).tolist() == expected
 
 
-def write_masked(folder, toys):
-    rows = {"input_ids": [[1, 2, 3, 4]] * 8, "attention_mask": [[1, 1, 1, 0]] * 8}
+def write_masked(folder, toys, mask=[1, 1, 1, 0]):
+    rows = {"input_ids": [[1, 2, 3, 4]] * 8, "attention_mask": [mask] * 8}
     split = datasets.Dataset.from_dict(rows)
     datasets.DatasetDict({"train": split, "validation": split}).save_to_disk(str(folder))
     return folder
@@ -208,6 +210,15 @@ def test_positions_that_depend_on_the_longest_that_a_rank_sees_are_refused():
     config.rope_parameters = {**config.rope_parameters, "rope_type": "longrope"}
     with pytest.raises(ValueError, match="'phi3' .longrope. depend on the longest that a rank sees"):
         require_shares(2, model, "auto", "rows", 64)
+
+
+def test_packed_attention_is_not_for_rows_with_padding_before_their_text(toys, tmp_path):
+    for mask, is_before in ([[1, 1, 1, 0]], False), ([[0, 1, 1, 1]], True), ([[1, 0, 1, 1]], True):
+        assert pads_before_text(Rows([{"input_ids": np.ones((1, 4)), "attention_mask": np.array(mask)}])) is is_before
+    data = write_masked(tmp_path / "masked", toys, [0, 1, 1, 1])
+    flags = (*toy_run(toys, tmp_path), "--train_data_dir", data, "--max_step", 1, "--attention", "packed")
+    [(code, said)] = run_ranks(1, refused, [str(word) for word in flags], False)
+    assert code == 2 and "--attention packed: rows have padding before their text" in said
 
 
 @pytest.mark.parametrize("parts", [3, 7])

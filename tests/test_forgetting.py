@@ -356,7 +356,7 @@ def test_a_budget_judges_each_set_by_its_value_before_step_1():
 def test_a_raised_share_is_taken_from_the_others_in_proportion_in_every_stage():
     mix = parse("{sources: {a: {path: a, weight: 0.6}, b: {path: b, weight: 0.3}, r: {path: r, weight: 0.1}}, "
                 "stages: [{from: 0.5, weights: {b: 1}}, {from: 0.8, weights: {r: 0.7, b: 0.3}}]}")  # fmt: skip
-    raised = at_least(mix, {"r": Fraction(1, 5)})
+    raised = at_least(mix, {"r": Fraction(1, 5)}, [64] * 3)
     shares = [[Fraction(w, sum(stage.weights)) for w in stage.weights] for stage in raised.stages]
     fifteenth = Fraction(1, 15)
     assert shares[0] == [8 * fifteenth, 4 * fifteenth, 3 * fifteenth]

@@ -266,6 +266,11 @@ def test_a_run_that_went_back_too_often_says_how_to_go_on(toys, tmp_path):
     assert run(toys, tmp_path, 1, {}, *flags, *named(tmp_path)) == 0 and weights(tmp_path, 16)
 
 
+def test_what_was_of_other_rows_before_is_not_compared():
+    guard = Guard(before={"old": 2.0, "new": 3.0}, changed=frozenset({"new"}))
+    assert guard.rises({"old": 2.5, "new": 2.5}) == {"old": 0.5}
+
+
 def test_what_is_a_spike():
     guard = Guard(spike_threshold=3.0, spike_window=20, spike_action="skip")
     losses = [2.0, 2.1, 1.9, 2.05, 1.95] * 4

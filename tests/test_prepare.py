@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from fabric_llm.prepare import rows as rows_module
 from fabric_llm.prepare.documents import DRAWN, Bad, Part, read_part
 from fabric_llm.prepare.prepare import prepare, summary
-from fabric_llm.prepare.tokenizer import END_OF_TEXT, train_byte_level_bpe
+from fabric_llm.prepare.tokenizer import END_OF_TEXT, convention, train_byte_level_bpe
 
 STANDARD_LIBRARY = Path(os.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
@@ -211,6 +211,13 @@ def test_no_convention_doubles_the_eos(make, tmp_path, texts, template, bos, doc
     expected = [ids[part] for part in document.split()]
     tokens = tokens_of(tmp_path / "out", "train")
     assert tokens == (expected * 8)[: len(tokens)]
+
+
+def test_a_tokenizer_of_four_letters_has_a_convention():
+    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate("ACGT")}, []))
+    backend.add_special_tokens(["<end>"])
+    found = convention(backend, PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"))
+    assert (found["before"], found["after"]) == ([], [4])
 
 
 def test_saved_tokenizer_gives_the_tokens_of_the_rows(make, tmp_path, texts, bos_bpe):

@@ -86,6 +86,16 @@ def test_a_stop_file_that_comes_too_late_is_not_for_the_next_run(toys, tmp_path)
     assert not (tmp_path / "run" / "stop").exists()
 
 
+def test_a_last_evaluation_that_was_cut_off_is_made_when_the_run_resumes(toys, tmp_path):
+    argv = [*flags(toys, tmp_path, "auto"), *map(str, ("--eval_iters", 2, "--eval_batch_size", 2))]
+    train_ranks(1, *argv, "--run_name", "whole")
+    cut = [*argv, "--run_name", "cut"]
+    assert run_ranks(1, train_and_do, cut, 0, STEPS, send(signal.SIGTERM)) == [75]
+    train_ranks(1, *cut, "--resume", "auto")
+    assert metrics(tmp_path / "cut", "eval_loss") == metrics(tmp_path / "whole", "eval_loss")
+    assert metrics(tmp_path / "cut", "loss") == metrics(tmp_path / "whole", "loss")
+
+
 def test_a_save_file_saves_and_the_run_goes_on(toys, tmp_path):
     argv = [*flags(toys, tmp_path, "auto"), "--run_name", "run"]
     assert run_ranks(1, train_and_do, argv, 0, 3, lambda: (tmp_path / "run" / "save_now").touch()) == [0]

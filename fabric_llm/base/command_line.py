@@ -192,6 +192,9 @@ def parse(
         in_config = {name: one for name, one in flags.items() if one.kept or not of_run}
         _check_config(program, known.config, in_config)
         words = ["--config", known.config, *words]  # first, so that the command line wins whatever the order
+    for word, following in pairwise([*words, ""]):
+        name, equals, value = word.removeprefix("--").partition("=")
+        _refuse_other_numbers(program, name, value if equals else following, flags)
     parsed = parser.parse_args(words).as_dict()
     for name, one in flags.items():
         if wrong := one.out_of_range(parsed[name]):
@@ -213,11 +216,19 @@ def _check_config(program: str, config: str, flags: dict[str, Flag]) -> None:
         if key not in flags:
             fail(program, f"unknown key {key!r} in {config}. {flag_meant(str(key), flags)}")
         for item in value if isinstance(value, list) else [value]:
+            _refuse_other_numbers(program, str(key), item, flags)
             if isinstance(item, (list, dict, set, tuple)):
                 fail(program, f"{key!r} in {config} must hold a value, or a list of values, not {type(item).__name__}.")
             if isinstance(item, str) and len(item) > LONGEST_NUMBER and flags[key].kinds not in ([str], [list[str]]):
                 # jsonargparse would read it as YAML, aliases included
                 fail(program, f"{key!r} in {config} is a text of {len(item):,} characters: {item[:60]!r} ...")
+
+
+def _refuse_other_numbers(program: str, name: str, value: Any, flags: dict[str, Flag]) -> None:
+    """Exit with code 2 for what jsonargparse reads by YAML 1.1, in which 1:30 is 90, and 0x10 is 16."""
+    is_number = name in flags and not {int, float}.isdisjoint(flags[name].kinds)
+    if is_number and re.fullmatch(r"[-+]?(\d+(:\d+)+(\.\d*)?|0[xXbBoO]\w+)", str(value)):
+        fail(program, f"--{name} takes {flags[name].values}, not {value!r}.")
 
 
 def _one_sentence(message: str, flags: dict[str, Flag]) -> str:
@@ -263,14 +274,15 @@ class _Loader(yaml.SafeLoader):
             seen.add(name)
 
 
-# Unlike in YAML 1.1, 2e-5 is a number, and a date is text.
-_DATE_OR_FLOAT = {"tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"}
+# Unlike in YAML 1.1, 2e-5 is a number; a date, 1:30, 010 and 0x10 are text.
+_OTHERWISE = {f"tag:yaml.org,2002:{kind}" for kind in ("float", "int", "timestamp")}
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _DATE_OR_FLOAT]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OTHERWISE]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _FLOAT = r"(?i:[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?|[-+]?\d[\d_]*e[-+]?\d+|[-+]?\.inf|\.nan)$"
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][\d_]*)$"), list("-+0123456789"))
 
 
 def read_yaml(path: Path) -> Any:

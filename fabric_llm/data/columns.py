@@ -64,6 +64,12 @@ class Rows:
         return found if wanted.ndim else {name: values[0] for name, values in found.items()}
 
 
+def pads_before_text(rows: Any) -> bool:
+    """Whether the `attention_mask` of a row has zeros before its ones. Reads all of them."""
+    masks = (chunk["attention_mask"] for chunk in getattr(rows, "chunks", ()) if "attention_mask" in chunk)
+    return any(bool((mask[:, :-1] < mask[:, 1:]).any()) for mask in masks)
+
+
 def is_padded(rows: Any) -> bool:
     """Whether rows, or some of them, end with padding."""
     return isinstance(rows, Rows) and bool((rows.padding != NO_PADDING).any())

@@ -212,12 +212,17 @@ def _slots(given: Mapping[str, Fraction], names: Sequence[str], where: str) -> t
 # ------------------------------------------------------------------------------- what is made of it
 
 
-def at_least(mix: DataMix, shares: Mapping[str, Fraction]) -> DataMix:
-    """The same with at least such a share of some sources in each stage, which the others give up in proportion."""
+def at_least(mix: DataMix, shares: Mapping[str, Fraction], contexts: Sequence[int]) -> DataMix:
+    """The same with at least such a share of some sources in each stage, which the others give up in proportion.
+
+    contexts: tokens in a row of each source; a stage with rows of another length than a source's reads none of it.
+    """
     stages = []
     for stage in mix.stages:
         now = {name: Fraction(weight, sum(stage.weights)) for name, weight in zip(mix.names, stage.weights)}
-        raised = {name: share for name, share in shares.items() if share > now[name]}
+        length = {context for context, weight in zip(contexts, stage.weights) if weight}
+        fitting = {name for name, context in zip(mix.names, contexts) if context in length}
+        raised = {name: share for name, share in shares.items() if share > now[name] and name in fitting}
         if raised:
             given_up = sum((share for name, share in now.items() if name not in raised), Fraction(0))
             left = (1 - sum(raised.values())) / given_up

@@ -311,7 +311,8 @@ def _plan_mixture(
             last = min(step for step in steps if step is not None)
         else:  # changed on purpose: the stages before this step stay
             here = Here(start.step, start.position, had.stages)
-            stages, end, last = lay_out(mixture_text.at_least(mix, raised), rows, batch, max_step, number_epochs, here)
+            more = mixture_text.at_least(mix, raised, contexts)
+            stages, end, last = lay_out(more, rows, batch, max_step, number_epochs, here)
     read = {
         "dataset": together(list(sources.values())),
         "sources": sources,

@@ -21,13 +21,19 @@ def last_step(step: int, position: int, end: int, batch: int) -> int:
 
 
 def lay_out(
-    mix: DataMix, rows: Sequence[int], batch: int, max_step: Optional[int], number_epochs: int, here: Here = Here()
+    mix: DataMix,
+    rows: Sequence[int],
+    batch: int,
+    max_step: Optional[int],
+    number_epochs: int,
+    here: Here = Here(),
+    shortens: bool = False,
 ) -> tuple[tuple[Stage, ...], Optional[int], int]:
     """(the stages of a run, the position that it may not pass or None, its last step).
 
     The run has `max_step` steps or, if that is None, ends before a source would be read more than `number_epochs` times. A
     source with max_epochs may be read that often. rows: of each source's training split. Raises ValueError if in `max_step`
-    steps a source would be read more often than its max_epochs, or if a stage has no step.
+    steps a source would be read more often than its max_epochs, or if a stage has no step; shortens: the run ends before instead.
     """
     limits = [
         math.floor(source.max_epochs * count) if source.max_epochs else None if max_step else number_epochs * count
@@ -40,7 +46,9 @@ def lay_out(
         asked = here.position + (max_step - here.step) * batch
         if (passed := _first_passed(stages, limits)) is not None:
             end, source = passed
-            if end < asked:
+            if end < asked and shortens:
+                last = last_step(here.step, here.position, end, batch)
+            elif end < asked:
                 would = read_before(stages, asked)[source]
                 raise ValueError(
                     f"Source {mix.names[source]!r} would be read {would / rows[source]:.2f} times in {max_step} steps "
@@ -49,7 +57,7 @@ def lay_out(
                     f"{here.step + (end - here.position) // batch}, a smaller weight, or more data."
                 )
     begins = [round(stage.begins * last) for stage in mix.stages] + [last]
-    for stage, first, after in zip(mix.stages, begins, begins[1:]):
+    for stage, first, after in zip(mix.stages, begins, begins[1:]) if not shortens else ():
         if first >= after and after > here.step:
             raise ValueError(
                 f"--data_mix: the stage from {float(stage.begins):g} on has no step: it begins after step {first} of {last}, "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fabric_llm.checkpoint.keep import Progress
+from fabric_llm.data.columns import pads_before_text
 from fabric_llm.data.dataset import TokenDataset, fingerprint
 from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.mixture_text import MOST_SLOTS, DataMix, at_least
@@ -63,6 +64,11 @@ class DataPlan:
     mix: Optional[DataMix] = None  # --data_mix
     raised: Mapping[str, Fraction] = field(default_factory=dict)  # shares of sources that rewinds have raised
     mixture: Optional[Mixture] = None  # `mix` laid out over this run
+
+    def pads_before_text(self) -> bool:
+        """Whether rows that are read have padding before their text, which packed attention would take for text."""
+        opened = [*(self.sources.values() or [self.dataset]), *self.eval_data.values()]
+        return any(pads_before_text(split) for one in opened for split in (one.train, one.validation))
 
     def of_each(self, fact: Callable[[TokenDataset], Any]) -> Any:
         """`fact` of the dataset, or of a mixture {source: fact of it}."""
@@ -160,6 +166,11 @@ class Plan:
         copied = found[self._copied()]
         return {**found, COPY: copied, **({RETRIEVAL: [*copied, self._longest()]} if RETRIEVAL in self.data.probes else {})}
 
+    def measured_otherwise(self) -> frozenset[str]:
+        """Sets whose losses before step 1 can't be compared, since they were of other rows."""
+        then = self.resumed["measured_on"] if self.start.step > 0 else {}
+        return frozenset(name for name, rows in self.measured_on().items() if then.get(name, rows) != rows)
+
     def shares_at(self, position: int) -> dict[str, float]:
         """{validation set: its weight in the common loss} after the step that leads to `position`."""
         return {ONE_SET: 1.0} if self.data.mixture is None else self.data.mixture.shares_at(max(position - 1, 0))
@@ -197,26 +208,34 @@ class Plan:
         return f"Mixture: {'; '.join(said)}. At the end each source was read: {read}."
 
     def going_on_from(self, there: Progress) -> Plan:
-        """The plan after a rewind to `there`. The rewind skips data, so fewer steps may be left."""
+        """The plan after a rewind to `there`. The rewind skips data, so fewer steps may be left. Stages begin at their steps."""
+        if self.data.mixture is not None and self.schedule.asked_steps is not None:
+            return self._laid_out(there, self.data.raised, shortens=True)
         if self.schedule.end is None:
             return self
         last = last_step(there.step, there.position, self.schedule.end, self.schedule.global_batch_size)
         return replace(self, schedule=replace(self.schedule, max_step=min(self.schedule.max_step, last)))
 
     def with_more_replay(self, names: Sequence[str], there: Progress) -> Plan:
-        """The plan with twice the share of the sources `names` from `there` on, together at most MOST_REPLAY.
+        """The plan with twice the share of the sources `names` from `there` on; all that are raised have at most MOST_REPLAY.
 
         Raises ValueError if they have that share already, or would be read too often.
         """
         now = self.data.mixture.shares_at(max(there.position - 1, 0))
         shares = {name: 2 * Fraction(now.get(name, 0.0)).limit_denominator(MOST_SLOTS) for name in names}
-        if sum(shares.values()) >= 2 * MOST_REPLAY or not all(shares.values()):
-            words = ", ".join(f"{name!r} is {now.get(name, 0.0):.4g}" for name in names)
+        kept = {name: share for name, share in self.data.raised.items() if name not in names}
+        room = MOST_REPLAY - sum(kept.values())
+        if sum(shares.values()) >= 2 * room or not all(shares.values()):
+            words = ", ".join(f"{name!r} is {now.get(name, 0.0):.4g}" for name in [*names, *kept])
             raise ValueError(f"the share of {words} already, and more than {float(MOST_REPLAY):g} isn't tried")
-        scale = min(Fraction(1), MOST_REPLAY / sum(shares.values()))
-        raised = {**self.data.raised, **{name: share * scale for name, share in shares.items()}}
-        mix, schedule, mixture = at_least(self.data.mix, raised), self.schedule, self.data.mixture
-        batch, here = schedule.global_batch_size, Here(there.step, there.position, mixture.stages)
-        stages, end, last = lay_out(mix, mixture.rows, batch, schedule.asked_steps, schedule.number_epochs, here)
+        scale = min(Fraction(1), room / sum(shares.values()))
+        return self._laid_out(there, {**kept, **{name: share * scale for name, share in shares.items()}})
+
+    def _laid_out(self, there: Progress, raised: Mapping[str, Fraction], shortens: bool = False) -> Plan:
+        """The plan from `there` on, with at least the shares `raised`. shortens: see `lay_out`."""
+        schedule, mixture = self.schedule, self.data.mixture
+        mix, here = at_least(self.data.mix, raised, mixture.contexts), Here(there.step, there.position, mixture.stages)
+        steps = schedule.global_batch_size, schedule.asked_steps, schedule.number_epochs
+        stages, end, last = lay_out(mix, mixture.rows, *steps, here, shortens)
         data = replace(self.data, raised=raised, mixture=replace(mixture, stages=stages))
         return replace(self, data=data, schedule=replace(schedule, end=end, max_step=last))

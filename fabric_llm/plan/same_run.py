@@ -103,7 +103,7 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
                 "of it isn't known. Give the --eval_data, --eval_iters and --eval_batch_size of then, or leave it out by "
                 f"--resume_override forgetting_budget; or begin a run whose budgets count from this checkpoint: {anew}."
             )
-    if plan.start.step >= plan.schedule.max_step:
+    if plan.start.step >= plan.schedule.max_step and not then.get("owes_evaluation"):
         sentence = f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of {plan.schedule.max_step})"
         if flags.checkpoint.resume == "auto" and not schedule:
             raise Fault(f"{sentence}: nothing is left to do.", DONE)

@@ -76,9 +76,13 @@ def train_byte_level_bpe(texts: Iterable[str], *, vocab_size: int) -> PreTrained
 def convention(backend: Tokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """What stands around the tokens of a document, and what mustn't be among them: arguments of `encoding.Job`."""
     eos = hf_tokenizer.eos_token_id
-    with tokenizer_bounds.without_panic():
-        probe = backend.encode("a", add_special_tokens=True)
-    text = [position for position, special in enumerate(probe.special_tokens_mask) if not special]
+    for word in ("a", *sorted(backend.get_vocab(with_added_tokens=False))):  # such as those of DNA
+        with tokenizer_bounds.without_panic():
+            probe = backend.encode(word, add_special_tokens=True)
+        if text := [position for position, special in enumerate(probe.special_tokens_mask) if not special]:
+            break
+    else:
+        raise ValueError("The tokenizer makes nothing of any of its own tokens.")
     before, after = probe.ids[: text[0]], probe.ids[text[-1] + 1 :]
     # A Unigram or WordLevel model, whose vocabulary holds its special tokens as words, still finds them in text. Only
     # the unknown token may come from text.

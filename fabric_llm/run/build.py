@@ -64,6 +64,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     run.guard = Guard(**vars(flags.guard), budgets=plan.data.budgets, forgetting_action=flags.evaluation.forgetting_action)
     if plan.resumed:
         restore(run, plan.resumed)
+        run.guard.changed = plan.measured_otherwise()
     run.batches = make_batches(run)
     run.closing.callback(run.batches.close)
     run.log = open_log(run, planner if compares else None)
@@ -169,7 +170,7 @@ def make_optimizer(run: Run, checkpoint: Optional[Path]) -> None:
     ema.begin(optimizer, training.ema_decay, training.ema_device, training.ema_every, training.seed)
     run.optimizer = run.fabric.setup_optimizers(optimizer)
     if checkpoint is not None:
-        thawed = freezing.thawed(run.skeleton, plan.resumed.get("schedule", {}), plan.model.frozen)
+        thawed = freezing.thawed(run.skeleton, keep.read_progress(checkpoint)["schedule"], plan.model.frozen)
         reading.load_optimizer(checkpoint, run.model.module, run.optimizer, run.skeleton, thawed)
 
 

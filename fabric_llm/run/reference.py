@@ -96,13 +96,15 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
         raise ValueError(f"--loss chunked: {name} in {plan.model.precision} can't; take --loss auto.")
     if sharing > 1:
         attention = fast_paths.PACKED
-    elif model_flags.attention == "auto" and asked == "sdpa" and document_end is not None:
+    elif model_flags.attention == "auto" and asked == "sdpa" and document_end is not None and not plan.data.pads_before_text():
         # torch's kernel for GPUs takes 16 bits.
         kernel = plan.placement.kind == "cpu" or plan.model.precision != "32-true"
         if kernel and gate.takes_packed_attention(reference):
             attention = fast_paths.PACKED
     elif asked == fast_paths.PACKED and not gate.takes_packed_attention(reference):
         raise ValueError(f"--attention packed: {name} can't; take --attention auto.")
+    elif asked == fast_paths.PACKED and plan.data.pads_before_text():
+        raise ValueError("--attention packed: rows have padding before their text, which it would see; take --attention auto.")
     if document_end is not None or sharing > 1:
         with gate.attention(reference, "sdpa" if attention == "flash_attention_2" else attention):
             leak = gate.find_leak(reference)

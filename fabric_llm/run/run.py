@@ -56,11 +56,12 @@ class Run:
     saving: Optional[Future[Pending]] = None  # the checkpoint that it writes
     requests: StopSignal = field(init=False)
     evaluation: Evaluation = field(init=False)
+    owes_evaluation: bool = False  # a request to stop has cut off the last one
 
     @property
     def is_over(self) -> bool:
-        """True once the last step is done; a run that ends before was stopped."""
-        return self.plan.is_over(self.progress)
+        """True once the last step is done, and evaluated; a run that ends before was stopped."""
+        return self.plan.is_over(self.progress) and not self.owes_evaluation
 
     def close(self) -> None:
         """Close every part that build.py has registered, the last one first. All ranks call it."""
@@ -95,6 +96,10 @@ def say_what_comes_next(run: Run) -> None:
         print(f"Next: the same command with --resume {resume} --run_name {directory.name}", flush=True)
         return
     evaluated = "" if math.isnan(log.eval_loss) else f", validation loss {log.eval_loss:.4f}"
-    print(f"\nLoss {log.first_loss:.4f} -> {log.last_loss:.4f}{evaluated}")
+    print(
+        f"\nLoss {log.first_loss:.4f} -> {log.last_loss:.4f}{evaluated}"
+        if log.speed.steps
+        else f"\nNo step was left{evaluated}"
+    )
     print(f"Checkpoint: {last}")
     print(f"Next: python export_hf.py {directory} --output hf/{directory.name}", flush=True)

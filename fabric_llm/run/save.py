@@ -53,6 +53,7 @@ def save(run: Run, *, evaluated: Optional[bool], stops: bool) -> None:
     """
     publish(run)
     step, plan, log = run.progress.step, run.plan, run.log
+    run.owes_evaluation = evaluated is False and run.evaluation.is_on
     with log.untimed:
         run.watch.mark(step, "saving")
         in_background = run.background is not None and not (run.is_over or stops)
@@ -75,7 +76,7 @@ def save(run: Run, *, evaluated: Optional[bool], stops: bool) -> None:
                 "scaler": run.fabric.strategy.precision.state_dict(),
                 "eval_loss": loss if evaluated and math.isfinite(loss) else None,
                 "eval_losses": log.eval_losses if evaluated else None,
-                "owes_evaluation": evaluated is False,
+                "owes_evaluation": run.owes_evaluation,
                 "rows_read": {"from_position": before["from_position"], **asdict(read)},
             },
             origin=origin(plan) if run.fabric.global_rank == 0 else {},

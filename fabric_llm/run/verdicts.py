@@ -60,11 +60,11 @@ def rewind(run: Run) -> None:
             run.plan = run.plan.with_more_replay(guard.over, there)
         except ValueError as error:
             raise _fault(run, f"{guard.reason} (--forgetting_budget: {error})", forgot) from error
-        run.batches.go_on_with(run.plan.data.mixture, run.plan.schedule.end)
         record["shares"] = shares = run.plan.data.mixture.shares_at(position)
         words += f"; from here on {', '.join(f'{name} {share:.4g}' for name, share in shares.items())}"
     else:
         run.plan = run.plan.going_on_from(there)
+    run.batches.go_on_with(run.plan.data.mixture, run.plan.schedule.end)
     run.progress = there
     load_again(run, last)
     state = {**document["guard"], "rewinds": guard.rewinds + 1, "before": guard.before}

@@ -30,6 +30,7 @@ class Guard:
     skipped: int = 0  # steps in a row
     rewinds: int = 0  # of the whole run
     before: dict[str, float] = field(default_factory=dict)  # loss of each set before step 1, nats
+    changed: frozenset[str] = frozenset()  # sets that are evaluated on other rows than then
     over: tuple[str, ...] = ()  # sets above their budget in the last evaluation
     forgotten: str = ""  # how far these are above it, in words
     verdict: str = "take"  # on the last step: take, warn, skip or rewind; after its evaluation it may be stop as well
@@ -81,7 +82,8 @@ class Guard:
 
     def rises(self, losses: Mapping[str, float]) -> dict[str, float]:
         """{set: nats that its loss is above its value before step 1}, of sets for which that is known."""
-        return {name: loss - self.before[name] for name, loss in losses.items() if name in self.before}
+        known = self.before.keys() - self.changed
+        return {name: loss - self.before[name] for name, loss in losses.items() if name in known}
 
     def has_room(self, losses: Optional[Mapping[str, float]]) -> bool:
         """Whether a checkpoint with these losses has used at most ROOM of each budget. None: it wasn't evaluated."""
