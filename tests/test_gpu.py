@@ -135,13 +135,16 @@ def run(*words):
     return done.stdout
 
 
-def test_inputs_of_layers_wait_on_the_host(tmp_path):
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_inputs_of_layers_wait_on_the_host(compiles):
     """The same gradients, bit for bit, over several passes, and less memory by the inputs of all layers but a few."""
     found, peaks = [], []
     inputs = {name: torch.randint(1, 60, (4, 4096), device=GPU) for name in ("input_ids", "labels")}
     for how in ("full", "offload"):
         model = causal_lm("llama", torch.bfloat16, num_hidden_layers=12, hidden_size=256, max_position_embeddings=4096)
-        layers.checkpoint_activations(model.to(GPU).train(), how)
+        layers.checkpoint_activations(model.to(GPU).train(), how, compiles)
+        if compiles:
+            layers.compile_layers(model, how)
         language_model = LanguageModel(model, chunked=True)
         for _ in range(3):
             found.append(gradients(language_model, inputs)[1])
@@ -149,5 +152,8 @@ def test_inputs_of_layers_wait_on_the_host(tmp_path):
         torch.cuda.reset_peak_memory_stats()
         gradients(language_model, inputs)
         peaks.append(torch.cuda.max_memory_allocated())
-    assert all(torch.equal(one, other) for some in found[1:] for one, other in zip(some, found[0], strict=True))
+    for some in found[1:]:
+        for one, other in zip(some, found[0], strict=True):
+            # A layer that is compiled together with its checkpoint has other kernels.
+            assert torch.equal(one, other) or compiles and (one - other).norm() <= 2e-2 * other.norm()
     assert peaks[0] - peaks[1] > 8 * 4 * 4096 * 256 * 2, peaks
