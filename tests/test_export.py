@@ -511,3 +511,9 @@ def test_an_export_into_a_checkpoint_would_damage_it(runs):
     place = files.latest(runs / "full") / "hf"
     with pytest.raises(ValueError, match="lies in the checkpoint .* which it would damage"):
         exported_output(place, overwrite=True)
+
+
+def test_a_link_is_not_replaced(toys, tmp_path):
+    (tmp_path / "link").symlink_to(toys / "llama")
+    with pytest.raises(ValueError, match="is a link, which isn't replaced"):
+        exported_output(tmp_path / "link", overwrite=True)

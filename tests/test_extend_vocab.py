@@ -334,6 +334,8 @@ def test_bad_input_is_one_sentence(tmp_path, corpus_folder, capsys):
         assert run(*argv) == 2
         said = capsys.readouterr().err
         assert words in said and len(said.strip().splitlines()) == 1, said
+    (folder / "MANIFEST.json").write_text("{}")  # as of a checkpoint whose bytes have changed
+    assert run(folder, *text, *output, "--tokens", 9) == 66 and "is damaged" in capsys.readouterr().err
     assert not list(tmp_path.glob("*hf*"))
 
 

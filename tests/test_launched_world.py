@@ -131,8 +131,10 @@ def test_the_world_is_the_launchers(launched):
     assert launched({}) is None
     assert launched({}, **two_by_two) == launched({"devices": 2, "num_nodes": 2}, **two_by_two) == (2, 2)
     assert launched({"devices": "auto"}, **two_by_two) == (2, 2)
+    assert os.environ["NODE_RANK"] == "1", "by which Fabric numbers ranks that torchrun hasn't started"
     for asked, variables, words in (
         ({"devices": 4}, two_by_two, ["--devices 4", "4 processes, 2 of them on this machine"]),
+        ({}, {**two_by_two, "LOCAL_RANK": 0}, ["RANK 3 is process 1 of its machine, not 0"]),
         ({"num_nodes": 1}, two_by_two, ["--num_nodes 1", "4 processes, 2 of them on this machine"]),
         ({}, {**two_by_two, "WORLD_SIZE": 3}, ["3 processes, 2 of them on this machine"]),
         (

@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 import plan
 from benchmarks import plan as published
 from fabric_llm.model.strategy_rules import Placement
+from fabric_llm.plan import trace
 from fabric_llm.plan.accelerators import KNOWN, accelerator, message_bytes, of_device
 from fabric_llm.run.forecast import Forecast, Planner
 
@@ -257,6 +258,31 @@ def test_auto_recomputes_the_least_that_fits(toys, peaks):
     [text] = run_ranks(1, captured, [str(word) for word in words])
     assert text.startswith("--activation_checkpointing auto: none\n")
     assert text.splitlines()[-1].endswith("--activation_checkpointing auto")
+
+
+def test_the_peak_of_a_device_is_of_what_is_not_offloaded(toys):
+    words = ["--model_name", toys / "llama", *SHORT, "--context_length", 4096, "--micro_batch_size", 4, "--loss", "full"]
+    words += ["--strategy", "fsdp2", "--activation_checkpointing", "full"]
+    plain, offloaded = said(*words), said(*words, "--cpu_offload", "true")
+    assert plain["memory"]["moment"] == offloaded["memory"]["moment"], "of so small a model activations are the peak"
+    gone = {trace.PARAMETERS, trace.GRADIENTS, trace.OPTIMIZER}
+    assert not gone & offloaded["memory"]["parts"].keys() and offloaded["host_bytes"]["offloaded"] > 0
+    rest = [
+        sum(size for name, size in one["memory"]["parts"].items() if "assumed" not in name and name not in gone)
+        for one in (plain, offloaded)
+    ]
+    assert rest[0] == rest[1]
+
+
+def test_steps_of_epochs_and_kept_checkpoints(toys, tmp_path):
+    (tmp_path / "data").mkdir()
+    manifest = {"packed": True, "context_length": 128, "splits": {"train": {"rows": 199}}}
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps(manifest))
+    words = ("--model_name", toys / "llama", "--train_data_dir", tmp_path / "data", "--global_batch_size", 100)
+    assert said(*words, "--number_epochs", 3)["steps"] == 6, "597 rows, the last step with 97"
+    saves = ("--max_step", 10_000, "--save_step_interval", 100, "--keep_last", 2)
+    assert said(*words, *saves)["kept_checkpoints"] == 3
+    assert said(*words, *saves, "--keep_every", 500)["kept_checkpoints"] == 23
 
 
 def test_what_waits_on_the_host_is_planned_there(toys, tmp_path):

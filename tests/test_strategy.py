@@ -1,5 +1,7 @@
 """Every FSDP flag changes where things are, never what is computed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import TOY_CONFIGS
@@ -7,8 +9,11 @@ from ranks import built, metrics, run_ranks, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from fabric_llm.model import strategy, weights
+from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import build_skeleton
 from fabric_llm.model.strategy import modules_to_wrap, original_name
+from fabric_llm.model.strategy_rules import Sharding
 
 FLAGS = [
     ("fsdp", 2, "--sharding_strategy SHARD_GRAD_OP"),
@@ -55,6 +60,29 @@ def plain(toys, tmp_path_factory):
         return *curves, AutoModelForCausalLM.from_pretrained(folder / "run" / "step-00000004").state_dict()
 
     return {precision: of(precision) for precision in ("32-true", "bf16-mixed")}
+
+
+def gradients_of_a_node_each(name):
+    """The gradients of this rank's tokens, which are all ranks' where strategies synchronise them."""
+    how = Sharding(sharding_strategy="HYBRID_SHARD")
+    fabric = SimpleNamespace(device=torch.device("cpu"), world_size=2, strategy=SimpleNamespace(num_processes=1))
+    fabric.setup_module = lambda model, move_to_device: model
+    skeleton, model = (build_skeleton(TOY_CONFIGS["llama"], torch.float32) for _ in range(2))
+    weights.compute_buffers(model)
+
+    def fill(model):
+        weights.fill(model, skeleton, weights.Drawn(build_skeleton(TOY_CONFIGS["llama"], torch.float32), 1))
+
+    model = strategy.wrap(fabric, name, LanguageModel(model), fill, "32-true", how)
+    ids = torch.arange(16)[None] + torch.distributed.get_rank()
+    model(input_ids=ids, labels=ids).backward()
+    return {key: shard.parameter.grad.float().sum().item() for key, shard in strategy.shards(model).items()}
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp2"])
+def test_machines_of_one_device_synchronise_a_hybrid(name):
+    first, second = run_ranks(2, gradients_of_a_node_each, name)
+    assert first == second
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "flags"), FLAGS)

@@ -1,7 +1,9 @@
 """Weights, unit by unit: read, drawn, spread over ranks, computed with and written, they are those of the whole model."""
 
 import json
+import shutil
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from transformers import AutoModelForCausalLM
 
+from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint import state_dicts, whole
 from fabric_llm.model import gate, loading, reference, weights
 from fabric_llm.model.language_model import LanguageModel
@@ -203,6 +206,30 @@ def test_files_that_do_not_hold_the_model_are_one_sentence_before_anything_is_re
     with pytest.raises(Exception, match="weights of .* can't be read") as raised:
         opened(folder, torch.float32)
     assert raised.value.code == 2 and ("up_proj" in str(raised.value)) == (how != "truncated")
+
+
+def test_weights_that_are_tied_by_the_configuration_alone_are_refused(toys, tmp_path):
+    """transformers leaves them apart, with a warning."""
+    folder = shutil.copytree(toys / "llama-tied", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    for head, is_taken in ((tensors["model.embed_tokens.weight"].clone(), True), (torch.ones(1), False)):
+        tensors["lm_head.weight"] = head if is_taken else tensors["lm_head.weight"] + 1
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        with nullcontext() if is_taken else pytest.raises(Fault, match="differ, but config.json ties them"):
+            opened(folder, torch.float32)
+
+
+def test_weights_without_an_index_or_under_another_name_are_not_drawn(toys, tmp_path):
+    folder = shutil.copytree(toys / "llama", tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(Fault, match="can't be read: it has no model.safetensors and no model.safetensors.index.json"):
+        opened(folder, torch.float32)
+    (folder / "weights").mkdir()  # of somebody else
+    (folder / "model-00001-of-00002.safetensors").rename(folder / "own.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": "own.safetensors"}))
+    (found, _), (expected, _) = opened(folder, torch.float32), opened(toys / "llama", torch.float32)
+    assert_equal(found.read("lm_head"), expected.read("lm_head"))
 
 
 @pytest.mark.parametrize("family", ["apertus", "openai-gpt", "gpt2"])

@@ -171,7 +171,11 @@ def takes_positions(model_class: type[PreTrainedModel]) -> bool:
 def has_weights(model_name: str) -> bool:
     """False for a local directory with only a config.json. A sharded checkpoint's are in `weights/`."""
     folder = Path(model_name)
-    return not folder.is_dir() or any((folder / name).exists() for name in (*folders.WEIGHT_FILES, "weights"))
+    return not folder.is_dir() or _is_sharded(folder) or any(folder.glob("*.safetensors*"))
+
+
+def _is_sharded(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file() and (folder / "weights").is_dir()
 
 
 def folder_of(model_name: str) -> Path:
@@ -239,10 +243,10 @@ def open_weights(model_name: str, config: PretrainedConfig, dtype: torch.dtype, 
 
 def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel) -> weights.Slices:
     """Those of a model's safetensors files. Raises ValueError where those of a sharded checkpoint hold another model."""
-    sharded = Path(model_name, "weights")
-    files = sharded.glob("*.safetensors") if sharded.is_dir() else _weight_files(model_name, config)
+    is_sharded = _is_sharded(Path(model_name))
+    files = Path(model_name, "weights").glob("*.safetensors") if is_sharded else _weight_files(model_name, config)
     stored = Tensors(files, _code_of(model_name), f"The weights of {model_name!r}")
-    if sharded.is_dir():
+    if is_sharded:
         wanted = {PREFIX + name: tuple(tensor.shape) for name, tensor in weights.saved(skeleton).items()}
         held = {name: f"a part of {shape}" if stored.missing(name) else shape for name, shape in stored.shapes.items()}
         for name in sorted(held.keys() | wanted.keys()):

@@ -219,7 +219,9 @@ def _wrap_fsdp(fabric: Fabric, model: nn.Module, dtypes: Units, give_memory: Fil
         dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
         # Buffers keep their dtypes: RoPE's frequencies are float32, a scale of embeddings may be bfloat16.
         mixed = fsdp.MixedPrecision(param_dtype=dtype, reduce_dtype=getattr(torch, how.reduce_dtype), buffer_dtype=None)
-    sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD"
+    # FSDP1 would take NO_SHARD for what is sharded over one rank, and add gradients up over that rank alone.
+    one_a_node = how.sharding_strategy == "HYBRID_SHARD" and fabric.strategy.num_processes == 1
+    sharded = fabric.world_size > 1 and how.sharding_strategy != "NO_SHARD" and not one_a_node
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")  # the user, or a single rank, asked for it
         warnings.filterwarnings("ignore", message=".*requires_grad=True and False")  # such as a router's bias

@@ -65,6 +65,12 @@ class Stored:
             named.setdefault(name, []).append(key)
         unit_of = {name: unit for unit, names in units(self.skeleton).items() for name in names}
         tied = getattr(self.skeleton, "all_tied_weights_keys", {})  # a weight's other name -> its own
+        for other, own in tied.items():
+            there = [self.slices[key][...] for name in (own, other) for key in named.get(name, ())]
+            if len(there) == 2 and not torch.equal(*there):  # which transformers doesn't tie then
+                raise ValueError(
+                    f"{own} and {other} differ, but config.json ties them: it has to say tie_word_embeddings false"
+                )
         found: dict[str, list[str]] = {}
         for name, keys in named.items():
             unit = unit_of.get(self.first.get(name, name))

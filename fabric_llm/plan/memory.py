@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Optional
 from unittest.mock import patch
@@ -48,6 +48,7 @@ class Work:
     micro_batches: int  # of a step and device
     context_length: int  # tokens
     ema_device: Optional[str]  # host or same, None without an average
+    elsewhere: frozenset[str] = frozenset()  # labels of trace.py: what is in the host's memory
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Memory:
 
     parts: dict[str, int]  # at the peak
     moment: str  # of the peak
+    elsewhere: dict[str, int] = field(default_factory=dict)  # the most that is in the host's memory instead
 
     @property
     def peak(self) -> int:
@@ -75,7 +77,7 @@ def predict(work: Work) -> Memory:
         setup_module=lambda model, move_to_device: model,
     )
     with _ranks(placement.world_size), _as_on_devices(work, fabric), _sharing(placement.context_parallel):
-        ledger = trace.Ledger(copies_messages=placement.kind == "cpu")
+        ledger = trace.Ledger(placement.kind == "cpu", work.elsewhere)
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), ledger.resizes(), ledger:
                 _step(work, fabric, ledger)
@@ -83,11 +85,12 @@ def predict(work: Work) -> Memory:
             raise ValueError(f"{work.model.name!r} can't be planned: its code depends on the tokens ({error}).") from error
     parts: Counter[str] = Counter()
     for label, size in ledger.at_peak.items():
-        parts[label[0] if isinstance(label, tuple) else label] += size
+        if label not in work.elsewhere:
+            parts[label[0] if isinstance(label, tuple) else label] += size
     if placement.kind == "cuda":
         parts["allocator's slack (assumed)"] = int(SLACK * sum(parts.values()))
         parts["CUDA context (assumed)"] = CONTEXT_BYTES
-    return Memory({name: size for name, size in parts.items() if size}, ledger.peak_moment)
+    return Memory({name: size for name, size in parts.items() if size}, ledger.peak_moment, dict(ledger.most))
 
 
 def _step(work: Work, fabric: Any, ledger: trace.Ledger) -> None:

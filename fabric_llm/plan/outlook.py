@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from math import ceil
+from math import ceil, lcm
 from pathlib import Path
 from statistics import median
 from typing import Any, Optional
@@ -29,7 +29,7 @@ NO, CLOSE = 0.95, 0.80
 # The part of a step's operations that is computed a second time.
 RECOMPUTED = {"none": 0.0, "selective": 0.0, "full": 1 / 3, "offload": 1 / 3}
 # What --cpu_offload keeps in the host's memory.
-OFFLOADED = (trace.PARAMETERS, trace.GRADIENTS, trace.OPTIMIZER, trace.AVERAGE)
+OFFLOADED = frozenset({trace.PARAMETERS, trace.GRADIENTS, trace.OPTIMIZER, trace.AVERAGE})
 
 
 @dataclass(frozen=True)
@@ -82,25 +82,24 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
     micro_batch_size, micro_batches, batch = batch_sizes(flags, placement.devices, placement.num_nodes)
     strategy_rules.offload(placement.strategy, flags.fsdp.cpu_offload, micro_batches)
     context, rows = _rows(flags)
-    tokens, steps = batch * context, _steps(own, flags, batch * context, rows and rows // batch)
+    tokens, steps = batch * context, _steps(own, flags, batch * context, rows and rows / batch)
     model, skeleton = _model(flags, placement.kind)
     require_shares(placement.context_parallel, model, flags.model.attention, "rows", context)
     average = flags.training.ema_device if flags.training.ema_decay is not None else None
-    memory = memory_of(Work(placement, model, micro_batch_size, micro_batches, context, average))
+    elsewhere = OFFLOADED if flags.fsdp.cpu_offload and placement.kind == "cuda" else frozenset()
+    memory = memory_of(Work(placement, model, micro_batch_size, micro_batches, context, average, elsewhere))
     parameters = list(skeleton.parameters())
     host = _host(flags, placement, skeleton, memory, average)
     if model.activation_checkpointing == "offload" and placement.kind == "cuda":
         tokens_held = placement.devices * micro_batch_size * context // placement.context_parallel
         of_a_token = model.config.get_text_config().hidden_size * (4 if model.precision == "32-true" else 2)
         host["inputs of layers"] = tokens_held * of_a_token * len(strategies.repeated_layers(skeleton))
-    if flags.fsdp.cpu_offload:
-        memory = Memory({name: size for name, size in memory.parts.items() if name not in OFFLOADED}, memory.moment)
     operations = flops.of_model(skeleton).of(np.full(context, batch))
     again, world = _recomputed(model.activation_checkpointing), placement.world_size
     mfu = _mfu(own, device)
     is_sharded, wide = placement.strategy in ("fsdp", "fsdp2"), model.precision == "32-true"
-    count = sum(parameter.numel() for parameter in parameters)
-    reduced = count * (4 if wide or is_sharded and flags.fsdp.reduce_dtype == "float32" else parameters[0].element_size())
+    count, trained = (sum(p.numel() for p in parameters if p.requires_grad or every) for every in (True, False))
+    reduced = trained * (4 if wide or is_sharded and flags.fsdp.reduce_dtype == "float32" else parameters[0].element_size())
     syncs_all = strategies.syncs_every_micro_batch(placement.strategy, model.sums_in_float32)
     syncs, units = micro_batches if syncs_all else 1, len(strategies.repeated_layers(skeleton)) + 1
     sent = accelerators.message_bytes(placement, count * (4 if wide else 2), reduced, syncs, micro_batches)
@@ -119,19 +118,21 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
         exchange=exchanged,
     )
     known = device.memory_gib if own.device_memory is None else own.device_memory
-    saves = 1 + (steps - 1) // (flags.save.save_step_interval or steps)
-    kept = saves if flags.save.keep_last is None else min(saves, flags.save.keep_last + flags.save.keep_best)
+    interval, kept = flags.save.save_step_interval or steps, flags.save.keep_last
+    saves = 1 + (steps - 1) // interval
+    if kept is not None:
+        kept += flags.save.keep_best + (steps // lcm(interval, flags.save.keep_every) if flags.save.keep_every else 0)
     return Outlook(
         model=type(skeleton).__name__,
         parameters=count,
-        trained=sum(p.numel() for p in parameters if p.requires_grad),
+        trained=trained,
         on=f"{placement.strategy} on {placement.num_nodes} x {placement.devices} {device.name}",
         activation_checkpointing=model.activation_checkpointing,
         memory=memory,
         device_bytes=None if known is None else int(known * GIB),
         host_bytes=host,
         checkpoint_bytes=adamw.checkpoint_bytes(parameters, model.bf16_updates, average),
-        kept_checkpoints=kept,
+        kept_checkpoints=saves if kept is None else min(saves, kept),
         tokens_a_step=tokens,
         steps=steps,
         flops_a_step=operations,
@@ -197,13 +198,13 @@ def _rows(flags: Flags) -> tuple[int, Optional[int]]:
     return context, said and said[0]
 
 
-def _steps(own: Flags, flags: Flags, tokens_a_step: int, an_epoch: Optional[int]) -> int:
+def _steps(own: Flags, flags: Flags, tokens_a_step: int, an_epoch: Optional[float]) -> int:
     if own.tokens is not None:
         return ceil(own.tokens / tokens_a_step)
     if flags.training.max_step is not None:
         return flags.training.max_step
     if an_epoch:
-        return an_epoch * flags.training.number_epochs
+        return ceil(an_epoch * flags.training.number_epochs)
     raise Fault("--max_step is missing: without a dataset a plan needs the steps of the run, or its --tokens.")
 
 
@@ -235,20 +236,24 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
 def _host(flags: Flags, placement: Placement, skeleton: Any, memory: Memory, average: Optional[str]) -> dict[str, int]:
     """Bytes of a node's memory, by what they are for (docs/fsdp.md, "Models larger than a host")."""
     ranks, parameters = placement.devices, dict(skeleton.named_parameters())
-    part = 1 if placement.strategy in ("ddp", "single") else placement.world_size
+    world = placement.world_size
+    part = {"NO_SHARD": 1, "HYBRID_SHARD": ranks}.get(placement.sharding.sharding_strategy, world)
+    part = 1 if placement.strategy in ("ddp", "single") else part
     held = sum(p.nbytes for p in parameters.values())
     units = (sum(parameters[n].nbytes for n in some if n in parameters) for some in weights.units(skeleton).values())
     found = {"processes (assumed)": int(ranks * (GIB_OF_A_RANK + 2 * (placement.kind == "cuda")) * GIB)}
     if placement.kind == "cpu":
         found["what devices hold"] = ranks * memory.peak
     found["one layer, while it loads or saves"] = max(units, default=0)
-    if flags.fsdp.cpu_offload and placement.kind == "cuda":
-        found["offloaded"] = ranks * sum(memory.parts.get(name, 0) for name in OFFLOADED)
+    if memory.elsewhere:
+        found["offloaded"] = ranks * sum(memory.elsewhere.values())
     if average == "host":
         found["moving average"] = ranks * sum(4 * p.numel() for p in parameters.values() if p.requires_grad) // part
     if flags.save.async_save:
         whole = adamw.checkpoint_bytes(parameters.values(), flags.model.bf16_updates, average)
-        found["copies for --async_save"] = ranks * whole // part
+        found["copies for --async_save"] = (
+            ranks * whole // (world if part == 1 else part)
+        )  # of replicas each rank copies a part
     if flags.model.verify_start:
         found["reference, before step 1 (less where less is free)"] = held
     return found

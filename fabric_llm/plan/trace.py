@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,10 +38,11 @@ OPTIMIZER, AVERAGE, BATCH, SUMS = "optimizer state", "moving average", "batch", 
 class Ledger(TorchDispatchMode):
     """Bytes of all storages that are alive, by what they are, and their composition at the peak."""
 
-    def __init__(self, copies_messages: bool = False) -> None:
-        """copies_messages: as gloo does with what it reduces and scatters, and NCCL doesn't."""
+    def __init__(self, copies_messages: bool = False, elsewhere: Collection[str] = ()) -> None:
+        """copies_messages: as gloo does with what it reduces and scatters, and NCCL doesn't. elsewhere: labels of what the host has."""
         super().__init__()
-        self.copies_messages = copies_messages
+        self.copies_messages, self.elsewhere = copies_messages, elsewhere
+        self.most: Counter[Any] = Counter()  # that was held of each of these labels
         self.label: Any = PARAMETERS  # of storages that are made now; of a layer's: (ACTIVATIONS, number of the layer)
         self.moment = "start"
         self.alive: dict[int, tuple[int, Any]] = {}  # storage -> bytes, label
@@ -87,9 +88,11 @@ class Ledger(TorchDispatchMode):
         label = label or was
         self.held[was] -= before
         self.held[label] += size
-        self.total += size - before
+        self.total += size * (label not in self.elsewhere) - before * (was not in self.elsewhere)
         if size:
             self.alive[key] = size, label
+        if label in self.elsewhere:
+            self.most[label] = max(self.most[label], self.held[label])
         if self.total > self.peak:
             self.peak, self.at_peak, self.peak_moment = self.total, self.held.copy(), self.moment
 

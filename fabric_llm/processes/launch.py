@@ -116,8 +116,12 @@ def launched_world(asked: dict[str, Any]) -> Optional[tuple[int, int]]:
     there = f"the launcher has started {world_size} processes, {per_node} of them on this machine"
     if left:
         raise ValueError(f"{there}: each machine must have the same number.")
-    number_of("RANK", 0, world_size - 1, default="")
-    number_of("LOCAL_RANK", 0, per_node - 1)
+    node, place = divmod(number_of("RANK", 0, world_size - 1, default=""), per_node)
+    if number_of("LOCAL_RANK", 0, per_node - 1) != place:
+        raise ValueError(
+            f"{there}: RANK {os.environ['RANK']} is process {place} of its machine, not {os.environ['LOCAL_RANK']}."
+        )
+    os.environ["NODE_RANK"] = str(node)  # by which Fabric numbers ranks that torchrun hasn't started
     for name, number in (("devices", per_node), ("num_nodes", nodes)):
         if asked.get(name, "auto") not in ("auto", number):
             raise ValueError(f"--{name} {asked[name]}, but {there}: leave --{name} out, or start as many.")

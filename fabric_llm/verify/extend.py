@@ -11,6 +11,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fabric_llm.base import files
+from fabric_llm.checkpoint import keep
 from fabric_llm.model import loading
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.weights import Source
@@ -32,6 +34,8 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
     the model is held in float32, before it is extended and after.
     """
     loading.disable_progress_bar()
+    if (Path(model_name) / files.MANIFEST).is_file():
+        keep.verified(Path(model_name), hashes=True)
     tokenizer = extendable_tokenizer(model_name)
     old = tokenizer.backend_tokenizer
     learned = learn(old, corpus.learned, tokens)
