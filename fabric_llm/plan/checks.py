@@ -196,7 +196,7 @@ def exported_output(output: Path, overwrite: bool) -> None:
         raise ValueError(f"{str(output)!r} lies in the checkpoint {inside[0]!r}, which it would damage; take another --output.")
     if output.exists() and not overwrite:
         raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
-    if output.is_symlink():
-        raise ValueError(f"{str(output)!r} is a link, which isn't replaced: name the folder itself.")
     if output.exists() and (not (output / "config.json").is_file() or (output / MANIFEST).exists()):  # such as a run
         raise ValueError(f"{str(output)!r} isn't an exported model; take another --output.")
+    if output.is_symlink():
+        raise ValueError(f"{str(output)!r} is a link, which isn't replaced: name the folder itself.")
