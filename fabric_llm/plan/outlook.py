@@ -98,7 +98,8 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
     again, world = _recomputed(model.activation_checkpointing), placement.world_size
     mfu = _mfu(own, device)
     is_sharded, wide = placement.strategy in ("fsdp", "fsdp2"), model.precision == "32-true"
-    count, trained = (sum(p.numel() for p in parameters if p.requires_grad or every) for every in (True, False))
+    count = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
     reduced = trained * (4 if wide or is_sharded and flags.fsdp.reduce_dtype == "float32" else parameters[0].element_size())
     syncs_all = strategies.syncs_every_micro_batch(placement.strategy, model.sums_in_float32)
     syncs, units = micro_batches if syncs_all else 1, len(strategies.repeated_layers(skeleton)) + 1

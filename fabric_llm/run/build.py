@@ -72,8 +72,10 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     run.background = writing.Background(run.model) if flags.save.async_save else None
     run.closing.callback(save.publish, run)
     run.samples = Samples(fabric, plan, flags.logging, run.log, watch.mark)
-    looks = fabric.global_rank == 0  # for all ranks
-    signals.watch_for(*((plan.run_directory, flags.training.max_hours) if looks else (None, None)))
+    if fabric.global_rank == 0:  # looks for all ranks
+        signals.watch_for(plan.run_directory, flags.training.max_hours)
+    else:
+        signals.watch_for(None, None)
     run.requests = signals
     run.closing.callback(run.requests.finish)
     run.evaluation = make_evaluation(run)

@@ -121,7 +121,8 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
     if document_end is None and model_flags.attention == "auto" and sharing == 1:
         attention = asked
     measured = tiles.found_in(reference) if plan.model.tiled_mlp else {}
-    tiled, whole = ([one for one, is_tiled in measured.items() if is_tiled == wanted] for wanted in (True, False))
+    tiled = [one for one, is_tiled in measured.items() if is_tiled]
+    whole = [one for one in measured if one not in tiled]
     if plan.model.tiled_mlp and not any(p.ndim > 1 for one in tiled for p in reference.get_submodule(one).parameters()):
         raise ValueError(f"--tiled_mlp true: {name} can't: its MLPs have dropout, or don't take each token by itself.")
     if whole:
