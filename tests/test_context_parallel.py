@@ -1,5 +1,6 @@
 """--context_parallel: ranks that share rows compute what one process computes, with documents that cross their cuts."""
 
+import shutil
 from types import SimpleNamespace
 
 import datasets
@@ -9,6 +10,7 @@ import torch
 from conftest import documents
 from families import toy_config, write_data, write_model
 from ranks import Job, metrics, run_ranks, toy_run, train_ranks
+from safetensors.torch import load_file
 from test_float8 import refused
 from test_law_9_packed_documents import packed_batch
 from transformers import AutoModelForCausalLM
@@ -106,6 +108,31 @@ def test_killed_runs_go_on_with_any_number_that_shares(toys, packed_data, tmp_pa
     assert Job(4, *flags, "--context_parallel", 4).wait() == [0] * 4
     assert_same(numbers(tmp_path, "packed"), alone["packed"])
     assert verify.main([str(tmp_path / "packed")]) == 0
+
+
+@pytest.mark.parametrize("sharing", [2, 4])
+def test_a_mixture_is_shared_and_a_resume_with_as_many_is_the_same_run_bit_for_bit(toys, packed_data, tmp_path, sharing):
+    other = shutil.copytree(packed_data, tmp_path / "other")
+    flags = (
+        *toy_run(toys, tmp_path)[:2],
+        "--output_dir",
+        tmp_path,
+        "--data_mix",
+        f"a={packed_data}:3,b={other}:1",
+        "--lr",
+        1e-3,
+    )
+    flags += ("--max_step", 4, "--global_batch_size", 4, "--precision", "32-true", "--eval_iters", 4, "--eval_step_interval", 2)
+    flags += ("--save_step_interval", 2)
+    train_ranks(1, *flags, "--run_name", "alone")
+    train_ranks(sharing, *flags, "--run_name", "shared", "--context_parallel", sharing)
+    assert_same(numbers(tmp_path, "shared"), numbers(tmp_path, "alone"))
+    assert verify.main([str(tmp_path / "shared")]) == 0
+    again = ("--run_name", "again", "--resume", "true", "--checkpoint", tmp_path / "shared" / "step-00000002")
+    train_ranks(sharing, *flags, *again, "--context_parallel", sharing)
+    whole, resumed = (load_file(tmp_path / name / "step-00000004" / "model.safetensors") for name in ("shared", "again"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert numbers(tmp_path, "again") == numbers(tmp_path, "shared")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
