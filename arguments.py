@@ -11,10 +11,12 @@ import sys
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, Optional, Union
 
 from fabric_llm.base.command_line import Flag, declared, fail, flag, groups, parse
 from fabric_llm.base.faults import BAD_INPUT
+from fabric_llm.base.names import at_home
 from fabric_llm.data.mixture_text import text_of, with_replay
 from fabric_llm.run import metrics
 from fabric_llm.training.guard import ACTIONS
@@ -43,6 +45,8 @@ class DeviceArguments:
     """so many ranks side by side share each row, of which each holds a part (docs/long_context.md)"""
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = setting("auto", also="device device_type")
     """auto: cuda where there is a GPU, else cpu"""
+    oversubscribe: bool = flag(False, kept=False)
+    """start more processes on CPUs than four for each core"""
     hang_timeout: float = setting(1800.0, above=0, also="ddp_timeout nccl_timeout")
     """seconds that a rank may take for a step, a batch of an evaluation, a save, or set-up; then the run ends with code 71"""
     join_timeout: float = setting(300.0, above=0)
@@ -56,7 +60,9 @@ class DataArguments:
     """Data"""
 
     # The folder may be moved. The fingerprint of its content belongs to the run.
-    train_data_dir: Optional[str] = basic_setting(None, also="data_dir data_path dataset dataset_name train_file")
+    train_data_dir: Optional[str] = basic_setting(
+        None, path=True, also="data_dir data_path dataset dataset_name train_file datasets dataset_path"
+    )
     """dataset folder that prepare_data.py wrote; any with input_ids will do"""
     data_mix: Optional[str] = basic(
         None,
@@ -66,7 +72,7 @@ class DataArguments:
     """datasets and their shares of the tokens; instead of --train_data_dir; a YAML file (docs/mixture.md), or
     name=folder:weight[:max_epochs],... such as new=data/new:0.75,old=data/old:0.25:4"""
     # Both are kept as the --data_mix that they stand for.
-    replay: Optional[str] = basic_setting(None)
+    replay: Optional[str] = basic_setting(None, path=True)
     """dataset folder mixed in against forgetting; a fifth of what is read; the short form of --data_mix
     new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F"""
     replay_fraction: Optional[float] = setting(None)
@@ -87,7 +93,9 @@ class ModelArguments:
     """Model"""
 
     # May only change to another name of the same model, see plan/make_plan.py.
-    model_name: Optional[str] = basic_setting(None, also="base_model model_name_or_path pretrained_model_name_or_path")
+    model_name: Optional[str] = basic_setting(
+        None, path=True, also="base_model model_name_or_path pretrained_model_name_or_path model checkpoint_dir hf_assets_path"
+    )
     """hub name or local directory of a causal LM; config.json alone: random start"""
     precision: Literal["bf16-true", "bf16-mixed", "16-mixed", "32-true"] = basic(
         "bf16-true", fixed=True, also="bf16 fp16 fp32 dtype torch_dtype mixed_precision"
@@ -165,7 +173,7 @@ class FSDPArguments:
 class CheckpointArguments:
     """Checkpoint"""
 
-    output_dir: str = basic_setting("checkpoints", also="save_dir save_folder dump_folder default_root_dir")
+    output_dir: str = basic_setting("checkpoints", path=True, also="save_dir save_folder dump_folder default_root_dir")
     """folder of run directories"""
     run_name: Optional[str] = basic(None, kept=False, also="wandb_name exp_name experiment_name")
     """name of the run directory (default: model and data, numbered)"""
@@ -173,7 +181,7 @@ class CheckpointArguments:
     """true: go on from the latest checkpoint; or from --checkpoint; auto: if there is one, else start"""
     verify_checkpoints: Literal["full", "size"] = setting("full")
     """before resuming, compare sizes and sha256 of all files with the manifest, or only sizes"""
-    checkpoint: Optional[str] = flag(None, kept=False, also="ckpt_path resume_from_checkpoint load_checkpoint")
+    checkpoint: Optional[str] = flag(None, kept=False, path=True, also="ckpt_path resume_from_checkpoint load_checkpoint")
     """the checkpoint to resume from, checkpoints/RUN/step-N; with the --run_name of a new run: a branch"""
     resume_override: Optional[str] = flag(None, kept=False, needs="resume")
     """flags that a resumed run changes on purpose, comma-separated, such as max_step,lr; refused otherwise"""
@@ -333,7 +341,7 @@ class LoggingArguments:
         False, takes="false, last or all", needs="logger wandb", also="wandb_log_model"
     )
     """upload to Weights & Biases: last, the last checkpoint of a finished run, or all, each as it is saved"""
-    sample_prompts: Optional[str] = setting(None)
+    sample_prompts: Optional[str] = setting(None, path=True)
     """file of up to 64 prompts, one a line, or JSON lines with "prompt": before step 1 and with each checkpoint, but
     for one that a request to stop asks for, the --sample_tokens most likely tokens after each prompt go to
     samples.jsonl; any strategy, all ranks, one forward pass of up to 1,024 tokens for each token (docs/report.md)"""
@@ -380,29 +388,29 @@ class Arguments:
 class PrepareArguments:
     """Options"""
 
-    input: Optional[list[str]] = flag(None)
+    input: Optional[list[str]] = flag(None, path=True)
     """files or folders of .txt, .md, .rst, .jsonl, .json, .csv, .tsv, .parquet, also with .gz, .zst, .bz2, .xz; dataset
     folders; names of datasets on the hub"""
-    output: str = flag(None)
+    output: str = flag(None, path=True)
     """dataset folder to write, such as data/mine"""
-    tasks: Optional[str] = flag(None, takes="names or YAML files of tasks, comma-separated, such as hellaswag,arc_easy")
+    tasks: Optional[str] = flag(None, path=True, takes="names or YAML files of tasks, comma-separated, such as hellaswag,arc_easy")
     """instead of --input: tasks of lm-evaluation-harness, or files or folders of your own in its YAML, comma-separated, as
     a validation set for --eval_data (docs/forgetting.md)"""
-    tokenizer: Optional[str] = flag(None)
+    tokenizer: Optional[str] = flag(None, path=True, also="tokenizer_name tokenizer_path tokenizer_name_or_path")
     """hub name or local directory of the tokenizer (that of your model)"""
     train_tokenizer: Optional[int] = flag(None, at_least=257)
     """train a byte-level BPE tokenizer of this many tokens instead: every byte, the end of a text, and more"""
     context_length: int = flag(2048, at_least=2)
     """tokens per sequence"""
-    validation_fraction: float = flag(0.01, at_least=0, below=1)
+    validation_fraction: float = flag(0.01, at_least=0, below=1, also="val_set_size val_split_fraction validation_split_percentage")
     """part of the documents that goes to validation, with at most about twice that part of the tokens; none of a
     dataset with a validation split of its own"""
-    text_field: str = flag("text")
+    text_field: str = flag("text", also="text_column dataset_text_field text_key")
     """field of .jsonl, .json, .csv, .parquet and datasets that holds the text"""
     document_separator: Optional[str] = flag(None)
     r"""string between the documents of a text file, such as '\n---\n'; none: each file is one document (default: blank
     lines in a single text file and in those over 16 MiB, else none)"""
-    packing: Literal["concat", "best_fit"] = flag("concat")
+    packing: Literal["concat", "best_fit"] = flag("concat", also="sample_packing pack_sequences packed")
     """concat: documents are cut where a row ends; best_fit: only those longer than a row, with padding"""
     deduplicate: Literal["none", "exact"] = flag("none")
     """exact: drop documents whose text has come before"""
@@ -426,9 +434,9 @@ class PrepareArguments:
 class ExportArguments:
     """Options"""
 
-    checkpoint: str = flag(None)
+    checkpoint: str = flag(None, path=True)
     """checkpoints/RUN/step-N, or checkpoints/RUN for its latest"""
-    output: str = flag(None)
+    output: str = flag(None, path=True)
     """Hugging Face directory to write, such as hf/mine"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag("auto")
     """dtype of the weights; auto: as trained"""
@@ -436,9 +444,9 @@ class ExportArguments:
     """export the moving average of the weights that --ema_decay has kept, instead of the weights"""
     max_shard_size: str = flag("5GB")
     """largest weight file"""
-    push_to_hub: Optional[str] = flag(None)
+    push_to_hub: Optional[str] = flag(None, also="hub_model_id push_to_hub_model_id")
     """upload to this repository, org/name, once it is verified"""
-    private: bool = flag(True)
+    private: bool = flag(True, also="hub_private_repo")
     """make the repository private, where it is new"""
     overwrite: bool = flag(False)
     """replace an existing output folder"""
@@ -454,7 +462,7 @@ class PlanArguments:
     """GiB of memory of a device (default: the accelerator's)"""
     mfu: Optional[float] = flag(None, above=0, below=1)
     """part of the accelerator's peak that the model's operations reach, such as 0.4 (default: assumed, and printed)"""
-    like: Optional[str] = flag(None)
+    like: Optional[str] = flag(None, path=True)
     """directory of a run on this accelerator, whose speed is taken in place of --mfu"""
     network: float = flag(400.0, above=0)
     """Gbit/s between nodes, of each node"""
@@ -468,11 +476,34 @@ class PlanArguments:
     """devices=FIRST..LAST: the plan on so many devices, doubled from row to row, sharded in two ways (docs/planning.md)"""
     json: bool = flag(False)
     """print all numbers as JSON"""
-    html: Optional[str] = flag(None)
+    html: Optional[str] = flag(None, path=True)
     """draw the memory into this file and, where there is a dataset, learning rate, sources and what is due (docs/report.md)"""
 
 
 # --------------------------------------------------------------------------- parsing
+
+# What people paste from other trainers, and train.py has no flag for: names -> what is said of them.
+NOT_A_FLAG = {
+    "optim optimizer optimizer_name optim_type": "the optimizer is AdamW; docs/make_it_yours.md says how to take another",
+    "lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora use_peft peft adapter load_in_4bit load_in_8bit "
+    "quantize": "all parameters train, or those of --train_only: there are no adapters",
+    "do_train do_eval do_predict": "leave it out: a run trains, and evaluates where --eval_iters isn't 0",
+    "trust_remote_code": "leave it out: code that comes with a model is never run",
+    "token hf_token use_auth_token hub_token": "set HF_TOKEN, or log in with hf auth login",
+    "chat_template prompt_style train_on_inputs": "rows are plain text: a chat template is applied before prepare_data.py",
+    "overwrite_output_dir": "leave it out: a run never overwrites another; take another --run_name",
+}
+
+
+def not_here() -> dict[str, str]:
+    """What is said of names that are no flags of train.py: {name: words}, also of those of the other scripts."""
+    found = {name: said for names, said in NOT_A_FLAG.items() for name in names.split()}
+    scripts = {"plan.py": PlanArguments, "export_hf.py": ExportArguments, "prepare_data.py": PrepareArguments}
+    for script, group in scripts.items():
+        for name, one in declared(group).items():
+            found |= dict.fromkeys((name, *one.also.split()), f"it is --{name} of {script}")
+    return found
+
 
 TRAIN = """usage: python train.py --devices 4 --model_name MODEL --train_data_dir FOLDER
 Train a Hugging Face causal language model. Without flags: a demo."""
@@ -508,7 +539,7 @@ def _parse_run(program: str, about: str, more: list[type], argv: Optional[list[s
         place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
         argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
     flag_groups = [*more, *groups(Arguments).values()]
-    flat = parse(program, about, flag_groups, argv, of_run=resumed is not None)
+    flat = parse(program, about, flag_groups, argv, of_run=resumed is not None, elsewhere=not_here())
     try:
         metrics.named(flat["logger"])
         # arguments.yaml keeps the mixture itself, since its file may change.
@@ -531,7 +562,7 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("resume", "run_name", "checkpoint", "output_dir"):
         names.add_argument(f"--{name}", nargs="?")
-    given, _ = names.parse_known_args(argv)
+    given = SimpleNamespace(**{name: value and at_home(value) for name, value in vars(names.parse_known_args(argv)[0]).items()})
     if str(given.resume).lower() not in ("true", "auto") or not (given.run_name or given.checkpoint):
         return None
     folder = Path(given.output_dir or "checkpoints", given.run_name or "")

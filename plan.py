@@ -2,14 +2,13 @@
 """Will it fit, how long, how much: `python plan.py FLAGS OF train.py`. Needs no GPU, no weights and no dataset."""
 
 import json
-import shlex
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Optional
 
 from arguments import PlanArguments, parse_plan
-from fabric_llm.base import files
+from fabric_llm.base import files, names
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.report.__main__ import page_module
@@ -21,8 +20,8 @@ GIB = 2**30
 def main(argv: Optional[list[str]] = None) -> int:
     """Print the plan and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    own, flags = parse_plan(words)
     with in_one_sentence("plan.py"):
+        own, flags = parse_plan(words)
         from fabric_llm.plan import changes, sweep  # import torch
 
         asks, plan = flags.fsdp.activation_checkpointing == "auto", None
@@ -158,12 +157,11 @@ def command(words: list[str]) -> str:
     name = ""
     for word in words:
         if word.startswith("--"):
-            name, equals, value = word.partition("=")
+            name, equals, value = word[2:].partition("=")
             given[name] = [value] if equals else []
         elif name:
             given[name].append(word)
-    kept = [[name, *values] for name, values in given.items() if name[2:] not in OWN]
-    return shlex.join(["python", "train.py", *(word for one in kept for word in one)])
+    return names.command("python", "train.py", **{name: values for name, values in given.items() if name not in OWN})
 
 
 if __name__ == "__main__":

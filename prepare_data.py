@@ -4,6 +4,7 @@
 from pathlib import Path
 from typing import Optional
 
+from fabric_llm.base.names import command
 from fabric_llm.base.program import in_one_sentence, plain_output
 
 
@@ -20,7 +21,8 @@ def main(argv: Optional[list[str]] = None) -> None:
             from fabric_llm.prepare.tasks import prepare_tasks
 
             said = prepare_tasks(arguments.tasks, arguments.tokenizer, arguments.context_length, arguments.output)
-            print(f"{said}\nNext: python train.py ... --eval_data tasks={arguments.output}", flush=True)
+            following = command("python", "train.py", "...", eval_data=f"tasks={arguments.output}")
+            print(f"{said}\nNext: {following}", flush=True)
             return
         from fabric_llm.prepare import prepare
         from fabric_llm.prepare.inputs import work_folder_of
@@ -35,7 +37,8 @@ def main(argv: Optional[list[str]] = None) -> None:
             raise
         print(prepare.summary(manifest), flush=True)
         ending.left = f"{arguments.output} is complete"
-        print(f"Next: python train.py --model_name NAME_OR_DIR --train_data_dir {arguments.output}", flush=True)
+        following = command("python", "train.py", model_name="NAME_OR_DIR", train_data_dir=arguments.output)
+        print(f"Next: {following}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from huggingface_hub import try_to_load_from_cache
-
 from fabric_llm.base import files
 from fabric_llm.base.command_line import flag, parse
 from fabric_llm.base.faults import Fault
@@ -38,9 +36,13 @@ class AverageArguments:
 
     # May be given without its flag, before all others.
     parts: list[str] = flag(
-        None, "runs (their latest checkpoint, or --last), checkpoints, Hugging Face directories and what the hub's cache has"
+        None,
+        "runs (their latest checkpoint, or --last), checkpoints, Hugging Face directories and what the hub's cache has",
+        path=True,
     )
-    output: Optional[str] = flag(None, "Hugging Face directory to write (default: hf/NAME-average, of the last part)")
+    output: Optional[str] = flag(
+        None, "Hugging Face directory to write (default: hf/NAME-average, of the last part)", path=True
+    )
     last: Optional[int] = flag(None, "take so many of the newest checkpoints of each run (default: 1)", above=0)
     weights: str = flag(
         "equal",
@@ -66,6 +68,8 @@ def named(given: Sequence[str], last: Optional[int]) -> list[Path]:
     for name in given:
         path = Path(name)
         if not path.is_dir():
+            from huggingface_hub import try_to_load_from_cache
+
             with suppress(ValueError):  # what can't be a name on the hub
                 cached = try_to_load_from_cache(name, "config.json")
                 path = Path(cached).parent if isinstance(cached, str) else path

@@ -5,13 +5,13 @@ that prepare_data.py and train.py take, with proof that what the model knew is a
 their order.
 """
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
 from fabric_llm.base import files
 from fabric_llm.base.command_line import flag, parse
+from fabric_llm.base.names import command
 from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.model.folders import check_model_folder
 from fabric_llm.plan.checks import exported_output
@@ -26,10 +26,10 @@ ABOUT = f"usage: {PROGRAM} MODEL --input CORPUS --tokens N --output FOLDER\nAdd 
 class ExtendArguments:
     """Options"""
 
-    model_name: str = flag(None, "hub name or directory of a causal LM; may be given without its flag")
-    input: list[str] = flag(None, "the corpus: what prepare_data.py --input takes")
+    model_name: str = flag(None, "hub name or directory of a causal LM; may be given without its flag", path=True)
+    input: list[str] = flag(None, "the corpus: what prepare_data.py --input takes", path=True)
     tokens: int = flag(None, "tokens to add at most: fewer if no more come twice", above=0)
-    output: str = flag(None, "Hugging Face directory to write, such as hf/extended")
+    output: str = flag(None, "Hugging Face directory to write, such as hf/extended", path=True)
     text_field: str = flag("text", "field of .jsonl, .json, .csv, .parquet and datasets that holds the text")
     document_separator: Optional[str] = flag(None, "string between the documents of a text file, as in prepare_data.py")
     pattern: Optional[list[str]] = flag(None, "file name patterns to take from folders, such as '*.py'")
@@ -57,15 +57,12 @@ def main(argv: Optional[list[str]] = None) -> None:
         print(corpus.summary(texts), flush=True)
         print("\n".join(extend(given.model_name, texts, output, given.tokens)))
         ending.left = f"{given.output} is complete"
-        of_corpus = ["--input", *given.input]
-        for name in ("pattern", "exclude", "text_field", "document_separator"):
-            if (value := getattr(given, name)) is not None:
-                of_corpus += [f"--{name}", *([value] if isinstance(value, str) else value)]
-        print(
-            f"Next: python prepare_data.py {shlex.join(of_corpus)} --tokenizer {given.output} --output data/extended\n"
-            f"then: python train.py --model_name {given.output} --train_data_dir data/extended --train_only embeddings",
-            flush=True,
-        )
+        names = ("input", "pattern", "exclude", "text_field", "document_separator")
+        of_corpus = {name: value for name in names if (value := getattr(given, name)) is not None}
+        data, embeddings = "data/extended", {"train_only": "embeddings"}
+        preparing = command("python", "prepare_data.py", **of_corpus, tokenizer=given.output, output=data)
+        training = command("python", "train.py", model_name=given.output, train_data_dir=data, **embeddings)
+        print(f"Next: {preparing}\nthen: {training}", flush=True)
 
 
 if __name__ == "__main__":

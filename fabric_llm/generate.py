@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from fabric_llm.base.command_line import flag, parse
+from fabric_llm.base.names import command
 from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.checkpoint import keep
 
@@ -17,7 +18,9 @@ DESCRIPTION = f"Print what a model writes after a text, without a chat template:
 class GenerateArguments:
     """Options"""
 
-    model: str = flag(None, "run (its latest checkpoint), checkpoint or Hugging Face directory; its flag may be left out")
+    model: str = flag(
+        None, "run (its latest checkpoint), checkpoint or Hugging Face directory; its flag may be left out", path=True
+    )
     prompt: Optional[str] = flag(None, "the text to go on from (default: all of standard input)")
     max_new_tokens: int = flag(128, "tokens at most; the model may end its text before", above=0)
     temperature: float = flag(0.8, "what the logits are divided by; 0: always the most likely token", at_least=0)
@@ -64,7 +67,8 @@ def main(argv: Optional[list[str]] = None) -> None:
             folder = keep.checkpoint_at(folder)
             keep.verified(folder)
         if (folder / "weights").is_dir():
-            raise ValueError(f"{str(folder)!r} is sharded: export it first, python export_hf.py {folder} --output hf/NAME.")
+            exporting = command("python", "export_hf.py", folder, output="hf/NAME")
+            raise ValueError(f"{str(folder)!r} is sharded: export it first, {exporting}.")
         if given.prompt is None and (sys.stdin is None or sys.stdin.isatty()):
             raise ValueError("There is no text to go on from: give --prompt TEXT, or pass it on standard input.")
         write(str(folder), sys.stdin.read().removesuffix("\n") if given.prompt is None else given.prompt, given)

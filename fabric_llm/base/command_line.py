@@ -11,19 +11,23 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
-from fabric_llm.base.faults import BAD_INPUT, printable
+from fabric_llm.base.faults import BAD_INPUT, missing_package, printable
 from fabric_llm.base.files import write_atomically
 from fabric_llm.base.help import answer_help
-from fabric_llm.base.names import flag_meant
+from fabric_llm.base.names import at_home, unknown
+
+try:
+    import yaml
+except ModuleNotFoundError as error:  # here, since no command has begun that could say it
+    print(f"error: {missing_package(error)}", file=sys.stderr)
+    raise SystemExit(BAD_INPUT) from None
 
 # arguments.Arguments, which this package doesn't import. A group's flags are its fields: `flags.training.lr`.
 Flags = Any
@@ -54,6 +58,7 @@ class Flag:
     needs: str = ""  # "flag, flag VALUE VALUE": it has no effect unless each is on, or has one of the values
     also: str = ""  # its names in other trainers, without those that are recognised as typos anyway
     basic: bool = False  # a first run needs it: it is in the short --help
+    path: bool = False  # it names a file or a folder, or several with commas, in which `~` is the home folder
 
     @property
     def belongs_to_run(self) -> bool:
@@ -91,7 +96,7 @@ class Flag:
         return f"must be {words}, not {value}."
 
 
-CONFIG = Flag(None, "YAML file of flags; the command line wins over it", Optional[str], kept=False, basic=True)
+CONFIG = Flag(None, "YAML file of flags; the command line wins over it", Optional[str], kept=False, basic=True, path=True)
 
 
 def flag(default: Any, help: str = "", **said: Any) -> Any:
@@ -155,11 +160,13 @@ def parse(
     argv: Optional[list[str]] = None,
     first: str = "",
     of_run: bool = False,
+    elsewhere: Mapping[str, str] = {},
 ) -> dict[str, Any]:
     """Flag name -> value. Exits with code 2 and one sentence on anything unknown or out of range.
 
-    about: what --help begins with. first: the flag whose name may be left out where it comes before all others. of_run:
-    --config is the arguments.yaml of a run, which only has flags that are kept.
+    A value of `None` or `null` is a flag that isn't given. about: what --help begins with. first: the flag whose name may be
+    left out where it comes before all others. of_run: --config is the arguments.yaml of a run, which only has flags that are
+    kept. elsewhere: names that are no flags here, and what is said of each.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     sections = {"": {"config": CONFIG}, **{group.__doc__ or "": declared(group) for group in flag_groups}}
@@ -173,7 +180,7 @@ def parse(
 
     class Parser(jsonargparse.ArgumentParser):
         def error(self, message: str, ex: Optional[Exception] = None) -> NoReturn:
-            fail(program, _one_sentence(message, flags))
+            fail(program, _one_sentence(message, flags, named))
 
     jsonargparse.set_loader("yaml", _load_value, exceptions=(ValueError,))
     parser = Parser(prog=program, allow_abbrev=False, default_env=False, add_help=False)
@@ -188,59 +195,80 @@ def parse(
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config", nargs="?", const="")
     known, words = before.parse_known_args(argv)
+    # As argparse tells flags from values.
+    given = [word.partition("=")[0] for word in words if re.match(r"-+[A-Za-z][^ ]*(=|$)", word)]
+    if others := [name for name in given if name.removeprefix("--") not in flags]:
+        fail(program, unknown("flag", {name.lstrip("-"): name for name in others}, flags, elsewhere))
+    lines: dict[str, int] = {}  # of the flags that the file alone gives
     if known.config is not None:
+        config = at_home(known.config)
         in_config = {name: one for name, one in flags.items() if one.kept or not of_run}
-        _check_config(program, known.config, in_config)
-        words = ["--config", known.config, *words]  # first, so that the command line wins whatever the order
+        lines = _check_config(program, config, in_config, elsewhere)
+        lines = {name: line for name, line in lines.items() if f"--{name}" not in given}
+        words = ["--config", config, *words]  # first, so that the command line wins whatever the order
+
+    def named(name: str) -> str:
+        return f"line {lines[name]} of {config}: {name}" if name in lines else f"--{name}"
+
     for word, following in pairwise([*words, ""]):
         name, equals, value = word.removeprefix("--").partition("=")
-        _refuse_other_numbers(program, name, value if equals else following, flags)
+        _refuse_other_numbers(program, f"--{name}", name, value if equals else following, flags)
     parsed = parser.parse_args(words).as_dict()
+    values = {name: one.default if parsed[name] is None else parsed[name] for name, one in flags.items()}
     for name, one in flags.items():
-        if wrong := one.out_of_range(parsed[name]):
-            fail(program, f"--{name} {wrong}")
-    return {name: parsed[name] for name in flags}
+        if wrong := one.out_of_range(values[name]):
+            fail(program, f"{named(name)} {wrong}")
+        if one.path and values[name] is not None:
+            values[name] = at_home(values[name])
+    return values
 
 
-def _check_config(program: str, config: str, flags: dict[str, Flag]) -> None:
-    """Exit with code 2 unless the file has known keys, and values or lists of values."""
+def _check_config(
+    program: str, config: str, flags: dict[str, Flag], elsewhere: Mapping[str, str]
+) -> dict[str, int]:
+    """{key: line} of the file. Exit with code 2 unless it has known keys, and values or lists of values."""
     try:
-        values = read_yaml(Path(config))
+        text = _text_of(Path(config))
+        values = load_yaml(text, repr(config))
     except OSError as error:
         fail(program, f"--config {config!r} can't be read: {error.strerror}.")
     except ValueError as error:
         fail(program, f"--config: {error}.")
     if not isinstance(values, dict):
         fail(program, f"--config {config!r} must hold `flag: value` lines, but holds {type(values).__name__}.")
+    nodes = yaml.compose(text, Loader=_Loader).value
+    lines = {str(key.value): key.start_mark.line + 1 for key, _ in nodes}
+    others = {str(key): f"{key!r} in line {lines.get(str(key))}" for key in values if key not in flags}
+    if len(others) == 1:
+        [name] = others
+        fail(program, f"line {lines.get(name)}: " + unknown("key", {name: f"{name!r} in {config}"}, flags, elsewhere))
+    if others:
+        fail(program, f"{config}: " + unknown("key", others, flags, elsewhere))
     for key, value in values.items():
-        if key not in flags:
-            fail(program, f"unknown key {key!r} in {config}. {flag_meant(str(key), flags)}")
         for item in value if isinstance(value, list) else [value]:
-            _refuse_other_numbers(program, str(key), item, flags)
+            _refuse_other_numbers(program, f"line {lines[key]} of {config}: {key}", key, item, flags)
             if isinstance(item, (list, dict, set, tuple)):
-                fail(program, f"{key!r} in {config} must hold a value, or a list of values, not {type(item).__name__}.")
+                wrong = f"must hold a value, or a list of values, not {type(item).__name__}."
+                fail(program, f"line {lines[key]}: {key!r} in {config} {wrong}")
             if isinstance(item, str) and len(item) > LONGEST_NUMBER and flags[key].kinds not in ([str], [list[str]]):
                 # jsonargparse would read it as YAML, aliases included
-                fail(program, f"{key!r} in {config} is a text of {len(item):,} characters: {item[:60]!r} ...")
+                fail(program, f"line {lines[key]}: {key!r} in {config} is a text of {len(item):,} characters: {item[:60]!r} ...")
+    return lines
 
 
-def _refuse_other_numbers(program: str, name: str, value: Any, flags: dict[str, Flag]) -> None:
+def _refuse_other_numbers(program: str, shown: str, name: str, value: Any, flags: dict[str, Flag]) -> None:
     """Exit with code 2 for what jsonargparse reads by YAML 1.1, in which 1:30 is 90, and 0x10 is 16."""
     is_number = name in flags and not {int, float}.isdisjoint(flags[name].kinds)
     if is_number and re.fullmatch(r"[-+]?(\d+(:\d+)+(\.\d*)?|0[xXbBoO]\w+)", str(value)):
-        fail(program, f"--{name} takes {flags[name].values}, not {value!r}.")
+        fail(program, f"{shown} takes {flags[name].values}, not {value!r}.")
 
 
-def _one_sentence(message: str, flags: dict[str, Flag]) -> str:
+def _one_sentence(message: str, flags: dict[str, Flag], named: Callable[[str], str]) -> str:
     """One sentence with the offending value, for jsonargparse's message of several lines with Python types."""
-    if unknown := re.match(r"unrecognized arguments: (.*)", message, re.S):
-        words = unknown[1].split()
-        name = next((w for w in words if w.startswith("-")), words[0])
-        if not name.startswith("-"):
-            return f"unexpected {name!r}: every flag is written --name value."
-        return f"unknown flag {name}. {flag_meant(name.lstrip('-').split('=')[0], flags)}"
+    if unexpected := re.match(r"unrecognized arguments: (\S*)", message):
+        return f"unexpected {unexpected[1]!r}: every flag is written --name value."
     if wrong := re.match(r'Parser key "(\w+)":.*(?:Got value|Given value): (.*)', message, re.S):
-        return f"--{wrong[1]} takes {flags[wrong[1]].values}, not {wrong[2].strip()!r}."
+        return f"{named(wrong[1])} takes {flags[wrong[1]].values}, not {wrong[2].strip()!r}."
     if (bare := re.match(r"argument --(\w+): expected one argument", message)) and bare[1] in flags:
         return f"--{bare[1]} takes {flags[bare[1]].values}, and nothing is given."
     if missing := re.search(r'(?:Key|key) "(\w+)" is required', message):
@@ -282,22 +310,28 @@ _Loader.yaml_implicit_resolvers = {
 }
 _FLOAT = r"(?i:[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?|[-+]?\d[\d_]*e[-+]?\d+|[-+]?\.inf|\.nan)$"
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
+# Python's word, which people copy from tutorials. `none` stays text: it is a value of some flags.
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("None$"), ["N"])
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][\d_]*)$"), list("-+0123456789"))
 
 
 def read_yaml(path: Path) -> Any:
     """The content of a YAML file that may come from anybody. Raises OSError, and ValueError as `load_yaml`."""
+    return load_yaml(_text_of(path), repr(str(path)))
+
+
+def _text_of(path: Path) -> str:
+    """The text of a YAML file, not much more than is read of it. Raises OSError, ValueError."""
     if path.exists() and not path.is_file():  # a pipe would block, a device has no end
         raise ValueError(f"{str(path)!r} isn't a file")
     with path.open("rb") as file:
-        content = file.read(MOST_YAML_BYTES + 1)
-    return load_yaml(content.decode(errors="replace"), repr(str(path)))
+        return file.read(MOST_YAML_BYTES + 1).decode(errors="replace")
 
 
 def _load_value(text: str) -> Any:
     """What jsonargparse reads, a file or a value that is YAML. Text that YAML reads as nothing, such as `# Title`, stays text."""
     value = load_yaml(text)
-    return text if value is None and text.strip().lower() not in ("null", "~") else value
+    return text if value is None and text.strip().lower() not in ("null", "none", "~") else value
 
 
 def load_yaml(text: str, subject: str = "it") -> Any:

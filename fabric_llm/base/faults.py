@@ -51,10 +51,21 @@ def printable(text: str) -> str:
     return shown + " ..." * (len(text) > MOST_CHARACTERS)
 
 
+def missing_package(error: ModuleNotFoundError) -> str:
+    """A sentence about a package that isn't installed, which mostly means that an environment isn't activated."""
+    name, here = (error.name or str(error)).partition(".")[0], sys.executable
+    return (
+        f"the package {name} isn't installed for {here}: activate the environment that has it (source .venv/bin/activate), or "
+        "make one, as README.md says under Start."
+    )
+
+
 def as_fault(error: BaseException) -> Fault:
     """`error` as a Fault, with a code that follows from its type and its message."""
     if isinstance(error, Fault):
         return error
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("fabric_llm"):
+        return Fault(missing_package(error))
     words = one_line(error)
     is_of_library = isinstance(error, RuntimeError)  # torch's errors are RuntimeErrors, most of them plain ones
     if isinstance(error, KeyboardInterrupt):

@@ -5,7 +5,7 @@ import shutil
 from textwrap import TextWrapper
 from typing import Any
 
-from fabric_llm.base.names import flag_meant, nearest
+from fabric_llm.base.names import nearest, unknown
 from fabric_llm.base.program import no_more_output
 
 Groups = dict[str, dict[str, Any]]  # title (remark) -> flag name -> its command_line.Flag
@@ -47,7 +47,7 @@ def _meant(word: str, groups: Groups) -> Groups:
     if flag is not None and (word.startswith("-") or not close):
         return {title: {flag: flags[flag]} for title, group in groups.items() if flag in group}
     if not close:
-        raise ValueError(f"--help knows no flag and no group {word!r}. {flag_meant(name, flags)}")
+        raise ValueError(unknown("flag or group of --help", {name: repr(word)}, flags))
     return {titles[title]: groups[titles[title]] for title in close}
 
 

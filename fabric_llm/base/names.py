@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -33,13 +34,49 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     return get_close_matches(name, list(known), n=1, cutoff=cutoff)
 
 
-def flag_meant(name: str, flags: Mapping[str, Any]) -> str:
-    """The end of a sentence about an unknown flag: which of `flags` may be meant, also by its name in another trainer."""
+def flag_meant(name: str, flags: Mapping[str, Any], elsewhere: Mapping[str, str] = {}) -> str:
+    """What is said of an unknown flag: which of `flags` may be meant, also by its name in another trainer; "" for none.
+
+    elsewhere: what is said of names that are no flags here.
+    """
     flag_of = {word: known for known, one in flags.items() for word in (known, *one.also.split())}
     name = name.replace("-", "_").lower()
+    if name in elsewhere and name not in flag_of:
+        return elsewhere[name]
     same_letter = [word for word in flag_of if word[0] == name[:1]]  # the first is hardly ever mistyped
     known = next((flag_of[word] for word in [name, *nearest(name, same_letter)] if word in flag_of), None)
-    return "See --help." if known is None else f"Did you mean --{known}?"
+    return "" if known is None else f"did you mean --{known}?"
+
+
+def unknown(what: str, names: Mapping[str, str], flags: Mapping[str, Any], elsewhere: Mapping[str, str] = {}) -> str:
+    """A sentence about all names that aren't among `flags`: {name: how it is shown}. what: flag or key."""
+    said = {name: flag_meant(name, flags, elsewhere) for name in names}
+    if len(names) > 1:
+        each = (f"{shown} ({said[name]})" if said[name] else shown for name, shown in names.items())
+        return f"unknown {what}s: {', '.join(each)}. See --help."
+    [(name, shown)] = names.items()
+    words = said[name] or "see --help"
+    return f"unknown {what} {shown}. {words[0].upper()}{words[1:]}{'' if words.endswith('?') else '.'}"
+
+
+def at_home(given: Any) -> Any:
+    """A path, several with commas, or a list of them, with the home folder for `~`, which a shell leaves in quotes and after =."""
+    if isinstance(given, list):
+        return [at_home(one) for one in given]
+    return ",".join(os.path.expanduser(part) for part in given.split(","))
+
+
+def command(*words: object, **flags: object) -> str:
+    """A command, or a part of one, as a shell takes it: words, then --name and its value, or the values of a list.
+
+    What begins with a dash would be taken for a flag: the value follows an equals sign, and a path begins with ./ instead.
+    """
+    said = [f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word) for word in words]
+    for name, value in flags.items():
+        values = [str(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
+        joined = len(values) == 1 and values[0].startswith("-")
+        said += [f"--{name}={values[0]}"] if joined else [f"--{name}", *values]
+    return shlex.join(said)
 
 
 def hub_name(flag: str, name: str, what: str = "model") -> None:

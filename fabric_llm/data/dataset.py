@@ -202,7 +202,8 @@ def _scan(table: pa.Table, where: str) -> tuple[int, int]:
             columns = {name: values.reshape(len(batch), *lengths) for name, values in flat.items()}
             targets += int(is_target(masked_labels(columns)).sum())
     if len(lengths) > 1:
-        raise ValueError(f"The {where} has rows of different length: {min(lengths)} to {max(lengths)} tokens.")
+        many = f"The {where} has rows of different length: {min(lengths)} to {max(lengths)} tokens"
+        raise ValueError(f"{many}. Make rows of one length from the text: prepare_data.py --input ... --context_length N.")
     if low < 0:
         raise ValueError(f"The {where} has a negative token id: {low}.")
     if targets == 0 and max(lengths) > 1:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Optional
 import yaml
 
 from fabric_llm.base import command_line
-from fabric_llm.base.names import nearest, shown
+from fabric_llm.base.names import at_home, command, nearest, shown
 from fabric_llm.data.sources import NAME
 
 MOST_SLOTS = 10_000  # of a period: finer shares are rounded
@@ -133,6 +133,7 @@ def _parsed(values: Any) -> DataMix:
         path, weight, most = _values(one, where, ("path", "weight", "max_epochs"))
         if not isinstance(path, str) or not path:
             raise ValueError(f"{where} needs a path, the folder of its dataset")
+        path = at_home(path)
         if (other := folders.setdefault(os.path.realpath(path), name)) != name:
             raise ValueError(f"sources {other!r} and {name!r} are both {path!r}; give one of them more weight")
         if weight is not None:
@@ -246,11 +247,17 @@ def described(mix: DataMix) -> str:
 def require_one_length(mix: DataMix, contexts: Sequence[int]) -> None:
     """contexts: tokens in a row of each source. Raises ValueError where a stage has several."""
     for stage in mix.stages:
-        found = {c: name for name, c, weight in zip(mix.names, contexts, stage.weights) if weight}
+        found = {c: source for source, c, weight in zip(mix.sources, contexts, stage.weights) if weight}
         if len(found) > 1:
-            words = " and ".join(f"{context} in source {name!r}" for context, name in found.items())
-            said = f"--data_mix: rows that are read together, from {float(stage.begins):g} of the run on,"
-            raise ValueError(f"{said} must hold equally many tokens, which are {words}: use a stage for each length.")
+            words = " and ".join(f"{context} in source {source.name!r}" for context, source in found.items())
+            flag = "--replay" if mix.names == (NEW, REPLAY) else "--data_mix"
+            said = f"{flag}: rows that are read together, from {float(stage.begins):g} of the run on,"
+            length, other = next(iter(found)), [*found.values()][1].path
+            again = command("prepare_data.py", input="...", context_length=length, output=f"{other}-{length}")
+            raise ValueError(
+                f"{said} must hold equally many tokens, which are {words}: make rows of the same length from the text of "
+                f"{other!r} by {again}, or use a stage of --data_mix for each length."
+            )
 
 
 # ------------------------------------------------------------------------------- which source stands where

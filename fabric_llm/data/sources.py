@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
+
+from fabric_llm.base.names import at_home, command, nearest_of
 
 if TYPE_CHECKING:  # importing `datasets` takes seconds, and mistakes are told before that
     from fabric_llm.data.dataset import TokenDataset
@@ -52,7 +53,7 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
     tokenizer: that of the model, for the command that makes one.
     """
     folder = Path(name)
-    words = ["--input", str(folder), "--tokenizer", tokenizer, "--output", f"{folder}-tokens"]
+    words = {"input": folder, "tokenizer": tokenizer, "output": f"{folder}-tokens"}
     for info in (folder / "dataset_info.json", *sorted(folder.glob("*/dataset_info.json"))):
         try:
             columns = json.loads(info.read_bytes())["features"]
@@ -60,13 +61,14 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
         if texts and "input_ids" not in columns:
-            words += [] if "text" in texts else ["--text_field", texts[0]]
-            raise ValueError(f"{str(folder)!r} holds text, not tokens: {MAKE_IT} {shlex.join(words)}.")
+            words |= {} if "text" in texts else {"text_field": texts[0]}
+            raise ValueError(f"{str(folder)!r} holds text, not tokens: {MAKE_IT} {command(**words)}.")
     if not folder.is_dir():
-        raise ValueError(f"No dataset at {str(folder)!r}. Make one with prepare_data.py --input ... --output data/mine.")
+        instead = nearest_of(folder) or " Make one with prepare_data.py --input ... --output data/mine."
+        raise ValueError(f"No dataset at {str(folder)!r}.{instead}")
     if not source_of(folder):
         said = f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json."
-        raise ValueError(f"{said} If it holds text, {MAKE_IT} {shlex.join(words)}.")
+        raise ValueError(f"{said} If it holds text, {MAKE_IT} {command(**words)}.")
 
 
 def said_of_rows(folder: Path) -> Optional[tuple[int, int]]:
@@ -89,7 +91,7 @@ def parse_eval_data(given: Optional[str]) -> dict[str, str]:
         if name in (*PROBES, *folders):
             why = "is the name of a probe" if name in PROBES else "is there twice"
             raise ValueError(f"--eval_data: {name!r} {why}; each set needs a name of its own.")
-        folders[name] = folder
+        folders[name] = at_home(folder)
     if given is not None and not folders:
         raise ValueError("--eval_data is empty; it takes name=folder, such as general=data/x.")
     return folders

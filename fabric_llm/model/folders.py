@@ -17,7 +17,7 @@ from typing import Any
 from fabric_llm.base import files
 from fabric_llm.base.faults import REFUSED, Fault
 from fabric_llm.base.files import check_name, weight_map
-from fabric_llm.base.names import hub_name
+from fabric_llm.base.names import command, hub_name
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -48,7 +48,7 @@ def check_model_folder(name: str, flag: str = "--model_name") -> None:
         newest, held = files.latest(folder), sorted(path.name for path in folder.iterdir())[:3]
         instead = f"It holds {', '.join(held) or 'nothing'}: take a model in Hugging Face's format"
         if newest is not None:
-            instead = f"It is a run: take its newest checkpoint, {flag} {newest}"
+            instead = f"It is a run: take its newest checkpoint, {command(**{flag[2:]: newest})}"
         raise ValueError(f"{name!r} isn't a model directory: it has no config.json. {instead}.")
     try:
         read_json(folder / "config.json")

@@ -14,6 +14,7 @@ from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags, is_first_of_machine, is_rank_zero
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
+from fabric_llm.base.names import command
 from fabric_llm.checkpoint import keep, state_dicts
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data import mixture_text
@@ -72,7 +73,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
         if None not in (of_model, of_data) and (differing := differing_tokens(of_model, of_data)):
             raise ValueError(
                 f"{str(dataset.folder)!r} was made with another tokenizer than that of {source!r}{differing}; "
-                f"make it with prepare_data.py --tokenizer {source}."
+                f"make it with {command('prepare_data.py', tokenizer=source)}."
             )
         tokenizer = tokenizer or of_data
     model = replace(model_plan(flags, config, skeleton, kind), source=source, tokenizer=tokenizer, rope=rope)
@@ -135,7 +136,7 @@ def _require_rows_for(text_config: Any, datasets: Sequence[TokenDataset], source
             raise ValueError(
                 f"{str(dataset.folder)!r} holds token id {dataset.max_token_id}, but the vocabulary of {source!r} "
                 f"has {text_config.vocab_size} tokens: the dataset was made with another tokenizer; "
-                f"make it with prepare_data.py --tokenizer {source}."
+                f"make it with {command('prepare_data.py', tokenizer=source)}."
             )
         if longest is not None and dataset.context_length > longest and not rotary:
             rows = f"Rows of {str(dataset.folder)!r} hold {dataset.context_length} tokens"

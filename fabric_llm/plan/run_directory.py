@@ -18,6 +18,7 @@ from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, NON_FINITE, UNWRITABLE, Fault
 from fabric_llm.base.files import MANIFEST, no_link, write_atomically
+from fabric_llm.base.names import command
 from fabric_llm.base.program import wait_until
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.keep import read_progress
@@ -57,7 +58,7 @@ def directory(flags: Flags) -> Path:
             if others := [run for run in runs if not re.fullmatch(rf"{re.escape(default)}(-\d+)?", run)]:
                 raise ValueError(
                     f"--resume true doesn't say which run of {str(parent)!r} goes on, "
-                    f"{', '.join(map(repr, runs[:MOST_DIFFERENCES]))}: name it, such as --run_name {others[0]}."
+                    f"{', '.join(map(repr, runs[:MOST_DIFFERENCES]))}: name it, such as {command(run_name=others[0])}."
                 )
         numbered = [default, *(f"{default}-{k}" for k in range(2, 10_000))]
         there = set(os.listdir(parent)) if parent.is_dir() else set()
@@ -257,7 +258,7 @@ def require_checkpoint(given: Path) -> None:
         return
     instead, beside = "", [] if given.is_dir() else files.checkpoints(given.parent)
     if (newest := files.latest(given)) is not None:
-        instead = f" It is a run: its newest is --checkpoint {newest}."
+        instead = f" It is a run: its newest is {command(checkpoint=newest)}."
     elif beside:
         instead = f" {str(given.parent)!r} has {', '.join(path.name for path in beside[-5:])}."
     raise Fault(f"{str(given)!r} isn't a checkpoint: it has no {MANIFEST}.{instead}", NO_CHECKPOINT)

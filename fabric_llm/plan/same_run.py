@@ -8,6 +8,7 @@ from typing import Any, Optional
 from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
+from fabric_llm.base.names import command
 from fabric_llm.data import mixture_text
 from fabric_llm.data.order import ROW_ORDER
 from fabric_llm.model import freezing
@@ -87,7 +88,7 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
     if now["schedule"]["max_step"] is not None and "max_step" not in schedule:
         schedule.pop("number_epochs", None)  # isn't used
     silent = {name: values for name, values in schedule.items() if name not in allowed}
-    anew = f"--model_name {plan.resume_from}, without --resume"
+    anew = f"{command(model_name=plan.resume_from)}, without --resume"
     for differing, advice in (
         (fixed, f"That can't change within a run; for a new one from its weights: {anew}."),
         (silent, f"To change that on purpose: --resume_override {','.join(silent)}."),

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Optional
 
 from fabric_llm.base.command_line import Flags, fail, is_rank_zero
 from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_mistake
+from fabric_llm.base.program import cores
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.plan import run_directory
@@ -22,6 +23,7 @@ from fabric_llm.prepare.demo import prepare_demo
 from fabric_llm.processes import launch
 
 GIB_OF_A_RANK = 0.4  # host memory of a rank's imports, before it holds anything of the model
+MOST_RANKS_A_CORE = 4  # beyond that a run on CPUs spends minutes on its start alone
 # In /dev, of NVIDIA, Jetson, AMD, and Windows under WSL.
 GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
 
@@ -103,6 +105,16 @@ def place(flags: Flags) -> Placement:
     return Placement(strategy, sharding, devices, num_nodes, kind, flags.devices.context_parallel)
 
 
+def require_cores(flags: Flags, placement: Placement) -> None:
+    """Raises ValueError for far more ranks on CPUs than this machine has cores, unless --oversubscribe insists."""
+    count, here = placement.devices, cores()
+    if placement.kind == "cpu" and count > MOST_RANKS_A_CORE * here and not flags.devices.oversubscribe:
+        raise ValueError(
+            f"--devices {count}: so many processes on {here} CPU core{'s' * (here > 1)} would only wait for each other: take "
+            f"--devices {here}, at most {MOST_RANKS_A_CORE * here}, or insist with --oversubscribe true."
+        )
+
+
 def start(flags: Flags) -> ThisRank:
     """Lock the run directory and start the other ranks of this machine, unless a launcher did. Raises Fault.
 
@@ -111,6 +123,8 @@ def start(flags: Flags) -> ThisRank:
     placement = place(flags)
     by_other, has_ranks = launch.started_by_other(), placement.world_size > 1 and not flags.devices.tpu
     starts = has_ranks and not by_other
+    if starts:
+        require_cores(flags, placement)
     if has_ranks and by_other:
         launch.number_of("MASTER_PORT", 0, 2**16 - 1, default="")  # at which they meet
     if placement.num_nodes == 1 and not by_other:

@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import platform
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, UNWRITABLE, Fault, printable
-from fabric_llm.base.names import shown
+from fabric_llm.base.names import command, shown
 from fabric_llm.base.program import cores, on_disk, uninterrupted
 from fabric_llm.prepare import encoding, inputs
 from fabric_llm.prepare.corpus import Piece, fingerprint, plan
@@ -91,11 +90,9 @@ class Options:
 
     def command(self) -> str:
         """The command that makes the same dataset."""
-        words = ["python", "prepare_data.py", "--input", *self.inputs]
-        for name, value in vars(self).items():
-            if value != getattr(Options, name, None) and name not in ("inputs", "num_workers", "overwrite"):
-                words += [f"--{name}", *(value if isinstance(value, (list, tuple)) else [value])]
-        return shlex.join(map(str, words))
+        given = {name: value for name, value in vars(self).items() if value != getattr(Options, name, None)}
+        flags = {name: value for name, value in given.items() if name not in ("inputs", "num_workers", "overwrite")}
+        return command("python", "prepare_data.py", input=self.inputs, **flags)
 
 
 def prepare(**arguments: Any) -> dict:

@@ -10,6 +10,7 @@ from typing import Any, Optional
 
 from fabric_llm.base import files
 from fabric_llm.base.faults import DONE, Fault
+from fabric_llm.base.names import at_home
 from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.verify.__main__ import Parser
 
@@ -21,8 +22,8 @@ REPORT = "report.html"
 def main(argv: Optional[list[str]] = None) -> int:
     """Run the command and return 0. Raises SystemExit where it fails."""
     parser = Parser(prog="python -m fabric_llm.report", description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", metavar="checkpoints/RUN", help="one run, or several to compare")
-    parser.add_argument("--output", help=f"the file to write (default: {REPORT} in the first run's directory)")
+    parser.add_argument("runs", nargs="+", type=at_home, metavar="checkpoints/RUN", help="one run, or several to compare")
+    parser.add_argument("--output", type=at_home, help=f"the file to write (default: {REPORT} in the first run's directory)")
     with in_one_sentence("fabric_llm.report"):
         given = parser.parse_args(argv)
         if given.output is not None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
+from fabric_llm.base.names import command
 from fabric_llm.checkpoint.keep import Progress, step_directory
 from fabric_llm.checkpoint.writing import Background, Pending
 from fabric_llm.data.batches import Prefetch
@@ -93,7 +94,7 @@ def say_what_comes_next(run: Run) -> None:
         why = f"after --max_hours {run.flags.training.max_hours:g}" if run.requests.is_out_of_time() else "on request"
         resume = "true" if run.flags.checkpoint.checkpoint is None else "auto"  # "true" would branch off again
         print(f"\nStopped {why}. Checkpoint: {last}")
-        print(f"Next: the same command with --resume {resume} --run_name {directory.name}", flush=True)
+        print(f"Next: the same command with {command(resume=resume, run_name=directory.name)}", flush=True)
         return
     evaluated = "" if math.isnan(log.eval_loss) else f", validation loss {log.eval_loss:.4f}"
     print(
@@ -102,4 +103,4 @@ def say_what_comes_next(run: Run) -> None:
         else f"\nNo step was left{evaluated}"
     )
     print(f"Checkpoint: {last}")
-    print(f"Next: python export_hf.py {directory} --output hf/{directory.name}", flush=True)
+    print(f"Next: {command('python', 'export_hf.py', directory, output=f'hf/{directory.name}')}", flush=True)

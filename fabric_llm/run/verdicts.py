@@ -1,6 +1,5 @@
 """What follows if the guard didn't take a step, or warns of it: a line, the end of the run, or a rewind."""
 
-import shlex
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any, Optional
 
 from fabric_llm.base import files, ranks
 from fabric_llm.base.faults import NON_FINITE, Fault
+from fabric_llm.base.names import command
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.model import loading
@@ -104,17 +104,17 @@ def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
 
     A run that forgot can also be merged with its base model.
     """
-    folder, half = run.plan.run_directory, f"--lr {run.flags.training.lr / 2:g}"
+    folder, half = run.plan.run_directory, {"lr": f"{run.flags.training.lr / 2:g}"}
     last, _ = keep.newest_valid(folder, False, suits(run, forgot))
-    following = f"Start again: the same command with --run_name {folder.name}-2 {half}"
+    following = f"Start again: the same command with {command(run_name=f'{folder.name}-2', **half)}"
     if last is not None:
-        more = f"--resume true --checkpoint {last} {half} --resume_override lr"
+        more = command(resume="true", checkpoint=last, **half, resume_override="lr")
         following = f"Go on more gently: the same command with {more}"
     latest = files.latest(folder)
     merge = ""
     if forgot and latest is not None and run.flags.model.rope is None:  # which makes another model of the base
         base, budget = loading.folder_of(run.flags.model.model_name), run.flags.evaluation.forgetting_budget
-        command = shlex.join([str(base), str(folder), "--forgetting_budget", budget])
-        merge = f"Next: python -m fabric_llm.average {command} merges it with its base model inside the budget. Or: "
+        merging = command("python", "-m", "fabric_llm.average", Path(base), folder, forgetting_budget=budget)
+        merge = f"Next: {merging} merges it with its base model inside the budget. Or: "
     at = f"at step {run.progress.step}; the last checkpoint is {latest or 'none'}"
     return Fault(f"{reason} {at}. {merge}{following}", NON_FINITE)
