@@ -66,6 +66,7 @@ class DataArguments:
     """dataset folder that prepare_data.py wrote; any with input_ids will do"""
     data_mix: Optional[str] = basic(
         None,
+        path=True,
         takes="a YAML file, or name=folder:weight, comma-separated, such as new=data/new:0.75,old=data/old:0.25",
         also="data_blend dataset_weights mixture",
     )

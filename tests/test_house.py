@@ -74,7 +74,7 @@ def test_every_room_says_what_it_is_and_imports_nothing():
     for path in PACKAGE.rglob("__init__.py"):
         text = path.read_text()
         assert ast.get_docstring(ast.parse(text)) and "TODO" not in text, path
-        assert not list(imported(path)), path
+        assert set(imported(path)) <= ({"sys"} if path.parent == PACKAGE else set()), path  # it asks for Python's version
         if path.parent != PACKAGE:
             missing = [other.stem for other in path.parent.glob("[a-z]*.py") if other.stem not in text]
             assert not missing, f"{path} doesn't name {missing}"

@@ -1,0 +1,266 @@
+"""Between a command and the shell: home folders, quotes, the environment, and the list of commands."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from test_house import PACKAGE, SOURCES
+
+import plan
+import prepare_data
+from arguments import (
+    ROOT,
+    Arguments,
+    ExportArguments,
+    PlanArguments,
+    PrepareArguments,
+    parse_export,
+    parse_plan,
+    parse_prepare,
+    parse_train,
+)
+from fabric_llm import __main__ as listing
+from fabric_llm.average import AverageArguments
+from fabric_llm.base.command_line import declared, parse
+from fabric_llm.base.names import command
+from fabric_llm.data import mixture_text
+from fabric_llm.data.sources import parse_eval_data
+from fabric_llm.extend_vocab import ExtendArguments
+from fabric_llm.generate import GenerateArguments
+from fabric_llm.verify.__main__ import parse as parse_verify
+
+SCRIPTS = ("train.py", "plan.py", "prepare_data.py", "export_hf.py")
+MODULES = ("average", "extend_vocab", "generate", "report", "verify")
+# Flags of text that name no file or folder. A new flag is a path, or it is named here.
+NO_PATHS = """auto_wrap_policy run_name resume_override freeze train_only rope logger profile entity project text_field
+document_separator pattern exclude max_shard_size push_to_hub accelerator_name sweep weights forgetting_budget prompt probes
+activation_checkpointing keep_best_of"""
+IN_PARTS = "eval_data"  # name=folder: where it is taken apart
+
+# ------------------------------------------------------------------------------- home folders
+
+PROGRAMS = {  # program -> (groups of flags, what parses, flags that it needs)
+    "train": (Arguments, parse_train, ["--model_name", "m", "--train_data_dir", "d"]),
+    "plan": (PlanArguments, lambda words: parse_plan(words)[0], ["--model_name", "m"]),
+    "prepare_data": (PrepareArguments, parse_prepare, ["--output", "o"]),
+    "export_hf": (ExportArguments, parse_export, ["--checkpoint", "c", "--output", "o"]),
+    "average": (AverageArguments, None, ["--parts", "p"]),
+    "extend_vocab": (ExtendArguments, None, ["--model_name", "m", "--input", "i", "--tokens", "1", "--output", "o"]),
+    "generate": (GenerateArguments, None, ["--model", "m"]),
+}
+
+
+def flags_of(program):
+    group = PROGRAMS[program][0]
+    return Arguments.declared() if group is Arguments else declared(group)
+
+
+def parsed(program, words):
+    group, parser, needed = PROGRAMS[program]
+    if parser is None:
+        return parse(program, "", [group], [*needed, *words])
+    found = parser([*needed, *words])
+    return found.flat() if group is Arguments else vars(found)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_flag_of_text_is_a_path_or_none(program):
+    texts = {name for name, one in flags_of(program).items() if {str, list[str]} & set(one.kinds)}
+    paths = {name for name, one in flags_of(program).items() if one.path}
+    assert paths <= texts and texts - paths - {IN_PARTS} <= set(NO_PATHS.split())
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_tilde_is_the_home_folder_wherever_it_stands(program, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "at home"))
+    config = tmp_path / "at home" / "mine.yaml"
+    config.parent.mkdir()
+    flags = {name: one for name, one in flags_of(program).items() if one.path and name not in ("replay", "data_mix")}
+    is_list = {name for name, one in flags.items() if one.kinds == [list[str]]}
+    config.write_text("".join(f"{name}: {['~/x y'] if name in is_list else '~/x y'}\n" for name in flags))
+    needed = PROGRAMS[program][2]
+    for words in (
+        [word for name in flags for word in (f"--{name}", "~/x y")],
+        [f"--{name}=~/x y" for name in flags],
+        ["--config=~/mine.yaml"],
+    ):
+        found = parsed(program, words)
+        given = needed if words == ["--config=~/mine.yaml"] else []  # by the command line, which wins
+        for name in [name for name in flags if f"--{name}" not in given]:
+            assert found[name] == ([f"{config.parent}/x y"] if name in is_list else f"{config.parent}/x y"), words
+
+
+def test_a_tilde_in_a_mixture_and_in_eval_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mix.yaml").write_text("sources: {a: {path: ~/one, weight: 1}, b: {path: '~/two', weight: 1}}\n")
+    for given in ("a=~/one:1,b=~/two:1", "~/mix.yaml"):
+        mix = parse_train(["--model_name", "m", f"--data_mix={given}"]).data.data_mix
+        assert [source.path for source in mixture_text.parse(mix).sources] == [f"{tmp_path}/one", f"{tmp_path}/two"]
+    replayed = parse_train(["--model_name", "m", "--train_data_dir", "~/one", "--replay=~/two"]).data.data_mix
+    assert [source.path for source in mixture_text.parse(replayed).sources] == [f"{tmp_path}/one", f"{tmp_path}/two"]
+    assert parse_eval_data("g=~/g,c=c") == {"g": f"{tmp_path}/g", "c": "c"}
+
+
+def test_a_run_is_resumed_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "out" / "run").mkdir(parents=True)
+    (tmp_path / "out" / "run" / "arguments.yaml").write_text("model_name: m\ntrain_data_dir: d\nlr: 0.5\n")
+    found = parse_train(["--resume", "true", "--output_dir=~/out", "--run_name", "run"])
+    assert found.training.lr == 0.5 and found.checkpoint.output_dir == str(tmp_path / "out")
+    assert parse_verify(["~/out/run"]).run == str(tmp_path / "out" / "run")
+
+
+def test_what_is_prepared_at_home_is_where_the_next_command_looks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    text = "".join(f"The {n}th line of a text, and {n + 1} comes next.\n\n" for n in range(200))
+    (tmp_path / "home" / "text.txt").write_text(text)
+    flags = ["--input", "~/text.txt", "--train_tokenizer", "300", "--context_length", "16", "--num_workers", "1"]
+    prepare_data.main([*flags, "--output=~/größe - 1"])
+    following = shlex.split(re.search("Next: (.*)", capsys.readouterr().out)[1])
+    folder = tmp_path / "home" / "größe - 1"
+    assert following[-2:] == ["--train_data_dir", str(folder)] and (folder / "dataset_dict.json").is_file()
+    assert not (tmp_path / "~").exists()
+    made_by = shlex.split(json.loads((folder / "manifest.json").read_text())["made_by"]["command"])
+    assert parse_prepare(made_by[2:]).output == str(folder)
+
+
+# ------------------------------------------------------------------------------- quotes
+
+NAMES = ["plain", "two words", "größe", "it's", 'a "b"', "-dash", "--dash", "$HOME", "a;b", "*", "a=b", "#1", "a\\b", "-1"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_printed_command_gives_back_what_it_was_made_from(name, tmp_path):
+    said = command("python", "export_hf.py", Path(name, "run"), output=name)
+    found = parse_export(shlex.split(said)[2:])
+    assert Path(found.checkpoint) == Path(name, "run") and found.output == name
+    printed = subprocess.run(["bash", "-c", f"printf '%s\\n' {said}"], capture_output=True, text=True, cwd=tmp_path)
+    assert printed.stdout.splitlines() == shlex.split(said), "as a shell reads it"
+    run = parse_train(shlex.split(command(model_name=name, train_data_dir="d", run_name=name, resume="true")))
+    assert (run.model.model_name, run.checkpoint.run_name) == (name, name)
+    planned = shlex.split(plan.command(["--json", "true", f"--run_name={name}", "--model_name", "m", "--train_data_dir=d"]))
+    assert parse_train(planned[2:]).checkpoint.run_name == name
+
+
+def test_no_command_is_put_together_without_quotes():
+    """In the source: after a script's name in an f-string there is no value that `command` hasn't quoted."""
+    found = []
+    for path in [path for path in SOURCES if re.search(r"f.*python (\w+\.py|-m fabric_llm)", path.read_text())]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                words = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+                if re.search(r"python (\w+\.py|-m fabric_llm\.\w+)\b[^.;]*\{\}", words) and "PROGRAM" not in ast.unparse(node):
+                    found.append(f"{path.name}: {words}")
+    assert found == []
+
+
+# ------------------------------------------------------------------------------- the environment
+
+
+def started(words, folder, *options):
+    return subprocess.run([sys.executable, *options, *words], cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *MODULES])
+def test_a_command_outside_of_its_environment_says_so(name):
+    """-S leaves all installed packages out."""
+    words = [name, "--input", "x", "--output", "y"] if name in SCRIPTS else ["-m", f"fabric_llm.{name}", "x"]
+    done = started(words, ROOT, "-S")
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"the package yaml isn't installed for {sys.executable}: activate the environment" in done.stderr
+
+
+WITHOUT = """
+import runpy, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == %r:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+sys.argv = %r
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+TOYS = "--model_name {toys}/llama --train_data_dir {toys}/data --max_step 1 --output_dir {tmp}".split()
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        *(("jsonargparse", [script]) for script in SCRIPTS),
+        ("torch", ["train.py", *TOYS]),
+        ("lightning_fabric", ["train.py", *TOYS]),
+        ("torch", ["plan.py", "--accelerator", "cpu", "--max_step", "1"]),
+        ("pyarrow", ["prepare_data.py", "--input", "LICENSE", "--train_tokenizer", "300", "--output", "{tmp}/x"]),
+    ],
+)
+def test_a_missing_package_is_named(package, words, toys, tmp_path):
+    words = [word.format(tmp=tmp_path, toys=toys) for word in words]
+    done = started(["-c", WITHOUT % (package, words)], ROOT)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert f"the package {package} isn't installed for" in done.stderr.splitlines()[-1], done.stderr
+
+
+@pytest.mark.parametrize("version", ["(3, 8, 1)", "(3, 10, 9)"])
+def test_an_old_python_is_told_in_one_sentence(version):
+    for name in [*SCRIPTS, *(f"fabric_llm.{name}" for name in MODULES)]:
+        run = f"run_path({name!r}, run_name='__main__')" if name in SCRIPTS else f"run_module({name!r}, run_name='__main__')"
+        done = started(["-c", f"import runpy, sys; sys.version_info = {version}; runpy.{run}"], ROOT)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert "fabric_llm needs Python 3.11 or newer, which" in done.stderr and "README.md" in done.stderr
+
+
+def test_an_old_python_can_read_what_asks_for_its_version():
+    """What runs before fabric_llm/__init__.py: the scripts down to their first import of the package, and arguments.py."""
+    for path in (*ROOT.glob("*.py"), PACKAGE / "__init__.py"):
+        tree = ast.parse(path.read_text(), feature_version=(3, 8))
+        for node in tree.body:
+            names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            if isinstance(node, ast.ImportFrom) and node.module.startswith(("fabric_llm", "arguments")):
+                break
+            assert not {"cache", "pairwise", "batched", "tomllib", "Self", "StrEnum"} & set(names), path
+
+
+# ------------------------------------------------------------------------------- what there is
+
+
+def test_all_commands_are_listed(capsys):
+    listing.main([])
+    said = capsys.readouterr().out
+    startable = [path for path in PACKAGE.rglob("*.py") if 'if __name__ == "__main__"' in path.read_text()]
+    names = {path.parent.name if path.stem == "__main__" else path.stem for path in startable} - {"fabric_llm"}
+    assert set(listing.commands()) == names == set(MODULES)
+    assert all(f"python -m fabric_llm.{name} " in said for name in names) and all(script in said for script in SCRIPTS)
+
+
+@pytest.mark.parametrize(("word", "meant"), [("verfy", "take python -m fabric_llm.verify."), ("x", "lists its commands.")])
+def test_a_command_behind_the_package_is_a_mistake(word, meant, capsys):
+    with pytest.raises(SystemExit) as exit:
+        listing.main([word])
+    said = capsys.readouterr().err
+    assert exit.value.code == 2 and len(said.splitlines()) == 1 and repr(word) in said and meant in said
+
+
+def test_lightning_is_a_version_without_known_holes():
+    """GHSA-qqmf-gpg7-g8gw: up to 2.6.5."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    lowest = {one.split(">=")[0]: one.split(">=")[1] for one in wanted if "lightning" in one}
+    assert lowest == {"lightning": "2.6.6", "pytorch-lightning": "2.6.6"}
+
+
+def test_the_readme_activates_the_environment_before_it_says_python():
+    for page in (ROOT / "README.md", ROOT / "docs" / "es" / "README.md"):
+        first = re.findall(r"^(.*\bpython \S+\.py.*)$", page.read_text(), re.M)[0]
+        assert "source .venv/bin/activate" in first and os.path.basename(first.split()[-1]) == "train.py"
