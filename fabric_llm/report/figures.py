@@ -18,7 +18,7 @@ from fabric_llm.report.reading import UNMARKED, Event, Run, Series
 MOST_POINTS = 1000  # of a line
 FEW_POINTS = 60  # are shown each
 TREND_FROM_POINTS = 100  # shorter lines have no trend
-MOST_MARKED = 40  # events of a run, by upright lines
+MOST_MARKED = 40  # events of a run, by upright lines, and parts of it that were undone
 
 
 class Figure(NamedTuple):
@@ -54,13 +54,15 @@ FIGURES = (
     Figure("grad_norm", "Gradient norm, before clipping", has_trend=True, yaxis={"type": "log"}),
     Figure("tokens_per_second", "Tokens per second, all devices", "tokens/s", has_trend=True),
     Figure("mfu", "Model FLOPs utilisation", "of the device's peak", has_trend=True),
+    Figure("model_tflops_per_device", "Operations of the model, of a device", "TFLOP/s", has_trend=True),
     Figure("peak_memory_gib", "Peak memory of rank 0", "GiB"),
     Figure("updated_fraction", "Share of weights that a step changes", "of the weights", has_trend=True),
+    Figure("update_ratio", "Size of a step's change", "of the weights' norm", has_trend=True),
     Figure("data_seconds", "Waiting of rank 0 for data", "seconds a step", has_trend=True),
     Figure("wait_seconds", "Waiting of rank 0 for the device and other ranks", "seconds a step", has_trend=True),
     Figure("aux_loss", "Auxiliary loss of the routers"),
 )
-NOT_DRAWN = {"tokens", "tokens_per_second_per_device", "eval_loss_ema"}
+NOT_DRAWN = {"tokens", "position", "tokens_per_second_per_device", "eval_loss_ema"}
 
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
@@ -81,6 +83,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "steps": {"line": {"width": 2, "shape": "vh"}},  # what held up to a step
     "raw": {"line": {"width": 1}, "opacity": 0.38, "showlegend": False},  # with a trend over it
     "trend": {"line": {"width": 2.2}, "hoverinfo": "skip"},
+    "undone": {"line": {"width": 1.4}, "opacity": 0.55, "showlegend": False, "hoverinfo": "skip"},
 }
 
 
@@ -123,16 +126,19 @@ def charts(found: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
                 x=_places(runs, i, steps),
                 # Six digits keep the page small. What is no number, a gap, is none in JSON.
                 y=[float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()],
-                mode="lines+markers" if len(steps) <= FEW_POINTS else "lines",
+                mode="lines+markers" if len(steps) <= (1 if style == "undone" else FEW_POINTS) else "lines",
                 name=label,  # plotly reads some tags in names
                 legendgroup=label,
                 line_color=COLORS[(i if len(runs) > 1 else number) % len(COLORS)],
-                line_dash=DASHES[number % len(DASHES)],
+                line_dash="dot" if style == "undone" else DASHES[number % len(DASHES)],
             )
             traces.append(trace.to_plotly_json())
         if traces:
             is_named = len({trace["name"] for trace in traces}) > 1
-            layout = {"xaxis": {"title": {"text": over}}, "yaxis": figure.yaxis, "showlegend": is_named}
+            yaxis = {**figure.yaxis}
+            if len({y for trace in traces for y in trace["y"]} - {None}) == 1:
+                yaxis.setdefault("rangemode", "tozero")  # plotly would draw a constant between itself -1 and +1
+            layout = {"xaxis": {"title": {"text": over}}, "yaxis": yaxis, "showlegend": is_named}
             drawn.append({**figure._asdict(), "traces": traces, "layout": layout})
     return drawn
 
@@ -144,6 +150,8 @@ def _lines(figure: Figure, run: Run) -> Iterable[tuple[str, str, Series]]:
         yield name, "raw" if has_trend else figure.style, series
         if has_trend:
             yield name, "trend", trend(series)
+    for part in run.undone[-MOST_MARKED:]:
+        yield from ((name, "undone", series) for name, series in part.numbers.get(figure.name, {}).items())
 
 
 def _places(runs: Sequence[Run], i: int, steps: np.ndarray) -> list[int]:

@@ -20,6 +20,7 @@ from fabric_llm.base.faults import DONE, STOPPED, Fault
 from fabric_llm.base.names import nearest_of
 from fabric_llm.data.sources import PROBES
 from fabric_llm.plan import run_directory
+from fabric_llm.run.metrics import METRICS_UNDONE
 
 # Sets of an evaluation: the only one, all together, the same with other weights, the copying probe.
 ONE_SET, MEAN, AVERAGE = "validation", "all sets, weighted", "moving average of the weights"
@@ -42,6 +43,7 @@ class Run:
     status: dict[str, Any] = field(default_factory=dict)  # STATUS.json
     # name -> set or source, "" of neither -> Series
     numbers: dict[str, dict[str, Series]] = field(default_factory=dict)
+    undone: list["Run"] = field(default_factory=list)  # numbers of steps that were made again, one of each time
     shares: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # in the mean: (step, new shares)
     verdicts: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
@@ -97,6 +99,7 @@ def read_run(folder: Path) -> Run:
     run.events = run_directory.read_events(folder)
     run.checkpoints = [files.step_of(path) for path in files.checkpoints(folder)]
     fill(run, _lines(run))
+    _fill_undone(run)
     forgotten = run.numbers["eval_forgotten"]
     for name, budget in run.numbers["eval_budget"].items():
         if name in forgotten and (rise := forgotten[name].values[-1]) > (most := budget.values[-1]):
@@ -112,13 +115,26 @@ def read_run(folder: Path) -> Run:
 # ------------------------------------------------------------------------------- metrics.jsonl
 
 
-def _lines(run: Run) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl. A note of the run names the first that can't be read."""
-    for number, (_, record) in enumerate(files.json_lines(run.folder / "metrics.jsonl"), 1):
+def _lines(run: Run, name: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
+    """The lines of a log. A note of the run names the first that can't be read."""
+    for number, (_, record) in enumerate(files.json_lines(run.folder / name), 1):
         if type(record.get("step")) is type(record.get("tokens", 0)) is int:
             yield record
         elif not run.notes:
-            run.notes.append(f"metrics.jsonl: line {number:,} can't be read. A kill leaves the last line cut off.")
+            run.notes.append(f"{name}: line {number:,} can't be read. A kill leaves the last line cut off.")
+
+
+def _fill_undone(run: Run) -> None:
+    """Add what was undone, in whose log a line with `undone` comes before the others of its time."""
+    parts: list[list[dict[str, Any]]] = []
+    for record in _lines(run, METRICS_UNDONE):
+        if "undone" in record:
+            parts.append([])
+        elif parts:
+            parts[-1].append(record)
+    for lines in parts:
+        run.undone.append(Run(run.name, run.folder))
+        fill(run.undone[-1], lines)
 
 
 Columns = dict[tuple[str, str], tuple[array, array]]  # (name, set or source or ""): steps and values

@@ -160,7 +160,7 @@ class Log:
         """The run went back to `there` and goes on by `plan`. Lines of later steps are removed."""
         discarded, self.plan, self.progress = self.progress.tokens - there.tokens, plan, there
         if self.metrics is not None:
-            self.metrics = MetricsFile(self.metrics.path, there.step)  # each step once
+            self.metrics = MetricsFile(self.metrics.path, there.step, undone=self.metrics.undone)  # each step once
             self._write({**record, "discarded_tokens": discarded})
             self.said(f"{words}; {discarded:,} tokens discarded")
 

@@ -16,10 +16,11 @@ from typing import Any, Optional
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.files import fsync, json_lines, write_atomically
-from fabric_llm.base.names import nearest
+from fabric_llm.base.names import command, nearest
 
 Record = dict[str, Any]
 MANY_LINES = 100  # waiting for the trackers
+METRICS_UNDONE = "metrics.undone.jsonl"  # lines of steps that a rewind or a resume has undone, for the report
 Log = Callable[[int, Record], None]
 Close = Callable[[], None]
 
@@ -27,24 +28,29 @@ Close = Callable[[], None]
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, each with `step`. Open only while a line is written."""
 
-    def __init__(self, path: Path, last: int = -1, resumed: Mapping[str, Any] = {}) -> None:
+    def __init__(
+        self, path: Path, last: int = -1, resumed: Mapping[str, Any] = {}, undone: Optional[Path] = None
+    ) -> None:
         """Remove the lines of steps after `last`, since this work is done again, and lines that aren't whole.
 
         resumed: progress.json of the checkpoint that is resumed from. The lines of later rewinds, whose step is the one they
-        went back to, are removed as well, and so is an evaluation that is made again.
+        went back to, are removed as well, and so is an evaluation that is made again. undone: the file that they are added to.
         """
-        self.path = path
+        self.path, self.undone = path, undone
         if not path.exists():
             return
-        kept = []
+        kept, removed = [], []
         rewinds = resumed.get("guard", {}).get("rewinds", math.inf)
         for line, record in json_lines(path):
             step = _step_of(record)
             is_rewind = step <= last and record.get("verdict") == "rewind"
             rewinds -= is_rewind
             is_owed = "eval_loss" in record and step == last and resumed.get("owes_evaluation")
-            if step <= last and not (is_owed or is_rewind and rewinds < 0):
-                kept.append(f"{line.rstrip()}\n")
+            stays = step <= last and not (is_owed or is_rewind and rewinds < 0)
+            (kept if stays else removed).append(f"{line.rstrip()}\n")
+        if removed and undone is not None:
+            with undone.open("a") as file:
+                file.writelines([json.dumps({"step": max(last, 0), "undone": len(removed)}) + "\n", *removed])
         failpoint("metrics.replace")
         write_atomically(path, "".join(kept), durable=True)
 
@@ -207,7 +213,14 @@ def _wandb(folder: Path, config: Record, entity: Optional[str], project: Optiona
             settings["mode"] = "offline"
     run = run or wandb.init(**settings)
     run.define_metric("*", step_metric="step")  # its own step can't go back, as those of a rewind do
-    return (lambda step, record: run.log({"step": step, **record})), run.finish
+
+    def close() -> None:
+        run.finish()
+        if run.offline:
+            place = Path(run.dir).parent
+            print(f"Weights & Biases has logged offline: {command('wandb', 'sync', place)} sends it.", flush=True)
+
+    return (lambda step, record: run.log({"step": step, **record})), close
 
 
 def upload_to_wandb(checkpoint: Path) -> None:
