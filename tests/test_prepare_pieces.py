@@ -200,16 +200,17 @@ def test_work_that_was_half_removed_is_not_used(call, undisturbed, tmp_path):
     work = tmp_path / ".out.preparing"
     removing = prepare_module.shutil.rmtree
     with pytest.MonkeyPatch.context() as patch:  # killed after it has begun to remove
-        patch.setattr(prepare_module.shutil, "rmtree", lambda folder, **more: (folder / "000002.tokens").unlink())
+        marked = max(path.with_suffix("") for path in work.glob("piece-*.json"))
+        patch.setattr(prepare_module.shutil, "rmtree", lambda folder, **more: marked.with_suffix(".tokens").unlink())
         prepare_module.remove(work)
-    assert removing is prepare_module.shutil.rmtree and (work / "000002.json").is_file()
+    assert removing is prepare_module.shutil.rmtree and marked.with_suffix(".json").is_file()
     assert call(tmp_path / "out").returncode == 0
     assert_same(tmp_path / "out", undisturbed)
 
 
 def test_another_packing_keeps_what_is_tokenized(call, tmp_path):
     def times():
-        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".out.preparing").glob("0*.json")}
+        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".out.preparing").glob("piece-*.json")}
 
     killed = call(tmp_path / "out", "prepare.rows:do=kill", context_length=16)
     before = times()
