@@ -296,16 +296,28 @@ def _element(buffer: str, at: int) -> tuple[Union[tuple[Any], str], int]:
 
 
 class Lines:
-    """Lines of a text, which can be read again; `taken` are those that were read since it was emptied."""
+    """Lines of a text, which can be read again; `taken` are those that were read since it was emptied.
 
-    def __init__(self, lines: Iterator[str]) -> None:
-        self.lines, self.again, self.taken = lines, deque[str](), list[str]()
+    waits: a damage is kept in `damage`, and the lines end there.
+    """
+
+    def __init__(self, lines: Iterator[str], waits: bool) -> None:
+        self.lines, self.waits = lines, waits
+        self.again, self.taken, self.damage = deque[str](), list[str](), None
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        self.taken.append(self.again.popleft() if self.again else next(self.lines))
+        if not self.again and self.damage is not None:
+            raise StopIteration
+        try:
+            self.taken.append(self.again.popleft() if self.again else next(self.lines))
+        except Exception as error:
+            if not self.waits or not is_damage(error):
+                raise
+            self.damage = error
+            raise StopIteration from None
         return self.taken[-1]
 
 
@@ -313,7 +325,7 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     csv.field_size_limit(RECORD_BYTES)
     has_tabs = suffix(part.path) == ".tsv"
     with io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
-        lines = Lines(text)
+        lines = Lines(text, waits=has_tabs)  # where a quote that nothing ends takes nothing with it
         rows = csv.reader(lines, "excel-tab" if has_tabs else "excel", strict=True)
         try:
             names = next(rows, [])
@@ -329,6 +341,8 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
             try:
                 row = next(rows)
             except StopIteration:
+                if lines.damage is not None:
+                    raise lines.damage from None
                 return
             except csv.Error as error:
                 said = f"is not a valid row: {error}"
