@@ -9,6 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 MOST_LOST = 0.01  # of the bytes of a text, or of its tokens, beyond which a loss in bits per byte would be of another text
+COUNTED = ("tokens", "unknown", "bytes", "bytes_of_tokens")  # `text` of a manifest
 NUMBERED_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # SentencePiece's byte fallback
 
 
@@ -54,13 +55,16 @@ def _bytes_of_word(name: str, state: dict[str, Any]) -> int:
     return len(name.encode())
 
 
-def bytes_are_lost(text: Mapping[str, int]) -> bool:
-    """Whether tokens stand for less than the text that they were made of: `text` of a dataset's manifest.
+def bytes_are_lost(manifest: Mapping[str, Any]) -> bool:
+    """Whether the tokens of a dataset stand for less than the text that they were made of. False where its manifest doesn't say.
 
     What isn't in the vocabulary becomes <unk>, or nothing, and some normalizers drop white space.
     """
-    is_less = text["bytes_of_tokens"] < (1 - MOST_LOST) * text["bytes"]
-    return is_less or text["unknown"] > MOST_LOST * text["tokens"]
+    text = manifest.get("text")
+    if not isinstance(text, dict) or any(type(text.get(name)) is not int for name in COUNTED):
+        return False
+    tokens, unknown, all_bytes, of_tokens = (text[name] for name in COUNTED)
+    return of_tokens < (1 - MOST_LOST) * all_bytes or unknown > MOST_LOST * tokens
 
 
 def is_byte_level(backend: Tokenizer) -> bool:

@@ -378,7 +378,7 @@ def summary(manifest: dict) -> str:
         part = 100 * text["unknown"] / text["tokens"]
         said = f"{text['unknown']:,} tokens ({part:.2g} %) are <unk>: the model can't learn what they stood for"
         lines.append(("warning", f"{said}; take another tokenizer, or python -m fabric_llm.extend_vocab"))
-    if bytes_are_lost(text):
+    if bytes_are_lost(manifest):
         part = 100 * text["bytes_of_tokens"] / text["bytes"]
         said = f"tokens stand for {part:.3g} % of the bytes of the text, so evaluations give no bits per byte"
         lines.append(("warning", said))
