@@ -1,10 +1,15 @@
 """Bytes of text that tokens stand for: those of a text's tokens add up to the text, in tokenizers of each kind."""
 
+import json
+
 import pytest
+from ranks import metrics, train_ranks
+from test_context_parallel import run_of
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fabric_llm.data.token_bytes import bytes_of_tokens
+from fabric_llm.data.token_bytes import bytes_are_lost, bytes_of_tokens
+from fabric_llm.prepare.prepare import prepare, summary
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
 TEXTS = ["Grüße, 日本語 and 🎉!\n\tdef f(x):\n    return x ** 2\n", "one two  three   four", "ünïcödé çà et là"] * 20
@@ -56,3 +61,76 @@ def test_added_words_count_as_they_are_written():
 
 def test_tokens_beyond_a_models_vocabulary_are_left_out():
     assert len(bytes_of_tokens(byte_level(), 300)) == 300
+
+
+def letters():
+    """A vocabulary of letters without a decoder, as those of DNA: what else a text holds is dropped without a word."""
+    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(["A", "C", "G", "T", "CG"])}, [("C", "G")]))
+    backend.add_special_tokens(["<end>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+
+
+def test_letters_without_a_decoder_stand_for_themselves():
+    tokenizer = letters()
+    assert bytes_of_tokens(tokenizer, len(tokenizer)).tolist() == [1, 1, 1, 1, 2, 0]
+
+
+def test_bytes_without_a_decoder_are_bytes():
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.decoder = None
+    text = TEXTS[0]
+    assert bytes_of_tokens(tokenizer, 400)[tokenizer(text)["input_ids"]].sum() == len(text.encode())
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """prepared(tokenizer, texts): the folder of a dataset, and its manifest."""
+
+    def make(tokenizer, texts):
+        folder = tmp_path_factory.mktemp("prepared")
+        tokenizer.save_pretrained(folder / "tokenizer")
+        (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        given = dict(output=folder / "data", tokenizer=str(folder / "tokenizer"), context_length=24, validation_fraction=0.3)
+        return folder / "data", prepare(inputs=[folder / "a.jsonl"], **given)
+
+    return make
+
+
+KNOWN = [f"{'one two ' * (3 + number)}three" for number in range(40)]
+UNKNOWN = [f"one two {'မြန်မာ ' * (3 + number)}three" for number in range(40)]
+
+
+def test_unknown_tokens_are_counted_and_said(prepared):
+    folder, manifest = prepared(unigram(), UNKNOWN)
+    tokenizer = unigram()
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in UNKNOWN]
+    text, unknown = manifest["text"], sum(some.count(tokenizer.unk_token_id) for some in ids)
+    assert unknown > 500 and text["unknown"] == unknown and text["tokens"] == sum(map(len, ids)) + len(UNKNOWN)
+    assert text["bytes"] == sum(len(text.encode()) for text in UNKNOWN) > 2 * text["bytes_of_tokens"]
+    assert bytes_are_lost(manifest)
+    said = summary(manifest)
+    assert f"warning    {unknown:,} tokens (" in said and " %) are <unk>: " in said
+    assert "% of the bytes of the text, so evaluations give no bits per byte" in said
+    assert "warning" not in summary(prepared(unigram(), KNOWN)[1])
+
+
+def test_letters_that_become_no_token_are_lost_too(prepared):
+    _, manifest = prepared(letters(), [f"{'ACGT' * (9 + number)} {'NNN' * number}" for number in range(40)])
+    assert manifest["text"]["unknown"] == 0 and bytes_are_lost(manifest)
+    assert "so evaluations give no bits per byte" in summary(manifest)
+    _, manifest = prepared(letters(), ["ACGT" * (9 + number) for number in range(40)] + ["nothing of it"])
+    assert not bytes_are_lost(manifest) and manifest["text"]["bytes_of_tokens"] == manifest["text"]["bytes"]
+    assert manifest["skipped"]["bad"] == 1 and "of which this tokenizer makes no token" in summary(manifest)
+
+
+def test_a_set_that_has_lost_bytes_has_no_loss_in_bits_per_byte(toys, prepared, tmp_path):
+    known, unknown = (prepared(unigram(), texts)[0] for texts in (KNOWN, UNKNOWN))
+    train_ranks(1, *run_of(toys / "llama", known, tmp_path, "run", "--eval_data", f"other={unknown}"))
+    found = metrics(tmp_path / "run", "eval")[0]
+    assert found["validation"]["bits_per_byte"] > 0 and found["other"]["loss"] > 0
+    assert "bits_per_byte" not in found["other"]
+
+
+def test_a_manifest_that_does_not_say_it_is_believed():
+    for said in ({}, {"text": None}, {"text": {"tokens": "many"}}, {"text": []}):
+        assert not bytes_are_lost(said)

@@ -2,11 +2,14 @@
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+MOST_LOST = 0.01  # of the bytes of a text, or of its tokens, beyond which a loss in bits per byte would be of another text
+COUNTED = ("tokens", "unknown", "bytes", "bytes_of_tokens")  # `text` of a manifest
 NUMBERED_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # SentencePiece's byte fallback
 
 
@@ -17,7 +20,8 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
     itself changes: SentencePiece puts a space before a text, others normalise it.
     """
     counts = np.zeros(size, dtype=np.int64)
-    special, of_bytes = set(tokenizer.all_special_ids), is_byte_level(tokenizer.backend_tokenizer)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    special, of_bytes = set(tokenizer.all_special_ids), _is_byte_level(state)
     added, words = tokenizer.added_tokens_decoder, []
     for token, number in tokenizer.get_vocab().items():
         if number >= size or number in special:
@@ -30,6 +34,11 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
             counts[number] = len(token)
         else:
             words.append(number)
+    names = [tokenizer.backend_tokenizer.id_to_token(number) for number in words]
+    if not state.get("decoder"):
+        # Decoding would put a space behind each. The words of a vocabulary of letters are its text.
+        counts[words] = [_bytes_of_word(name, state) for name in names]
+        return counts
     # What each of the others adds behind itself: at the beginning of a text decoders drop a space.
     once, twice = (
         tokenizer.backend_tokenizer.decode_batch([[number] * times for number in words], skip_special_tokens=False)
@@ -39,7 +48,32 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
     return counts
 
 
+def _bytes_of_word(name: str, state: dict[str, Any]) -> int:
+    """Bytes that a token stands for by its name, in a tokenizer.json without a decoder."""
+    for affix, remove in (("continuing_subword_prefix", name.removeprefix), ("end_of_word_suffix", name.removesuffix)):
+        name = remove(state["model"].get(affix) or "")
+    return len(name.encode())
+
+
+def bytes_are_lost(manifest: Mapping[str, Any]) -> bool:
+    """Whether the tokens of a dataset stand for less than the text that they were made of. False where its manifest doesn't say.
+
+    What isn't in the vocabulary becomes <unk>, or nothing, and some normalizers drop white space.
+    """
+    text = manifest.get("text")
+    if not isinstance(text, dict) or any(type(text.get(name)) is not int for name in COUNTED):
+        return False
+    tokens, unknown, all_bytes, of_tokens = (text[name] for name in COUNTED)
+    return of_tokens < (1 - MOST_LOST) * all_bytes or unknown > MOST_LOST * tokens
+
+
 def is_byte_level(backend: Tokenizer) -> bool:
     """Whether each character of a token's name stands for a byte, as in GPT-2's."""
-    decoder = json.loads(backend.to_str()).get("decoder") or {}
-    return "ByteLevel" in [decoder.get("type"), *(one.get("type") for one in decoder.get("decoders", []))]
+    return _is_byte_level(json.loads(backend.to_str()))
+
+
+def _is_byte_level(state: dict[str, Any]) -> bool:
+    steps = [state.get("decoder") or {}, state.get("pre_tokenizer") or {}]
+    return "ByteLevel" in [
+        one.get("type") for step in steps for one in (step, *step.get("decoders", []), *step.get("pretokenizers", []))
+    ]

@@ -19,6 +19,7 @@ from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.mixture_text import MOST_SLOTS, DataMix, at_least
 from fabric_llm.data.probes import Questions, copy_probe
 from fabric_llm.data.sources import COPY, ONE_SET, RETRIEVAL
+from fabric_llm.data.token_bytes import bytes_are_lost
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan.mixture import Here, last_step, lay_out
@@ -142,6 +143,11 @@ class Plan:
         of_training = {name: source.validation for name, source in self.data.sources.items()}
         added = {name: dataset.validation for name, dataset in self.data.eval_data.items()}
         return {**(of_training or {ONE_SET: self.data.dataset.validation}), **added}
+
+    def in_bytes(self) -> frozenset[str]:
+        """Sets whose tokens stand for all of their text: others have no loss in bits per byte."""
+        datasets = {**(self.data.sources or {ONE_SET: self.data.dataset}), **self.data.eval_data}
+        return frozenset(name for name, dataset in datasets.items() if not bytes_are_lost(dataset.manifest))
 
     def probes(self, left_out: Iterable[Optional[int]], seed: int) -> dict[str, Any]:
         """{probe: its rows} of those that are evaluated. left_out: ids of special tokens, which aren't drawn."""

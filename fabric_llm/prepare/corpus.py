@@ -7,8 +7,12 @@ and many small files. The plan depends on the inputs alone, never on the number 
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Optional
+import os
+import re
+import shlex
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Optional
 
 from fabric_llm.base.names import shown
 from fabric_llm.prepare import documents, inputs
@@ -18,8 +22,12 @@ PIECE_BYTES = 32 * 2**20  # of a large corpus
 # Of a small one. Many pieces keep all cores busy to the end, but flushing each to the disk takes 50 ms.
 SMALL_PIECE_BYTES = 4 * 2**20
 PIECES = 256
+EDGES = 16  # the name of one of so many files begins a piece
 LONG_TEXT_BYTES = 16 * 2**20  # a text file from this size on is split at blank lines unless told otherwise
-OWN_VALIDATION = ("validation", "valid", "dev")  # names of splits
+# Names of splits. A word of the others in a name, such as `test_sft`, says that it isn't meant to be trained on.
+OWN_VALIDATION = ("validation", "valid", "val", "dev")
+NOT_TRAINING = {*OWN_VALIDATION, *"test tests testset testing testmini devtest devset eval evals evaluation".split()}
+NOT_TRAINING |= {"heldout", "holdout", "held", "validate"}
 MOST_BYTES = 2**26  # of text in memory; of more, texts are taken evenly over the inputs
 ONE_OF = 20  # one of so many texts is held out
 
@@ -27,9 +35,13 @@ ONE_OF = 20  # one of so many texts is held out
 class Piece(NamedTuple):
     """What one process reads and encodes, in order."""
 
-    number: int
     bytes: int  # on disk
     parts: list[Part]
+
+    def name(self, sources: Mapping[str, inputs.Source], encoded_with: Any) -> str:
+        """Of its files: a hash of its parts, of the sizes and times of what they are of, and of what it is encoded with."""
+        made_of = [(part, sources[part.path]) for part in self.parts]
+        return hashlib.sha256(json.dumps([made_of, encoded_with], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def plan(found: inputs.Found, separator: Optional[str]) -> list[Piece]:
@@ -38,26 +50,23 @@ def plan(found: inputs.Found, separator: Optional[str]) -> list[Piece]:
     Raises ValueError for a dataset or table that can't be opened.
     """
     total = sum(source.bytes or 0 for source in found.sources)
-    piece_bytes = min(PIECE_BYTES, max(SMALL_PIECE_BYTES, total // PIECES))
+    piece_bytes = SMALL_PIECE_BYTES  # in steps, so that pieces stay as they are when a file is added or taken away
+    while 2 * piece_bytes <= min(PIECE_BYTES, total // PIECES):
+        piece_bytes *= 2
+    piece_bytes = min(PIECE_BYTES, piece_bytes)
     pieces: list[Piece] = []
     parts: list[Part] = []
     size = 0
     for source in found.sources:
         for part, part_bytes in _parts_of(source, found, separator, piece_bytes):
-            if parts and size + part_bytes > piece_bytes:
-                pieces.append(Piece(len(pieces), size, parts))
+            # Some names begin a piece, so that those behind a file that was taken away are soon cut as before.
+            is_edge = size > piece_bytes // 2 and zlib.crc32(os.fsencode(part.path)) % EDGES == 0
+            if parts and (size + part_bytes > piece_bytes or is_edge):
+                pieces.append(Piece(size, parts))
                 parts, size = [], 0
             parts.append(part)
             size += part_bytes
-    return [*pieces, Piece(len(pieces), size, parts)] if parts else pieces
-
-
-def fingerprint(found: inputs.Found, pieces: Iterable[Piece]) -> str:
-    """A hash of the plan and of the sizes and times of what it reads."""
-    digest = hashlib.sha256()
-    for one in (*pieces, *found.sources):
-        digest.update(json.dumps(one).encode())
-    return digest.hexdigest()
+    return [*pieces, Piece(size, parts)] if parts else pieces
 
 
 def _parts_of(
@@ -104,12 +113,17 @@ def _ranges(part: Part, count: int, size: int, piece_bytes: int) -> Iterator[tup
 def _parts_of_dataset(part: Part, size: int, found: inputs.Found, piece_bytes: int) -> Iterator[tuple[Part, int]]:
     splits = documents.load_splits(part.kind, part.path)
     own = [name for name in splits if name in OWN_VALIDATION]
-    if own:
-        found.notes.append(f"{part.path} [{own[0]}] is kept for validation, and nothing else of the dataset is drawn")
-    rows = 0 if part.kind == "hub" else sum(map(len, splits.values()))
+    read = [name for name in splits if name in own or not is_no_training_text(name)]
+    if not read:
+        raise ValueError(_nothing_to_train_on(part, [*splits]))
+    for name in own:
+        found.notes.append(f"{part.path} [{name}] is kept for validation, and nothing else of the dataset is drawn")
+    rows = 0 if part.kind == "hub" else sum(len(splits[name]) for name in read)
     for name, split in splits.items():
-        if name == "test" and len(splits) > 1:
-            found.notes.append(f"{part.path} [test] is left out")
+        if name not in read:
+            place, count = f"{part.path} [{name}]", None if part.kind == "hub" else len(split)
+            found.splits_left_out[place] = count
+            found.notes.append(f"{place} is left out" + ("" if count is None else f": {count:,} rows"))
             continue
         part = part._replace(split=name)
         if own:
@@ -118,6 +132,22 @@ def _parts_of_dataset(part: Part, size: int, found: inputs.Found, piece_bytes: i
             yield part, 0
         else:
             yield from _ranges(part, len(split), size * len(split) // max(1, rows), piece_bytes)
+
+
+def is_no_training_text(split: str) -> bool:
+    """Whether a split is named as one to measure with."""
+    return bool(NOT_TRAINING & {*re.findall("[a-z]+", split.lower())})
+
+
+def _nothing_to_train_on(part: Part, splits: list[str]) -> str:
+    named = ", ".join(repr(shown(name, 60)) for name in splits[:20])
+    said = f"{part.path} has no split to train on, only {named}: if that is what you mean, "
+    if part.kind == "dataset":
+        return f"{said}take --input {shlex.quote(os.path.join(part.path, splits[0]))}"
+    repository, _, config = part.path.partition(":")
+    loaded = f"load_dataset({repository!r}, {config or None!r}, split={splits[0]!r})"
+    saving = f"from datasets import load_dataset; {loaded}.save_to_disk('corpus')"
+    return f'{said}take --input corpus after python -c "{saving}"'
 
 
 class Corpus(NamedTuple):

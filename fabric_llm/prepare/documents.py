@@ -9,12 +9,12 @@ import csv
 import io
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Optional, Union, cast
 
-import ijson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -30,6 +30,10 @@ MAX_FIELDS = 20  # named
 NOT_UTF8 = "is not valid UTF-8"
 BLANK_LINES = r"\r?\n(?:[ \t\r]*\n)+"  # where a text is split into documents by default
 WHITE = codecs.BOM_UTF8 + b" \t\r\n"  # before the first record of a JSON file
+# Numbers aren't needed, and int() refuses those of more than 4,300 digits. The second one finds the end of what the first one
+# refuses, such as a string with a line feed in it.
+JSON, LENIENT_JSON = (json.JSONDecoder(parse_int=len, strict=strict) for strict in (True, False))
+SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
 
 # Where a document goes: it is drawn into a split, or its dataset has a validation split, which is kept.
 DRAWN, TO_TRAIN, TO_VALIDATION = 0, 1, 2
@@ -129,7 +133,8 @@ def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]
     begin, place, buffer = part.start, part.start, b""
     while True:
         room = max(BLOCK_BYTES, len(buffer))  # so that a long document isn't searched again for each block
-        block = file.read(room if part.end is None else min(room, part.end - place - len(buffer)))
+        room = room if part.end is None else min(room, part.end - place - len(buffer))
+        block, damage = read_block(file, room)
         buffer, at = buffer + block, 0
         for match in separator.finditer(buffer) if separator else ():
             if match.end() == len(buffer) and block:  # the separator may go on in the next block
@@ -138,6 +143,8 @@ def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]
             at = match.end()
             begin = place + at
         buffer, place = buffer[at:], place + at
+        if damage is not None:
+            raise damage
         if not block:
             if buffer or begin < place or begin == part.start:
                 yield begin, buffer if begin == place else None
@@ -145,6 +152,23 @@ def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]
         if len(buffer) > RECORD_BYTES:  # its beginning isn't needed any more, but a separator may have begun
             place += len(buffer) - LONGEST_SEPARATOR
             buffer = buffer[-LONGEST_SEPARATOR:]
+
+
+def read_block(file: BinaryIO, size: int) -> tuple[bytes, Optional[Exception]]:
+    """(`size` bytes, or what there is before the end of a file or a damage; the damage, to be raised once these are used)"""
+    blocks = []
+    while size > 0:
+        try:
+            block = cast(io.BufferedReader, file).read1(size)
+        except Exception as error:
+            if not is_damage(error):
+                raise
+            return b"".join(blocks), error
+        if not block:
+            break
+        blocks.append(block)
+        size -= len(block)
+    return b"".join(blocks), None
 
 
 def _text_of(record: Any, text_field: str, number: int, place: str = "field") -> Record:
@@ -161,11 +185,19 @@ def _document(number: int, content: str | bytes) -> Record:
     """A document, if it is valid UTF-8. A str isn't where JSON has half of a surrogate pair, such as "\\ud800"."""
     try:
         text = content.decode() if isinstance(content, bytes) else content
-        if not text.isascii():
-            text.encode()
     except UnicodeError:
         return Bad(number, NOT_UTF8)
-    return number, text
+    return (number, text) if _is_utf8(text) else Bad(number, NOT_UTF8)
+
+
+def _is_utf8(text: str) -> bool:
+    """False for half of a surrogate pair, and for bytes that were decoded with `surrogateescape`."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeError:
+            return False
+    return True
 
 
 def _no_field(text_field: str, present: Iterable[str]) -> str:
@@ -183,7 +215,7 @@ def _read_json_lines(part: Part, text_field: str, file: BinaryIO) -> Iterator[Re
             yield Bad(number, f"is longer than {RECORD_BYTES >> 20} MiB")
         elif line.strip():
             try:
-                record = json.loads(line.decode("utf-8-sig"))
+                record = JSON.decode(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
                 yield Bad(number, NOT_UTF8)
             except (ValueError, RecursionError) as error:
@@ -200,39 +232,142 @@ def _read_json(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     if not begin.lstrip(WHITE).startswith(b"["):
         yield from _read_json_lines(part, text_field, file)
         return
-    file.read(len(begin) - len(begin.removeprefix(codecs.BOM_UTF8)))
-    number = 0
+    for number, element in enumerate(_array(file), 1):
+        if isinstance(element, str):
+            yield Bad(number, element)
+        else:
+            yield _text_of(*element, text_field, number)
+
+
+def _array(file: BinaryIO) -> Iterator[Union[tuple[Any], str]]:
+    """The elements of an array of JSON, each in a tuple, or what is wrong with one.
+
+    What isn't valid is taken for UTF-8 until an element is found to hold it. At most a block is in memory, or an element of
+    RECORD_BYTES.
+    """
+    while file.read(1) != b"[":  # behind a byte order mark and white space
+        pass
+    decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
+    buffer, at, is_all, damage, is_first = "", 0, False, None, True
+    while True:
+        try:
+            if is_first and buffer.startswith("]", end := SPACE.match(buffer, at).end()):
+                break
+            element, end = _element(buffer, at)
+        except (ValueError, RecursionError) as error:
+            if damage is not None:
+                raise damage from None
+            if is_all or len(buffer) - at > RECORD_BYTES:
+                yield f"is not valid JSON: {one_line(error)}; what comes after it is not read"
+                return
+            block, damage = read_block(file, max(BLOCK_BYTES, len(buffer) - at))
+            is_all = not block
+            buffer, at = buffer[at:] + decode(block, is_all), 0
+            continue
+        yield element
+        if buffer[end] == "]":
+            break
+        at, is_first = end + 1, False
+    rest = buffer[end + 1 :].strip()
+    while not rest and not is_all:
+        block, damage = read_block(file, BLOCK_BYTES)
+        rest, is_all = block.strip().decode(errors="replace"), not block
+        if damage is not None:
+            raise damage
+    if rest:
+        yield f"comes after the end of an array, and is not read: {shown(rest, 60)}"
+
+
+def _element(buffer: str, at: int) -> tuple[Union[tuple[Any], str], int]:
+    """(an element of an array, or what is wrong with it; where the comma or bracket behind it is). Raises ValueError if its end isn't found."""
+    begin = SPACE.match(buffer, at).end()
+    said = ""
     try:
-        for number, record in enumerate(ijson.items(file, "item"), 1):
-            yield _text_of(record, text_field, number)
-    except (ijson.JSONError, UnicodeDecodeError, RecursionError) as error:
-        yield Bad(number + 1, f"is not valid JSON: {one_line(error)}; what comes after it is not read")
+        value, end = JSON.raw_decode(buffer, begin)
+    except json.JSONDecodeError as error:
+        value, end = LENIENT_JSON.raw_decode(buffer, begin)
+        said = f"is not valid JSON: {error.msg}"
+    behind = SPACE.match(buffer, end).end()
+    if not buffer.startswith((",", "]"), behind):
+        raise ValueError("there is no comma or bracket behind it")
+    if not _is_utf8(buffer[begin:end]):
+        said = NOT_UTF8
+    return said or (value,), behind
+
+
+class Lines:
+    """Lines of a text, which can be read again; `taken` are those that were read since it was emptied.
+
+    waits: a damage is kept in `damage`, and the lines end there.
+    """
+
+    def __init__(self, lines: Iterator[str], waits: bool) -> None:
+        self.lines, self.waits = lines, waits
+        self.again, self.taken, self.damage = deque[str](), list[str](), None
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        if not self.again and self.damage is not None:
+            raise StopIteration
+        try:
+            self.taken.append(self.again.popleft() if self.again else next(self.lines))
+        except Exception as error:
+            if not self.waits or not is_damage(error):
+                raise
+            self.damage = error
+            raise StopIteration from None
+        return self.taken[-1]
 
 
 def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
     csv.field_size_limit(RECORD_BYTES)
-    with io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as lines:
-        rows = csv.reader(lines, "excel-tab" if suffix(part.path) == ".tsv" else "excel", strict=True)
+    has_tabs = suffix(part.path) == ".tsv"
+    with io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
+        lines = Lines(text, waits=has_tabs)  # where a quote that nothing ends takes nothing with it
+        rows = csv.reader(lines, "excel-tab" if has_tabs else "excel", strict=True)
         try:
             names = next(rows, [])
         except csv.Error as error:
             raise ValueError(f"{part.path} has no first line that names the columns: {error}") from None
         if names.count(text_field) != 1:
             raise ValueError(f"{part.path} {_no_field(text_field, names)}")
-        column = names.index(text_field)
+        column, number = names.index(text_field), 1
         while True:
-            number = rows.line_num + 1
+            number += len(lines.taken)
+            lines.taken.clear()
+            row, said = [], ""
             try:
                 row = next(rows)
             except StopIteration:
+                if lines.damage is not None:
+                    raise lines.damage from None
                 return
             except csv.Error as error:
-                yield Bad(number, f"is not a valid row: {error}")
-                continue
-            if row and len(row) != len(names):
+                said = f"is not a valid row: {error}"
+            if said or has_tabs and _are_rows(lines.taken, len(names)):
+                # A quote that nothing ends: its line stands alone, and those behind it are read again.
+                lines.again.extendleft(reversed(lines.taken[1:]))
+                del lines.taken[1:]
+                if has_tabs:
+                    row, said = lines.taken[0].rstrip("\r\n").split("\t"), ""
+            if said:
+                yield Bad(number, said)
+            elif row and len(row) != len(names):
                 yield Bad(number, f"has {len(row)} fields, and the first line {len(names)}")
             elif row:
                 yield _document(number, row[column])
+
+
+def _are_rows(lines: list[str], columns: int) -> bool:
+    """Whether each of several lines, which quotes make one row, is a row of its own: most .tsv know no quotes.
+
+    A line that begins with a tab is one of an indented text.
+    """
+    return len(lines) > 1 < columns and all(
+        line.count("\t") == columns - 1 and not line.startswith("\t") for line in lines
+    )
 
 
 def parquet_file(path: str) -> pq.ParquetFile:
@@ -253,16 +388,20 @@ def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
         if kind not in (pa.string(), pa.large_string(), pa.string_view()):
             raise ValueError(f'{part.path} holds {kind}, not strings, in its column "{text_field}"')
         groups = range(part.start, table.num_row_groups if part.end is None else part.end)
-        number = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
-        try:
-            for batch in table.iter_batches(PARQUET_ROWS, groups, [text_field], use_threads=False):
-                # As bytes: pyarrow doesn't check that strings are valid, and an invalid one must not end the others. A
-                # null is an empty document.
-                for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()):
-                    yield _document(number, (value.as_py() or b"").removeprefix(codecs.BOM_UTF8))
+        number = end = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
+        for group in groups:
+            end += table.metadata.row_group(group).num_rows
+            try:
+                for batch in table.iter_batches(PARQUET_ROWS, [group], [text_field], use_threads=False):
+                    # As bytes: pyarrow doesn't check that strings are valid, and an invalid one must not end the others. A
+                    # null is an empty document.
+                    for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()):
+                        yield _document(number, (value.as_py() or b"").removeprefix(codecs.BOM_UTF8))
+                        number += 1
+            except (pa.ArrowException, OSError) as error:
+                while number < end:  # the rest of its row group
+                    yield Bad(number, f"can't be read: {one_line(error)}")
                     number += 1
-        except (pa.ArrowException, OSError) as error:
-            yield Bad(number, f"can't be read, and what comes after it: {one_line(error)}")
 
 
 def load_splits(kind: str, name: str) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Encode pieces: their documents become tokens in files, in this process, or by one for each core.
 
-In the work folder a piece with number 7 is:
+In the work folder a piece is, by its name, a hash of all that it is made of:
 
-    000007.tokens     the documents' tokens, one behind the other
-    000007.documents  a record of each document (DOCUMENT)
-    000007.json       the mark: both are on the disk, and what was read for them
+    NAME.tokens     the documents' tokens, one behind the other
+    NAME.documents  a record of each document (DOCUMENT)
+    NAME.json       the mark: both are on the disk, and what was read for them
 
 A piece without a mark is made again from its beginning. Worker processes take one piece after the other, and end with the
 process that has started them. This module imports neither torch nor transformers, so that they start quickly.
@@ -19,7 +19,7 @@ import os
 import signal
 import traceback
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -45,6 +45,7 @@ BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 1_000_000
 MAX_NAMED = 20  # bad records
 MAX_MESSAGE = 2000  # characters
+TOKEN_BYTES = "token_bytes.npy"  # in the work folder: bytes_of_tokens of the tokenizer
 MANY_RECORDS = 100  # in a range of a large file, which end the preparation if all of them are bad
 # Its tokens, where it goes (documents.DRAWN ...), and the hash of its text.
 DOCUMENT = np.dtype([("tokens", "<i8"), ("goes", "u1"), ("hash", "<u8", 2)])
@@ -61,47 +62,59 @@ class Job(NamedTuple):
     before: list[int]  # tokens that stand before a document
     after: list[int]  # and behind it, the last of them EOS
     forbidden: dict[int, str]  # {id: name} of the special tokens that text mustn't become
+    unknown: int  # the token of text that the tokenizer has no other for; -1 without one
     dtype: str  # of token ids: uint16 if the whole vocabulary fits into it, else int32
 
 
 @dataclass
 class Mark:
-    """What was made of a piece."""
+    """What was read for a piece, and what was made of it: records = documents + empty + bad."""
 
+    records: int = 0
     documents: int = 0
     tokens: int = 0
     empty: int = 0
     bad: int = 0  # records
+    unknown: int = 0  # tokens
+    bytes: int = 0  # of the documents' text
+    bytes_of_tokens: int = 0  # that the tokens stand for, see data/token_bytes.py
     named: list[tuple[int, Bad]] = field(default_factory=list)  # (number of the part, one of the first of them)
 
 
-def read_mark(folder: Path, number: int) -> Optional[Mark]:
-    """The mark of a piece, None without one. A damaged one counts as none."""
+def read_mark(path: Path) -> Optional[Mark]:
+    """The mark of a piece, None without one. path: of its files, without a suffix. A damaged piece counts as none."""
     try:
-        return Mark(**json.loads((folder / f"{number:06d}.json").read_bytes()))
+        mark = Mark(**json.loads(path.with_suffix(".json").read_bytes()))
+        tokens, documents = (path.with_suffix(name).stat().st_size for name in (".tokens", ".documents"))
     except (OSError, ValueError, TypeError):
         return None
+    is_whole = documents == mark.documents * DOCUMENT.itemsize and tokens in (2 * mark.tokens, 4 * mark.tokens)
+    return mark if is_whole else None
 
 
 class PieceFiles:
     """The files of a piece, while documents are added to them."""
 
     def __init__(self, job: Job, tokens: BinaryIO, documents: BinaryIO) -> None:
-        self.tokens, self.documents, self.mark = tokens, documents, Mark()
+        self.tokens, self.documents, self.mark, self.unknown = tokens, documents, Mark(), job.unknown
         self.dtype = np.dtype(job.dtype)
         self.before, self.after = np.array(job.before, self.dtype), np.array(job.after, self.dtype)
+        self.token_bytes = np.load(Path(job.folder, TOKEN_BYTES))
 
     def add(self, ids: np.ndarray, text: str, goes: int) -> None:
         """Append a document, unless no character of it is visible. ids: the tokens of `text`, uint32 [tokens]."""
-        if not (text.strip() and len(ids)):
+        if not text.strip():
             self.mark.empty += 1
             return
-        tokens = np.concatenate([self.before, ids, self.after]).astype(self.dtype)
+        tokens, content = np.concatenate([self.before, ids, self.after]).astype(self.dtype), text.encode()
         self.tokens.write(tokens.data)
-        digest = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), "<u8")
+        digest = np.frombuffer(hashlib.blake2b(content, digest_size=16).digest(), "<u8")
         self.documents.write(np.array((len(tokens), goes, digest), DOCUMENT).tobytes())
         self.mark.documents += 1
         self.mark.tokens += len(tokens)
+        self.mark.unknown += int((ids == self.unknown).sum())
+        self.mark.bytes += len(content)
+        self.mark.bytes_of_tokens += int(self.token_bytes[ids].sum())
 
 
 def lock(descriptor: int, taken: str) -> None:
@@ -125,17 +138,17 @@ def _load_backend(path: str, modified_ns: int) -> Tokenizer:
     return backend
 
 
-def encode_piece(piece: Piece, job: Job) -> None:
-    """Encode a piece, unless that is done. Its files are on the disk when this returns.
+def encode_piece(piece: Piece, name: str, job: Job) -> None:
+    """Encode a piece, unless that is done. Its files, of this name, are on the disk when this returns.
 
     Raises ValueError for a bad record if the job stops on errors, and for a file of which every record is bad; Fault (73)
     where another process has the piece.
     """
-    path = Path(job.folder, f"{piece.number:06d}")
+    path = Path(job.folder, name)
     with ExitStack() as stack:
         opened = [stack.enter_context(open(path.with_suffix(name), "ab")) for name in (".tokens", ".documents")]
-        lock(opened[0].fileno(), f"piece {piece.number} in {job.folder!r} is being made by another process")
-        if read_mark(path.parent, piece.number) is not None:
+        lock(opened[0].fileno(), f"piece {name} in {job.folder!r} is being made by another process")
+        if read_mark(path) is not None:
             return
         for file in opened:
             file.truncate(0)
@@ -156,6 +169,7 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
     good: set[int] = set()  # parts with a record that can be read, by their number
     bad: dict[int, list] = {}  # likewise those with one that can't: how many, the first
     for batch in _batches(piece, job):
+        out.mark.records += len(batch)
         encoded = _encoded(["" if isinstance(record, Bad) else record[1] for _, record in batch], backend)
         is_special = np.isin(np.concatenate(encoded), list(job.forbidden)).any()
         for (number, record), ids in zip(batch, encoded):
@@ -165,11 +179,14 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
             else:
                 good.add(number)
                 special = [name for token, name in job.forbidden.items() if token in ids] if is_special else []
-                if not special:
+                if special:
+                    said = f"holds text that this tokenizer turns into its special token {shown(special[0])}: take it out"
+                    record = Bad(record[0], f"{said}, or choose a byte-level tokenizer")
+                elif record[1].strip() and not len(ids):
+                    record = Bad(record[0], "holds text of which this tokenizer makes no token")
+                else:
                     out.add(ids, record[1], piece.parts[number].goes)
                     continue
-                said = f"holds text that this tokenizer turns into its special token {shown(special[0])}: take it out"
-                record = Bad(record[0], f"{said}, or choose a byte-level tokenizer")
             if job.stop_on_error:
                 raise ValueError(_sentence(piece, number, record))
             out.mark.bad += 1
@@ -215,23 +232,23 @@ def _sentence(piece: Piece, number: int, record: Bad) -> str:
     return f"{where(piece.parts[number], record.number)} {record.message}"
 
 
-def bad_records(pieces: Sequence[Piece], marks: Sequence[Mark]) -> list[str]:
+def bad_records(pieces: Iterable[Piece], marks: Sequence[Mark]) -> list[str]:
     """Sentences on the first ones of all pieces."""
     named = [(piece, number, Bad(*bad)) for piece, mark in zip(pieces, marks) for number, bad in mark.named]
     return [_sentence(*record) for record in named[:MAX_NAMED]]
 
 
-def encode_locally(pieces: Sequence[Piece], job: Job, num_workers: int, report: Report) -> None:
+def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, report: Report) -> None:
     """Encode by processes on this machine. What one of them raises is raised here, and the others end.
 
-    report: takes the bytes of the inputs of each piece that is done.
+    pieces: by name. report: takes the bytes of the inputs of each piece that is done.
     """
     count = min(num_workers, len(pieces))
     context = multiprocessing.get_context("spawn")  # threads of the tokenizer don't outlive a fork
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(count, context, _begin_process, (os.getpid(), num_workers // count))
     try:
-        running = {pool.submit(_error_of, piece, job): piece for piece in pieces}
+        running = {pool.submit(_error_of, piece, name, job): piece for name, piece in pieces.items()}
         for done in as_completed(running):
             if (error := done.result()) is not None:
                 raise error
@@ -253,10 +270,10 @@ def _begin_process(parent: int, threads: int) -> None:
     os.environ |= {"TOKENIZERS_PARALLELISM": str(threads > 1).lower(), "RAYON_NUM_THREADS": str(threads)}
 
 
-def _error_of(piece: Piece, job: Job) -> Optional[Exception]:
+def _error_of(piece: Piece, name: str, job: Job) -> Optional[Exception]:
     """Encode a piece. Returns its error; prints the traceback of an unexpected one, which a pipe may not be able to send."""
     try:
-        encode_piece(piece, job)
+        encode_piece(piece, name, job)
     except OSError as error:
         return OSError(error.errno, error.strerror, error.filename) if error.errno else OSError(str(error))
     except Exception as error:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Optional
+from typing import Any, BinaryIO, NamedTuple, Optional, Protocol
 
 from fabric_llm.base.names import is_path, nearest_of
 
@@ -33,7 +33,9 @@ KINDS = {
 }
 DEFAULT_PATTERNS = [f"*{suffix}{packed}" for packed in ("", *PACKED) for suffix in KINDS]
 WEB = (".html", ".htm", ".xhtml", ".wet", ".warc")  # whose markup and headers would pass for text
-HIDDEN = "hidden files and folders"  # among the files of folders that aren't read, which are counted by suffix
+# Among the files of folders that aren't read, which are counted by suffix:
+HIDDEN = "hidden files and folders"
+NO_FILE = "pipe, socket, device or dead link"
 PROBE_BYTES = 64 * 1024  # of a file of another suffix, which must be UTF-8
 LONGEST_SEPARATOR = 1000  # bytes
 NOWHERE = "input {} is neither a file or folder here nor a dataset that can be read from the hub"
@@ -97,29 +99,43 @@ class Found:
 
     sources: list[Source] = field(default_factory=list)
     not_read: Counter = field(default_factory=Counter)  # files of folders, by suffix
+    twice: int = 0  # links and names that lead to a file or folder which is read already
+    splits_left_out: dict[str, Optional[int]] = field(default_factory=dict)  # {dataset [split]: rows, None: not known}
     notes: list[str] = field(default_factory=list)  # what corpus.plan does without being told to
 
 
 def find_sources(inputs: Sequence[str | Path], *, pattern: Sequence[str], exclude: Sequence[str] = (), output: Path) -> Found:
     """The sources that `inputs` name, in order. No text is read yet.
 
-    output: a resolved path, which is left out where it lies inside an input folder.
+    output: a resolved path, which is left out where it lies inside an input folder. A file that is reached again, by a link or
+    another name, is read once.
 
     Raises ValueError for an input that doesn't exist, one that can't hold text, a folder without a matching file, and a file
     that two inputs name.
     """
-    found, origin = Found(), {}
+    found, origin, read = Found(), {}, set()
     for given in _expanded(inputs):
         for source in _sources_of(given, pattern, exclude, output, found):
-            # A text in both train and validation would make the validation loss meaningless.
-            path = os.path.abspath(source.name)
+            path, identity = os.path.abspath(source.name), identity_of(source.name)
             if path in origin:
                 raise ValueError(f"{source.name} comes in twice, by the inputs {origin[path]} and {given}: name it once")
             origin[path] = given
-            found.sources.append(source)
-    if list(pattern) != DEFAULT_PATTERNS:
-        found.not_read.clear()  # they were not wanted
+            if identity in read:
+                found.twice += 1
+            else:
+                found.sources.append(source)
+            read.add(identity)
+    if list(pattern) != DEFAULT_PATTERNS:  # the others were not wanted
+        found.not_read = Counter({name: count for name, count in found.not_read.items() if name == NO_FILE})
     return found
+
+
+def identity_of(path: str) -> Any:
+    """Equal for all names of a file or folder, links and hard links among them."""
+    if not os.path.exists(path):  # a dataset of the hub
+        return path
+    status = os.stat(path)  # some file systems have no numbers of files
+    return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
 
 
 def _expanded(inputs: Sequence[str | Path]) -> Iterator[str]:
@@ -153,15 +169,20 @@ def _sources_of(given: str, pattern: Sequence[str], exclude: Sequence[str], outp
         return [Source(given, "dataset", sum(file.st_size for file in files), newest)]
     sources = [_file_source(path) for path in _files_of(given, pattern, exclude, output, found)]
     if not sources:
-        words = " ".join(pattern)
+        words, web = " ".join(pattern), sum(found.not_read[kind] for kind in WEB)
         if list(pattern) == DEFAULT_PATTERNS:
             words = f"{' '.join(f'*{kind}' for kind in KINDS)} (or these with {' '.join(PACKED)})"
-        raise ValueError(f"no file in {given} matches {words}: choose others with --pattern")
+        advice = "choose others with --pattern"
+        if web:
+            advice = f"{web:,} of its files hold web pages, whose text has to be extracted first (docs/data.md)"
+        raise ValueError(f"no file in {given} matches {words}: {advice}")
     return sources
 
 
 def _files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], output: Path, found: Found) -> Iterator[str]:
     """The matching files below `folder`, in order. `output`, a resolved path, and its work folder are left out.
+
+    Links to folders are followed, each folder once: a link may lead to a folder that it lies in.
 
     Left out, too, are files and folders whose names begin with a dot, such as .git and .ipynb_checkpoints, which holds copies
     of what is beside it. A pattern that begins with a dot takes such files, and an input that names such a folder takes it.
@@ -172,14 +193,22 @@ def _files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], outpu
 
     left_out = {str(output), str(work_folder_of(output))}
     matches = _matcher(pattern)
-    for root, walked, names in os.walk(folder, onerror=refuse):
+    walked_through = {identity_of(folder)}
+    for root, walked, names in os.walk(folder, onerror=refuse, followlinks=True):
         directories = [
             name
             for name in sorted(walked)
             if name not in exclude and os.path.realpath(os.path.join(root, name)) not in left_out
         ]
-        walked[:] = [name for name in directories if not name.startswith(".")]
-        found.not_read += Counter({HIDDEN: len(directories) - len(walked)})
+        walked.clear()
+        for name in directories:
+            if name.startswith("."):
+                found.not_read[HIDDEN] += 1
+            elif (identity := identity_of(os.path.join(root, name))) in walked_through:
+                found.twice += 1
+            else:
+                walked_through.add(identity)
+                walked.append(name)
         for name in sorted(names):
             path = os.path.join(root, name)
             if matches(name.lower()) and os.path.isfile(path):
@@ -187,7 +216,9 @@ def _files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], outpu
             elif name.startswith("."):
                 found.not_read[HIDDEN] += 1
             elif matches(name.lower()):
-                found.not_read["pipe, socket, device or dead link"] += 1
+                found.not_read[NO_FILE] += 1
+            elif suffix(name) in WEB:
+                found.not_read[suffix(name)] += 1  # also where it is compressed
             else:
                 found.not_read[os.path.splitext(name)[1].lower() or "without a suffix"] += 1
 
@@ -230,12 +261,58 @@ def _open_zstandard(raw: BinaryIO) -> BinaryIO:
     return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"), 2**14)
 
 
-# Name -> (what files begin with, a regular expression, what opens them).
+class Decompressor(Protocol):
+    """Of one stream: as bz2 and lzma have them."""
+
+    eof: bool
+    needs_input: bool
+    unused_data: bytes
+
+    def decompress(self, data: bytes, max_length: int) -> bytes: ...
+
+
+class Streams(io.RawIOBase):
+    """A file of one compressed stream after the other, with zeros between them as padding, which xz and bzip2 write.
+
+    bz2.open and lzma.open take whatever follows a stream, but isn't another, for the end of the file.
+    """
+
+    def __init__(self, raw: BinaryIO, decompressor: Callable[[], Decompressor]) -> None:
+        self.raw, self.new = raw, decompressor
+        self.stream = decompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            if self.stream.eof:
+                rest = self.stream.unused_data.lstrip(b"\0")
+                while not rest:
+                    if not (block := self.raw.read(io.DEFAULT_BUFFER_SIZE)):
+                        return 0
+                    rest = block.lstrip(b"\0")
+                self.stream = self.new()
+            else:
+                rest = self.raw.read(io.DEFAULT_BUFFER_SIZE) if self.stream.needs_input else b""
+                if self.stream.needs_input and not rest:
+                    raise EOFError("it ends inside a stream")
+            if data := self.stream.decompress(rest, len(buffer)):
+                buffer[: len(data)] = data
+                return len(data)
+
+
+def _streams_of(decompressor: Callable[[], Decompressor]) -> Callable[[BinaryIO], BinaryIO]:
+    return lambda raw: io.BufferedReader(Streams(raw, decompressor), 2**16)
+
+
+# Name -> (what files begin with, a regular expression, what opens them). Files of bzip2 may begin with an empty stream, those
+# of zstandard with a frame that is skipped, as pzstd writes it.
 COMPRESSIONS: dict[str, tuple[bytes, Callable[..., Any]]] = {
     "gzip": (rb"\x1f\x8b", gzip.open),
-    "zstandard": (rb"\x28\xb5\x2f\xfd", _open_zstandard),
-    "bzip2": (rb"BZh[1-9]1AY&SY", bz2.open),
-    "xz": (rb"\xfd7zXZ\0", lzma.open),
+    "zstandard": (rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", _open_zstandard),
+    "bzip2": (rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", _streams_of(bz2.BZ2Decompressor)),
+    "xz": (rb"\xfd7zXZ\0", _streams_of(lzma.LZMADecompressor)),
 }
 
 

@@ -5,7 +5,8 @@ appears nowhere else but as padding. Where BOS and EOS are the same token, the E
 Text that spells a special token stays text.
 
 Pieces of the inputs are encoded into the work folder (encoding.py), then documents are divided into splits and packed into rows
-(rows.py). All are functions of the inputs and options alone: however often it was killed, the bytes are the same.
+(rows.py). All are functions of the inputs and options alone: however often it was killed, the bytes are the same. What was read is
+in the splits, or counted with a reason: `require_all_counted`.
 
 The folder is a `DatasetDict` of `train` and `validation` with one column, `input_ids`: lists of `context_length` uint16,
 or int32 where the vocabulary has more than 65,536 tokens, with `manifest.json` and `tokenizer/` beside them. Tokens that
@@ -19,6 +20,7 @@ import os
 import platform
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Optional
 
+import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -35,8 +38,9 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import BAD_INPUT, SAVE_FAILED, UNWRITABLE, Fault, printable
 from fabric_llm.base.names import command, shown
 from fabric_llm.base.program import cores, on_disk, uninterrupted
+from fabric_llm.data.token_bytes import bytes_are_lost, bytes_of_tokens
 from fabric_llm.prepare import encoding, inputs
-from fabric_llm.prepare.corpus import Piece, fingerprint, plan
+from fabric_llm.prepare.corpus import Piece, plan
 from fabric_llm.prepare.documents import DRAWN, Part, texts
 from fabric_llm.prepare.encoding import Job, Mark, read_mark
 from fabric_llm.prepare.inputs import DEFAULT_PATTERNS
@@ -58,8 +62,8 @@ SAID = (
     "deduplicate",
     "min_document_tokens",
 )
-KEY = "key.json"  # what the pieces in the work folder were made of
-PIECE_FORMAT = 2  # of their files
+KEY = "key.json"  # what the tokenizer in the work folder was made of
+PIECE_FORMAT = 3  # of the files there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +117,10 @@ def prepare(**arguments: Any) -> dict:
         raise ValueError("validation_fraction is 0, and no input has a validation split of its own: take more than 0")
     # Here, so that it fails before anything is written.
     tokenizer = None if options.tokenizer is None else packing_tokenizer(options.tokenizer)
-    key = {
-        "format": PIECE_FORMAT,
-        "inputs": fingerprint(found, pieces),
-        "tokenizer": options.tokenizer_name,
-        "text_field": options.text_field,
-    }
+    sources = {source.name: source for source in found.sources}
+    key = {"format": PIECE_FORMAT, "tokenizer": options.tokenizer_name}
+    if tokenizer is None:
+        key["texts"] = [piece.name(sources, options.text_field) for piece in pieces]
     needs = "preparing needs 6 bytes a token, of which 2 stay, or 12 and 4 with a vocabulary over 65,536"
     is_encoded = False
     with work_folder(target) as folder, on_disk(target, folder, needs):
@@ -126,9 +128,13 @@ def prepare(**arguments: Any) -> dict:
             tokenizer = _begin(folder, options, key, tokenizer, parts)
             backend = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
             job = Job(str(folder), options.text_field, options.on_error == "stop", **convention(backend, tokenizer))
-            marks = _encode(pieces, job, options)
+            made_with = [PIECE_FORMAT, metadata.version("tokenizers"), job._replace(folder="", stop_on_error=False)]
+            made_with.append(hashlib.sha256(backend.to_str().encode()).hexdigest())
+            by_name = {f"piece-{piece.name(sources, made_with)}": piece for piece in pieces}
+            marks = _encode(by_name, job, options)
             is_encoded = True
-            manifest = _make_dataset(folder, options, found, pieces, marks, job.dtype, tokenizer)
+            manifest = _make_dataset(folder, options, found, by_name, marks, job.dtype, tokenizer)
+            require_all_counted(manifest)
             content = files.encode(manifest)
             (folder / "dataset" / "manifest.json").write_bytes(content)
             with uninterrupted():
@@ -171,7 +177,7 @@ def work_folder(output: Path) -> Iterator[Path]:
 
 def has_work(folder: Path) -> bool:
     """Whether a later start finds something done."""
-    return next(folder.glob("[0-9]*.json"), None) is not None
+    return next(folder.glob("piece-*.json"), None) is not None
 
 
 def remove(folder: Path) -> None:
@@ -185,55 +191,62 @@ def remove(folder: Path) -> None:
 def _begin(
     folder: Path, options: Options, key: dict[str, Any], tokenizer: Optional[PreTrainedTokenizerBase], parts: Sequence[Part]
 ) -> PreTrainedTokenizerBase:
-    """Empty the work folder if its pieces were made with another `key`, and put the tokenizer into it."""
+    """Put the tokenizer into the work folder. A trained one stays where the `key` is the same."""
     if tokenizer is not None:
         key["tokenizer_sha256"] = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-    former = None
+    former = {}
     with suppress(OSError, ValueError):
         former = json.loads((folder / KEY).read_bytes())
+    saved, filling = folder / "tokenizer", folder / "tokenizer-incomplete"
     if former != key:
-        if has_work(folder):
-            print("The work of a former preparation with other inputs or flags was thrown away.", file=sys.stderr)
         (folder / KEY).unlink(missing_ok=True)  # first, see `remove`
         files.fsync(folder)
         for path in folder.iterdir():
-            if path.name != "lock":
+            # Pieces say in their names what they were made of, unless the folder was being removed.
+            if path.name != "lock" and not (former.get("format") == PIECE_FORMAT and path.name.startswith("piece-")):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         files.write_atomically(folder / KEY, json.dumps(key), durable=True)
-    saved, filling = folder / "tokenizer", folder / "tokenizer-incomplete"
-    if not saved.is_dir():
+    if tokenizer is not None or not saved.is_dir():
         if tokenizer is None:
             some = tqdm(texts(parts, options.text_field), "training the tokenizer", unit=" documents", disable=None)
             tokenizer = train_byte_level_bpe(some, vocab_size=options.train_tokenizer)
-        shutil.rmtree(filling, ignore_errors=True)
+        for folder_of_before in (filling, saved):  # its settings may have changed
+            shutil.rmtree(folder_of_before, ignore_errors=True)
         tokenizer.save_pretrained(filling)
         filling.rename(saved)
-    return tokenizer or packing_tokenizer(str(saved))
+    tokenizer = tokenizer or packing_tokenizer(str(saved))
+    np.save(folder / encoding.TOKEN_BYTES, bytes_of_tokens(tokenizer, max(tokenizer.get_vocab().values()) + 1))
+    return tokenizer
 
 
-def _encode(pieces: list[Piece], job: Job, options: Options) -> list[Optional[Mark]]:
-    """Encode the pieces that aren't done. Returns the marks of all."""
+def _encode(pieces: dict[str, Piece], job: Job, options: Options) -> list[Optional[Mark]]:
+    """Encode the pieces, by name, that aren't done. Returns the marks of all."""
     folder = Path(job.folder)
-    left = [piece for piece in pieces if read_mark(folder, piece.number) is None]
+    left = {name: piece for name, piece in pieces.items() if read_mark(folder / name) is None}
+    others = [path for path in folder.glob("piece-*") if path.stem not in pieces]
+    if len(left) == len(pieces) and any(path.suffix == ".json" for path in others):
+        print("The work of a former preparation with other inputs or flags was thrown away.", file=sys.stderr)
+    for path in others:
+        path.unlink()
     if 0 < len(left) < len(pieces):
         print(f"Going on: {len(pieces) - len(left)} of {len(pieces)} pieces are done.", file=sys.stderr)
-    total, left_bytes = (sum(piece.bytes for piece in some) for some in (pieces, left))
+    total, left_bytes = (sum(piece.bytes for piece in some.values()) for some in (pieces, left))
     done = total - left_bytes
     with tqdm(desc="tokenizing", total=total, initial=done, unit="B", unit_scale=True, disable=None) as bar:
         if left_bytes <= LITTLE_BYTES and options.num_workers is None:
-            for piece in left:
-                encoding.encode_piece(piece, job)
+            for name, piece in left.items():
+                encoding.encode_piece(piece, name, job)
                 bar.update(piece.bytes)
         elif left:
             encoding.encode_locally(left, job, options.num_workers or cores(), bar.update)
-    return [read_mark(folder, piece.number) for piece in pieces]
+    return [read_mark(folder / name) for name in pieces]
 
 
 def _make_dataset(
     folder: Path,
     options: Options,
     found: inputs.Found,
-    pieces: list[Piece],
+    pieces: dict[str, Piece],
     marks: list[Mark],
     dtype: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -242,8 +255,8 @@ def _make_dataset(
 
     Raises ValueError for a file of which every record is bad, and where there is no document with text or too little.
     """
-    sentences = encoding.bad_records(pieces, marks)
-    total = {name: sum(getattr(mark, name) for mark in marks) for name in ("documents", "tokens", "empty", "bad")}
+    sentences = encoding.bad_records(pieces.values(), marks)
+    total = {name: sum(getattr(mark, name) for mark in marks) for name in vars(Mark()) if name != "named"}
     empty, bad = total["empty"], total["bad"]
     left_out = f"{empty} empty documents and {bad} that can't be read were skipped{': ' + sentences[0] if bad else ''}"
     if not total["documents"]:
@@ -258,16 +271,18 @@ def _make_dataset(
     files.room(folder, room, "The dataset", "make room, or take an --output on another disk")
     deduplicate = options.deduplicate == "exact"
     shortest = options.min_document_tokens
-    documents = split_documents(folder, len(marks), options.seed, options.validation_fraction, deduplicate, shortest)
+    paths = [folder / name for name in pieces]
+    documents = split_documents(paths, options.seed, options.validation_fraction, deduplicate, shortest)
     lengths = documents.lengths[documents.lengths < shortest]
-    short = {"documents": len(lengths), "tokens": int(lengths.sum())}
+    again = documents.lengths[documents.repeated & (documents.lengths >= shortest)]
+    if documents.in_both:
+        found.notes.append(f"{documents.in_both:,} documents of validation are in a split that is trained on, too")
     left_out += f", and {len(lengths)} with fewer than {shortest} tokens left out" if len(lengths) else ""
     eos = tokenizer.eos_token_id
     try:
         saved, largest = save_rows(documents, dtype, made, options.context_length, options.packing, eos)
     except ValueError as error:
         raise ValueError(f"{error}; {left_out}" if bad or len(lengths) else str(error)) from error
-    kept = {name: sum(split[name] for split in saved.values()) for name in ("documents", "tokens")}
     shutil.copytree(folder / "tokenizer", made / "tokenizer")
     sources = found.sources
     packages = ["pyarrow", "datasets", "tokenizers", "transformers"]  # that the rows depend on
@@ -290,17 +305,40 @@ def _make_dataset(
         "dtype": dtype,
         "max_token_id": largest,
         "splits": saved,
-        "duplicates": {name: total[name] - count - short[name] for name, count in kept.items()},
+        "text": {name: total[name] for name in ("records", "bytes", "bytes_of_tokens", "tokens", "unknown")},
+        "duplicates": {"documents": len(again), "tokens": int(again.sum())},
         "skipped": {
             "empty": empty,
-            "short": short["documents"],
+            "short": len(lengths),
             "bad": bad,
             "bad_records": sentences,
-            "files_by_suffix": dict(found.not_read.most_common(MAX_LISTED_SUFFIXES)),
+            "files_by_suffix": _most_common(found.not_read),
+            "files_twice": found.twice,
+            "splits": found.splits_left_out,
         },
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
         "written": files.describe(made, files.files_in(made)),
     }
+
+
+def _most_common(counts: Counter) -> dict[str, int]:
+    """The MAX_LISTED_SUFFIXES largest of `counts`, and the sum of the others."""
+    named = dict(counts.most_common(MAX_LISTED_SUFFIXES))
+    others = counts.total() - sum(named.values())
+    return named | ({"of other suffixes": others} if others else {})
+
+
+def require_all_counted(manifest: dict[str, Any]) -> None:
+    """Raises AssertionError, with the numbers, unless what was read is in the splits or counted with a reason."""
+    skipped, splits = manifest["skipped"], manifest["splits"]
+    counted = {name: split["documents"] for name, split in splits.items()}
+    counted |= {"repeated": manifest["duplicates"]["documents"]} | {name: skipped[name] for name in ("short", "empty", "bad")}
+    if sum(counted.values()) != (records := manifest["text"]["records"]):
+        raise AssertionError(f"{records:,} documents were read, and {sum(counted.values()):,} are accounted for: {counted}")
+    for name, split in splits.items():
+        in_rows = split["rows"] * manifest["context_length"] + split["dropped_tokens"] - split.get("padding_tokens", 0)
+        if split["tokens"] != in_rows:
+            raise AssertionError(f"{name} has {split['tokens']:,} tokens, and its rows {in_rows:,}: {split}")
 
 
 def summary(manifest: dict) -> str:
@@ -325,8 +363,22 @@ def summary(manifest: dict) -> str:
         lines.append(("repeated", said))
     if suffixes := skipped["files_by_suffix"]:
         named = ", ".join(f"{count:,} {shown(name, 30)}" for name, count in suffixes.items())
-        lines.append(("not read", f"{named}; choose with --pattern, or name what is meant with --input"))
+        advice = "choose with --pattern, or name what is meant with --input"
+        if web := [name for name in suffixes if name in inputs.WEB]:
+            advice += f"; the text of {' and '.join(web)} has to be extracted first"
+        lines.append(("not read", f"{named}; {advice}"))
+    if skipped["files_twice"]:
+        lines.append(("once", f"{skipped['files_twice']:,} links or names lead to files or folders that are read already"))
     lines += [("note", note) for note in manifest["notes"][: encoding.MAX_NAMED]]
+    text = manifest["text"]
+    if text["unknown"]:
+        part = 100 * text["unknown"] / text["tokens"]
+        said = f"{text['unknown']:,} tokens ({part:.2g} %) are <unk>: the model can't learn what they stood for"
+        lines.append(("warning", f"{said}; take another tokenizer, or python -m fabric_llm.extend_vocab"))
+    if bytes_are_lost(manifest):
+        part = 100 * text["bytes_of_tokens"] / text["bytes"]
+        said = f"tokens stand for {part:.3g} % of the bytes of the text, so evaluations give no bits per byte"
+        lines.append(("warning", said))
     lines.append(("tokenizer", f"{manifest['tokenizer']}, {manifest['vocab_size']:,} tokens"))
     lines.append(("written to", manifest["output"]))
     return "\n".join(f"{about:<10} {printable(said)}" for about, said in lines)

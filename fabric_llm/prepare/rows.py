@@ -1,7 +1,7 @@
 """Encoded pieces -> two splits -> rows of one length -> a folder that `datasets` opens, in this process alone.
 
-Whether a document is drawn for validation is a function of the seed and its index alone. Two flat files hold the tokens of the
-splits, which are then packed into rows:
+Whether a document is drawn for validation is a function of the seed and its text alone: equal documents are drawn together, and
+more text doesn't draw the others anew. Two flat files hold the tokens of the splits, which are then packed into rows:
 
 `concat`: one document behind the other, cut into rows, so that many documents begin in one row and end in the next.
 `best_fit`: only documents longer than a row are cut, and the rest of a row is filled with EOS. Ding et al. 2024, "Fewer
@@ -17,7 +17,7 @@ import json
 import mmap
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.data.order import splitmix64
-from fabric_llm.prepare.documents import DRAWN, TO_VALIDATION
+from fabric_llm.prepare.documents import DRAWN, TO_TRAIN, TO_VALIDATION
 from fabric_llm.prepare.encoding import DOCUMENT
 
 COPY_TOKENS = 4 * 2**20  # at once
@@ -38,50 +38,69 @@ SHARD_BYTES = 10**9
 
 
 class Documents(NamedTuple):
-    """The documents of the pieces in a work folder, in order."""
+    """The documents of pieces, in order."""
 
-    folder: Path
+    pieces: list[Path]  # their files, without a suffix
     edges: np.ndarray  # the first document of each piece, and how many there are, int64 [pieces + 1]
     lengths: np.ndarray  # tokens, int64 [documents]
     splits: dict[str, np.ndarray]  # the documents of each split, bool [documents]; those that are left out are in none
+    repeated: np.ndarray  # left out since an earlier one is equal, bool [documents]
+    in_both: int  # documents of a validation split that was kept whose text is trained on, too
 
 
-def document_hashes(seed: int, indices: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for each index of a document, uniform: a function of (seed, index). float64
+def document_hashes(seed: int, texts: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each document, uniform: a function of (seed, text). float64
 
-    The generator splitmix64, whose state goes on by a constant from one index to the next.
+    texts: hashes of the texts, uint64.
     """
     key = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big")
     with np.errstate(over="ignore"):
-        steps = (np.asarray(indices).astype(np.uint64) - np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        return (splitmix64(steps + np.uint64(key)) >> np.uint64(11)) / 2.0**53
+        return (splitmix64(texts + np.uint64(key)) >> np.uint64(11)) / 2.0**53
 
 
-def drawn(lengths: np.ndarray, goes: np.ndarray, left_out: np.ndarray, seed: int, fraction: float) -> np.ndarray:
+def drawn(
+    lengths: np.ndarray, texts: np.ndarray, goes: np.ndarray, left_out: np.ndarray, seed: int, fraction: float
+) -> np.ndarray:
     """The documents of the validation split, bool [documents].
 
-    lengths: tokens of each document, int64. goes: documents.DRAWN or where it is kept. left_out: bool, those of no split.
+    lengths: tokens of each document, int64. texts: hashes of their texts, uint64; equal ones come into one split. goes:
+    documents.DRAWN or where it is kept. left_out: bool, those of no split.
 
     Validation may hold twice its fraction of the tokens, so that one huge document doesn't fill it. Where that is less than two
     documents of average length, it may hold these, but not more than half of all tokens. If all documents fall into one split,
-    the one whose hash is nearest to the fraction, of those that may move, moves to the other.
+    the text whose number is nearest to the fraction, of those that may move, moves to the other.
     """
-    hashes = document_hashes(seed, np.arange(len(lengths)))
+    numbers = document_hashes(seed, texts)
+    in_validation = goes == TO_VALIDATION
     may_move = (goes == DRAWN) & ~left_out
+    for kept in (TO_TRAIN, TO_VALIDATION):  # where a text is kept, its copies are
+        if (goes == kept).any():
+            copies = may_move & np.isin(texts, texts[(goes == kept) & ~left_out])
+            may_move &= ~copies
+            in_validation = in_validation | copies if kept == TO_VALIDATION else in_validation
     tokens, count = int(lengths[may_move].sum()), int(may_move.sum())
-    most_tokens = int(tokens * max(2 * fraction, min(2 / max(1, count), 0.5)))
-    found = may_move & (hashes < fraction)
-    room = most_tokens
-    for index in np.flatnonzero(found).tolist():
-        found[index] = lengths[index] <= room  # else it stays in train: validation would hold too much with it
-        room -= int(lengths[index]) if found[index] else 0
-    found |= goes == TO_VALIDATION
-    kept = found[~left_out]
-    may_move &= lengths <= most_tokens
-    if fraction and len(kept) >= 2 and kept.all() == kept.any() and may_move.any():
-        nearest = np.where(may_move, np.abs(hashes - fraction), np.inf).argmin()
-        found[nearest] = ~found[nearest]
-    return found
+    room = most_tokens = int(tokens * max(2 * fraction, min(2 / max(1, count), 0.5)))
+    chosen = np.flatnonzero(may_move & (numbers < fraction))
+    for copies in _by_text(chosen, texts, numbers):
+        size = int(lengths[copies].sum())
+        if size <= room:  # else they stay in train: validation would hold too much with them
+            in_validation[copies] = True
+            room -= size
+    kept = in_validation[~left_out]
+    if fraction and len(kept) >= 2 and kept.all() == kept.any():
+        for copies in _by_text(np.flatnonzero(may_move), texts, np.abs(numbers - fraction)):
+            if lengths[copies].sum() <= most_tokens:
+                in_validation[copies] = ~in_validation[copies]
+                break
+    return in_validation
+
+
+def _by_text(indices: np.ndarray, texts: np.ndarray, numbers: np.ndarray) -> Iterator[np.ndarray]:
+    """The documents `indices`, those of one text together, those with the smallest number first. numbers: of all documents."""
+    order = indices[np.lexsort((texts[indices], numbers[indices]))]
+    begins = np.flatnonzero(np.diff(texts[order])) + 1
+    for begin, end in itertools.pairwise([0, *begins, len(order)] if len(order) else []):
+        yield order[begin:end]
 
 
 def repeated(hashes: np.ndarray) -> np.ndarray:
@@ -92,20 +111,22 @@ def repeated(hashes: np.ndarray) -> np.ndarray:
     return found
 
 
-def split_documents(folder: Path, pieces: int, seed: int, fraction: float, deduplicate: bool, shortest: int = 0) -> Documents:
-    """Divide the documents of the pieces in `folder` into the splits `train` and `validation`. shortest: tokens; others are in none.
+def split_documents(pieces: list[Path], seed: int, fraction: float, deduplicate: bool, shortest: int = 0) -> Documents:
+    """Divide the documents of pieces into the splits `train` and `validation`. shortest: tokens; shorter ones are in none.
 
-    Takes about 50 bytes of memory a document, and 70 where they are compared with each other.
+    Takes about 70 bytes of memory a document, and 90 where they are compared with each other.
     """
-    found = [np.fromfile(folder / f"{piece:06d}.documents", DOCUMENT) for piece in range(pieces)]
+    found = [np.fromfile(piece.with_suffix(".documents"), DOCUMENT) for piece in pieces]
     edges = np.cumsum([0, *map(len, found)])
     found = np.concatenate(found)
-    left_out = repeated(found["hash"]) if deduplicate else np.zeros(len(found), bool)
-    lengths, goes = found["tokens"].copy(), found["goes"].copy()
-    del found  # most of the memory, for the hashes
-    left_out |= lengths < shortest
-    in_validation = drawn(lengths, goes, left_out, seed, fraction) & ~left_out
-    return Documents(folder, edges, lengths, {"train": ~in_validation & ~left_out, "validation": in_validation})
+    again = repeated(found["hash"]) if deduplicate else np.zeros(len(found), bool)
+    lengths, goes, texts = found["tokens"].copy(), found["goes"].copy(), found["hash"][:, 0].copy()
+    del found  # most of the memory
+    left_out = again | (lengths < shortest)
+    in_validation = drawn(lengths, texts, goes, left_out, seed, fraction) & ~left_out
+    in_train = ~in_validation & ~left_out
+    in_both = int(np.isin(texts[in_validation], texts[in_train]).sum()) if (goes == TO_VALIDATION).any() else 0
+    return Documents(pieces, edges, lengths, {"train": in_train, "validation": in_validation}, again, in_both)
 
 
 def _copy(documents: Documents, mine: np.ndarray, dtype: np.dtype, path: Path) -> int:
@@ -119,7 +140,7 @@ def _copy(documents: Documents, mine: np.ndarray, dtype: np.dtype, path: Path) -
             starts = np.concatenate([[0], np.cumsum(documents.lengths[first:after])])
             # The first documents of runs that are copied together, and those behind the last ones, by turns.
             runs = np.flatnonzero(np.diff(np.concatenate([[False], mine[first:after], [False]])))
-            with open(documents.folder / f"{number:06d}.tokens", "rb") as piece:
+            with open(documents.pieces[number].with_suffix(".tokens"), "rb") as piece:
                 for begin, end in starts[runs].reshape(-1, 2).tolist():
                     piece.seek(begin * dtype.itemsize)
                     for at in range(begin, end, COPY_TOKENS):
@@ -214,9 +235,10 @@ def save_rows(
             f"the {name} split has {tokens} tokens in {int(mine.sum())} of {total} documents, which do not"
             f" fill one row of context_length {context_length}: choose a smaller --context_length or a"
             f" {'larger' if name == 'validation' else 'smaller'} --validation_fraction, or give more text (a plain-text file"
-            f" is one document unless --document_separator says otherwise, and documents are never divided between splits)"
+            f" is one document unless --document_separator says otherwise, and neither documents nor copies of one are ever"
+            f" divided between splits)"
         )
-    described, largest, path = {}, -1, documents.folder / "rows"
+    described, largest, path = {}, -1, folder.with_name("rows")
     for name, mine in documents.splits.items():
         largest = max(largest, _copy(documents, mine, np.dtype(dtype), path))
         lengths = documents.lengths[mine]

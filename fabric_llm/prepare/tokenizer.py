@@ -14,6 +14,7 @@ from fabric_llm.base.faults import REFUSED, Fault, one_line
 from fabric_llm.base.files import check_name
 from fabric_llm.base.names import reach_hub
 from fabric_llm.prepare import tokenizer_bounds
+from fabric_llm.prepare.new_tokens import unknown_id
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -87,10 +88,12 @@ def convention(backend: Tokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> dic
     # A Unigram or WordLevel model, whose vocabulary holds its special tokens as words, still finds them in text. Only
     # the unknown token may come from text.
     forbidden = sorted({*hf_tokenizer.all_special_ids} - {hf_tokenizer.unk_token_id} | {eos})
+    unknown = unknown_id(backend)
     largest = max([*backend.get_vocab(with_added_tokens=True).values(), *before, *after, eos])
     return {
         "before": [token for token in before if token != eos],
         "after": [token for token in after if token != eos] + [eos],
         "forbidden": {token: hf_tokenizer.convert_ids_to_tokens(token) for token in forbidden},
+        "unknown": -1 if unknown is None else unknown,
         "dtype": "uint16" if largest < 2**16 else "int32",
     }

@@ -1,7 +1,7 @@
 """Evaluation: the loss of each validation set, the same on any number of devices."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -14,7 +14,6 @@ from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.ranks import any_rank, sum_over_ranks
 from fabric_llm.data.batches import Batches, MicroBatch, target_count
 from fabric_llm.data.columns import IGNORED
-from fabric_llm.data.sources import PROBES
 from fabric_llm.model.language_model import PLACES
 from fabric_llm.model.strategy import reshard
 
@@ -43,6 +42,7 @@ class Evaluation:
     is_asked_to_stop: Callable[[], bool]  # of this rank; a request to one rank ends the evaluation on all
     working: Callable[[], None]  # called before each batch, to mark that this rank makes progress
     token_bytes: Optional[Tensor] = None  # of each id, int64 [vocabulary], see data/token_bytes.py
+    in_bytes: Collection[str] = ()  # sets that have a loss in bits per byte
     was_stopped: bool = False
 
     @property
@@ -63,7 +63,7 @@ class Evaluation:
         found: dict[str, dict[str, float]] = {}
         for name, batches in self.batches.items():
             read, token_bytes = self._until_stopped(batches, is_first=not found), self.token_bytes
-            token_bytes = None if name in PROBES or batches.questions is not None else token_bytes
+            token_bytes = token_bytes if name in self.in_bytes and batches.questions is None else None
             found[name] = evaluate(self.fabric, model, read, token_bytes, batches.questions)
             if self.was_stopped:
                 break
