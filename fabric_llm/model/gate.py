@@ -236,6 +236,26 @@ def square(gradient: Tensor) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
 
 
+def idle_parameters(model: PreTrainedModel) -> frozenset[str]:
+    """Names of parameters that train, but on which the loss of a few tokens doesn't depend.
+
+    Such as a vision tower, a router's bias that something else corrects, or experts that get none of
+    these tokens. Autograd's graph says so; no gradient is made.
+    """
+    rows = _rows(model)
+    with attention(model, "eager"), torch.enable_grad():
+        loss = LanguageModel(model.eval())(rows, rows)
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    reached = {id(node.variable) for node in seen if hasattr(node, "variable")}
+    trained = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
+    return frozenset(name for name, parameter in trained if id(parameter) not in reached)
+
+
 def chunks_its_loss(reference: PreTrainedModel, precision: str) -> bool:
     """Whether the model's own code, given its hidden states alone, makes the logits that the whole model makes."""
 

@@ -25,8 +25,9 @@ TURN_OFF = (
     "To find out which part it is, turn them off: --loss full, --compile false, --attention sdpa, "
     "--activation_checkpointing none."
 )
-# Measured on the reference: the token that ends a document, attention, loss, modules that --tiled_mlp concerns.
-Chosen = tuple[Optional[int], str, str, list[str]]
+# Measured on the reference: the token that ends a document, attention, loss, modules that --tiled_mlp concerns, and parameters
+# that its loss doesn't depend on.
+Chosen = tuple[Optional[int], str, str, list[str], frozenset[str]]
 
 
 def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Optional[weights.Source], Expected, Chosen]:
@@ -127,7 +128,7 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
         raise ValueError(f"--tiled_mlp true: {name} can't: its MLPs have dropout, or don't take each token by itself.")
     if whole:
         print(f"Warning: --tiled_mlp: {len(whole)} of {len(measured)} modules aren't tiled, such as {whole[0]}.")
-    return document_end, attention, "chunked" if chunks else "full", tiled
+    return document_end, attention, "chunked" if chunks else "full", tiled, gate.idle_parameters(reference)
 
 
 def compares_gradients(plan: Plan) -> bool:
