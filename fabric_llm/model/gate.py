@@ -8,11 +8,13 @@ attention and all logits. Of each module's output the last positions are kept, o
 so that no second gradient takes up memory.
 """
 
+import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, NamedTuple, Optional
 from unittest.mock import patch
 
@@ -24,7 +26,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from fabric_llm.base import ranks
 from fabric_llm.base.fabric import Fabric
 from fabric_llm.data.batches import part_of
-from fabric_llm.model import fast_paths
+from fabric_llm.model import fast_paths, positions
 from fabric_llm.model.flops import windows
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import takes_positions
@@ -236,6 +238,26 @@ def square(gradient: Tensor) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
 
 
+def idle_parameters(model: PreTrainedModel) -> frozenset[str]:
+    """Names of parameters that train, but on which the loss of a few tokens doesn't depend.
+
+    Such as a vision tower, a router's bias that something else corrects, or experts that get none of
+    these tokens. Autograd's graph says so; no gradient is made.
+    """
+    rows = _rows(model)
+    with attention(model, "eager"), torch.enable_grad():
+        loss = LanguageModel(model.eval())(rows, rows)
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    reached = {id(node.variable) for node in seen if hasattr(node, "variable")}
+    trained = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
+    return frozenset(name for name, parameter in trained if id(parameter) not in reached)
+
+
 def chunks_its_loss(reference: PreTrainedModel, precision: str) -> bool:
     """Whether the model's own code, given its hidden states alone, makes the logits that the whole model makes."""
 
@@ -322,7 +344,49 @@ def find_leak(model: PreTrainedModel) -> Optional[float]:
     deviation = alone.std()
     limit = LIMITS["32-true" if model.dtype == torch.float32 else "bf16-true"].logits
     found = found or any(not (some - alone).abs().mean() <= limit * deviation for some in (packed, changed))
-    return ((packed - changed).abs().max() / deviation).item() if found else None
+    differences = torch.stack([packed - changed, packed - alone])
+    return (differences.abs().max() / deviation).item() if found else None
+
+
+def beyond_the_row(model: PreTrainedModel, lengths: Sequence[int], documents: bool = False) -> Optional[str]:
+    """What positions in a row of one of `lengths` tokens depend on besides their place, in words; None: on nothing.
+
+    Its probe is a few positions, however long rows are. documents: rows hold documents of any length up to theirs, whose
+    positions restart. model: it has computed nothing yet.
+    """
+    config = model.config.get_text_config()
+    layer_types = sorted(set(getattr(config, "layer_types", None) or ()))
+    chunk = getattr(config, "attention_chunk_size", None)
+    if documents and "chunked_attention" in layer_types and chunk and max(lengths) > chunk:
+        return f"its attention counts chunks of {chunk:,} tokens from the beginning of a row"
+    if not (kinds := positions.kinds(config) & positions.BY_LONGEST):
+        return None
+    if documents:
+        lengths = sorted({2, *(shorter for length in lengths for shorter in (length - 1, length))})
+    for rotary in (module for module in model.modules() if hasattr(module, "rope_type")):
+        per_type = "layer_type" in inspect.signature(rotary.forward).parameters
+        for given in [{"layer_type": one} for one in layer_types] if per_type else [{}]:
+            if _depends_on_longest(rotary, lengths, documents, given):
+                return f"its rotary positions ({min(kinds)}) depend on the longest one that it sees"
+    return None
+
+
+def _depends_on_longest(rotary: nn.Module, lengths: Sequence[int], together: bool, given: dict[str, str]) -> bool:
+    """Whether the positions of a row depend on rows that the module has seen before it, or, `together`, in the same batch."""
+
+    def ends(module: nn.Module, *ends: int) -> Tensor:
+        """Cosines and sines of the first and the last position of each row."""
+        places = torch.tensor([[0, end - 1] for end in ends])
+        return torch.stack(module(torch.zeros(1), places, **given))
+
+    for one in lengths:
+        alone = ends(deepcopy(rotary), one)
+        for other in lengths:
+            used = deepcopy(rotary)
+            beside = ends(used, other, one)[:, 1:]
+            if together and not torch.equal(beside, alone) or not torch.equal(ends(used, one), alone):
+                return True
+    return False
 
 
 def sees_ahead(model: PreTrainedModel) -> bool:

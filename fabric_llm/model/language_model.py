@@ -67,6 +67,8 @@ class LanguageModel(nn.Module):
         self.head = fast_paths.Head(causal_lm) if chunked else None
         # Modules that strategies mustn't shard by themselves, but with the outermost unit.
         self.together: set[nn.Module] = self.head.together if chunked else set()
+        # Names of parameters that the loss may not depend on, see gate.idle_parameters.
+        self.idle: frozenset[str] = frozenset()
         self.token_loss, self.cross_entropy = token_loss, cross_entropy
         known = inspect.signature(causal_lm.forward).parameters.values()
         takes_use_cache = any(p.name == "use_cache" or p.kind == p.VAR_KEYWORD for p in known)

@@ -11,6 +11,7 @@ THETA = "theta"
 SCALED = {"yarn": {}, "linear": {}, "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
 WHOLE_ROWS = "full_attention"  # of families whose layers differ: those that see whole rows
 LARGEST = 1e12
+BY_LONGEST = {"dynamic", "longrope"}  # kinds that depend on the longest row that a rank sees
 
 
 def parse(given: str) -> tuple[str, float]:

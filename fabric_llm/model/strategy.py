@@ -207,6 +207,8 @@ def wrap(fabric: Fabric, name: str, model: nn.Module, fill: Fill, precision: str
     else:
         for module in model.modules():
             give_memory(module)
+    if name == "ddp" and model.idle:  # else DDP waits for their gradients, and raises
+        fabric.strategy._ddp_kwargs["find_unused_parameters"] = True
     fill(model)
     return fabric.setup_module(model, move_to_device=False)
 

@@ -200,7 +200,7 @@ def require_shares(sharing: int, model: ModelPlan, attention: str, rows: str, co
         raise ValueError(f"{flag}: {model_class.__name__} can't, since it doesn't take packed attention.")
     if (heads := getattr(text_config, "num_attention_heads", sharing)) % sharing:
         raise ValueError(f"{flag}: {name} has {heads} attention heads, which don't divide by it.")
-    if depending := positions.kinds(text_config) & {"dynamic", "longrope"}:
+    if depending := positions.kinds(text_config) & positions.BY_LONGEST:
         raise ValueError(f"{flag}: the positions of {name} ({min(depending)}) depend on the longest that a rank sees.")
     if context_length % sharing:
         raise ValueError(f"{flag}: {rows} hold {context_length} tokens, which don't divide by it.")

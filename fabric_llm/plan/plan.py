@@ -133,6 +133,10 @@ class Plan:
         datasets = self.data.sources.values() or [self.data.dataset]
         return sorted({dataset.context_length for dataset in datasets})
 
+    def row_lengths(self) -> list[int]:
+        """The lengths of all rows that are trained on or evaluated, in tokens."""
+        return sorted({*self.contexts, *(dataset.context_length for dataset in self.data.eval_data.values())})
+
     def end_of_run(self) -> int:
         """The position after the last step."""
         last = self.start.position + (self.schedule.max_step - self.start.step) * self.schedule.global_batch_size

@@ -114,7 +114,7 @@ def build_model(run: Run, source: str, planner: Optional[Planner] = None) -> Non
     run.skeleton = _skeleton(plan)
     loading.set_generation_config(run.skeleton, source)
     opened, expected, chosen = reference.load(plan, source, run.flags.training.seed, run.flags.model)
-    document_end, attention, loss, tiled = chosen
+    document_end, attention, loss, tiled, idle = chosen
     config = deepcopy(plan.model.config)
     config._attn_implementation = attention
     recomputed = plan.model.activation_checkpointing
@@ -128,6 +128,7 @@ def build_model(run: Run, source: str, planner: Optional[Planner] = None) -> Non
     chunked = loss == "chunked"
     has_router_loss = plan.model.router_aux_loss_coef > 0
     model = language_model.LanguageModel(_skeleton(plan), with_router_loss=has_router_loss, chunked=chunked)
+    model.idle = idle
     model.context_group = strategy.context_group(plan.placement.context_parallel)
     weights.compute_buffers(model.causal_lm)
     if plan.model.float8 != "none":
@@ -284,6 +285,12 @@ def introduce(run: Run, parameters: int, is_random: bool) -> None:
         print(plan.model.rope)
     for line in freezing.tied_both_ways(skeleton, flags.training.freeze, flags.training.train_only):
         print(line)
+    if idle := sorted(run.model.module.idle):
+        count = sum(skeleton.get_parameter(name).numel() for name in idle)
+        print(
+            f"The loss of a text depends on none of {count:,} weights, such as {idle[0]}: as long as that is so, "
+            "they stay as they are. --freeze with their names saves their memory."
+        )
     if plan.data.mixture is not None:
         print(plan.mixture_in_words())
     if plan.resume_from is None and not is_random and len(plan.data.sources) < 2:

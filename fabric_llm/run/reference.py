@@ -25,8 +25,9 @@ TURN_OFF = (
     "To find out which part it is, turn them off: --loss full, --compile false, --attention sdpa, "
     "--activation_checkpointing none."
 )
-# Measured on the reference: the token that ends a document, attention, loss, modules that --tiled_mlp concerns.
-Chosen = tuple[Optional[int], str, str, list[str]]
+# Measured on the reference: the token that ends a document, attention, loss, modules that --tiled_mlp concerns, and parameters
+# that its loss doesn't depend on.
+Chosen = tuple[Optional[int], str, str, list[str], frozenset[str]]
 
 
 def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Optional[weights.Source], Expected, Chosen]:
@@ -88,7 +89,13 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
     """What the flags leave open, and this model can. Raises ValueError where it can't do what they ask for."""
     name, asked = type(reference).__name__, plan.model.config._attn_implementation
     attention, loss, document_end = asked, plan.model.loss, plan.data.document_end
-    sharing = plan.placement.context_parallel
+    sharing, lengths = plan.placement.context_parallel, plan.row_lengths()
+    of_documents = None if document_end is None else gate.beyond_the_row(reference, lengths, documents=True)
+    if (depends := gate.beyond_the_row(reference, lengths)) is not None:
+        raise ValueError(
+            f"{name} can't read rows of {' and '.join(map(str, lengths))} tokens in one run: {depends}, which no checkpoint "
+            "holds. Take rows of one length, also for validation."
+        )
     if sharing > 1 and not gate.takes_packed_attention(reference):
         raise ValueError(f"--context_parallel {sharing}: {name} can't, since it doesn't take packed attention.")
     chunks = loss != "full" and gate.chunks_its_loss(reference, plan.model.precision)
@@ -110,14 +117,15 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
             leak = gate.find_leak(reference)
         if leak is not None and sharing > 1:
             raise ValueError(f"--context_parallel {sharing}: {name} can't, since tokens meet outside of its attention.")
-        if leak is not None:
+        if leak is not None or of_documents is not None:
             said, document_end = f"{name} doesn't keep packed documents apart", None
+            instead = f" with --attention {asked}: take another, or --document_masking false."
+            if leak is None:
+                instead = f": {of_documents}. Take shorter rows, or --document_masking false."
             if plan.data.document_masking is True:
-                raise ValueError(f"{said} with --attention {asked}: take another, or --document_masking false.")
-            print(
-                f"Warning: {said} (with another document before it, a document's logits change by up to {leak:.2g} of "
-                "their standard deviation): --document_masking is off."
-            )
+                raise ValueError(said + instead)
+            why = of_documents or f"with another document before it, a document's logits change by up to {leak:.2g} of their standard deviation"
+            print(f"Warning: {said} ({why}): --document_masking is off.")
     if document_end is None and model_flags.attention == "auto" and sharing == 1:
         attention = asked
     measured = tiles.found_in(reference) if plan.model.tiled_mlp else {}
@@ -127,7 +135,7 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
         raise ValueError(f"--tiled_mlp true: {name} can't: its MLPs have dropout, or don't take each token by itself.")
     if whole:
         print(f"Warning: --tiled_mlp: {len(whole)} of {len(measured)} modules aren't tiled, such as {whole[0]}.")
-    return document_end, attention, "chunked" if chunks else "full", tiled
+    return document_end, attention, "chunked" if chunks else "full", tiled, gate.idle_parameters(reference)
 
 
 def compares_gradients(plan: Plan) -> bool:

@@ -14,7 +14,7 @@ from fabric_llm.base.ranks import sum_over_ranks, waits_for_others
 from fabric_llm.data.batches import MicroBatch, target_count
 from fabric_llm.data.order import random_key
 from fabric_llm.model.gate import square
-from fabric_llm.model.strategy import local_part, shard_group, sum_over_shards
+from fabric_llm.model.strategy import PREFIX, local_part, original_name, shard_group, sum_over_shards
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -82,7 +82,25 @@ def backward(fabric: Fabric, loss: Tensor) -> None:
 def clip(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
     """Scale the gradient of the global batch down to an L2 norm of `max_norm` (0: don't). Returns the norm before."""
     fabric.strategy.precision.unscale_gradients(optimizer.optimizer)  # only 16-mixed has a scaler
-    return clip_gradients(model.parameters(), max_norm, shard_group(model))
+    group, idle = shard_group(model), model.module.idle
+    if idle:
+        named = model.named_parameters()
+        drop_zeros([p for name, p in named if original_name(name).removeprefix(PREFIX) in idle], group)
+    return clip_gradients(model.parameters(), max_norm, group)
+
+
+@torch.no_grad()
+def drop_zeros(parameters: list[nn.Parameter], group: Optional[ProcessGroup]) -> None:
+    """Take the gradients of `parameters` away that are zero on all ranks. All ranks call it.
+
+    Where the loss doesn't depend on a parameter, one device and FSDP2 leave it without a gradient, and
+    the optimizer leaves it alone. FSDP1 and DDP give it zeros, by which it would decay.
+    """
+    none = torch.zeros((), dtype=torch.bool, device=parameters[0].device)
+    here = torch.stack([none if p.grad is None else local_part(p.grad).any() for p in parameters])
+    for parameter, count in zip(parameters, sum_over_shards(here.float(), group).tolist()):
+        if not count:
+            parameter.grad = None
 
 
 @torch.no_grad()

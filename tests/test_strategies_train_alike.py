@@ -1,0 +1,134 @@
+"""What trains, and how much, is the same under every strategy: as in a loop of plain PyTorch, which shares no code with the package.
+
+Every step reads all rows of a dataset, so that their order doesn't matter.
+"""
+
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import train_ranks
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, LlamaConfig, LlamaForCausalLM
+
+VOCABULARY, ROWS, CONTEXT, STEPS, LR, DECAY = 131, 4, 24, 3, 1e-2, 0.1
+RARE = 125  # a token that none of the package's probes holds
+
+
+class OftenIdleConfig(LlamaConfig):
+    model_type = "often_idle"
+
+
+class OftenIdle(LlamaForCausalLM):
+    """A Llama with a matrix that only rows with the token RARE use."""
+
+    config_class = OftenIdleConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.rare = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids=None, **more):
+        outputs = self.model(input_ids=input_ids, **more)
+        logits = self.lm_head(outputs.last_hidden_state)
+        if (input_ids == RARE).any():
+            logits = logits + self.rare(outputs.last_hidden_state)
+        outputs.logits = logits
+        return outputs
+
+
+AutoConfig.register("often_idle", OftenIdleConfig)
+AutoModelForCausalLM.register(OftenIdleConfig, OftenIdle)
+OftenIdleConfig.__module__ = OftenIdle.__module__ = "transformers.of_this_test"  # else files name their code
+
+
+def gemma3() -> Gemma3Config:
+    """With a vision tower, which no text uses."""
+    text = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 16, "patch_size": 8, "vision_use_head": False}
+    tokens = {"image_token_index": 130, "boi_token_index": 128, "eoi_token_index": 129}
+    return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens)
+
+
+def often_idle() -> LlamaConfig:
+    sizes = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return OftenIdleConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with models and a dataset of ROWS rows."""
+    folder = tmp_path_factory.mktemp("alike")
+    for name, config in (("gemma3", gemma3()), ("often_idle", often_idle())):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    rows = np.random.default_rng(0).integers(1, 120, (ROWS, CONTEXT))
+    rows[:, 5] = RARE
+    split = datasets.Dataset.from_dict({"input_ids": rows.tolist()})
+    datasets.DatasetDict({"train": split, "validation": split}).save_to_disk(str(folder / "data"))
+    return folder
+
+
+def rows_of(folder: Path) -> torch.Tensor:
+    return torch.tensor(datasets.load_from_disk(str(folder))["train"]["input_ids"])
+
+
+def plain(model_folder: Path, data: Path, frozen: str = "") -> dict[str, torch.Tensor]:
+    """The weights after STEPS steps of a loop as in a textbook. frozen: what the names of frozen parameters contain."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or frozen not in name)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    ids = rows_of(data)
+    for _ in range(STEPS):
+        logits = model(input_ids=ids).logits
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.detach() for name, tensor in model.named_parameters()}
+
+
+def by_train_py(model_folder: Path, data: Path, output: Path, ranks: int, *more: object) -> dict[str, torch.Tensor]:
+    """The weights after STEPS steps of train.py, as transformers reads them."""
+    flags = ("--model_name", model_folder, "--train_data_dir", data, "--output_dir", output, "--run_name", "run")
+    flags += ("--max_step", STEPS, "--number_epochs", STEPS, "--global_batch_size", ROWS, "--micro_batch_size", 2)
+    flags += ("--lr", LR, "--lr_decay", "false", "--warmup_steps", 0, "--weight_decay", DECAY, "--precision", "32-true")
+    train_ranks(ranks, *flags, "--eval_iters", 0, *more)
+    folder = output / "run" / f"step-{STEPS:08d}"
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+
+
+def assert_alike(found, expected):
+    assert found.keys() == expected.keys()
+    worst = {name: (found[name] - expected[name]).abs().max().item() for name in expected}
+    name = max(worst, key=worst.__getitem__)
+    assert worst[name] < 2e-5, f"{name} differs by {worst[name]:.3g}"
+
+
+def often(value, *others):
+    """A case that the README's command runs, before those of the longer suite."""
+    return [value, *(pytest.param(*other, marks=pytest.mark.longer) for other in others)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), often((2, "fsdp"), (1, "auto"), (1, "fsdp"), (2, "fsdp2"), (2, "ddp"))
+)
+@pytest.mark.parametrize(("model", "loss"), often(("gemma3", "chunked"), ("gemma3", "full"), ("often_idle", "full")))
+def test_what_has_no_part_in_the_loss_stays(made, tmp_path, model, loss, ranks, strategy):
+    """Without a gradient there is no decay either: one device, FSDP2, FSDP1 and DDP agree."""
+    found = by_train_py(made / model, made / "data", tmp_path, ranks, "--strategy", strategy, "--loss", loss)
+    expected, before = plain(made / model, made / "data"), AutoModelForCausalLM.from_pretrained(made / model)
+    assert_alike(found, expected)
+    idle = [name for name, tensor in before.named_parameters() if torch.equal(tensor, expected[name])]
+    assert bool(idle) == (model != "often_idle")
+    assert all(torch.equal(found[name], expected[name]) for name in idle)
