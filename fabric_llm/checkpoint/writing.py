@@ -47,9 +47,10 @@ from fabric_llm.base.program import free_memory_bytes
 from fabric_llm.base.ranks import alone, from_first, gather
 from fabric_llm.checkpoint import whole
 from fabric_llm.checkpoint.keep import Progress, versions
-from fabric_llm.checkpoint.state_dicts import Part, is_finite, optimizer_held, own_parts, weights_held
+from fabric_llm.checkpoint.state_dicts import Part, optimizer_held, own_parts, weights_held
 from fabric_llm.model.strategy import reshard, shard_ranks
 from fabric_llm.model.tensor_files import TensorFile
+from fabric_llm.model.weights import is_finite
 
 MANY_BYTES = 2**25  # of one rank
 
