@@ -32,7 +32,6 @@ from socket import gethostname
 from typing import Any, Callable, Optional
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import _hf_utils as dcp
@@ -123,7 +122,9 @@ def begin(
 
     def rest() -> None:
         whole.write_configuration(temporary, skeleton, tokenizer)
-        save_file(probe, temporary / "trainer" / "probe.safetensors")
+        of_probe = TensorFile(temporary / "trainer" / "probe.safetensors", probe, {"format": "pt"})
+        for name, tensor in probe.items():
+            of_probe.write(name, tensor)
         (temporary / "trainer" / "progress.json").write_text(json.dumps(said, indent=2) + "\n")
 
     def make_room() -> None:
