@@ -11,9 +11,9 @@ from ranks import metrics, toy_run, train_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fabric_llm.checkpoint.state_dicts import is_finite
 from fabric_llm.data.batches import Batches
 from fabric_llm.data.dataset import open_dataset
+from fabric_llm.model.weights import is_finite
 from fabric_llm.training.schedule import lr_at
 from fabric_llm.training.step import GradientSums, clip_gradients, sample_weights, update_size
 

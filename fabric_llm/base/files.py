@@ -75,6 +75,19 @@ def json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield line, record if isinstance(record, dict) else {}
 
 
+def instead_of_content(path: Path) -> Optional[str]:
+    """What a downloaded file is instead of itself, and what to do, in words; None for all others."""
+    start = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            start = file.read(256).lstrip().lower()
+    if start.startswith(b"version https://git-lfs"):
+        return "a pointer of git-lfs, not the file itself: fetch that with git lfs pull"
+    if start.startswith((b"<!doctype html", b"<html")):
+        return "a web page, such as one that asks for a login, not the file itself: download it anew"
+    return None
+
+
 def describe(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
     """A manifest's entries for files in `folder`, which are on the disk when this returns."""
     with Describing(folder) as describing:

@@ -15,14 +15,6 @@ from fabric_llm.model.weights import first_names, saved
 EMA = "ema"  # the state of a parameter that is its moving average
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """False if this rank's part of a tensor holds NaN or infinity: no checkpoint may."""
-    local = local_part(tensor)
-    if not local.numel():
-        return True
-    return bool(torch.isfinite(torch.stack(local.aminmax())).all())  # isfinite of it all makes copies of it all
-
-
 class Held(NamedTuple):
     """What this rank holds of a tensor."""
 

@@ -5,7 +5,9 @@ The files are those of `save_pretrained`, which would take all weights at once, 
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -15,11 +17,14 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from fabric_llm.base.faults import one_line
 from fabric_llm.base.ranks import waits_for_others
-from fabric_llm.model import strategy
+from fabric_llm.checkpoint.state_dicts import saved_shapes
+from fabric_llm.model import loading, positions, strategy
 from fabric_llm.model.strategy import PREFIX, original_name
 from fabric_llm.model.tensor_files import TensorFile
 from fabric_llm.model.weights import saved, units
+from fabric_llm.prepare.tokenizer import save_tokenizer
 
 LARGEST_FILE = "5GB"
 
@@ -82,13 +87,38 @@ def layout_of_files(skeleton: PreTrainedModel) -> dict[str, Tensor]:
 
 def write_configuration(folder: Path, skeleton: PreTrainedModel, tokenizer: Optional[Any]) -> None:
     """Write what stands beside the weights: the configuration, and how to generate and to tokenize where that is known."""
-    skeleton.config.dtype = str(skeleton.dtype).removeprefix("torch.")
-    skeleton.config.architectures = [type(skeleton).__name__]
-    skeleton.config.save_pretrained(folder)
+    _write_config(folder, skeleton)
     if (generation_config := getattr(skeleton, "generation_config", None)) is not None:
         generation_config.save_pretrained(folder)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
+
+
+def _write_config(folder: Path, skeleton: PreTrainedModel) -> None:
+    config = deepcopy(skeleton.config)
+    config.dtype = str(skeleton.dtype).removeprefix("torch.")
+    config.architectures = [type(skeleton).__name__]
+    config.save_pretrained(folder)
+    document = positions.with_older_names(config, json.loads((folder / "config.json").read_bytes()))
+    (folder / "config.json").write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
+
+
+def require_opens(skeleton: PreTrainedModel) -> None:
+    """Raises ValueError where the configuration that would be saved doesn't make this model again."""
+    problem = None
+    with TemporaryDirectory() as folder:
+        _write_config(Path(folder), skeleton)
+        try:
+            again = loading.build_skeleton(loading.load_config(folder), skeleton.dtype)
+            if dict(saved_shapes(again)) != dict(saved_shapes(skeleton)):
+                problem = f"makes another model, {type(again).__name__}"
+        except Exception as error:  # whatever transformers makes of it
+            problem = f"makes no model ({one_line(error).replace(folder, 'it')[:200].rstrip('.')})"
+    if problem is not None:
+        raise ValueError(
+            f"{type(skeleton).__name__} could be trained and saved, but not resumed or exported: of the configuration that is "
+            f"saved with it ({skeleton.config.model_type!r}), AutoModelForCausalLM {problem}. Take a model of text alone."
+        )
 
 
 class WeightFiles:

@@ -32,7 +32,6 @@ from socket import gethostname
 from typing import Any, Callable, Optional
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import _hf_utils as dcp
@@ -47,9 +46,10 @@ from fabric_llm.base.program import free_memory_bytes
 from fabric_llm.base.ranks import alone, from_first, gather
 from fabric_llm.checkpoint import whole
 from fabric_llm.checkpoint.keep import Progress, versions
-from fabric_llm.checkpoint.state_dicts import Part, is_finite, optimizer_held, own_parts, weights_held
+from fabric_llm.checkpoint.state_dicts import Part, optimizer_held, own_parts, weights_held
 from fabric_llm.model.strategy import reshard, shard_ranks
 from fabric_llm.model.tensor_files import TensorFile
+from fabric_llm.model.weights import is_finite
 
 MANY_BYTES = 2**25  # of one rank
 
@@ -122,7 +122,9 @@ def begin(
 
     def rest() -> None:
         whole.write_configuration(temporary, skeleton, tokenizer)
-        save_file(probe, temporary / "trainer" / "probe.safetensors")
+        of_probe = TensorFile(temporary / "trainer" / "probe.safetensors", probe, {"format": "pt"})
+        for name, tensor in probe.items():
+            of_probe.write(name, tensor)
         (temporary / "trainer" / "progress.json").write_text(json.dumps(said, indent=2) + "\n")
 
     def make_room() -> None:

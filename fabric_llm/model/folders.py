@@ -6,6 +6,7 @@ the document itself, and what is built from it is `limited`.
 
 import json
 import math
+import os
 import re
 import resource
 import signal
@@ -21,6 +22,13 @@ from fabric_llm.base.names import command, hub_name
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+# What may stand beside a configuration that random weights are drawn for: whatever else there is may be weights.
+NO_WEIGHTS = re.compile(
+    r".*\.(json|jsonl|ya?ml|toml|txt|md|rst|html|csv|tsv|jinja|py|ipynb|sh|log|lock|metadata|png|jpe?g|gif|svg|pdf"
+    r"|arrow|parquet|model|spm|vocab|bpe|merges|tiktoken|sha256|tag)"
+    r"|(license|licence|notice|readme|copying|authors|makefile|dockerfile|\.git\w*|\.ds_store)[^.]*",
+    re.IGNORECASE,
+)
 
 MOST_BYTES = 4 * 2**20  # of a file; configurations have a few thousand, of quantised models some hundred thousand
 MOST_LAYERS = 4096
@@ -50,6 +58,9 @@ def check_model_folder(name: str, flag: str = "--model_name") -> None:
         if newest is not None:
             instead = f"It is a run: take its newest checkpoint, {command(**{flag[2:]: newest})}"
         raise ValueError(f"{name!r} isn't a model directory: it has no config.json. {instead}.")
+    for path in (*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("*.model")):
+        if (instead := files.instead_of_content(path)) is not None:
+            raise ValueError(f"{str(path)!r} is {instead}.")
     try:
         read_json(folder / "config.json")
     except (OSError, ValueError, RecursionError) as error:
@@ -61,10 +72,29 @@ def check_model_folder(name: str, flag: str = "--model_name") -> None:
             "beside it: refused.",
             REFUSED,
         )
+    if not any(folder.glob("*.safetensors*")) and not (folder / files.MANIFEST).is_file():
+        _require_none_that_may_be_weights(folder)
     for index in folder.glob("*.index.json"):
         for file in sorted(set(weight_map(index).values())):
             if index.name in WEIGHT_FILES:
                 weights_name(file, index)
+
+
+def _require_none_that_may_be_weights(folder: Path) -> None:
+    """Raises ValueError, Fault (77) for a pickle, where a folder without safetensors has weights in another form, or part of them."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(set(folders) - {".git"})
+        links = [name for name in folders if Path(place, name).is_symlink()]  # which aren't followed
+        for name in sorted([*names, *links]):
+            path = Path(place, name)
+            if name in links or not NO_WEIGHTS.fullmatch(name) or name.endswith(".index.json"):
+                said = f"{str(folder)!r} has no model.safetensors, and {str(path.relative_to(folder))!r}"
+                if name.endswith(PICKLES):
+                    raise Fault(f"{said} is a pickle, which can run code when opened: refused.", REFUSED)
+                raise ValueError(
+                    f"{said} may be weights, or a part of them: convert them, or download the model as safetensors. A run that "
+                    "is to begin with random weights takes a folder with config.json and a tokenizer alone."
+                )
 
 
 def weights_name(name: Any, where: Path) -> None:

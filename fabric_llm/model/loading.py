@@ -76,7 +76,7 @@ def _read_bounded(model_name: str, file: str) -> Optional[Any]:
 
 def _unreadable(what: str, model_name: str, error: Exception) -> Fault:
     """What is wrong with a part of a model, or of a checkpoint, here or on the hub."""
-    return Fault(f"{what} of {model_name!r} can't be read: {one_line(error)[:400].rstrip('.')}.", _code_of(model_name))
+    return Fault(f"{what} of {model_name!r} can't be read: {one_line(error)[:2000].rstrip('.')}.", _code_of(model_name))
 
 
 def _code_of(model_name: str) -> int:
@@ -234,7 +234,8 @@ def open_weights(model_name: str, config: PretrainedConfig, dtype: torch.dtype, 
         if (quantized := getattr(config, "quantization_config", None)) is not None:
             method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
             raise ValueError(f"they are quantized ({method}), and only weights in 16 or 32 bits are trained")
-        return weights.Stored(skeleton, _slices(model_name, config, skeleton), dtype)
+        of, code = f"The weights of {model_name!r}", _code_of(model_name)
+        return weights.Stored(skeleton, _slices(model_name, config, skeleton), dtype, of, code)
     except Fault:
         raise
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, ImportError, SafetensorError) as error:

@@ -92,3 +92,30 @@ def _frequencies(config: Any) -> list[list[float]]:
     skeleton = loading.build_skeleton(config, loading.DTYPES["32-true"])
     weights.compute_buffers(skeleton)
     return [buffer.flatten().tolist() for name, buffer in skeleton.named_buffers() if "inv_freq" in name]
+
+
+def with_older_names(config: Any, document: dict[str, Any]) -> dict[str, Any]:
+    """`document`, config.json of `config`, with rotary positions also by the names that transformers 4 reads, and others.
+
+    They read what they don't know without a word, and compute with a base of 10000 and no scaling. Only where transformers 5
+    reads the same with both.
+    """
+    parts = {name: getattr(config, name, None) for name in config.sub_configs if isinstance(document.get(name), dict)}
+    inner = {name: with_older_names(part, document[name]) for name, part in parts.items() if hasattr(part, "sub_configs")}
+    document = {**document, **inner}
+    rope = getattr(config, "rope_parameters", None) or {}
+    full = rope.get(WHOLE_ROWS, rope)  # each kind of layer may have its own
+    if "rope_theta" not in full:
+        return document
+    base, part = "rope_theta", "partial_rotary_factor"
+    if config.model_type.startswith("gpt_neox"):
+        base, part = "rotary_emb_base", "rotary_pct"
+    scaling = {name: value for name, value in full.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    older = {base: full["rope_theta"], "rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
+    if "partial_rotary_factor" in full:
+        older[part] = full["partial_rotary_factor"]
+    if "sliding_attention" in rope:
+        older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    older["rope_parameters"] = rope
+    same = type(config).from_dict(deepcopy({**config.to_dict(), **older})).rope_parameters == rope
+    return {**document, **older} if same else document

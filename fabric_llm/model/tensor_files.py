@@ -31,11 +31,13 @@ class Tensors(Mapping[str, Tensor]):
         # Name -> offsets of a part -> its file and its shape.
         self.parts: dict[str, dict[Shape, tuple[Path, Shape]]] = {}
         self.shapes: dict[str, Shape] = {}  # of whole tensors
+        self.dtypes: dict[str, str] = {}  # as safetensors names them, such as BF16
         for path in sorted(files):
             with readable(of or repr(str(path)), code), safe_open(path, framework="pt") as file:
                 places = json.loads((file.metadata() or {}).get(CUSTOM_METADATA_KEY, "{}"))
                 for name in file.keys():
-                    shape = tuple(file.get_slice(name).get_shape())
+                    there = file.get_slice(name)
+                    shape, self.dtypes[name] = tuple(there.get_shape()), there.get_dtype()
                     offsets = tuple(places[name][SAVED_OFFSETS_KEY] if places else [0] * len(shape))
                     end = tuple(first + length for first, length in zip(offsets, shape, strict=True))
                     self.shapes[name] = tuple(map(max, end, self.shapes.get(name, end)))
@@ -102,6 +104,9 @@ class Slice(NamedTuple):
 
     def get_shape(self) -> list[int]:
         return list(self.tensors.shapes[self.name])
+
+    def get_dtype(self) -> str:
+        return self.tensors.dtypes[self.name]
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.tensors[self.name][index]

@@ -6,7 +6,7 @@ files of Hugging Face, a checkpoint, or random numbers. `fill` gives every rank 
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Optional, Protocol
 
@@ -23,11 +23,13 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from fabric_llm.base.failpoints import failpoint
+from fabric_llm.base.faults import Fault
 from fabric_llm.base.ranks import alone, from_rank_zero, waits_for_others
 from fabric_llm.model.strategy import PREFIX, communication_device, local_part, original_name, repeated_layers, shards
 
 Held = tuple[str, dict[str, Any], str]  # name of a tensor in the model, the dictionary that holds it, its name in there
 Slices = Mapping[str, Any]  # name in files -> a tensor as of safetensors' get_slice, which is read when it is indexed
+NUMBERS = ("F64", "F32", "F16", "BF16")  # dtypes of safetensors that are numbers without a scale
 
 
 class Source(Protocol):
@@ -40,29 +42,39 @@ class Source(Protocol):
 class Stored:
     """Weights in files, under the names and in the layout that transformers' conversions of the model's class take."""
 
-    def __init__(self, skeleton: PreTrainedModel, slices: Slices, dtype: torch.dtype) -> None:
-        """skeleton: the model on the meta device, for the source alone.
+    def __init__(self, skeleton: PreTrainedModel, slices: Slices, dtype: torch.dtype, of: str, code: int) -> None:
+        """skeleton: the model on the meta device, for the source alone. of: the files, in words. code: of a Fault in `read`.
 
-        Raises ValueError where the files don't hold all weights of the model, in its shapes, before a tensor is read.
+        Raises ValueError where the files don't hold all weights of the model, in its shapes, as numbers, or hold others that
+        transformers doesn't leave out by their names, before a tensor is read.
         """
         self.skeleton, self.slices, self.first = skeleton, slices, first_names(skeleton)
+        self.of, self.code = of, code
         conversions = get_model_conversion_mapping(skeleton, None, None)
         plan = skeleton._get_dtype_plan(dtype)  # routers and the like that stay float32
         self.how = LoadStateDictConfig(dtype=dtype, dtype_plan=plan, weight_mapping=conversions)
-        self.keys = self._keys_of_units(conversions)
-        self._try_without_memory()
+        named, self.keys = self._names(conversions), {}
+        self.left_out = self._try_without_memory(named)  # names in the files, see above
+        self._require_numbers(named)
+        self.keys = self._keys_of_units(named)
 
-    def _keys_of_units(self, conversions: list[Any]) -> dict[str, list[str]]:
-        """Unit -> the names in the files of what it is made from."""
+    def _names(self, conversions: list[Any]) -> dict[str, list[str]]:
+        """Name in memory -> the names in the files of what it is made from. Raises ValueError for what is there twice."""
         renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
         converters = [one for one in conversions if isinstance(one, WeightConverter)]
         expected, prefix = self.skeleton.state_dict(), self.skeleton.base_model_prefix
-        named: dict[str, list[str]] = {}  # name in memory -> names in the files
+        named: dict[str, list[str]] = {}
         for key in self.slices:
-            name, _ = rename_source_key(key, renamings, converters, prefix, expected)
+            name, converted = rename_source_key(key, renamings, converters, prefix, expected)
             if name not in expected and key in expected:
-                name, _ = rename_source_key(key, [], [], prefix, expected)
+                name, converted = rename_source_key(key, [], [], prefix, expected)
+            if converted is None and name in named and name in expected:
+                raise ValueError(f"{name} is there twice, as {named[name][0]} and as {key}")
             named.setdefault(name, []).append(key)
+        return named
+
+    def _keys_of_units(self, named: dict[str, list[str]]) -> dict[str, list[str]]:
+        """Unit -> the names in the files of what it is made from."""
         unit_of = {name: unit for unit, names in units(self.skeleton).items() for name in names}
         tied = getattr(self.skeleton, "all_tied_weights_keys", {})  # a weight's other name -> its own
         for other, own in tied.items():
@@ -78,8 +90,20 @@ class Stored:
                 found.setdefault(unit, []).extend(keys)
         return found
 
-    def _try_without_memory(self) -> None:
-        """Raises ValueError for what transformers would say of the files, if it read them."""
+    def _require_numbers(self, named: dict[str, list[str]]) -> None:
+        """Raises ValueError for integers, and for numbers of 8 bits, that mean something only together with their scales."""
+        taken = [key for name, tensor in self.skeleton.state_dict().items() if tensor.is_floating_point() for key in named.get(name, ())]
+        if scaled := [key for key in taken if self.slices[key].get_dtype() not in NUMBERS]:
+            raise ValueError(
+                f"{len(scaled)} of them are {self.slices[scaled[0]].get_dtype()}, such as {scaled[0]}, which are numbers only "
+                "with their scales, and config.json has no quantization_config that says how: take the model in 16 or 32 bits"
+            )
+
+    def _try_without_memory(self, named: dict[str, list[str]]) -> list[str]:
+        """What is in the files and not in the model, which transformers leaves out by its name.
+
+        Raises ValueError for what transformers would say of the files, if it read them.
+        """
         how = replace(self.how, device_map={"": "meta"})
         slices = {key: torch.empty(one.get_shape(), dtype=how.dtype, device="meta") for key, one in self.slices.items()}
         said, _ = convert_and_load_state_dict_in_model(self.skeleton, slices, how)
@@ -87,15 +111,30 @@ class Stored:
         said.missing_keys = {name for name in said.missing_keys if self.first.get(name, name) not in loaded}
         self.skeleton._adjust_missing_and_unexpected_keys(said)
         wrong = [*said.missing_keys, *(str(key) for key in said.mismatched_keys), *said.conversion_errors]
-        if wrong:
-            raise ValueError(
-                f"{len(wrong)} of the model's weights are missing or have another shape: {', '.join(sorted(wrong)[:10])}"
-            )
+        unused = {key: name for name in named.keys() - self.skeleton.state_dict().keys() for key in named[name]}
+        foreign = sorted(key for key, name in unused.items() if name in said.unexpected_keys)
+        problems = [f"{len(wrong)} of the model's weights are missing or have another shape: {_first(wrong)}"] * bool(wrong)
+        if foreign:
+            whose = f"{len(foreign)} of the tensors in the files have no place in {type(self.skeleton).__name__}"
+            advice = "correct config.json where it isn't that of these weights, or take a model that transformers has whole"
+            problems.append(f"{whose} as config.json describes it, and would be dropped: {_first(foreign)}; {advice}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return sorted(unused.keys() - foreign)
 
     def read(self, unit: str) -> dict[str, Tensor]:
+        """Raises Fault where they hold NaN or infinity."""
         wanted = {key: self.slices[key] for key in self.keys[unit]}
         convert_and_load_state_dict_in_model(self.skeleton, wanted, self.how)
-        return {self.first.get(name, name): tensor for name, tensor in _taken(self.skeleton).items()}
+        found = {self.first.get(name, name): tensor for name, tensor in _taken(self.skeleton).items()}
+        if bad := [name for name, tensor in found.items() if tensor.is_floating_point() and not is_finite(tensor)]:
+            raise Fault(f"{self.of} hold NaN or infinity, in {_first(bad)}: take others.", self.code)
+        return found
+
+
+def _first(names: Iterable[str]) -> str:
+    """The first ten names."""
+    return ", ".join(sorted(names)[:10])
 
 
 class Drawn:
@@ -160,6 +199,14 @@ def fill(model: nn.Module, skeleton: PreTrainedModel, source: Optional[Source] =
                 waits_for_others()
                 torch.distributed.broadcast(whole, src=0)
             part.view(-1).copy_(whole.view(-1)[first : first + part.numel()])
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """False if this rank's part of a tensor holds NaN or infinity: no checkpoint may."""
+    local = local_part(tensor)
+    if not local.numel():
+        return True
+    return bool(torch.isfinite(torch.stack(local.aminmax())).all())  # isfinite of it all makes copies of it all
 
 
 def saved(model: nn.Module) -> dict[str, Tensor]:

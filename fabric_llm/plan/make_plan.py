@@ -15,7 +15,7 @@ from fabric_llm.base.command_line import Flags, is_first_of_machine, is_rank_zer
 from fabric_llm.base.faults import NO_CHECKPOINT, Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import command
-from fabric_llm.checkpoint import keep, state_dicts
+from fabric_llm.checkpoint import keep, state_dicts, whole
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data import mixture_text
 from fabric_llm.data.columns import is_padded
@@ -146,6 +146,7 @@ def _require_rows_for(text_config: Any, datasets: Sequence[TokenDataset], source
 def _require_model_can(plan: Plan, skeleton: Any) -> None:
     """Raises ValueError if the model can't do what the flags ask for. Changes `skeleton`, which isn't used afterwards."""
     name, checkpointing = type(skeleton).__name__, plan.model.activation_checkpointing
+    whole.require_opens(skeleton)
     units = strategies.modules_to_wrap(skeleton, plan.placement.sharding.auto_wrap_policy)
     if plan.placement.strategy in ("fsdp", "fsdp2"):
         strategies.of_one_dtype(skeleton, units)

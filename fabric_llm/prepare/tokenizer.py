@@ -1,6 +1,8 @@
 """Load or train a tokenizer, and find out what it puts around a document."""
 
+import json
 import os
+import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,7 @@ from fabric_llm.prepare import tokenizer_bounds
 from fabric_llm.prepare.new_tokens import unknown_id
 
 END_OF_TEXT = "<|endoftext|>"
+SENTENCEPIECE = "tokenizer.model"
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -38,6 +41,26 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     for template in tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ():
         check_name(template, Path(name) / "tokenizer_config.json")  # each is saved as a file
     return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """As `save_pretrained`, but so that transformers 4 reads it as well, without what is said of where it was read.
+
+    The SentencePiece model that it was read beside, which converters for other programs ask for, goes with it.
+    """
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    said = json.loads(file.read_bytes())
+    for name in ("is_local", "local_files_only"):
+        said.pop(name, None)
+    if said.get("tokenizer_class") == "TokenizersBackend":
+        said["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(said.get("extra_special_tokens"), list):
+        said["additional_special_tokens"] = said.pop("extra_special_tokens")
+    file.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    beside = Path(tokenizer.init_kwargs.get("vocab_file") or "")
+    if beside.name == SENTENCEPIECE and beside.is_file() and not (folder / SENTENCEPIECE).exists():
+        shutil.copyfile(beside, folder / SENTENCEPIECE)
 
 
 def packing_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric_llm.base.faults import one_line
+from fabric_llm.base.files import instead_of_content
 
 MOST_BYTES = 128 * 2**20  # of the file; Gemma's has 33 million
 MOST_TOKENS = 2**24  # the largest vocabularies have a million
@@ -24,6 +25,8 @@ def check_file(path: Path) -> None:
     """Raises ValueError where a tokenizer.json declares more than anybody could want, before it is loaded."""
     if not path.is_file():
         return
+    if (instead := instead_of_content(path)) is not None:
+        raise ValueError(f"{str(path)!r} is {instead}.")
     if (size := path.stat().st_size) > MOST_BYTES:
         raise ValueError(f"{str(path)!r} has {size / 2**20:.0f} MiB; at most {MOST_BYTES // 2**20} MiB are read.")
     try:

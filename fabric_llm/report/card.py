@@ -35,6 +35,7 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     cached = re.search(r"models--([^/]+)/snapshots/([0-9a-f]{40})/", config_file)
     base, commit = (cached[1].replace("--", "/"), cached[2]) if cached else (None, None)
     data, lines, name = sources(progress, manifest), logged(run, progress), given.push_to_hub or given.output
+    title = given.push_to_hub or Path(given.output).resolve().name  # a path of this machine says nothing elsewhere
     evaluations, reached = [line for line in lines if "eval" in line], progress["progress"]["step"]
     is_of_these_weights = evaluations and evaluations[-1]["step"] == reached and not proof.of_ema
     now = evaluations[-1]["eval"] if is_of_these_weights else {}
@@ -44,7 +45,7 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
         **licence(Path(config_file).with_name("README.md")),
         datasets=sorted({its.partition(":")[0] for one in data for its in one.get("from_hub", ())}) or None,
         eval_results=[EvalResult("text-generation", of, of, *number) for of, *number in measured] or None,
-        model_name=name if measured else None,
+        model_name=title if measured else None,
         **ALWAYS,
     )
     draw(lines, folder / "curves.png")
@@ -53,7 +54,9 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     card = environment.from_string(Path(__file__).with_name("card.md").read_text("utf-8")).render(
         front=front,
         name=name,
+        title=title,
         commit=commit,
+        left_out=[tensor for event in run_directory.read_events(run) for tensor in event.get("tensors", ())],
         given=given,
         source=source,
         progress=progress,
@@ -75,15 +78,12 @@ def rename(folder: Path, name: str) -> None:
     """Give a card, whatever was written into it since, the name of the repository that it is pushed to."""
     if (card := folder / "README.md").is_file():
         text = card.read_text("utf-8", "replace")
-        if loads := re.search(r"AutoModelForCausalLM\.from_pretrained\((\".*\")\)", text):
-            for old, new in zip(_named(json.loads(loads[1])), _named(name)):
-                text = text.replace(old, new)
+        loads, title = re.search(r"AutoModelForCausalLM(\.from_pretrained\(\".*\"\))", text), re.search(r"\n# (.*)\n", text)
+        if loads and title:
+            text = text.replace(loads[1], f".from_pretrained({as_text(name)})")
+            for place in ("\n# %s\n", "\n- name: %s\n"):
+                text = text.replace(place % title[1], place % name)
             files.write_atomically(card, text)
-
-
-def _named(name: str) -> tuple[str, ...]:
-    """A name as a card has it: in the code, as its title, in the front matter."""
-    return f"from_pretrained({as_text(name)})", f"\n# {name}\n", f"\n- name: {name}\n"
 
 
 def as_text(value: object) -> str:

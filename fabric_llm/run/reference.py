@@ -1,7 +1,9 @@
 """The model as transformers loads it, on rank 0: which fast paths it takes, and what the wrapped model must equal."""
 
 import math
+import re
 import time
+from collections import Counter
 from copy import deepcopy
 from typing import Optional
 
@@ -18,6 +20,7 @@ from fabric_llm.base.program import free_memory_bytes
 from fabric_llm.model import fast_paths, freezing, gate, language_model, loading, tiles, weights
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import reshard
+from fabric_llm.plan import run_directory
 from fabric_llm.plan.plan import Plan
 
 Expected = tuple[Optional[gate.Outputs], Optional[gate.Gradients]]  # what the reference makes of the probe, on rank 0
@@ -45,6 +48,8 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Option
         if flash:
             on_cpu._attn_implementation = "sdpa"
         opened = open_weights(plan, source, seed)
+        if isinstance(opened, weights.Stored) and opened.left_out:
+            _say_left_out(plan, opened.left_out)
         skeleton = loading.build_skeleton(on_cpu, dtype)
         freezing.freeze(skeleton, plan.model.frozen)  # so that the probe makes no gradients of what doesn't train
         # Memory that nothing else will need before the reference is gone: the weights come to the devices after it.
@@ -78,6 +83,15 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Option
     chosen = ranks.from_rank_zero(load)
     loading.disable_progress_bar()  # from here on there is our own
     return opened, expected, chosen
+
+
+def _say_left_out(plan: Plan, names: list[str]) -> None:
+    """Print what the files hold beside the weights of the model, and keep it for the card of what is exported."""
+    alike = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
+    shown = [f"{name} ({count})" if count > 1 else name for name, count in alike.items()]
+    where = f"{plan.model.source} beside the weights of this model, which transformers leaves out by their names"
+    print(f"{len(names)} tensors in the files of {where}: {', '.join(shown)}.", flush=True)
+    run_directory.record_event(plan.run_directory, "left_out", plan.start.step, tensors=shown)
 
 
 def open_weights(plan: Plan, source: str, seed: int) -> weights.Source:

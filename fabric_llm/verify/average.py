@@ -20,7 +20,6 @@ from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import NON_FINITE, Fault, one_line
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.keep import Progress
-from fabric_llm.checkpoint.state_dicts import is_finite
 from fabric_llm.checkpoint.whole import layout_of_files
 from fabric_llm.data import mixture_text
 from fabric_llm.data.batches import Batches
@@ -29,7 +28,7 @@ from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.model.strategy_rules import Placement, Sharding
-from fabric_llm.model.weights import Source
+from fabric_llm.model.weights import Source, is_finite
 from fabric_llm.plan.make_plan import evaluated_probes, find_document_end, open_eval_data, open_here, open_sources
 from fabric_llm.plan.plan import DataPlan, Plan
 from fabric_llm.run.build import evaluated_sets

@@ -18,6 +18,7 @@ from fabric_llm.model.reference import load_reference
 from fabric_llm.model.weights import Source
 from fabric_llm.prepare.corpus import Corpus
 from fabric_llm.prepare.new_tokens import extended, learn, made_of, require_extendable, size, unknown_id
+from fabric_llm.prepare.tokenizer import SENTENCEPIECE, save_tokenizer
 from fabric_llm.verify.export import VerificationError, logits_of, opened, replacing, require_weights, write_model
 
 PROBE_TOKENS = 64
@@ -62,7 +63,8 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
     skeleton = loading.build_skeleton(config, dtype)
     with replacing(output, skeleton, "The extended model") as folder:
         write_model(folder, model_name, skeleton, longer)
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
+        (folder / SENTENCEPIECE).unlink(missing_ok=True)  # which doesn't have the new words
         new = loading.tokenizer_beside(str(folder)).backend_tokenizer
         return [
             f"{len(learned)} tokens more: {first} -> {first + len(learned)} tokens, {rows} -> {now} embeddings.",

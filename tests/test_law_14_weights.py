@@ -1,0 +1,318 @@
+"""Law 14: tensors of the weight files = tensors loaded + tensors named, in the log or in the refusal.
+
+Odd folders are drawn from real models. What came in is counted with safetensors alone: the numbers in the files that aren't
+named are those of the model, each as often, in whatever order and layout its class keeps them.
+"""
+
+import json
+import random
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, write_model
+from ranks import Job, toy_run
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fabric_llm.model.folders import check_model_folder
+from fabric_llm.model.loading import build_skeleton, has_weights, load_config, open_weights
+from fabric_llm.model.weights import units
+
+QUICK = ("llama", "gpt2", "mixtral", "qwen3", "gemma3_text", "qwen3_next")
+ALL = [family if family in QUICK else pytest.param(family, marks=pytest.mark.longer) for family in FAMILIES]
+LEFT_OUT = {  # what transformers leaves out by name, though it is in files of these families
+    "gpt2": ["h.1.attn.bias", "h.0.attn.bias"],
+    "llama": ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.1.self_attn.rotary_emb.inv_freq"],
+    "qwen3_next": ["mtp.fc.weight", "mtp.layers.0.mlp.gate.weight", "mtp.norm.weight"],
+    "deepseek_v3": ["model.layers.61.embed_tokens.weight", "model.layers.61.mlp.gate.weight"],
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Family -> a folder with a model of it, made once."""
+    made, place = {}, tmp_path_factory.mktemp("whole")
+
+    def folder_of(family):
+        if family not in made:
+            made[family] = write_model(family, place / family)
+        return made[family]
+
+    return folder_of
+
+
+def tensors_of(folder):
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def numbers(tensors):
+    """All numbers, in order of size."""
+    return np.sort(np.concatenate([tensor.double().flatten().numpy() for tensor in tensors]))
+
+
+def opened(folder):
+    """(what the source reads, what it has left out). Raises what reading raises."""
+    config = load_config(str(folder))
+    source = open_weights(str(folder), config, torch.float32)
+    read = [tensor for unit in units(build_skeleton(config, torch.float32)) for tensor in source.read(unit).values()]
+    return read, source.left_out
+
+
+def refusal(folder):
+    with pytest.raises(ValueError) as raised:
+        opened(folder)
+    assert getattr(raised.value, "code", 2) == 2
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_what_is_in_the_files_is_in_the_model(whole, family):
+    read, left_out = opened(whole(family))
+    assert left_out == [] and np.array_equal(numbers(read), numbers(tensors_of(whole(family)).values()))
+
+
+# ------------------------------------------------------------------------------- odd tensors, drawn
+
+
+def bias_beside(tensors, draw):
+    matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2 and name.endswith("weight")]
+    return {draw.choice(matrices).removesuffix("weight") + "extra_bias": torch.randn(7)}
+
+
+def a_tower(tensors, draw):
+    return {f"vision_tower.blocks.{number}.weight": torch.randn(3, 5) for number in range(draw.randint(1, 30))}
+
+
+def more_layers(tensors, draw):
+    numbered = {name: re.search(r"\.(\d+)\.", name) for name in tensors}
+    number = draw.randint(2, 40)
+    return {
+        name.replace(found[0], f".{number}.", 1): tensors[name].clone()
+        for name, found in numbered.items()
+        if found and found[1] == "0" and not any(part in name for part in (".experts.", "attn.bias"))
+    }
+
+
+def scales(tensors, draw):
+    return {f"{name}_scale_inv": torch.rand(1, 1) for name in list(tensors)[:: draw.randint(1, 3)] if name.endswith("proj.weight")}
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_tensors_that_the_model_does_not_take_are_refused_by_name(whole, tmp_path, seed):
+    draw = random.Random(seed)
+    folder = shutil.copytree(whole(draw.choice(QUICK)), tmp_path / "model")
+    tensors = tensors_of(folder)
+    added = draw.choice([bias_beside, a_tower, more_layers, scales])(tensors, draw) or a_tower(tensors, draw)
+    save_file({**tensors, **added}, folder / "model.safetensors", {"format": "pt"})
+    said = refusal(folder)
+    assert f"{len(added)} of the tensors in the files" in said
+    assert all(name in said for name in sorted(added)[:10]), said
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_renamed_tensors_are_named_as_they_are_and_as_they_should_be(whole, tmp_path, seed):
+    draw = random.Random(seed)
+    folder = shutil.copytree(whole("llama"), tmp_path / "model")
+    tensors = tensors_of(folder)
+    name = draw.choice([name for name in tensors if ".layers." in name])
+    tensors[other := name.replace("model.", "module.", 1)] = tensors.pop(name)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    said = refusal(folder)
+    assert name in said and other in said
+
+
+@pytest.mark.parametrize("family", LEFT_OUT)
+def test_what_transformers_leaves_out_by_name_is_named(whole, tmp_path, family):
+    folder = shutil.copytree(whole(family), tmp_path / "model")
+    tensors = tensors_of(folder)
+    added = {name: torch.randn(3, 3) for name in LEFT_OUT[family]}
+    save_file({**tensors, **added}, folder / "model.safetensors", {"format": "pt"})
+    read, left_out = opened(folder)
+    assert left_out == sorted(added) and np.array_equal(numbers(read), numbers(tensors.values()))
+
+
+def test_one_tensor_under_two_names_is_refused(whole, tmp_path):
+    folder = shutil.copytree(whole("llama"), tmp_path / "model")
+    tensors = tensors_of(folder)
+    tensors["layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"] + 1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    said = refusal(folder)
+    assert "is there twice" in said and "as layers.1.mlp.up_proj.weight" in said
+
+
+# ------------------------------------------------------------------------------- a configuration of another model
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 131}
+OTHER = {  # what the files hold, and what config.json is made to say
+    "14 biases": ({"model_type": "llama", "mlp_bias": True, "num_hidden_layers": 4}, {"mlp_bias": False}),
+    "q_norm and k_norm": ({"model_type": "qwen3", "head_dim": 8, "num_hidden_layers": 2}, {"model_type": "llama"}),
+    "half of the layers": ({"model_type": "llama", "num_hidden_layers": 6}, {"num_hidden_layers": 3}),
+    "biases of attention": ({"model_type": "qwen2", "num_hidden_layers": 2}, {"model_type": "llama"}),
+    "an untied head": ({"model_type": "llama", "num_hidden_layers": 1}, {"model_type": "opt", "ffn_dim": 48}),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_a_configuration_that_is_not_that_of_the_weights(tmp_path, kind):
+    has, says = OTHER[kind]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES, **has))
+    model.save_pretrained(tmp_path)
+    document = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**document, **says}))
+    taken = set(AutoModelForCausalLM.from_config(load_config(str(tmp_path))).state_dict())
+    foreign = sorted(tensors_of(tmp_path).keys() - taken)
+    said = refusal(tmp_path)
+    assert foreign and f"{len(foreign)} of the tensors in the files" in said
+    assert all(name in said for name in foreign[:10]), said
+
+
+# ------------------------------------------------------------------------------- what isn't a number
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_weights_in_a_dtype_that_needs_scales_are_refused(whole, tmp_path, family, dtype):
+    folder = shutil.copytree(whole(family), tmp_path / "model")
+    tensors = tensors_of(folder)
+    scaled = sorted(name for name in tensors if name.endswith(("k_proj.weight", "w1.weight")))
+    for name in scaled:
+        tensors[name] = (tensors[name] * 100).to(dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    said = refusal(folder)
+    assert f"{len(scaled)} of them are" in said and any(name in said for name in scaled) and "quantization_config" in said
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nan_and_infinity_are_found_as_they_are_loaded(whole, tmp_path, seed):
+    draw = random.Random(seed)
+    folder = shutil.copytree(whole(draw.choice(["llama", "gpt2", "qwen3"])), tmp_path / "model")
+    tensors = tensors_of(folder)
+    name = draw.choice(sorted(tensors))
+    flat = tensors[name].view(-1)
+    flat[draw.randrange(len(flat))] = draw.choice([float("nan"), float("inf"), float("-inf")])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    said = refusal(folder)
+    assert "hold NaN or infinity" in said and f"in {name}" in said
+
+
+# ------------------------------------------------------------------------------- random weights, or weights that aren't read
+
+MAY_BE_WEIGHTS = (
+    "model.Q4_K_M.gguf", "flax_model.msgpack", "tf_model.h5", "__0_0.distcp", "global_step500/mp_rank_00_model_states",
+    "global_step500/zero.pt", "original/consolidated.00.pth", "model.safetensor", "model-00001-of-00002.bin.part",
+    ".cache/huggingface/download/abc.def.incomplete", "model.crdownload", "model.onnx", "rust_model.ot", "weights.npz",
+    "pytorch_model.bin.index.json", "checkpoint.zip", "params/shard_0", "weights/model.safetensors", "model.nemo",
+)  # fmt: skip
+NO_WEIGHTS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "README.md", "LICENSE", "LICENSE.txt", ".gitattributes",
+    "vocab.json", "merges.txt", "special_tokens_map.json", "generation_config.json", "chat_template.jinja", ".gitignore",
+    ".cache/huggingface/download/config.json.metadata", ".cache/huggingface/download/config.json.lock", "USE_POLICY.md",
+)  # fmt: skip
+
+
+@pytest.fixture
+def configured(whole, tmp_path):
+    """A folder with a configuration alone, and a function that puts a file into it."""
+    folder = tmp_path / "configured"
+    folder.mkdir()
+    shutil.copy(whole("llama") / "config.json", folder)
+
+    def put(name, content=b"{}"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+    return folder, put
+
+
+@pytest.mark.parametrize("name", MAY_BE_WEIGHTS)
+def test_no_random_start_beside_what_may_be_weights(configured, name):
+    folder, put = configured
+    for other in NO_WEIGHTS:
+        put(other)
+    put(name)
+    with pytest.raises(ValueError, match=re.escape(name)) as raised:
+        check_model_folder(str(folder))
+        opened(folder)  # of safetensors without the names that are read
+    pickled = name.endswith((".pt", ".pth"))
+    assert getattr(raised.value, "code", 2) == (77 if pickled else 2)
+    if not pickled:
+        assert "may be weights" in str(raised.value) or "no model.safetensors" in str(raised.value)
+
+
+def test_a_link_to_a_folder_may_lead_to_weights(configured, whole):
+    folder, _ = configured
+    (folder / "weights").symlink_to(whole("llama"))
+    with pytest.raises(ValueError, match="'weights' may be weights"):
+        check_model_folder(str(folder))
+
+
+def test_random_weights_where_nothing_may_be_weights(configured):
+    folder, put = configured
+    for name in NO_WEIGHTS:
+        put(name)
+    check_model_folder(str(folder))
+    assert not has_weights(str(folder))
+
+
+INSTEAD = {
+    "a pointer of git-lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n",
+    "a web page": b"\n<!DOCTYPE html>\n<html><head><title>Sign in</title>",
+}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("instead", INSTEAD)
+def test_what_is_there_instead_of_a_file_is_said(whole, tmp_path, file, instead):
+    folder = shutil.copytree(whole("llama"), tmp_path / "model")
+    (folder / file).write_bytes(INSTEAD[instead])
+    with pytest.raises(ValueError, match=f"{file}' is {instead}"):
+        check_model_folder(str(folder))
+
+
+# ------------------------------------------------------------------------------- train.py says it
+
+
+def train(toys, folder, tmp_path):
+    job = Job(1, *toy_run(toys, tmp_path), "--model_name", folder, "--eval_iters", 0)
+    [code] = job.wait(120)
+    return code, job.output[0]
+
+
+def test_a_run_does_not_start_from_part_of_its_weights(toys, tmp_path):
+    folder = shutil.copytree(toys / "llama", tmp_path / "model")
+    tensors = tensors_of(folder)
+    added = {f"model.layers.{layer}.mlp.{name}_proj.bias": torch.ones(32) for layer in (0, 1) for name in ("up", "down")}
+    save_file({**tensors, **added}, folder / "model.safetensors", {"format": "pt"})
+    code, said = train(toys, folder, tmp_path)
+    assert code == 2 and all(name in said for name in added) and "Traceback" not in said
+
+
+def test_a_run_says_what_transformers_leaves_out_and_the_card_as_well(toys, tmp_path):
+    from fabric_llm.checkpoint import keep
+    from fabric_llm.report import card
+    from fabric_llm.verify.export import export
+
+    folder = shutil.copytree(toys / "llama", tmp_path / "model")
+    tensors = tensors_of(folder) | {name: torch.ones(4) for name in LEFT_OUT["llama"]}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    code, said = train(toys, folder, tmp_path)
+    named = "model.layers.*.self_attn.rotary_emb.inv_freq (2)"
+    assert code == 0 and said.count(named) == 1 and "2 tensors in the files of" in said
+    checkpoint = keep.checkpoint_at(next(path.parent for path in tmp_path.rglob("arguments.yaml")))
+    given = type("Given", (), {"push_to_hub": None, "output": tmp_path / "hf", "dtype": "auto", "ema": False, "max_shard_size": "5GB"})
+    export(checkpoint, tmp_path / "hf", describe=lambda made, proof: card.write(made, proof, checkpoint, given))
+    assert f"since transformers leaves them out: `{named}`." in (tmp_path / "hf" / "README.md").read_text()
+
+
+def test_nan_in_the_base_ends_a_run_before_its_first_step(toys, tmp_path):
+    folder = shutil.copytree(toys / "llama", tmp_path / "model")
+    tensors = tensors_of(folder)
+    tensors["model.embed_tokens.weight"][5] = float("inf")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    code, said = train(toys, folder, tmp_path)
+    assert code == 2 and "hold NaN or infinity, in model.embed_tokens.weight" in said and "causal" not in said
+
+
