@@ -21,7 +21,7 @@ from arguments import parse_train
 from fabric_llm.base import files
 from fabric_llm.base.files import checkpoints, latest, step_of
 from fabric_llm.checkpoint import whole, writing
-from fabric_llm.checkpoint.keep import Progress, move_aside, prune, sweep, verified
+from fabric_llm.checkpoint.keep import Kept, Progress, move_aside, prune, sweep, verified
 from fabric_llm.checkpoint.writing import publish
 from fabric_llm.data.order import claimed_rows
 from fabric_llm.model.tensor_files import Tensors
@@ -172,8 +172,8 @@ def test_progress_json_says_where_the_run_is(runs):
         "eval_loss": None,
         "eval_losses": None,
         "logged": {"every": 1, "after": 0},
-        "owes_evaluation": False,
         "rolled_back_to": None,
+        "branch_of": None,
         "scaler": {},
     }
 
@@ -385,7 +385,7 @@ def test_latest_passes_over_what_only_looks_like_a_checkpoint(run):
 
 @pytest.mark.parametrize(("keep_last", "left"), [(1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (9, [1, 2, 3])])
 def test_prune_keeps_the_newest(run, keep_last, left):
-    prune(run, keep_last, None, 0, None)
+    prune(run, Kept(keep_last))
     assert [int(path.name.removeprefix("step-")) for path in checkpoints(run)] == left
     assert [n for n in names(run) if "trash" in n] == []
 
@@ -394,7 +394,7 @@ def test_prune_keeps_the_best(run):
     for step, loss in ((1, 2.5), (2, 2.7), (3, 2.6)):
         file = run / f"step-0000000{step}" / "trainer" / "progress.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "eval_loss": loss}))
-    prune(run, keep_last=1, keep_every=None, keep_best=1, resumed_from=None)
+    prune(run, Kept(1, best=1))
     assert [step_of(path) for path in checkpoints(run)] == [1, 3]
 
 
@@ -412,7 +412,7 @@ def test_a_prune_that_is_refused_is_a_warning(run, monkeypatch, capsys):
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", refused)
-    assert prune(run, 1, None, 0, None) == []
+    assert prune(run, Kept(1)) == []
     assert "couldn't be removed: Permission denied" in capsys.readouterr().out
     assert len(checkpoints(run)) == 3
 
@@ -425,7 +425,7 @@ def test_a_prune_that_is_cut_off_leaves_no_half_checkpoint(run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            prune(run, 1, None, 0, None)
+            prune(run, Kept(1))
     assert [path.name for path in checkpoints(run)] == ["step-00000002", "step-00000003"]
     for path in checkpoints(run):
         verified(path, hashes=True)

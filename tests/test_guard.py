@@ -72,7 +72,7 @@ def test_a_bad_micro_batch_on_one_rank_changes_no_parameter_on_any(toys, tmp_pat
     assert not all(torch.equal(second[name], third[name]) for name in second)
     assert all(torch.isfinite(value).all() for value in third.values())
     assert metrics(tmp_path / "run", "verdict") == ["skip"]
-    assert metrics(tmp_path / "run", "position") == [4], "where its data is"
+    assert metrics(tmp_path / "run", "from_position") == [4], "where its data is"
     assert metrics(tmp_path / "run", "loss")[1] is None
 
 
@@ -121,7 +121,7 @@ def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(toys, tmp_path
     flags = (*SPIKE, "--spike_action", "rewind", "--state_dict_type", kind)
     assert run(toys, tmp_path, ranks, faults, *flags, factor=100.0, strategy=strategy) == 0
     assert metrics(tmp_path / "run", "verdict") == ["rewind"]
-    assert metrics(tmp_path / "run", "position") == [14 * 4], "on with the data after the spike"
+    assert [line["position"] for line in lines_with(tmp_path / "run", "verdict")] == [14 * 4], "on with the data after it"
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17)), "each step once"
     progress = json.loads((tmp_path / "run/step-00000016/trainer/progress.json").read_text())

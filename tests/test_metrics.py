@@ -26,6 +26,7 @@ from fabric_llm.run.metrics import MANY_LINES, TRACKERS, MetricsFile, Trackers, 
 
 TRAINING = {
     "step": int,
+    "position": int,
     "loss": float,
     "lr": float,
     "grad_norm": float,
@@ -39,7 +40,7 @@ TRAINING = {
     "updated_fraction": float,
     "update_ratio": float,
 }
-EVALUATION = {"step": int, "eval_loss": float, "eval": dict}
+EVALUATION = {"step": int, "position": int, "eval_loss": float, "eval": dict}
 GLOBAL_BATCH = 8
 
 
@@ -110,7 +111,7 @@ def test_a_resumed_file_loses_what_is_done_again_and_a_torn_line(tmp_path):
     whole = '{"step": 0, "eval_loss": 2.0}\n{"step": 1, "loss": 1.5}\n{"step": 2, "loss": 1.25}\n'
     for torn in ("", '{"step": 1, "lo', '{"step": 1', '{"step": 3, "loss": 1.0}\n', "{}\n"):
         path.write_text(whole + torn)
-        file = MetricsFile(path, last=1)
+        file = MetricsFile(path, last=Progress(1, 8))
         file.write(2, {"loss": 1.0})
         assert [(line["step"], line.get("loss")) for line in lines(tmp_path)] == [(0, None), (1, 1.5), (2, 1.0)]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
