@@ -89,7 +89,7 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
             update = step.update_size(sampled, run.model) if logs else None
         else:
             step.leave_out(fabric)
-        ema.update(run.optimizer, number)  # also of a step that is left out: the average counts steps
+        ema.update(run.optimizer, number, guard.skipped)
         run.optimizer.zero_grad()
 
         watch.mark(number, "in the next step")

@@ -10,6 +10,7 @@ from fabric_llm.base import files, ranks
 from fabric_llm.base.faults import NON_FINITE, Fault
 from fabric_llm.checkpoint import keep
 from fabric_llm.checkpoint.keep import Progress, step_directory
+from fabric_llm.checkpoint.reading import is_spoilt
 from fabric_llm.model import loading
 from fabric_llm.plan import run_directory
 from fabric_llm.run import save
@@ -122,12 +123,18 @@ def _too_many(run: Run, many: str, where: str = "", forgot: bool = False) -> Fau
 
 
 def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
-    """Fault (76) with the next command: go on from the newest checkpoint that `suits`, or start again, at half the rate.
+    """Fault (76) with the next command: go on from the newest checkpoint that `suits` and isn't spoilt, or start again, at half
+    the rate.
 
     A run that forgot can also be merged with its base model.
     """
     folder, half = run.plan.run_directory, f"--lr {run.flags.training.lr / 2:g}"
-    last, _ = keep.newest_valid(folder, False, suits(run, forgot))
+    is_one = suits(run, forgot)
+
+    def is_good(document: dict[str, Any]) -> bool:
+        return is_one(document) and not is_spoilt(step_directory(folder, document["progress"]["step"]))
+
+    last, _ = keep.newest_valid(folder, False, is_good)
     following = f"Start again: the same command with --run_name {folder.name}-2 {half}"
     if last is not None:
         more = f"--resume true --checkpoint {last} {half} --resume_override lr"
