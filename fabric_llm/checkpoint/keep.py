@@ -183,8 +183,8 @@ def prune(run_directory: Path, kept: Kept) -> list[Path]:
     there, removed = checkpoints(run_directory), []
     documents = {path: _progress_or_nothing(path) for path in there}
     due = [path for path in there if is_due(step_of(path), kept.interval)]
-    # The last ones stay.
-    ordered = [*sorted(run_directory.glob("aside-step-*")), *(path for path in there if path not in due), *due]
+    aside = sorted(path for path in run_directory.glob("aside-step-*") if path.is_dir())
+    ordered = [*aside, *(path for path in there if path not in due), *due]  # the last ones stay
     stays = {*ordered[-kept.last :], *there[-1:]}
     losses = sorted((_eval_loss(documents[path], kept.best_of), step_of(path), path) for path in there)
     stays |= {path for loss, _, path in losses[: kept.best] if math.isfinite(loss)}
