@@ -73,13 +73,19 @@ def rewind(run: Run) -> None:
     state = {**document["guard"], "rewinds": guard.rewinds + 1, "before": guard.before}
     restore(run, {**document, "guard": state})
     folder = run.plan.run_directory
-    if not step_directory(folder, there.step).exists():  # at the beginning: if it is killed, it goes on from here
-        save.save(run, stops=True)
+    if ranks.from_rank_zero(lambda: leaves_none(folder, last, there.step)):
+        save.save(run, stops=True)  # or it would be lost if it was killed before its next save
     if run.fabric.global_rank == 0:
         keep.move_aside(folder, there.step)  # later checkpoints are damaged, or have forgotten
         run_directory.write_status(folder, None, "running", there.step, True)
     run.log.rewound(there, run.plan, words, record)
     run.samples.cut(there)
+
+
+def leaves_none(folder: Path, last: Optional[Path], step: int) -> bool:
+    """Whether a run that went back to `step` has no checkpoint in its `folder` to go on from. A branch that has none yet is begun
+    again by the same command."""
+    return not step_directory(folder, step).exists() and (last is None or files.latest(folder) is not None)
 
 
 def choose_checkpoint(run: Run, forgot: bool) -> tuple[Optional[Path], dict[str, Any]]:
