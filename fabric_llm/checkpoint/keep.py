@@ -3,7 +3,7 @@
 step-00000100/           a checkpoint: only complete ones bear such a name
 step-00000100.pinned     beside it, made with `touch`: never pruned
 .tmp-* .trash-*          what a killed save or prune left; swept at the next start
-aside-step-*             later than a step that the run went back to; never used, the first that --keep_last removes
+aside-step-*             later than a step that the run went back to; never used, removed first
 """
 
 import json
@@ -55,9 +55,10 @@ def damaged(path: Path, how: str) -> Fault:
 
 
 def read_progress(path: Path) -> dict[str, Any]:
-    """progress.json of a checkpoint, with the losses of its evaluation. Raises Fault (66) where it isn't one.
+    """progress.json of a checkpoint, with its losses. Raises Fault (66) where it isn't one.
 
-    A request to stop saves without the evaluation that is due. A resumed run makes it, and its log has the losses.
+    A request to stop saves without the evaluation that is due. A resumed run makes it, and its log
+    has the losses.
     """
     try:
         document = json.loads((path / "trainer" / "progress.json").read_bytes())
@@ -68,7 +69,7 @@ def read_progress(path: Path) -> dict[str, Any]:
         raise damaged(path, "trainer/progress.json can't be read.") from error
     if not fits:
         raise damaged(path, f"trainer/progress.json says {numbers}.")
-    if not is_evaluated(document) and re.fullmatch(STEP_NAME, path.name):  # of another one, the log may be another run's
+    if not is_evaluated(document) and re.fullmatch(STEP_NAME, path.name):  # it is the log's own
         document |= _logged_losses(path.parent / METRICS, Progress(**numbers))
     return document
 
@@ -79,12 +80,13 @@ def is_evaluated(document: Mapping[str, Any]) -> bool:
 
 
 def _logged_losses(log: Path, progress: Progress) -> dict[str, Any]:
-    """What metrics.jsonl says of an evaluation there, in the words of progress.json; {} without one."""
+    """What metrics.jsonl says of an evaluation there, as progress.json says it; {} without one."""
     for _, line in files.json_lines(log, having='"eval_loss"'):
         at, sets = (line.get("step"), line.get("position", progress.position)), line.get("eval")
         if at == (progress.step, progress.position) and isinstance(sets, dict):
             losses = {name: one.get("loss") for name, one in sets.items() if isinstance(one, dict)}
-            losses = {name: math.nan if loss is None else loss for name, loss in losses.items()}  # JSON has no NaN
+            for name in [name for name, loss in losses.items() if loss is None]:
+                losses[name] = math.nan  # JSON has none
             return {"eval_loss": line.get("eval_loss"), "eval_losses": losses}
     return {}
 
@@ -92,10 +94,11 @@ def _logged_losses(log: Path, progress: Progress) -> dict[str, Any]:
 def is_before(line: Mapping[str, Any], progress: Progress) -> bool:
     """Whether a line of a log tells of what a run that is at `progress` has done, and not undone.
 
-    A rewind goes back to an earlier step, at a later position. Lines of older versions may have no position.
+    A rewind goes back to an earlier step, at a later position. Older lines may have no position.
     """
     step, position = line.get("step"), line.get("position", 0)
-    return type(step) is type(position) is int and step <= progress.step and position <= progress.position
+    are_numbers = type(step) is type(position) is int
+    return are_numbers and step <= progress.step and position <= progress.position
 
 
 def verified(path: Path, hashes: bool = False) -> dict[str, Any]:
@@ -157,7 +160,7 @@ def move_aside(run_directory: Path, after_step: int) -> list[str]:
 class Kept:
     """Which checkpoints a run keeps.
 
-    What stays follows from what is there alone, so that a run that was killed goes back to the same checkpoints.
+    What stays follows from what is there alone, so that a run that was killed goes back alike.
     """
 
     last: int  # the newest ones
@@ -165,13 +168,17 @@ class Kept:
     best: int = 0  # and those with the lowest validation loss
     best_of: Optional[str] = None  # the set whose loss that is, None: of the training data
     interval: Optional[int] = None  # --save_step_interval, see `is_due`
-    to_go_back_to: Optional[Callable[[dict[str, Any]], bool]] = None  # and the newest that is due for which this is true
+    # And the newest that is due for which this is true, of its progress.json.
+    to_go_back_to: Optional[Callable[[dict[str, Any]], bool]] = None
     named: Optional[Path] = None  # and the one that --checkpoint names
 
 
 def is_due(step: int, interval: Optional[int]) -> bool:
-    """Whether a run saves after this step by itself. Other checkpoints were asked for: a rewind doesn't go there, because
-    a run that wasn't stopped hasn't got them."""
+    """Whether a run saves after this step by itself.
+
+    Other checkpoints were asked for. A rewind doesn't go there, because a run that wasn't stopped
+    hasn't got them.
+    """
     return step == 0 or interval is not None and step % interval == 0
 
 
@@ -186,8 +193,8 @@ def prune(run_directory: Path, kept: Kept) -> list[Path]:
     aside = sorted(path for path in run_directory.glob("aside-step-*") if path.is_dir())
     ordered = [*aside, *(path for path in there if path not in due), *due]  # the last ones stay
     stays = {*ordered[-kept.last :], *there[-1:]}
-    losses = sorted((_eval_loss(documents[path], kept.best_of), step_of(path), path) for path in there)
-    stays |= {path for loss, _, path in losses[: kept.best] if math.isfinite(loss)}
+    losses = sorted((_eval_loss(documents[path], kept.best_of), path) for path in there)
+    stays |= {path for loss, path in losses[: kept.best] if math.isfinite(loss)}
     stays |= {path for path in there if kept.every is not None and step_of(path) % kept.every == 0}
     if kept.to_go_back_to is not None:
         stays |= {*[path for path in due if kept.to_go_back_to(documents[path])][-1:]}

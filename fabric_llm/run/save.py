@@ -20,8 +20,9 @@ from fabric_llm.run.run import Run
 def due_after(before: Progress, progress: Progress, plan: Plan, flags: Flags) -> tuple[bool, bool, bool]:
     """(logs, evaluates, saves): what is due after the step from `before` to `progress`.
 
-    Each is due at its interval and after the last step, and an evaluation also in the middle and at the end of each epoch, and
-    where a rewind may go back to. A step after which the run saves or evaluates is logged.
+    Each is due at its interval and after the last step, and an evaluation also in the middle and at
+    the end of each epoch, and where a rewind may go back to. A step after which the run saves or
+    evaluates is logged.
     """
 
     def at(interval: Optional[int]) -> bool:
@@ -43,12 +44,15 @@ def half_epochs(plan: Plan, position: int) -> int:
 
 
 def goes_back_by_losses(plan: Plan, flags: Flags) -> bool:
-    """Whether the run goes back, once too much is forgotten, to a checkpoint at which that is known."""
+    """Whether the run goes back, once too much is forgotten, to a checkpoint with known losses."""
     return bool(plan.data.budgets) and flags.evaluation.forgetting_action == "rewind"
 
 
 def evaluates_first(plan: Plan, flags: Flags) -> bool:
-    """True if an evaluation comes before the first step: in a new run, or where one is due that a request to stop cut off."""
+    """True if an evaluation comes before the first step.
+
+    It does in a new run, and where one is due that a request to stop has cut off.
+    """
     if keep.is_evaluated(plan.resumed):
         return False
     start = plan.start
@@ -62,7 +66,8 @@ def evaluates_first(plan: Plan, flags: Flags) -> bool:
 def save(run: Run, *, stops: bool) -> None:
     """Write a checkpoint. Blocks for the last one, and always without --async_save. All ranks call it.
 
-    If a request to stop has cut off an evaluation that is due here, the checkpoint has no losses, and a resumed run makes it.
+    If a request to stop has cut off an evaluation that is due here, the checkpoint has no losses,
+    and a resumed run makes it.
     """
     publish(run)
     step, plan, log, losses = run.progress.step, run.plan, run.log, run.losses
@@ -153,8 +158,8 @@ def kept(run: Run) -> keep.Kept:
         return run.guard.has_room(document.get("eval_losses"))
 
     to_go_back_to = has_room if goes_back_by_losses(run.plan, run.flags) else None
-    best = flags.keep_best, flags.keep_best_of
-    return keep.Kept(flags.keep_last, flags.keep_every, *best, flags.save_step_interval, to_go_back_to, named)
+    by_number = flags.keep_last, flags.keep_every, flags.keep_best, flags.keep_best_of
+    return keep.Kept(*by_number, flags.save_step_interval, to_go_back_to, named)
 
 
 def _publish(run: Run, pending: writing.Pending) -> None:

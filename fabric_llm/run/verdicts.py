@@ -1,4 +1,4 @@
-"""What follows if the guard didn't take a step, or warns of it: a line, the end of the run, or a rewind."""
+"""What follows if the guard didn't take a step, or warns of it: a line, the end, or a rewind."""
 
 import shlex
 from collections.abc import Callable
@@ -44,16 +44,17 @@ def require_budget(run: Run) -> None:
 
 
 def rewind(run: Run) -> None:
-    """Go back to a checkpoint, and go on with the data after the step that was just made. All ranks call it.
+    """Go back to a checkpoint, and on with the data after the step that was just made.
 
-    If too much was forgotten, go on with more replay. Raises Fault (76) after too many rewinds, without a checkpoint, or if a
-    source can't be read more often.
+    If too much was forgotten, go on with more replay. Raises Fault (76) after too many rewinds,
+    without a checkpoint, or if a source can't be read more often. All ranks call it.
     """
     save.publish(run)
     guard, position = run.guard, run.progress.position
     forgot = guard.forgetting == "rewind"
     if guard.gives_up():
-        raise _too_many(run, f"the run would go back for the {guard.rewinds + 1}. time", forgot=forgot)
+        many = f"the run would go back for the {guard.rewinds + 1}. time"
+        raise _too_many(run, many, forgot=forgot)
     last, document = ranks.from_rank_zero(lambda: choose_checkpoint(run, forgot))
     there = replace(Progress(**document["progress"]), position=position)
     record = {"verdict": "rewind", "position": position, "reason": guard.reason}
@@ -64,7 +65,8 @@ def rewind(run: Run) -> None:
         except ValueError as error:
             raise _fault(run, f"{guard.reason} (--forgetting_budget: {error})", forgot) from error
         record["shares"] = shares = run.plan.data.mixture.shares_at(position)
-        words += f"; from here on {', '.join(f'{name} {share:.4g}' for name, share in shares.items())}"
+        said = ", ".join(f"{name} {share:.4g}" for name, share in shares.items())
+        words += f"; from here on {said}"
     else:
         run.plan = run.plan.going_on_from(there)
     run.batches.go_on_with(run.plan.data.mixture, run.plan.schedule.end)
@@ -83,18 +85,23 @@ def rewind(run: Run) -> None:
 
 
 def leaves_none(folder: Path, last: Optional[Path], step: int) -> bool:
-    """Whether a run that went back to `step` has no checkpoint in its `folder` to go on from. A branch that has none yet is begun
-    again by the same command."""
-    return not step_directory(folder, step).exists() and (last is None or files.latest(folder) is not None)
+    """Whether a run that went back to `step` has no checkpoint in its `folder` to go on from.
+
+    A branch that hasn't saved yet needs none: the same command begins it again.
+    """
+    begins_again = last is not None and files.latest(folder) is None
+    return not step_directory(folder, step).exists() and not begins_again
 
 
 def choose_checkpoint(run: Run, forgot: bool) -> tuple[Optional[Path], dict[str, Any]]:
     """(the checkpoint to go back to, its progress.json). Called on rank 0.
 
-    That is the newest whole one that was due and `suits`, or else the one at which a branch began. A run that forgot may also
-    go back to its beginning: (None, what its progress.json would be). For one that didn't, any checkpoint is better than none.
+    That is the newest whole one that was due and `suits`, or else the one at which a branch began.
+    A run that forgot may also go back to its beginning: (None, what its progress.json would be).
+    For one that didn't, any checkpoint is better than none.
     """
-    plan, step, is_one, interval = run.plan, run.progress.step, suits(run, forgot), run.flags.save.save_step_interval
+    plan, step, is_one = run.plan, run.progress.step, suits(run, forgot)
+    interval = run.flags.save.save_step_interval
     hashes = run.flags.checkpoint.verify_checkpoints == "full"
 
     def was_due(document: dict[str, Any]) -> bool:
@@ -104,41 +111,53 @@ def choose_checkpoint(run: Run, forgot: bool) -> tuple[Optional[Path], dict[str,
     for problem in problems:
         run.log.line(f"Warning: {problem}")
     if last is None and plan.branch_point is not None:
-        last = plan.branch_point if is_one(keep.verified(plan.branch_point, hashes)) else None
+        fits = is_one(keep.verified(plan.branch_point, hashes))
+        last = plan.branch_point if fits else None
     if last is None and not forgot:
         last, _ = keep.newest_valid(plan.run_directory, hashes)
     if last is not None:
         return last, keep.verified(last)
     if forgot and plan.branch_point is not None:
-        raise _fault(run, f"{run.guard.reason}, and {plan.branch_point}, where this branch began, had no room left", forgot)
+        had_none = f"{plan.branch_point}, where this branch began, had no room left"
+        raise _fault(run, f"{run.guard.reason}, and {had_none}", forgot)
     if not forgot:
         reason = f"{run.guard.reason} at step {step}, and no checkpoint to go back to. Start again"
-        raise Fault(f"{reason}: the same command with --save_step_interval {max(1, step // 4)}", NON_FINITE)
-    return None, {"progress": asdict(Progress()), "guard": Guard().state(), "eval_losses": run.guard.before}
+        often = f"--save_step_interval {max(1, step // 4)}"
+        raise Fault(f"{reason}: the same command with {often}", NON_FINITE)
+    begin = {"progress": asdict(Progress()), "guard": Guard().state()}
+    return None, {**begin, "eval_losses": run.guard.before}
 
 
 def suits(run: Run, forgot: bool) -> Callable[[dict[str, Any]], bool]:
-    """Whether a run may go back to the checkpoint of a progress.json. If it forgot, at most half of each budget may be used there."""
+    """Whether a run may go back to the checkpoint of a progress.json.
+
+    If it forgot, at most half of each budget may be used there.
+    """
     return lambda document: not forgot or run.guard.has_room(document.get("eval_losses"))
 
 
 def _too_many(run: Run, many: str, where: str = "", forgot: bool = False) -> Fault:
-    """Fault (76): steps were left out, or the run went back, too often. where: the sequences of the last such step."""
+    """Fault (76): steps were left out, or the run went back, too often.
+
+    where: the sequences of the last such step.
+    """
     most = f"--max_skipped_steps {run.guard.max_skipped_steps}"
-    return _fault(run, f"{many} ({most}), the last because of {run.guard.reason}{where}", forgot)
+    last = f"the last because of {run.guard.reason}{where}"
+    return _fault(run, f"{many} ({most}), {last}", forgot)
 
 
 def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
-    """Fault (76) with the next command: go on from the newest checkpoint that `suits` and isn't spoilt, or start again, at half
-    the rate.
+    """Fault (76) with the next command, at half the rate.
 
-    A run that forgot can also be merged with its base model.
+    That goes on from the newest checkpoint that `suits` and isn't spoilt, or starts again. A run
+    that forgot can also be merged with its base model.
     """
     folder, half = run.plan.run_directory, f"--lr {run.flags.training.lr / 2:g}"
     is_one = suits(run, forgot)
 
     def is_good(document: dict[str, Any]) -> bool:
-        return is_one(document) and not is_spoilt(step_directory(folder, document["progress"]["step"]))
+        path = step_directory(folder, document["progress"]["step"])
+        return is_one(document) and not is_spoilt(path)
 
     last, _ = keep.newest_valid(folder, False, is_good)
     following = f"Start again: the same command with --run_name {folder.name}-2 {half}"
