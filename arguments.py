@@ -263,8 +263,8 @@ class GuardArguments:
     """more skipped steps in a row, or rewinds of the whole run, end it with exit code 76"""
     spike_threshold: Optional[float] = setting(None, above=0)
     """standard deviations of the loss above its window that are a spike"""
-    spike_window: int = setting(100, above=0, needs="spike_threshold")
-    """steps that a loss is compared with"""
+    spike_window: int = setting(100, at_least=2, needs="spike_threshold")
+    """steps that a loss is compared with; a standard deviation takes two"""
     spike_action: Literal["warn", "skip", "rewind"] = setting("warn", needs="spike_threshold")
     """skip: leave the update out; rewind: back to the last checkpoint, and past the data since then"""
 
@@ -306,7 +306,8 @@ class SaveArguments:
     )
     """steps between checkpoints (default: at end)"""
     keep_last: Optional[int] = basic_setting(None, above=0, also="save_total_limit save_top_k")
-    """newest checkpoints to keep (default: all); pinned ones always stay"""
+    """newest checkpoints to keep (default: all); pinned ones always stay, and one to go back to where --forgetting_action is
+    rewind"""
     keep_every: Optional[int] = setting(None, above=0, needs="keep_last")
     """with keep_last: keep those of multiples of so many steps as well"""
     keep_best: int = setting(1, at_least=0, needs="keep_last, eval_iters")

@@ -49,16 +49,16 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
 
     run = build.build(fabric, flags, plan, signals, watch)
     guard, log = run.guard, run.log
-    stops = False
-    if save.evaluates_first(plan):
-        evaluated = evaluate(run)
-        stops = not evaluated or guard.verdict == "stop"
-        if stops and not plan.has_checkpoint:
-            save.save(run, evaluated=evaluated, stops=True)
+    stops = save.evaluates_first(run.plan, flags) and not evaluate(run)
+    if guard.verdict == "rewind":  # by an evaluation that a process before this one has made, or should have made
+        verdicts.rewind(run)
+    stops = stops or guard.verdict == "stop"
+    if stops and not plan.has_checkpoint:
+        save.save(run, stops=True)
 
     while not (stops or run.is_over):
         # Where the step begins and ends. Its data, its learning rate and what is due after it follow from these two.
-        before, run.progress = run.progress, run.plan.after(run.progress)
+        before, run.progress, run.losses = run.progress, run.plan.after(run.progress), None
         number = run.progress.step
         logs, evaluates, saves = save.due_after(before, run.progress, run.plan, flags)
         log.begin(number)
@@ -86,10 +86,10 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
         update = None
         if guard.accept(loss, grad_norm):
             run.optimizer.step()
-            ema.update(run.optimizer, number)
             update = step.update_size(sampled, run.model) if logs else None
         else:
             step.leave_out(fabric)
+        ema.update(run.optimizer, number, guard.skipped)
         run.optimizer.zero_grad()
 
         watch.mark(number, "in the next step")
@@ -98,15 +98,14 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
         save.publish(run, written)
         if logs or stop or save_now or guard.verdict == "rewind":
             log.step(loss, lr, grad_norm, aux_loss, update)
-        evaluated = False if evaluates else None
         if evaluates and not stop and guard.verdict != "rewind":
-            evaluated = evaluate(run)  # a request to stop cuts it off
+            stop = not evaluate(run)  # a request to stop cuts it off
         if guard.verdict == "rewind":  # by the loss of the step, or by what the evaluation says of forgetting
             verdicts.rewind(run)
             continue  # also where a stop was asked for: the next step asks again, and saves where the run is then
-        stops = bool(stop) or evaluated is False or guard.verdict == "stop"
+        stops = bool(stop) or guard.verdict == "stop"
         if saves or save_now or stops:
-            save.save(run, evaluated=evaluated, stops=stops)
+            save.save(run, stops=stops)
 
     verdicts.require_budget(run)
     run.close()
@@ -117,9 +116,9 @@ def evaluate(run: Run) -> bool:
     """Log the validation losses, and judge what was forgotten. False where a request to stop came first. All ranks call it."""
     with run.log.untimed:
         found = run.evaluation.of(run.model, run.optimizer)
-    run.owes_evaluation = found is None
     run.watch.mark(run.progress.step, "in the next step")
     if found is not None and run.evaluation.is_on:
+        run.losses = found.losses
         run.guard.accept_evaluation(run.progress.step, found.losses)
         run.log.evaluation(found, run.guard)
     return found is not None

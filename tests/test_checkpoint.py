@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 import os
 import pickle
 import shutil
@@ -19,9 +20,10 @@ from transformers import AutoModelForCausalLM
 import train
 from arguments import parse_train
 from fabric_llm.base import files
+from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import checkpoints, latest, step_of
 from fabric_llm.checkpoint import whole, writing
-from fabric_llm.checkpoint.keep import Progress, move_aside, prune, sweep, verified
+from fabric_llm.checkpoint.keep import Kept, Progress, is_evaluated, move_aside, prune, read_progress, sweep, verified
 from fabric_llm.checkpoint.writing import publish
 from fabric_llm.data.order import claimed_rows
 from fabric_llm.model.tensor_files import Tensors
@@ -172,8 +174,8 @@ def test_progress_json_says_where_the_run_is(runs):
         "eval_loss": None,
         "eval_losses": None,
         "logged": {"every": 1, "after": 0},
-        "owes_evaluation": False,
         "rolled_back_to": None,
+        "branch_of": None,
         "scaler": {},
     }
 
@@ -385,7 +387,7 @@ def test_latest_passes_over_what_only_looks_like_a_checkpoint(run):
 
 @pytest.mark.parametrize(("keep_last", "left"), [(1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (9, [1, 2, 3])])
 def test_prune_keeps_the_newest(run, keep_last, left):
-    prune(run, keep_last, None, 0, None)
+    prune(run, Kept(keep_last))
     assert [int(path.name.removeprefix("step-")) for path in checkpoints(run)] == left
     assert [n for n in names(run) if "trash" in n] == []
 
@@ -394,8 +396,64 @@ def test_prune_keeps_the_best(run):
     for step, loss in ((1, 2.5), (2, 2.7), (3, 2.6)):
         file = run / f"step-0000000{step}" / "trainer" / "progress.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "eval_loss": loss}))
-    prune(run, keep_last=1, keep_every=None, keep_best=1, resumed_from=None)
+    prune(run, Kept(1, best=1))
     assert [step_of(path) for path in checkpoints(run)] == [1, 3]
+
+
+def found_checkpoint(run, step, **document):
+    folder = run / f"step-{step:08d}"
+    (folder / "trainer").mkdir(parents=True)
+    (folder / "MANIFEST.json").touch()
+    progress = {"step": step, "position": 8 * step, "tokens": 0}
+    (folder / "trainer" / "progress.json").write_text(json.dumps({"progress": progress, **document}))
+
+
+def test_prune_counts_what_was_due_and_the_newest_stays(tmp_path):
+    """Step 5 was asked for, such as by a stop: a run that wasn't stopped keeps the same others."""
+    for step in (2, 4, 5):
+        found_checkpoint(tmp_path, step)
+    assert prune(tmp_path, Kept(2, interval=2)) == []
+    found_checkpoint(tmp_path, 6)
+    prune(tmp_path, Kept(2, interval=2))
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [4, 6]
+
+
+def test_prune_counts_what_was_moved_aside_and_takes_it_first(tmp_path):
+    for step in (2, 4, 6, 8):
+        found_checkpoint(tmp_path, step)
+    names = move_aside(tmp_path, 4)
+    (tmp_path / f"{names[0]}.pinned").touch()
+    prune(tmp_path, Kept(3, interval=2))
+    assert names_of(tmp_path) == sorted([f"{names[0]}.pinned", *names, "step-00000002", "step-00000004"])
+    found_checkpoint(tmp_path, 6)
+    prune(tmp_path, Kept(3, interval=2))
+    steps = ["step-00000002", "step-00000004", "step-00000006"]
+    assert names_of(tmp_path) == sorted([names[0], f"{names[0]}.pinned", *steps])
+
+
+def names_of(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_prune_leaves_one_to_go_back_to(tmp_path):
+    for step, loss in ((2, 1.0), (4, 1.1), (5, 1.0), (6, 2.0), (8, 2.0)):
+        found_checkpoint(tmp_path, step, eval_losses={"old": loss})
+    prune(tmp_path, Kept(1, interval=2, to_go_back_to=lambda document: document["eval_losses"]["old"] < 1.5))
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [4, 8], "the newest that is due"
+
+
+def test_losses_that_only_the_log_has_count_as_a_checkpoint_s_own(tmp_path):
+    """A stop cut off the evaluation of step 2, and a resumed run has made it. That of step 4 was of an undone step."""
+    for step in (2, 4, 6):
+        found_checkpoint(tmp_path, step)
+    lines = [{"step": 2, "position": 16, "eval_loss": 1.5, "eval": {"old": {"loss": 1.0}, "new": {"loss": None}}}]
+    lines += [{"step": 4, "position": 99, "eval_loss": 1.0, "eval": {"old": {"loss": 1.0}}}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    known, unknown = (read_progress(tmp_path / f"step-0000000{step}") for step in (2, 4))
+    assert known["eval_loss"] == 1.5 and known["eval_losses"]["old"] == 1.0 and math.isnan(known["eval_losses"]["new"])
+    assert not is_evaluated(unknown)
+    prune(tmp_path, Kept(1, best=1, interval=2))
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [2, 6]
 
 
 def test_keep_last(toys, tmp_path):
@@ -412,7 +470,7 @@ def test_a_prune_that_is_refused_is_a_warning(run, monkeypatch, capsys):
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", refused)
-    assert prune(run, 1, None, 0, None) == []
+    assert prune(run, Kept(1)) == []
     assert "couldn't be removed: Permission denied" in capsys.readouterr().out
     assert len(checkpoints(run)) == 3
 
@@ -425,11 +483,55 @@ def test_a_prune_that_is_cut_off_leaves_no_half_checkpoint(run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            prune(run, 1, None, 0, None)
+            prune(run, Kept(1))
     assert [path.name for path in checkpoints(run)] == ["step-00000002", "step-00000003"]
     for path in checkpoints(run):
         verified(path, hashes=True)
     assert len(sweep(run)) == 1
+
+
+def test_a_directory_is_removed_while_it_is_locked(tmp_path, monkeypatch):
+    """So that no run begins in it meanwhile."""
+    folder, rmdir, held = tmp_path / "run", Path.rmdir, []
+    run_directory.lock(folder)
+    monkeypatch.setattr(Path, "rmdir", lambda path: held.append(path in run_directory._locks) or rmdir(path))
+    run_directory.leave(Fault("wrong"), has_plan=False)
+    assert held == [True] and not folder.exists() and not run_directory._locks
+
+
+def test_a_lock_that_was_removed_is_made_anew(tmp_path, monkeypatch):
+    folder, flock, tries = tmp_path / "run", run_directory.fcntl.flock, []
+
+    def removed_before(descriptor, how):
+        tries.append(descriptor)
+        if len(tries) == 1:  # by a run that didn't begin
+            (folder / run_directory.LOCK).unlink()
+            folder.rmdir()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(run_directory.fcntl, "flock", removed_before)
+    run_directory.lock(folder)
+    assert len(tries) == 2 and (folder / run_directory.LOCK).is_file()
+    run_directory.unlock(folder)
+
+
+def test_a_file_that_is_gone_while_one_looks_is_no_strange_thing(tmp_path, monkeypatch):
+    """As temporary files of a run that writes its status."""
+    (tmp_path / ".STATUS.json-1234").touch()
+    iterdir = Path.iterdir
+
+    def gone(path):
+        for name in iterdir(path):
+            if name.name.startswith(".STATUS"):
+                name.unlink()
+            yield name
+
+    monkeypatch.setattr(Path, "iterdir", gone)
+    run_directory.lock(tmp_path)
+    run_directory.unlock(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(Fault, match="neither a file nor a folder"):
+        run_directory.lock(tmp_path)
 
 
 def test_rollback_moves_newer_checkpoints_aside(toys, run, capsys):

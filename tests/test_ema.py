@@ -146,6 +146,16 @@ def test_a_step_that_is_left_out_does_not_update_it(toys, tmp_path):
         torch.testing.assert_close(tensor.double(), wanted[name], rtol=1e-6, atol=1e-7)
 
 
+def test_an_update_that_is_due_after_a_step_that_is_left_out_is_made(toys, tmp_path):
+    """Or the steps before it would never count; one after nothing but steps that were left out isn't."""
+    argv = flags(toys, tmp_path, "--ema_decay", DECAY, "--ema_every", 2, "--max_step", 6, model="llama")
+    argv = [*map(str, argv), "--devices", "1", "--log_step_interval", "1"]
+    assert run_ranks(1, train_with_faults, argv, {0: [4, 16, 20]}, math.nan) == [0]  # steps 2, 5 and 6
+    wanted = plain(tmp_path, toys / "llama", DECAY**2, (2, 4))
+    for name, tensor in average_of(step(tmp_path, 6)).items():
+        torch.testing.assert_close(tensor.double(), wanted[name], rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.longer
 def test_a_rewind_restores_it(toys, tmp_path):
     """The run goes back to step 2, and on with other data: as one that went back without a spike."""

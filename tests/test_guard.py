@@ -72,7 +72,7 @@ def test_a_bad_micro_batch_on_one_rank_changes_no_parameter_on_any(toys, tmp_pat
     assert not all(torch.equal(second[name], third[name]) for name in second)
     assert all(torch.isfinite(value).all() for value in third.values())
     assert metrics(tmp_path / "run", "verdict") == ["skip"]
-    assert metrics(tmp_path / "run", "position") == [4], "where its data is"
+    assert metrics(tmp_path / "run", "from_position") == [4], "where its data is"
     assert metrics(tmp_path / "run", "loss")[1] is None
 
 
@@ -121,7 +121,7 @@ def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(toys, tmp_path
     flags = (*SPIKE, "--spike_action", "rewind", "--state_dict_type", kind)
     assert run(toys, tmp_path, ranks, faults, *flags, factor=100.0, strategy=strategy) == 0
     assert metrics(tmp_path / "run", "verdict") == ["rewind"]
-    assert metrics(tmp_path / "run", "position") == [14 * 4], "on with the data after the spike"
+    assert [line["position"] for line in lines_with(tmp_path / "run", "verdict")] == [14 * 4], "on with the data after it"
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17)), "each step once"
     progress = json.loads((tmp_path / "run/step-00000016/trainer/progress.json").read_text())
@@ -243,6 +243,72 @@ def test_a_rewind_passes_over_a_damaged_checkpoint(toys, tmp_path, strategy, ran
     keep.verified(tmp_path / "run" / "step-00000016", hashes=True)
 
 
+def test_a_spike_with_the_last_data_is_left_out(toys, tmp_path):
+    """There is nothing to go on with: the steps since the last checkpoint would be lost for nothing."""
+    more = ("--number_epochs", 1, "--save_step_interval", 4, "--spike_threshold", 6, "--spike_window", 8, "--lr", 1e-4)
+    assert run(toys, tmp_path, 1, {0: range(4 * 10, 4 * 11)}, *more, "--spike_action", "rewind", factor=100.0) == 0
+    assert metrics(tmp_path / "run", "verdict") == ["skip"] and metrics(tmp_path / "run", "step")[-1] == 11
+    before, after = weights(tmp_path, 8), weights(tmp_path, 11)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_request_to_save_in_the_step_of_a_rewind_is_kept_for_the_next(toys, tmp_path):
+    argv = argv_of(toys, tmp_path, 1, *SPIKE, "--spike_action", "rewind")
+    assert run_ranks(1, saved_in_the_rewind, argv, {0: range(4 * 13, 4 * 14)}) == [0]
+    assert metrics(tmp_path / "run", "verdict") == ["rewind"]
+    assert sorted(path.name[-2:] for path in (tmp_path / "run").glob("step-*")) == ["04", "08", "12", "13", "16"]
+
+
+def saved_in_the_rewind(argv, faults):
+    from fabric_llm.training import step
+
+    clip, calls = step.clip, iter(range(10**9))
+    folder = argv[argv.index("--output_dir") + 1]
+
+    def asking(*args):
+        if next(calls) == 13:  # in step 14, before it asks
+            open(os.path.join(folder, "run", "save_now"), "w").close()
+        return clip(*args)
+
+    step.clip = asking
+    return train_with_faults(argv, faults, 100.0)
+
+
+def test_a_rewind_goes_where_a_run_that_was_not_stopped_would(toys, tmp_path):
+    """Not to the checkpoint of step 13, which only a stop has made."""
+    faults, more = {0: range(4 * 13, 4 * 14)}, (*SPIKE, "--spike_action", "rewind", "--keep_last", 2, "--keep_best", 0)
+    assert run(toys, tmp_path, 1, faults, *more, "--run_name", "whole", factor=100.0) == 0
+    argv = argv_of(toys, tmp_path, 1, *more)
+    assert run_ranks(1, stopped_in_step_13, argv) == [75]
+    assert run(toys, tmp_path, 1, {0: range(4)}, *more, "--resume", "auto", factor=100.0) == 0
+    for key in ("step", "loss", "position", "verdict"):
+        assert metrics(tmp_path / "run", key) == metrics(tmp_path / "whole", key), key
+    whole, cut = ({path.name for path in (tmp_path / name).glob("step-*")} for name in ("whole", "run"))
+    assert whole == cut == {"step-00000012", "step-00000016"}
+    assert not list((tmp_path / "run").glob("aside-*")), "they count as well, and go first"
+
+
+def stopped_in_step_13(argv):
+    from fabric_llm.training import step
+
+    clip, calls = step.clip, iter(range(10**9))
+
+    def signalled(*args):
+        if next(calls) == 12:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return clip(*args)
+
+    step.clip = signalled
+    return train_with_faults(argv, {}, 1.0)
+
+
+def test_after_a_rate_that_spoils_the_weights_no_spoilt_checkpoint_is_named(toys, tmp_path):
+    more = ("--max_step", 20, "--save_step_interval", 1, "--max_skipped_steps", 3, "--lr", 1e3, "--precision", "32-true")
+    assert run(toys, tmp_path, 1, {}, *more) == 76
+    reason = json.loads((tmp_path / "run" / "STATUS.json").read_text())["reason"]
+    assert "Start again" in reason and "--checkpoint" not in reason and weights(tmp_path, 4)
+
+
 def test_a_save_before_any_step_was_taken_changes_nothing(toys, tmp_path):
     """Optimizers make their state in a first step: here it is there before."""
     faults = {0: range(4)}  # the first step is left out
@@ -279,6 +345,8 @@ def test_what_is_a_spike():
     assert not guard.accept(3.0, 1.0) and guard.verdict == "skip" and "deviations above" in guard.reason
     assert guard.losses[-1] == 2.2, "a skipped loss is no part of the window"
     assert guard.accept(0.5, 1.0), "a fall is none"
+    equal = Guard(spike_threshold=3.0, spike_action="skip")
+    assert all(equal.accept(2.0, 1.0) for _ in range(20)) and equal.accept(2.001, 1.0), "equal losses don't say what is much"
     few = Guard(spike_threshold=3.0)
     assert all(few.accept(loss, 1.0) for loss in (2.0, 2.0, 50.0)), "too few losses to tell"
 

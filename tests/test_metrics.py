@@ -26,6 +26,7 @@ from fabric_llm.run.metrics import MANY_LINES, TRACKERS, MetricsFile, Trackers, 
 
 TRAINING = {
     "step": int,
+    "position": int,
     "loss": float,
     "lr": float,
     "grad_norm": float,
@@ -39,7 +40,7 @@ TRAINING = {
     "updated_fraction": float,
     "update_ratio": float,
 }
-EVALUATION = {"step": int, "eval_loss": float, "eval": dict}
+EVALUATION = {"step": int, "position": int, "eval_loss": float, "eval": dict}
 GLOBAL_BATCH = 8
 
 
@@ -110,7 +111,7 @@ def test_a_resumed_file_loses_what_is_done_again_and_a_torn_line(tmp_path):
     whole = '{"step": 0, "eval_loss": 2.0}\n{"step": 1, "loss": 1.5}\n{"step": 2, "loss": 1.25}\n'
     for torn in ("", '{"step": 1, "lo', '{"step": 1', '{"step": 3, "loss": 1.0}\n', "{}\n"):
         path.write_text(whole + torn)
-        file = MetricsFile(path, last=1)
+        file = MetricsFile(path, last=Progress(1, 8))
         file.write(2, {"loss": 1.0})
         assert [(line["step"], line.get("loss")) for line in lines(tmp_path)] == [(0, None), (1, 1.5), (2, 1.0)]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -159,12 +160,37 @@ def test_a_number_that_comes_later_is_a_column_of_the_table(tmp_path):
     verdict = {"step": 2, "verdict": "skip", "reason": "a spike"}
     first = [{"step": 0, "eval_loss": 2.0}, {"step": 1, "loss": 1.5}, verdict]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in first))
-    log, close = metrics._csv(tmp_path)
+    log, close, _ = metrics._csv(tmp_path)
     log(2, {"loss": 1.25, "yours": 7})
     log(3, {"loss": 1.0, "eval/a,b/loss": 1.75})
     found = {(0, "eval_loss"): 2.0, (1, "loss"): 1.5, (2, "loss"): 1.25, (2, "yours"): 7}
     assert read_csv(tmp_path) == {**found, (3, "loss"): 1.0, (3, "eval/a,b/loss"): 1.75}, "before it is closed"
     close()
+
+
+def test_a_rewind_cuts_every_log_by_step_and_position(tmp_path):
+    """A rewind from step 3 to step 1: its lines are gone, and those of an earlier rewind to there stay."""
+    log, trackers = MetricsFile(tmp_path / "metrics.jsonl"), Trackers("csv,tensorboard", tmp_path, {}, None, None)
+
+    def write(step, position, **record):
+        log.write(step, {"position": position, **record})
+        if "verdict" not in record:
+            trackers.log(step, {"position": position, **record})
+
+    write(1, 8, loss=1.0)
+    write(1, 16, verdict="rewind")
+    write(2, 24, loss=2.0)
+    write(3, 32, loss=3.0)
+    log.cut(Progress(1, 32))
+    trackers.cut(Progress(1, 32))
+    write(1, 32, verdict="rewind")
+    write(2, 40, loss=4.0)
+    trackers.close(30)
+    assert [(line["step"], line["position"]) for line in lines(tmp_path)] == [(1, 8), (1, 16), (1, 32), (2, 40)]
+    left = {(1, "position"): 8, (1, "loss"): 1.0, (2, "position"): 40, (2, "loss"): 4.0}
+    assert read_csv(tmp_path) == left and read_tensorboard(tmp_path) == left
+    log.cut(Progress(1, 16))  # resumed from a checkpoint of before the second rewind
+    assert [(line["step"], line["position"]) for line in lines(tmp_path)] == [(1, 8), (1, 16)]
 
 
 def test_a_tracker_that_fails_warns_once_and_lets_the_run_go_on(tmp_path):

@@ -76,7 +76,7 @@ ROWS = {
     ),
     "rewind_twice": Row(
         f"{TRAIN} --run_name rewinds --max_step 6 --save_step_interval 1 --keep_last 1 --lr 0.3 --spike_threshold 1 "
-        "--spike_window 1 --spike_action rewind --max_skipped_steps 2",
+        "--spike_window 2 --spike_action rewind --max_skipped_steps 2",
         *(1, STEP, (), 76),
     ),
     "export_full": Row(

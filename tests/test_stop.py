@@ -15,6 +15,7 @@ import torch
 from ranks import Job, metrics, run_ranks, toy_run, train_ranks
 from safetensors.torch import load_file
 
+from fabric_llm.checkpoint import keep
 from fabric_llm.processes import stop
 
 STEPS = 8
@@ -94,6 +95,12 @@ def test_a_last_evaluation_that_was_cut_off_is_made_when_the_run_resumes(toys, t
     train_ranks(1, *cut, "--resume", "auto")
     assert metrics(tmp_path / "cut", "eval_loss") == metrics(tmp_path / "whole", "eval_loss")
     assert metrics(tmp_path / "cut", "loss") == metrics(tmp_path / "whole", "loss")
+    losses = [keep.read_progress(tmp_path / name / f"step-{STEPS:08d}") for name in ("cut", "whole")]
+    for key in ("eval_loss", "eval_losses"):
+        assert losses[0][key] == losses[1][key] is not None
+    log = (tmp_path / "cut" / "metrics.jsonl").read_text()
+    train_ranks(1, *cut, "--resume", "auto")  # nothing is left to do
+    assert (tmp_path / "cut" / "metrics.jsonl").read_text() == log
 
 
 def test_a_save_file_saves_and_the_run_goes_on(toys, tmp_path):

@@ -267,6 +267,10 @@ def replace_loss(lines):
     lines[3] = json.dumps({**json.loads(lines[3]), "loss": None}) + "\n"
 
 
+def replace_last(lines, **numbers):
+    lines[-1] = json.dumps({**json.loads(lines[-1]), **numbers}) + "\n"
+
+
 def swap(lines):
     lines[3], lines[4] = lines[4], lines[3]
 
@@ -298,6 +302,8 @@ def tokens(number):
         (lambda lines: lines.append('{"step": 6, "eval_loss": 1' + "0" * 400 + "}\n"), "no finite eval_loss in line 9"),
         (cut, "line 8 isn't a JSON object"),
         (lambda lines: lines.append('{"step": 7, "eval_loss": 4.0}\n'), "lines of steps 7 to 7"),
+        (lambda lines: replace_last(lines, eval_loss=4.0), "line 8 says a validation loss of 4.0, its checkpoint"),
+        (lambda lines: replace_last(lines, eval={"validation": {"loss": 4.0}}), "loss of validation of 4.0, its checkpoint"),
     ],
 )
 def test_metrics_that_are_not_one_whole_curve(run, capsys, change, words):

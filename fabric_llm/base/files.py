@@ -20,6 +20,7 @@ from typing import Any, Optional, Self
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, SAVE_FAILED, UNWRITABLE, Fault
 
 MANIFEST = "MANIFEST.json"
+STEP_NAME = r"step-\d{8,}"  # of a checkpoint
 THREADS = 4  # hashing and reading both release the GIL
 ROOM_BYTES = 16 * 2**20  # for tokenizer, configuration, probe and manifest
 LARGEST_MANIFEST_BYTES = 256 * 2**20
@@ -64,11 +65,14 @@ def write_atomically(path: Path, content: bytes | str, durable: bool = False) ->
         fsync(path.parent)
 
 
-def json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, the object in it) for each line of a file, if there is one. {} if a kill cut the line off, or it isn't ours."""
+def json_lines(file: Path, having: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """(line, the object in it) for each line of a file, if there is one. {} if a kill cut the line off, or it isn't ours.
+
+    having: only of lines with this text, since it takes long to decode all.
+    """
     if file.is_file():  # a pipe blocks whoever opens it
         with file.open(errors="replace") as lines:
-            for line in lines:
+            for line in (line for line in lines if having in line):
                 record = None
                 with suppress(ValueError, RecursionError):
                     record = json.loads(line)
@@ -262,7 +266,7 @@ def step_of(path: Path) -> int:
 
 def step_directories(run_directory: Path) -> list[Path]:
     """All directories with a checkpoint's name, in the order of steps, not of times."""
-    found = [p for p in run_directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name) and p.is_dir()]
+    found = [p for p in run_directory.glob("step-*") if re.fullmatch(STEP_NAME, p.name) and p.is_dir()]
     return sorted(found, key=step_of)
 
 

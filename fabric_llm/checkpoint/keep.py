@@ -3,7 +3,7 @@
 step-00000100/           a checkpoint: only complete ones bear such a name
 step-00000100.pinned     beside it, made with `touch`: never pruned
 .tmp-* .trash-*          what a killed save or prune left; swept at the next start
-aside-step-*             later than a step that the run was resumed from; kept, never used
+aside-step-*             later than a step that the run went back to; never used, removed first
 """
 
 import json
@@ -11,7 +11,7 @@ import math
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,9 +20,10 @@ from typing import Any, Optional
 from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import NO_CHECKPOINT, REFUSED, Fault
-from fabric_llm.base.files import MANIFEST, checkpoints, fsync, step_directories, step_of
+from fabric_llm.base.files import MANIFEST, STEP_NAME, checkpoints, fsync, step_directories, step_of
 from fabric_llm.base.names import nearest_of
 
+METRICS = "metrics.jsonl"
 MOST_COUNTED = 2**53  # steps, sequences, tokens: far beyond any run
 
 
@@ -54,7 +55,11 @@ def damaged(path: Path, how: str) -> Fault:
 
 
 def read_progress(path: Path) -> dict[str, Any]:
-    """progress.json of a checkpoint. Raises Fault (66) where it isn't one."""
+    """progress.json of a checkpoint, with its losses. Raises Fault (66) where it isn't one.
+
+    A request to stop saves without the evaluation that is due. A resumed run makes it, and its log
+    has the losses.
+    """
     try:
         document = json.loads((path / "trainer" / "progress.json").read_bytes())
         numbers = document["progress"]
@@ -64,7 +69,36 @@ def read_progress(path: Path) -> dict[str, Any]:
         raise damaged(path, "trainer/progress.json can't be read.") from error
     if not fits:
         raise damaged(path, f"trainer/progress.json says {numbers}.")
+    if not is_evaluated(document) and re.fullmatch(STEP_NAME, path.name):  # it is the log's own
+        document |= _logged_losses(path.parent / METRICS, Progress(**numbers))
     return document
+
+
+def is_evaluated(document: Mapping[str, Any]) -> bool:
+    """Whether the losses of validation sets are known at the checkpoint of a progress.json."""
+    return any(document.get(name) is not None for name in ("eval_loss", "eval_losses"))
+
+
+def _logged_losses(log: Path, progress: Progress) -> dict[str, Any]:
+    """What metrics.jsonl says of an evaluation there, as progress.json says it; {} without one."""
+    for _, line in files.json_lines(log, having='"eval_loss"'):
+        at, sets = (line.get("step"), line.get("position", progress.position)), line.get("eval")
+        if at == (progress.step, progress.position) and isinstance(sets, dict):
+            losses = {name: one.get("loss") for name, one in sets.items() if isinstance(one, dict)}
+            for name in [name for name, loss in losses.items() if loss is None]:
+                losses[name] = math.nan  # JSON has none
+            return {"eval_loss": line.get("eval_loss"), "eval_losses": losses}
+    return {}
+
+
+def is_before(line: Mapping[str, Any], progress: Progress) -> bool:
+    """Whether a line of a log tells of what a run that is at `progress` has done, and not undone.
+
+    A rewind goes back to an earlier step, at a later position. Older lines may have no position.
+    """
+    step, position = line.get("step"), line.get("position", 0)
+    are_numbers = type(step) is type(position) is int
+    return are_numbers and step <= progress.step and position <= progress.position
 
 
 def verified(path: Path, hashes: bool = False) -> dict[str, Any]:
@@ -122,21 +156,51 @@ def move_aside(run_directory: Path, after_step: int) -> list[str]:
     return names
 
 
-def prune(
-    run_directory: Path, keep_last: int, keep_every: Optional[int], keep_best: int, resumed_from: Optional[Path]
-) -> list[Path]:
-    """Remove what is neither among the newest `keep_last`, nor a multiple of `keep_every` steps, nor among the
-    `keep_best` with the lowest validation loss, nor pinned, nor the one that the run was resumed from.
+@dataclass(frozen=True)
+class Kept:
+    """Which checkpoints a run keeps.
 
-    Renamed first, so that a kill leaves none half there. Returns what was removed.
+    What stays follows from what is there alone, so that a run that was killed goes back alike.
+    """
+
+    last: int  # the newest ones
+    every: Optional[int] = None  # and those of multiples of so many steps
+    best: int = 0  # and those with the lowest validation loss
+    best_of: Optional[str] = None  # the set whose loss that is, None: of the training data
+    interval: Optional[int] = None  # --save_step_interval, see `is_due`
+    # And the newest that is due for which this is true, of its progress.json.
+    to_go_back_to: Optional[Callable[[dict[str, Any]], bool]] = None
+    named: Optional[Path] = None  # and the one that --checkpoint names
+
+
+def is_due(step: int, interval: Optional[int]) -> bool:
+    """Whether a run saves after this step by itself.
+
+    Other checkpoints were asked for. A rewind doesn't go there, because a run that wasn't stopped
+    hasn't got them.
+    """
+    return step == 0 or interval is not None and step % interval == 0
+
+
+def prune(run_directory: Path, kept: Kept) -> list[Path]:
+    """Remove what isn't to be `kept`, nor pinned. Returns what was removed.
+
+    Renamed first, so that a kill leaves none half there.
     """
     there, removed = checkpoints(run_directory), []
-    losses = sorted((_eval_loss(path), step_of(path)) for path in there)
-    best = {step for loss, step in losses[:keep_best] if math.isfinite(loss)}
-    resumed_from = resumed_from and resumed_from.resolve()
-    for path in there[: -max(1, keep_last)]:
-        every = keep_every is not None and step_of(path) % keep_every == 0
-        if every or is_pinned(path) or step_of(path) in best or path.resolve() == resumed_from:
+    documents = {path: _progress_or_nothing(path) for path in there}
+    due = [path for path in there if is_due(step_of(path), kept.interval)]
+    aside = sorted(path for path in run_directory.glob("aside-step-*") if path.is_dir())
+    ordered = [*aside, *(path for path in there if path not in due), *due]  # the last ones stay
+    stays = {*ordered[-kept.last :], *there[-1:]}
+    losses = sorted((_eval_loss(documents[path], kept.best_of), path) for path in there)
+    stays |= {path for loss, path in losses[: kept.best] if math.isfinite(loss)}
+    stays |= {path for path in there if kept.every is not None and step_of(path) % kept.every == 0}
+    if kept.to_go_back_to is not None:
+        stays |= {*[path for path in due if kept.to_go_back_to(documents[path])][-1:]}
+    named = kept.named and kept.named.resolve()
+    for path in ordered:
+        if path in stays or is_pinned(path) or path.resolve() == named:
             continue
         failpoint("prune.begin")
         if _discard(path, renamed=True):
@@ -150,17 +214,22 @@ def is_pinned(path: Path) -> bool:
     return path.with_name(f"{path.name}.pinned").exists()
 
 
-def _eval_loss(path: Path) -> float:
+def _progress_or_nothing(path: Path) -> dict[str, Any]:
     try:
-        loss = read_progress(path).get("eval_loss")
+        return read_progress(path)
     except Fault:  # damaged, so never the best
-        loss = None
+        return {}
+
+
+def _eval_loss(document: dict[str, Any], of_set: Optional[str]) -> float:
+    losses = document.get("eval_losses")
+    loss = losses.get(of_set) if of_set and losses else document.get("eval_loss")
     return loss if isinstance(loss, float) else math.inf
 
 
 def sweep(run_directory: Path) -> list[str]:
     """Remove what a killed save or prune left, and return its names."""
-    leftovers = [p for p in run_directory.glob(".*") if re.match(r"\.((tmp|trash)-step|STATUS\.json)-", p.name)]
+    leftovers = [p for p in run_directory.glob(".*") if re.match(r"\.((tmp|trash)-(aside-)?step|STATUS\.json)-", p.name)]
     for path in leftovers:
         _discard(path)
     return sorted(path.name for path in leftovers)

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -14,6 +15,8 @@ from fabric_llm.checkpoint.state_dicts import EMA, PREFIX, optimizer_held
 from fabric_llm.model.strategy import local_part, shards
 from fabric_llm.model.tensor_files import Tensors, readable
 from fabric_llm.model.weights import Source
+
+SPOILT = 3  # times the loss of a guess: a model that learns has less than one, and where its text is new a little more
 
 
 def load_optimizer(
@@ -82,6 +85,14 @@ class MovingAverage:
             if (key := f"state.{PREFIX}{name}.{EMA}") in self.stored:
                 found[name] = torch.empty_like(tensor).copy_(self.stored[key])
         return found
+
+
+def is_spoilt(path: Path) -> bool:
+    """Whether the model of a checkpoint predicts its probe far worse than a guess, as after steps that were much too large."""
+    probe = read_probe(path)
+    known = probe["positions"] + 1 < probe["input_ids"].shape[1]
+    logits, targets = probe["logits"][known], probe["input_ids"][0, probe["positions"][known] + 1]
+    return bool(known.any()) and not F.cross_entropy(logits, targets) <= SPOILT * math.log(logits.shape[1])
 
 
 def read_probe(path: Path) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from fabric_llm.checkpoint.keep import Progress
+from fabric_llm.checkpoint.keep import Progress, is_evaluated
 from fabric_llm.data.columns import pads_before_text
 from fabric_llm.data.dataset import TokenDataset, fingerprint
 from fabric_llm.data.mixture import Mixture
@@ -110,6 +110,24 @@ class Plan:
         return self.resume_from is not None and self.resume_from.parent.resolve() == self.run_directory.resolve()
 
     @property
+    def begins_at(self) -> Optional[Progress]:
+        """Where it resumes, None for a new run."""
+        return None if self.resume_from is None else self.start
+
+    @property
+    def is_base_known(self) -> bool:
+        """Whether it resumes with the losses before step 1. They are measured again at step 0, unless a rewind went back there."""
+        return self.start.step > 0 or is_evaluated(self.resumed)
+
+    @property
+    def branch_point(self) -> Optional[Path]:
+        """The checkpoint of another run at which this one began, or None: it began with a model."""
+        if self.resume_from is not None and not self.has_checkpoint:
+            return self.resume_from
+        began = self.resumed.get("branch_of")
+        return None if began is None else Path(began)
+
+    @property
     def syncs_every_micro_batch(self) -> bool:
         """False if the gradients of a step are reduced over ranks only after its last micro-batch."""
         return strategies.syncs_every_micro_batch(self.placement.strategy, self.model.sums_in_float32)
@@ -178,7 +196,7 @@ class Plan:
 
     def measured_otherwise(self) -> frozenset[str]:
         """Sets whose losses before step 1 can't be compared, since they were of other rows."""
-        then = self.resumed["measured_on"] if self.start.step > 0 else {}
+        then = self.resumed["measured_on"] if self.is_base_known else {}
         return frozenset(name for name, rows in self.measured_on().items() if then.get(name, rows) != rows)
 
     def shares_at(self, position: int) -> dict[str, float]:

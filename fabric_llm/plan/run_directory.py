@@ -106,15 +106,22 @@ def lock(folder: Path) -> None:
     if folder in _locks:
         return
     if not folder.exists():
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         _made.add(folder)
-    for path in folder.iterdir():
-        if not no_link(path).is_dir() and not path.is_file():  # a pipe blocks whoever opens it
-            raise Fault(f"{str(path)!r} is neither a file nor a folder: remove it.", UNWRITABLE)
     descriptor = -1
     try:
+        for path in folder.iterdir():
+            is_known = no_link(path).is_dir() or path.is_file()
+            if not is_known and path.exists():  # a pipe blocks whoever opens it; what is gone was another run's temporary file
+                raise Fault(f"{str(path)!r} is neither a file nor a folder: remove it.", UNWRITABLE)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK)):
+            raise FileNotFoundError
+    except FileNotFoundError:  # another run, which didn't begin, has removed what it had made
+        if descriptor >= 0:
+            os.close(descriptor)
+        return lock(folder)
     except BlockingIOError:
         os.close(descriptor)
         said = read_status(folder)
@@ -142,9 +149,11 @@ def leave(fault: Fault, has_plan: bool = True) -> None:
     """
     for folder in list(_locks):
         if not has_plan and folder in _made and not fault.retryable:
-            unlock(folder)
+            # While it is locked, so that no other run begins in what is removed.
             (folder / LOCK).unlink(missing_ok=True)
-            folder.rmdir()
+            with suppress(OSError):  # another run has begun there since
+                folder.rmdir()
+            unlock(folder)
             continue
         if fault.code == DONE:  # no later start will sweep
             sweep(folder)

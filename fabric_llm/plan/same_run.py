@@ -9,6 +9,7 @@ from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import DONE, NO_CHECKPOINT, Fault
 from fabric_llm.base.names import command
+from fabric_llm.checkpoint.keep import is_evaluated
 from fabric_llm.data import mixture_text
 from fabric_llm.data.order import ROW_ORDER
 from fabric_llm.model import freezing
@@ -62,12 +63,13 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
         "fixed": {**of_data, "row_order": ROW_ORDER, **fixed},
         "schedule": schedule,
         **found,
-        "measured_on": plan.resumed["measured_on"] if plan.start.step > 0 else plan.measured_on(),
+        "measured_on": plan.resumed["measured_on"] if plan.is_base_known else plan.measured_on(),
         "end_step": plan.schedule.max_step,
         "logged": {"every": flags.logging.log_step_interval, "after": plan.start.step},
         "model_name": plan.model.name,
         "config_file": plan.model.config_file,
         "rolled_back_to": None if given is None else given.name,
+        "branch_of": None if plan.branch_point is None else str(plan.branch_point.resolve()),
     }
 
 
@@ -97,14 +99,15 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
             first = [f"{name} {before}, not {value}" for name, (before, value) in differing.items()][:MOST_DIFFERENCES]
             raise ValueError(f"{str(plan.resume_from)!r} was written with {'; '.join(first)}. {advice}")
     base, measured_on = then["guard"]["before"], plan.measured_on()
-    for name in plan.data.budgets if plan.start.step > 0 else ():  # at step 0 the losses are measured again
+    for name in plan.data.budgets if plan.is_base_known else ():
         if name not in base or then["measured_on"].get(name, measured_on[name]) != measured_on[name]:
             raise ValueError(
                 f"--forgetting_budget: {name!r} wasn't evaluated on these rows before step 1 of this run, so what it forgets "
                 "of it isn't known. Give the --eval_data, --eval_iters and --eval_batch_size of then, or leave it out by "
                 f"--resume_override forgetting_budget; or begin a run whose budgets count from this checkpoint: {anew}."
             )
-    if plan.start.step >= plan.schedule.max_step and not then.get("owes_evaluation"):
+    owes_evaluation = flags.evaluation.eval_iters > 0 and not is_evaluated(then)
+    if plan.start.step >= plan.schedule.max_step and not owes_evaluation:
         sentence = f"{str(plan.resume_from)!r} is where this run ends (step {plan.start.step} of {plan.schedule.max_step})"
         if flags.checkpoint.resume == "auto" and not schedule:
             raise Fault(f"{sentence}: nothing is left to do.", DONE)

@@ -90,10 +90,12 @@ class StopSignal:
         return STOP_FILE in self.files or self.requests > 0 or self.is_out_of_time()
 
     def ask(self) -> tuple[bool, bool]:
-        """(whether to stop, whether to save). A request to save is answered once."""
-        stops, saves = self.is_to_stop(), SAVE_FILE in self.files
+        """(whether to stop, whether to save)."""
+        return self.is_to_stop(), SAVE_FILE in self.files
+
+    def answer_save(self) -> None:
+        """The run saves, for whatever reason."""
         self.files.discard(SAVE_FILE)
-        return stops, saves
 
     def is_out_of_time(self) -> bool:
         """True once this process has run for --max_hours."""

@@ -102,7 +102,7 @@ def course(plan: Plan, flags: Flags) -> tuple[list[dict[str, Any]], list[tuple[i
     """(the lines that the run will log, (step, kind) of what happens, where it ends), by the run's own functions."""
     lines, happens, progress, shares = [], [], plan.start, None
     has_sets = flags.evaluation.eval_iters > 0
-    if has_sets and save.evaluates_first(plan):
+    if has_sets and save.evaluates_first(plan, flags):
         happens.append((progress.step, "evaluated"))
     while not plan.is_over(progress):
         before, progress = progress, plan.after(progress)

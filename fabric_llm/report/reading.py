@@ -234,7 +234,8 @@ def timeline(run: Run) -> list[Event]:
             continue
         found.append(Event(step, kind, words, time))
     for said in run.verdicts:
-        name, position, tokens = said.get("verdict") or "", said.get("position"), said.get("discarded_tokens")
+        name, tokens = said.get("verdict") or "", said.get("discarded_tokens")
+        position = said.get("from_position", said.get("position"))
         parts = [said.get("reason") or name, "" if position is None else f"at sequence {position:,}"]
         parts += ["" if tokens is None else f"{tokens:,} tokens discarded", _shares(said)]
         kind, time = VERDICTS.get(name, "spike"), said.get("time") or ""

@@ -18,6 +18,7 @@ from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.checkpoint import keep, reading, writing
+from fabric_llm.checkpoint.keep import METRICS
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.token_bytes import bytes_of_tokens
 from fabric_llm.model import fast_paths, flops, freezing, language_model, layers, loading, strategy, tiles, weights
@@ -43,6 +44,8 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
 
     How a part is closed is registered when it is made. A run without a fault closes its parts in the opposite order.
     """
+    # With the losses that rank 0 has found in the log, of which another machine may not see the end.
+    plan = replace(plan, resumed=ranks.from_rank_zero(lambda: plan.resumed))
     run = Run(fabric, flags, plan, watch, plan.start)
     run.closing.callback(say_what_comes_next, run)
     require_shared_directory(plan.run_directory, flags.devices.hang_timeout)
@@ -65,6 +68,9 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     if plan.resumed:
         restore(run, plan.resumed)
         run.guard.changed = plan.measured_otherwise()
+        run.losses = plan.resumed.get("eval_losses")
+        if run.losses is not None:
+            run.guard.accept_evaluation(plan.start.step, run.losses)
     run.batches = make_batches(run)
     run.closing.callback(run.batches.close)
     run.log = open_log(run, planner if compares else None)
@@ -237,10 +243,10 @@ def open_log(run: Run, planner: Optional[Planner]) -> Log:
     for name in keep.move_aside(folder, plan.start.step):
         print(f"Kept as {name}: this run writes that step anew.")
     branches = plan.resume_from is not None and not plan.has_checkpoint
-    if branches and (before := plan.resume_from.parent / "metrics.jsonl").is_file():
-        shutil.copyfile(before, folder / "metrics.jsonl")
+    if branches and (before := plan.resume_from.parent / METRICS).is_file():
+        shutil.copyfile(before, folder / METRICS)
     write_yaml({**flags.kept(), **plan.resolved()}, folder / "arguments.yaml")
-    log.metrics = MetricsFile(folder / "metrics.jsonl", plan.start.step or -1, plan.resumed, folder / METRICS_UNDONE)
+    log.metrics = MetricsFile(folder / METRICS, plan.begins_at, folder / METRICS_UNDONE)
     run_directory.write_status(folder, None, "running", plan.start.step, True)
     parameters, place = sum(p.numel() for p in skeleton.parameters()), plan.placement
     is_random = plan.resume_from is None and not loading.has_weights(plan.model.source)

@@ -41,7 +41,6 @@ class Log:
         self.speed = Speed(flops, device, plan.placement.world_size, batches)
         self.waits, self.untimed = self.speed.waits, self.speed.other  # time in `untimed` doesn't count as training
         self.first_loss = self.last_loss = self.eval_loss = math.nan
-        self.eval_losses: Mapping[str, float] = {}  # of the last evaluation
         self.few_updates = 0  # logged steps in a row
 
     def begin(self, step: int) -> None:
@@ -119,8 +118,7 @@ class Log:
 
     def evaluation(self, found: Found, guard: Guard) -> None:
         """Write and print what an evaluation after the last step has found. The losses of sources are averaged by their shares."""
-        self.eval_losses, rises = found.losses, guard.rises(found.losses)
-        self.eval_loss = self._together(found.losses)
+        rises, self.eval_loss = guard.rises(found.losses), self.together(found.losses)
         record: Record = {"eval_loss": self.eval_loss, "eval": {}}
         if self.plan.data.mixture is not None:  # without the shares, the average can't be compared
             record["shares"] = self.plan.shares_at(self.progress.position)
@@ -139,7 +137,7 @@ class Log:
             said += [" ".join(words)] if words else []
         line = f"validation loss {self.eval_loss:.4f}" + (f" ({', '.join(said)})" if said else "")
         if found.of_average is not None:
-            record["eval_loss_ema"] = self._together(found.of_average)
+            record["eval_loss_ema"] = self.together(found.of_average)
             line += f"  of the moving average {record['eval_loss_ema']:.4f}"
         self._write(record)
         self.said(line)
@@ -147,20 +145,22 @@ class Log:
             self._write({"verdict": "forgetting", "action": guard.forgetting, "reason": guard.forgotten})
             self.said(f"Warning: {guard.forgotten}")
 
-    def _together(self, losses: Mapping[str, float]) -> float:
+    def together(self, losses: Mapping[str, float]) -> float:
+        """The losses of sources, averaged by their shares here."""
         shares = self.plan.shares_at(self.progress.position)
         return sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
 
     def verdict(self, before: Progress, guard: Guard) -> None:
         """Write and print that the last step, from `before`, was left out, or is a spike."""
-        self._write({"verdict": guard.verdict, "position": before.position, "reason": guard.reason})
+        self._write({"verdict": guard.verdict, "from_position": before.position, "reason": guard.reason})
         self.said(f"{guard.verdict}: {guard.reason}; sequences {before.position} to {self.progress.position - 1}")
 
     def rewound(self, there: Progress, plan: Plan, words: str, record: Record) -> None:
         """The run went back to `there` and goes on by `plan`. Lines of later steps are removed."""
         discarded, self.plan, self.progress = self.progress.tokens - there.tokens, plan, there
         if self.metrics is not None:
-            self.metrics = MetricsFile(self.metrics.path, there.step, undone=self.metrics.undone)  # each step once
+            self.metrics.cut(there)  # each step once
+            self.trackers.cut(there)
             self._write({**record, "discarded_tokens": discarded})
             self.said(f"{words}; {discarded:,} tokens discarded")
 
@@ -215,6 +215,7 @@ class Log:
 
     def _write(self, record: Record) -> None:
         """Write to metrics.jsonl and, except for verdicts, which are words, to the trackers."""
+        record = {"position": self.progress.position, **record}
         if self.metrics is not None and "verdict" in record:
             self.metrics.write(self.progress.step, {**record, "time": run_directory.now()})
         elif self.metrics is not None:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,42 +17,46 @@ from typing import Any, Optional
 from fabric_llm.base.failpoints import failpoint
 from fabric_llm.base.files import fsync, json_lines, write_atomically
 from fabric_llm.base.names import command, nearest
+from fabric_llm.checkpoint.keep import METRICS, Progress, is_before
 
 Record = dict[str, Any]
 MANY_LINES = 100  # waiting for the trackers
 METRICS_UNDONE = "metrics.undone.jsonl"  # lines of steps that a rewind or a resume has undone, for the report
 Log = Callable[[int, Record], None]
 Close = Callable[[], None]
+Cut = Callable[[Progress], None]
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, each with `step`. Open only while a line is written."""
+    """metrics.jsonl: one JSON object a line, each with `step` and `position`, the sequences read by then.
+
+    Open only while a line is written.
+    """
 
     def __init__(
-        self, path: Path, last: int = -1, resumed: Mapping[str, Any] = {}, undone: Optional[Path] = None
+        self, path: Path, last: Optional[Progress] = None, undone: Optional[Path] = None
     ) -> None:
-        """Remove the lines of steps after `last`, since this work is done again, and lines that aren't whole.
-
-        resumed: progress.json of the checkpoint that is resumed from. The lines of later rewinds, whose step is the one they
-        went back to, are removed as well, and so is an evaluation that is made again. undone: the file that they are added to.
-        """
+        """last: where the run resumes, None for one that begins: see `cut`. undone: see there."""
         self.path, self.undone = path, undone
-        if not path.exists():
+        self.cut(last)
+
+    def cut(self, last: Optional[Progress]) -> None:
+        """Remove the lines of what a run that is at `last` does again, and lines that aren't whole. None: remove all.
+
+        They are added to the file `undone`, if there is one, behind a line that counts them.
+        """
+        if not self.path.exists():
             return
         kept, removed = [], []
-        rewinds = resumed.get("guard", {}).get("rewinds", math.inf)
-        for line, record in json_lines(path):
-            step = _step_of(record)
-            is_rewind = step <= last and record.get("verdict") == "rewind"
-            rewinds -= is_rewind
-            is_owed = "eval_loss" in record and step == last and resumed.get("owes_evaluation")
-            stays = step <= last and not (is_owed or is_rewind and rewinds < 0)
+        for line, record in json_lines(self.path):
+            stays = last is not None and is_before(record, last)
             (kept if stays else removed).append(f"{line.rstrip()}\n")
-        if removed and undone is not None:
-            with undone.open("a") as file:
-                file.writelines([json.dumps({"step": max(last, 0), "undone": len(removed)}) + "\n", *removed])
+        if removed and self.undone is not None:
+            with self.undone.open("a") as file:
+                step = 0 if last is None else last.step
+                file.writelines([json.dumps({"step": step, "undone": len(removed)}) + "\n", *removed])
         failpoint("metrics.replace")
-        write_atomically(path, "".join(kept), durable=True)
+        write_atomically(self.path, "".join(kept), durable=True)
 
     def write(self, step: int, record: Record) -> None:
         """Append one line."""
@@ -63,11 +67,6 @@ class MetricsFile:
         """Flush the file to the disk, before a checkpoint says that these steps are done."""
         self.path.touch()  # before step 1 there may be no file
         fsync(self.path)
-
-
-def _step_of(record: Record) -> float:
-    step = record.get("step")
-    return step if isinstance(step, int) else math.inf
 
 
 def _finite(value: Any) -> Any:
@@ -91,7 +90,7 @@ class Trackers:
 
     def __init__(self, names: str, folder: Path, config: Record, entity: Optional[str], project: Optional[str]) -> None:
         """folder: the run directory, with metrics.jsonl. config: all flags."""
-        self.opened: dict[str, tuple[Log, Close]] = {}
+        self.opened: dict[str, Sequence[Callable[..., None]]] = {}  # log and close, and cut if it can
         self.waiting: SimpleQueue[Optional[tuple[str, Callable[[], None]]]] = SimpleQueue()
         self.warned: set[str] = set()
         for name in named(names):
@@ -102,11 +101,17 @@ class Trackers:
 
     def log(self, step: int, record: Record) -> None:
         """Returns at once. A tracker that has failed gets no more numbers."""
-        for name, (log, _) in self.opened.items():
+        for name, (log, *_) in self.opened.items():
             if f"--logger {name}" not in self.warned:
                 self.waiting.put((f"--logger {name}", partial(log, step, dict(record))))
         if self.waiting.qsize() > MANY_LINES:
             self._warn_once("--logger", "falls behind; the run goes on, and metrics.jsonl has every line")
+
+    def cut(self, there: Progress) -> None:
+        """The run went back: remove the numbers of steps that are undone, where a tracker can. Returns at once."""
+        for name, (_, _, *cut) in self.opened.items():
+            for can_cut in cut:
+                self.waiting.put((f"--logger {name}", partial(can_cut, there)))
 
     def upload(self, checkpoint: Path) -> None:
         """--log_model: returns at once."""
@@ -115,7 +120,7 @@ class Trackers:
 
     def close(self, patience_seconds: float) -> None:
         """Close all trackers. Together they have `patience_seconds` for what is waiting."""
-        for name, (_, close) in self.opened.items():
+        for name, (_, close, *_) in self.opened.items():
             self.waiting.put((f"--logger {name}", close))
         self.waiting.put(None)
         self.thread.join(patience_seconds)
@@ -152,11 +157,20 @@ def named(given: str) -> list[str]:
     return names
 
 
-def _csv(folder: Path, *more: Any) -> tuple[Log, Close]:
+def _csv(folder: Path, *more: Any) -> tuple[Log, Close, Cut]:
     """metrics.csv: the numbers of metrics.jsonl as a table. New columns are added at the end."""
     file = (folder / "metrics.csv").open("w+", newline="")
     columns = ["step"]
     table = csv.DictWriter(file, columns)
+
+    def cut(last: Optional[Progress]) -> None:
+        """Write the table anew, from the lines of metrics.jsonl up to there: later ones come by `log`. None: all lines."""
+        file.seek(0)
+        file.truncate()
+        columns[1:] = []
+        for _, record in json_lines(folder / METRICS):
+            if "verdict" not in record and (last is None or is_before(record, last)):
+                log(record.pop("step"), flat(record))
 
     def log(step: int, record: Record) -> None:
         if new := [name for name in record if name not in columns]:
@@ -170,23 +184,26 @@ def _csv(folder: Path, *more: Any) -> tuple[Log, Close]:
         table.writerow({"step": step, **record})
         file.flush()
 
-    for _, record in json_lines(folder / "metrics.jsonl"):  # what a resumed run keeps
-        if "verdict" not in record:
-            log(record.pop("step"), flat(record))
-    return log, file.close
+    cut(None)  # what a resumed run keeps
+    return log, file.close, cut
 
 
-def _tensorboard(folder: Path, *_: Any) -> tuple[Log, Close]:
+def _tensorboard(folder: Path, *_: Any) -> tuple[Log, Close, Cut]:
     from torch.utils.tensorboard import SummaryWriter
 
-    steps = [record["step"] for _, record in json_lines(folder / "metrics.jsonl")]
+    steps = [record["step"] for _, record in json_lines(folder / METRICS)]
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=max(steps) + 1 if steps else None)
 
     def log(step: int, record: Record) -> None:
         for key, value in record.items():
             writer.add_scalar(key, value, step)
 
-    return log, writer.close
+    def cut(there: Progress) -> None:
+        nonlocal writer
+        writer.close()
+        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=there.step + 1)
+
+    return log, lambda: writer.close(), cut
 
 
 def _wandb(folder: Path, config: Record, entity: Optional[str], project: Optional[str]) -> tuple[Log, Close]:
@@ -232,8 +249,9 @@ def upload_to_wandb(checkpoint: Path) -> None:
     wandb.log_artifact(artifact, aliases=["latest", checkpoint.name])
 
 
-# --logger NAME -> what opens it: (run directory, flags, entity, project) -> (log(step, numbers), close()).
-TRACKERS: dict[str, Callable[[Path, Record, Optional[str], Optional[str]], tuple[Log, Close]]] = {
+# --logger NAME -> what opens it: (run directory, flags, entity, project) -> (log(step, numbers), close()) or, if it can remove
+# the numbers of steps that a rewind undoes, (log, close, cut(progress after it)).
+TRACKERS: dict[str, Callable[[Path, Record, Optional[str], Optional[str]], Sequence[Callable[..., None]]]] = {
     "none": lambda *_: ((lambda step, record: None), (lambda: None)),
     "csv": _csv,
     "tensorboard": _tensorboard,

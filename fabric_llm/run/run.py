@@ -1,6 +1,7 @@
 """`Run`, which holds the objects of a run, and how they are closed when it ends without a fault."""
 
 import math
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -57,12 +58,12 @@ class Run:
     saving: Optional[Future[Pending]] = None  # the checkpoint that it writes
     requests: StopSignal = field(init=False)
     evaluation: Evaluation = field(init=False)
-    owes_evaluation: bool = False  # a request to stop has cut off the last one
+    losses: Optional[Mapping[str, float]] = None  # of the validation sets, if they were evaluated here, nats
 
     @property
     def is_over(self) -> bool:
         """True once the last step is done, and evaluated; a run that ends before was stopped."""
-        return self.plan.is_over(self.progress) and not self.owes_evaluation
+        return self.plan.is_over(self.progress) and (self.losses is not None or not self.evaluation.is_on)
 
     def close(self) -> None:
         """Close every part that build.py has registered, the last one first. All ranks call it."""

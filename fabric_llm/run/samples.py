@@ -54,7 +54,12 @@ class Samples:
             self.prompts.append((text, tokens))
         self.file = None
         if fabric.global_rank == 0:
-            self.file = MetricsFile(plan.run_directory / SAMPLES, plan.start.step or -1)
+            self.file = MetricsFile(plan.run_directory / SAMPLES, plan.begins_at)
+
+    def cut(self, there: Progress) -> None:
+        """The run went back: remove the samples of steps that are undone."""
+        if self.prompts and self.file is not None:
+            self.file.cut(there)
 
     @torch.no_grad()
     def take(self, model: nn.Module, progress: Progress) -> None:
@@ -81,7 +86,8 @@ class Samples:
                     self.mark(step, "sampling")
                 for (text, prompt), row in zip(part, tokens.tolist() if self.file is not None else []):
                     added = continuation(self.tokenizer, prompt, row[: len(prompt) + self.count])
-                    self.file.write(step, {"prompt": text, "text": added, "tokens": self.count, "how": "greedy"})
+                    said = {"prompt": text, "text": added, "tokens": self.count, "how": "greedy"}
+                    self.file.write(step, {"position": progress.position, **said})
             model.train()
             reshard(model)
             self.mark(step, "in the next step")

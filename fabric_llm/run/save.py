@@ -1,7 +1,7 @@
 """What is due after a step, and saving: within the step or in the background, published once all ranks have written."""
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -20,15 +20,17 @@ from fabric_llm.run.run import Run
 def due_after(before: Progress, progress: Progress, plan: Plan, flags: Flags) -> tuple[bool, bool, bool]:
     """(logs, evaluates, saves): what is due after the step from `before` to `progress`.
 
-    Each is due at its interval and after the last step, and an evaluation also in the middle and at the end of each epoch. A
-    step after which the run saves or evaluates is logged.
+    Each is due at its interval and after the last step, and an evaluation also in the middle and at
+    the end of each epoch, and where a rewind may go back to. A step after which the run saves or
+    evaluates is logged.
     """
 
     def at(interval: Optional[int]) -> bool:
         return plan.is_over(progress) or interval is not None and progress.step % interval == 0
 
     half_done = half_epochs(plan, progress.position) > half_epochs(plan, before.position)
-    evaluates, saves = half_done or at(flags.evaluation.eval_step_interval), at(flags.save.save_step_interval)
+    saves, to_go_back_to = at(flags.save.save_step_interval), goes_back_by_losses(plan, flags)
+    evaluates = half_done or at(flags.evaluation.eval_step_interval) or saves and to_go_back_to
     return saves or evaluates or before == plan.start or at(flags.logging.log_step_interval), evaluates, saves
 
 
@@ -41,24 +43,42 @@ def half_epochs(plan: Plan, position: int) -> int:
     return 2 * now[source] // plan.data.mixture.rows[source]
 
 
-def evaluates_first(plan: Plan) -> bool:
-    """True if an evaluation comes before the first step: in a new run, or after one that a request to stop cut off."""
-    return plan.start.step == 0 or bool(plan.resumed.get("owes_evaluation"))
+def goes_back_by_losses(plan: Plan, flags: Flags) -> bool:
+    """Whether the run goes back, once too much is forgotten, to a checkpoint with known losses."""
+    return bool(plan.data.budgets) and flags.evaluation.forgetting_action == "rewind"
 
 
-def save(run: Run, *, evaluated: Optional[bool], stops: bool) -> None:
+def evaluates_first(plan: Plan, flags: Flags) -> bool:
+    """True if an evaluation comes before the first step.
+
+    It does in a new run, and where one is due that a request to stop has cut off.
+    """
+    if keep.is_evaluated(plan.resumed):
+        return False
+    start = plan.start
+    if start.step == 0:
+        return True
+    batch = plan.resumed["schedule"]["global_batch_size"]
+    before = replace(start, step=start.step - 1, position=max(start.position - batch, 0))
+    return due_after(before, start, plan, flags)[1]
+
+
+def save(run: Run, *, stops: bool) -> None:
     """Write a checkpoint. Blocks for the last one, and always without --async_save. All ranks call it.
 
-    evaluated: whether the evaluation that is due was made; None: none is due. If it is False, a resumed run makes it.
+    If a request to stop has cut off an evaluation that is due here, the checkpoint has no losses,
+    and a resumed run makes it.
     """
     publish(run)
-    step, plan, log = run.progress.step, run.plan, run.log
-    run.owes_evaluation = evaluated is False and run.evaluation.is_on
+    step, plan, log, losses = run.progress.step, run.plan, run.log, run.losses
+    run.requests.answer_save()
     with log.untimed:
         run.watch.mark(step, "saving")
         in_background = run.background is not None and not (run.is_over or stops)
         followed = run.flags.save.keep_best_of  # the set by whose loss the best checkpoints are kept
-        loss = log.eval_loss if followed is None else log.eval_losses.get(followed, math.nan)
+        loss = math.nan
+        if losses is not None:
+            loss = log.together(losses) if followed is None else losses.get(followed, math.nan)
         # The rows that all ranks have read since `from_position`, which `fabric_llm.verify` compares with the data.
         before = plan.resumed.get("rows_read", {"from_position": plan.start.position, "count": 0, "hash_sum": 0})
         read = sum(gather(run.batches.rows_read), RowsRead(before["count"], before["hash_sum"]))
@@ -74,9 +94,8 @@ def save(run: Run, *, evaluated: Optional[bool], stops: bool) -> None:
                 **same_run.facts(plan, run.flags),
                 "guard": run.guard.state(),
                 "scaler": run.fabric.strategy.precision.state_dict(),
-                "eval_loss": loss if evaluated and math.isfinite(loss) else None,
-                "eval_losses": log.eval_losses if evaluated else None,
-                "owes_evaluation": run.owes_evaluation,
+                "eval_loss": loss if math.isfinite(loss) else None,
+                "eval_losses": losses,
                 "rows_read": {"from_position": before["from_position"], **asdict(read)},
             },
             origin=origin(plan) if run.fabric.global_rank == 0 else {},
@@ -131,6 +150,18 @@ def publish(run: Run, ranks_that_have_written: Optional[int] = None) -> None:
         _publish(run, pending)
 
 
+def kept(run: Run) -> keep.Kept:
+    """The checkpoints that --keep_last leaves."""
+    flags, named = run.flags.save, run_directory.given_checkpoint(run.flags)
+
+    def has_room(document: dict[str, Any]) -> bool:
+        return run.guard.has_room(document.get("eval_losses"))
+
+    to_go_back_to = has_room if goes_back_by_losses(run.plan, run.flags) else None
+    by_number = flags.keep_last, flags.keep_every, flags.keep_best, flags.keep_best_of
+    return keep.Kept(*by_number, flags.save_step_interval, to_go_back_to, named)
+
+
 def _publish(run: Run, pending: writing.Pending) -> None:
     """Give the written checkpoint its name, once the log of its steps is durable, and prune."""
     writing.commit(pending, before=lambda: run.log.metrics.make_durable())
@@ -138,7 +169,7 @@ def _publish(run: Run, pending: writing.Pending) -> None:
         return
     step, flags, folder = files.step_of(pending.target), run.flags, run.plan.run_directory
     if flags.save.keep_last is not None:
-        keep.prune(folder, flags.save.keep_last, flags.save.keep_every, flags.save.keep_best, run.plan.resume_from)
+        keep.prune(folder, kept(run))
     run_directory.write_status(folder, None, "running", step, True)
     run_directory.record_event(folder, "saved", step)
     run.log.line(f"step {step}/{run.plan.schedule.max_step}  saved {pending.target}")

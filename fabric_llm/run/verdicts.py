@@ -1,4 +1,4 @@
-"""What follows if the guard didn't take a step, or warns of it: a line, the end of the run, or a rewind."""
+"""What follows if the guard didn't take a step, or warns of it: a line, the end, or a rewind."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -9,8 +9,10 @@ from fabric_llm.base import files, ranks
 from fabric_llm.base.faults import NON_FINITE, Fault
 from fabric_llm.base.names import command
 from fabric_llm.checkpoint import keep
-from fabric_llm.checkpoint.keep import Progress
+from fabric_llm.checkpoint.keep import Progress, step_directory
+from fabric_llm.checkpoint.reading import is_spoilt
 from fabric_llm.model import loading
+from fabric_llm.plan import run_directory
 from fabric_llm.run import save
 from fabric_llm.run.build import load_again, restore
 from fabric_llm.run.run import Run
@@ -20,19 +22,18 @@ from fabric_llm.training.guard import Guard
 def report(run: Run, before: Progress) -> None:
     """Log that the step from `before` was left out or is a spike, and which sequences it read.
 
-    Raises Fault (76) after too many such steps.
+    Raises Fault (76) after too many steps that were left out.
     """
     guard = run.guard
+    if guard.verdict == "rewind" and run.progress.position == run.plan.schedule.end:
+        guard.verdict = "skip"  # there is no data to go on with
     if guard.verdict == "take":
         return
     run.log.verdict(before, guard)
-    if guard.gives_up():
+    if guard.verdict == "skip" and guard.gives_up():
         save.publish(run)  # a checkpoint in the background is older than these steps
-        many = f"{guard.skipped} steps in a row were left out"
-        if guard.verdict == "rewind":
-            many = f"the run would go back for the {guard.rewinds + 1}. time"
-        last = f"the last because of {guard.reason}, sequences {before.position} to {run.progress.position - 1},"
-        raise _fault(run, f"{many} (--max_skipped_steps {guard.max_skipped_steps}), {last}")
+        where = f", sequences {before.position} to {run.progress.position - 1},"
+        raise _too_many(run, f"{guard.skipped} steps in a row were left out", where)
 
 
 def require_budget(run: Run) -> None:
@@ -43,14 +44,17 @@ def require_budget(run: Run) -> None:
 
 
 def rewind(run: Run) -> None:
-    """Go back to the last checkpoint, and go on with the data after the step that was just made. All ranks call it.
+    """Go back to a checkpoint, and on with the data after the step that was just made.
 
-    If too much was forgotten, go back to the last checkpoint that had used at most half of each budget, or to the beginning of
-    the run, and go on with more replay. Raises Fault (76) without a checkpoint, or if a source can't be read more often.
+    If too much was forgotten, go on with more replay. Raises Fault (76) after too many rewinds,
+    without a checkpoint, or if a source can't be read more often. All ranks call it.
     """
     save.publish(run)
     guard, position = run.guard, run.progress.position
     forgot = guard.forgetting == "rewind"
+    if guard.gives_up():
+        many = f"the run would go back for the {guard.rewinds + 1}. time"
+        raise _too_many(run, many, forgot=forgot)
     last, document = ranks.from_rank_zero(lambda: choose_checkpoint(run, forgot))
     there = replace(Progress(**document["progress"]), position=position)
     record = {"verdict": "rewind", "position": position, "reason": guard.reason}
@@ -61,51 +65,101 @@ def rewind(run: Run) -> None:
         except ValueError as error:
             raise _fault(run, f"{guard.reason} (--forgetting_budget: {error})", forgot) from error
         record["shares"] = shares = run.plan.data.mixture.shares_at(position)
-        words += f"; from here on {', '.join(f'{name} {share:.4g}' for name, share in shares.items())}"
+        said = ", ".join(f"{name} {share:.4g}" for name, share in shares.items())
+        words += f"; from here on {said}"
     else:
         run.plan = run.plan.going_on_from(there)
     run.batches.go_on_with(run.plan.data.mixture, run.plan.schedule.end)
-    run.progress = there
+    run.progress, run.losses = there, document.get("eval_losses")
     load_again(run, last)
     state = {**document["guard"], "rewinds": guard.rewinds + 1, "before": guard.before}
     restore(run, {**document, "guard": state})
+    folder = run.plan.run_directory
+    if ranks.from_rank_zero(lambda: leaves_none(folder, last, there.step)):
+        save.save(run, stops=True)  # or it would be lost if it was killed before its next save
     if run.fabric.global_rank == 0:
-        keep.move_aside(run.plan.run_directory, there.step)  # later checkpoints are damaged, or have forgotten
+        keep.move_aside(folder, there.step)  # later checkpoints are damaged, or have forgotten
+        run_directory.write_status(folder, None, "running", there.step, True)
     run.log.rewound(there, run.plan, words, record)
+    run.samples.cut(there)
+
+
+def leaves_none(folder: Path, last: Optional[Path], step: int) -> bool:
+    """Whether a run that went back to `step` has no checkpoint in its `folder` to go on from.
+
+    A branch that hasn't saved yet needs none: the same command begins it again.
+    """
+    begins_again = last is not None and files.latest(folder) is None
+    return not step_directory(folder, step).exists() and not begins_again
 
 
 def choose_checkpoint(run: Run, forgot: bool) -> tuple[Optional[Path], dict[str, Any]]:
-    """(the newest whole checkpoint that `suits`, its progress.json). Called on rank 0.
+    """(the checkpoint to go back to, its progress.json). Called on rank 0.
 
+    That is the newest whole one that was due and `suits`, or else the one at which a branch began.
     A run that forgot may also go back to its beginning: (None, what its progress.json would be).
+    For one that didn't, any checkpoint is better than none.
     """
     plan, step, is_one = run.plan, run.progress.step, suits(run, forgot)
+    interval = run.flags.save.save_step_interval
     hashes = run.flags.checkpoint.verify_checkpoints == "full"
-    last, problems = keep.newest_valid(plan.run_directory, hashes, is_one)
+
+    def was_due(document: dict[str, Any]) -> bool:
+        return is_one(document) and keep.is_due(document["progress"]["step"], interval)
+
+    last, problems = keep.newest_valid(plan.run_directory, hashes, was_due)
     for problem in problems:
         run.log.line(f"Warning: {problem}")
-    if last is None and plan.resume_from is not None and not plan.has_checkpoint:  # a branch that hasn't saved yet
-        last = plan.resume_from if is_one(keep.verified(plan.resume_from, hashes)) else None
+    if last is None and plan.branch_point is not None:
+        fits = is_one(keep.verified(plan.branch_point, hashes))
+        last = plan.branch_point if fits else None
+    if last is None and not forgot:
+        last, _ = keep.newest_valid(plan.run_directory, hashes)
     if last is not None:
         return last, keep.verified(last)
+    if forgot and plan.branch_point is not None:
+        had_none = f"{plan.branch_point}, where this branch began, had no room left"
+        raise _fault(run, f"{run.guard.reason}, and {had_none}", forgot)
     if not forgot:
         reason = f"{run.guard.reason} at step {step}, and no checkpoint to go back to. Start again"
-        raise Fault(f"{reason}: the same command with --save_step_interval {max(1, step // 4)}", NON_FINITE)
-    return None, {"progress": asdict(Progress()), "guard": Guard().state()}
+        often = f"--save_step_interval {max(1, step // 4)}"
+        raise Fault(f"{reason}: the same command with {often}", NON_FINITE)
+    begin = {"progress": asdict(Progress()), "guard": Guard().state()}
+    return None, {**begin, "eval_losses": run.guard.before}
 
 
 def suits(run: Run, forgot: bool) -> Callable[[dict[str, Any]], bool]:
-    """Whether a run may go back to the checkpoint of a progress.json. If it forgot, at most half of each budget may be used there."""
+    """Whether a run may go back to the checkpoint of a progress.json.
+
+    If it forgot, at most half of each budget may be used there.
+    """
     return lambda document: not forgot or run.guard.has_room(document.get("eval_losses"))
 
 
-def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
-    """Fault (76) with the next command: go on from the newest checkpoint that `suits`, or start again, at half the rate.
+def _too_many(run: Run, many: str, where: str = "", forgot: bool = False) -> Fault:
+    """Fault (76): steps were left out, or the run went back, too often.
 
-    A run that forgot can also be merged with its base model.
+    where: the sequences of the last such step.
+    """
+    most = f"--max_skipped_steps {run.guard.max_skipped_steps}"
+    last = f"the last because of {run.guard.reason}{where}"
+    return _fault(run, f"{many} ({most}), {last}", forgot)
+
+
+def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
+    """Fault (76) with the next command, at half the rate.
+
+    That goes on from the newest checkpoint that `suits` and isn't spoilt, or starts again. A run
+    that forgot can also be merged with its base model.
     """
     folder, half = run.plan.run_directory, {"lr": f"{run.flags.training.lr / 2:g}"}
-    last, _ = keep.newest_valid(folder, False, suits(run, forgot))
+    is_one = suits(run, forgot)
+
+    def is_good(document: dict[str, Any]) -> bool:
+        path = step_directory(folder, document["progress"]["step"])
+        return is_one(document) and not is_spoilt(path)
+
+    last, _ = keep.newest_valid(folder, False, is_good)
     following = f"Start again: the same command with {command(run_name=f'{folder.name}-2', **half)}"
     if last is not None:
         more = command(resume="true", checkpoint=last, **half, resume_override="lr")

@@ -39,9 +39,12 @@ class Average:
             self.state[param] = {NAME: average}
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Update the average by the weights after the run's step `step`, if that is a multiple of `every`."""
-        if step % self.every:
+    def update(self, step: int, left_out: int = 0) -> None:
+        """Update the average by the weights after the run's step `step`, if that is a multiple of `every`.
+
+        left_out: how many steps in a row up to this one were. If none was taken since the last update, there is nothing to add.
+        """
+        if step % self.every or left_out >= self.every:
             return
         weight = 1 - self.decay**self.every
         for (name, offset), (param, ema) in zip(self.origins, self._tensors()):
@@ -84,7 +87,7 @@ def begin(optimizer: torch.optim.Optimizer, decay: Optional[float], device: str,
         optimizer.average = Average(optimizer, decay=decay, device=device, every=every, seed=seed)
 
 
-def update(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Update the average of an optimizer, if it has one, after the run's step `step`."""
+def update(optimizer: torch.optim.Optimizer, step: int, left_out: int) -> None:
+    """Update the average of an optimizer, if it has one, after the run's step `step`. left_out: see `Average.update`."""
     if (average := getattr(optimizer, "average", None)) is not None:
-        average.update(step)
+        average.update(step, left_out)

@@ -33,7 +33,7 @@ class Guard:
     changed: frozenset[str] = frozenset()  # sets that are evaluated on other rows than then
     over: tuple[str, ...] = ()  # sets above their budget in the last evaluation
     forgotten: str = ""  # how far these are above it, in words
-    verdict: str = "take"  # on the last step: take, warn, skip or rewind; after its evaluation it may be stop as well
+    verdict: str = "take"  # on the last step: take, warn, skip or rewind; by an evaluation also stop or rewind
     reason: str = ""
 
     @property
@@ -52,14 +52,12 @@ class Guard:
         return False
 
     def _judge(self, loss: float, grad_norm: float) -> tuple[str, str]:
-        if self.forgetting == "rewind":  # by the evaluation with which a resumed run began
-            return "rewind", self.forgotten
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return "skip", f"loss {loss}, gradient norm {grad_norm}"
         if self.spike_threshold is not None and len(self.losses) >= min(ENOUGH_LOSSES, self.spike_window):
             mean, deviation = statistics.fmean(self.losses), statistics.pstdev(self.losses)
-            if loss - mean > self.spike_threshold * deviation:
-                score = (loss - mean) / deviation if deviation else math.inf
+            if loss - mean > self.spike_threshold * deviation > 0:  # equal losses say nothing of how much they vary
+                score = (loss - mean) / deviation
                 return self.spike_action, f"loss {loss:.4f} is {score:.1f} deviations above {mean:.4f}"
         return "take", ""
 

@@ -4,6 +4,7 @@ A check takes a path, facts about it, and a `Report`, to which it adds everythin
 shown if it has found nothing, see `Report.look`. Nothing is changed.
 """
 
+import math
 import sys
 import tempfile
 from collections import Counter
@@ -24,6 +25,7 @@ from fabric_llm.checkpoint.reading import optimizer_state
 from fabric_llm.checkpoint.state_dicts import PREFIX, saved_shapes
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.data.order import ROW_ORDER, RowsRead, claimed_by, claimed_rows
+from fabric_llm.data.sources import ONE_SET
 from fabric_llm.model import freezing
 from fabric_llm.model.loading import DTYPES, checked_skeleton, disable_progress_bar, load_config, open_weights
 from fabric_llm.plan import run_directory
@@ -121,7 +123,10 @@ def verify_run(run: Path, exports: bool) -> Report:
 
 
 def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
-    """Inspect the checkpoint `path`. Returns "tokens", "sources" and "logged" of its progress.json, or None if damaged."""
+    """Inspect the checkpoint `path`. Returns what the log must say as well, or None if damaged.
+
+    Of its progress.json "tokens", "sources", "logged" and "position"; "evaluated": {"eval_loss" or set: nats}, None if it wasn't.
+    """
     say(f"{path}: hashing")
     before = len(report.findings)
     try:
@@ -147,8 +152,16 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
     report.look(check_rows, path / "trainer" / "progress.json", progress)
     if len(report.findings) > before:
         return None
-    read = mixture_of(progress).read_before(reached["position"]) if "mixture" in progress else None
-    return {"tokens": reached["tokens"], "sources": read, "logged": progress["logged"]}
+    mixture, losses, shares = mixture_of(progress) if "mixture" in progress else None, progress.get("eval_losses"), {ONE_SET: 1.0}
+    read, position = None, reached["position"]
+    if mixture is not None:
+        read, shares = mixture.read_before(position), mixture.shares_at(max(position - 1, 0))
+    evaluated = None
+    if losses is not None and shares.keys() <= losses.keys():
+        together = sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
+        evaluated = {"eval_loss": together, **losses}
+    said = {"tokens": reached["tokens"], "sources": read, "logged": progress["logged"]}
+    return {**said, "position": position, "evaluated": evaluated}
 
 
 def damaged_files(path: Path) -> Iterator[str]:
@@ -307,10 +320,22 @@ def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dic
     if missing := sorted(wanted - said.keys()):
         report.find(f"{name} has no line of step {listed(missing)}.")
     for step in sorted(documents.keys() & said.keys()):
+        if said[step].get("position", documents[step]["position"]) != documents[step]["position"]:
+            continue  # the run has gone back there since
         here, there = ({key: one.get(key) for key in ("tokens", "sources")} for one in (said[step], documents[step]))
         for key in here:
             if here[key] != there[key]:
                 report.find(f"{name} says {here[key]} {key} at step {step}, its checkpoint {there[key]}.")
+    for number, record in evaluation:
+        document = documents.get(record["step"])
+        if document is None or document["evaluated"] is None or record.get("position") not in (None, document["position"]):
+            continue
+        losses = {"eval_loss": record["eval_loss"], **{name: one.get("loss") for name, one in record.get("eval", {}).items()}}
+        for key, there in document["evaluated"].items():
+            here = losses.get(key, there)
+            if not (is_finite(here) and math.isclose(here, there, rel_tol=1e-9)) and is_finite(there):
+                of_set = "" if key == "eval_loss" else f" of {key}"
+                report.find(f"{name} line {number} says a validation loss{of_set} of {here}, its checkpoint {there}.")
     report.count("training_lines", len(training))
     return f"{file.name}: {len(training)} training lines and {len(evaluation)} evaluations, in order"
 

@@ -1,0 +1,138 @@
+"""A run that goes back, because it forgot or because of a spike, is the same however often it was stopped, killed and resumed.
+
+Flags and interruptions are drawn. Each interrupted run is compared with an undisturbed one: weights and the state of the
+optimizer bit for bit, every number of the log but times, and the checkpoints that are left.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Job
+from safetensors.torch import load_file
+from test_forgetting import base, replayed  # noqa: F401  base is a fixture
+
+from fabric_llm.checkpoint import keep
+from fabric_llm.verify import __main__ as verify
+
+STEPS, BATCH = 14, 8
+POINTS = [  # where a run is interrupted, with how often it comes there at most
+    *(("between_steps", STEPS), ("forward", 2 * STEPS), ("evaluate", 40), ("publish.renamed", 5), ("prune.renamed", 4)),
+    *(("resume.moved_aside", 3), ("metrics.replace", 4), ("read_data", 30)),
+]
+TIMES = {"tokens_per_second", "tokens_per_second_per_device", "model_tflops_per_device", "data_seconds", "wait_seconds"}
+TIMES |= {"peak_memory_gib", "time"}
+
+
+def drawn(seed):
+    """(flags, positions whose loss is a spike, failpoints) of a run."""
+    draw = random.Random(seed)
+    flags = ["--max_step", STEPS, "--save_step_interval", draw.randint(1, 5), "--eval_step_interval", draw.randint(1, 5)]
+    flags += ["--forgetting_action", "rewind", "--forgetting_budget", f"replay:{draw.choice([0.1, 0.25, 0.4])}"]
+    flags += ["--keep_last", draw.choice([1, 1, 2, 3]), "--keep_best", draw.randint(0, 1)] * (draw.random() < 0.8)
+    flags += ["--spike_threshold", 8, "--spike_window", draw.randint(3, 10)]
+    flags += ["--spike_action", draw.choice(["rewind", "rewind", "skip", "warn"])]
+    flags += ["--ema_decay", 0.9, "--ema_every", draw.randint(1, 3)] * (draw.random() < 0.3)
+    flags += ["--async_save", "true"] * (draw.random() < 0.3)
+    spikes = {BATCH * draw.randint(3, STEPS + 6) for _ in range(draw.randint(0, 2))}
+    cuts = []
+    for _ in range(draw.randint(1, 3)):
+        name, most = draw.choice(POINTS)
+        is_a_place = name in ("between_steps", "forward", "evaluate")
+        cuts.append(f"{name}:count={draw.randint(1, most)}:do={draw.choice(['kill', 'term']) if is_a_place else 'kill'}")
+    return flags, spikes, cuts
+
+
+def spiked(positions):
+    """The loss of the steps that begin at `positions` is a hundred times too large."""
+
+    def install():
+        from fabric_llm.data.batches import Prefetch
+        from fabric_llm.training import step
+
+        at, share, now = Prefetch.at, step.share, [0]
+
+        def reading(self, position):
+            now[0] = position
+            return at(self, position)
+
+        def too_large(fabric, total, asked):
+            (loss, *aux), answers = share(fabric, total, asked)
+            return [loss * 100 if now[0] in positions else loss, *aux], answers
+
+        Prefetch.at, step.share = reading, too_large
+
+    return install
+
+
+def lines(run):
+    """The log without times."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in found]
+
+
+def tensors(checkpoint):
+    files = [checkpoint / "model.safetensors", *(checkpoint / "trainer" / "optimizer").glob("*.safetensors")]
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def checkpoints(run, interval):
+    """{name: what matters of its progress.json} of those that weren't asked for."""
+    found = {}
+    for path in sorted(run.glob("step-*")):
+        document = keep.read_progress(path)
+        if document["progress"]["step"] % interval == 0:
+            names = ("progress", "guard", "eval_loss", "eval_losses", "rows_read", "mixture")
+            found[path.name] = {name: document.get(name) for name in names}
+    return found
+
+
+def prove(base, folder, seed, ranks=1):  # noqa: F811
+    words, spikes, cuts = drawn(seed)
+    more = (*words, "--eval_iters", 2, "--strategy", "fsdp2" if ranks > 1 else "auto", "--max_skipped_steps", 6)
+    ends = []
+    for name, failpoints in (("whole", []), ("cut", cuts)):
+        flags = (*replayed(base, folder, *more), "--run_name", name, "--resume", "auto")
+        codes = [-9]
+        for failpoint in [*failpoints, ""]:
+            job = Job(ranks, *flags, failpoint=failpoint, before=spiked(spikes))
+            codes = job.wait(120)
+            assert set(codes) <= {0, 75, 76, 71, -9}, (failpoint, job.output)
+            if codes[0] in (0, 76):
+                break
+            check_status(folder / name)
+        ends.append(codes)
+    whole, cut = folder / "whole", folder / "cut"
+    said = f"seed {seed}: {words}, spikes {spikes}, {cuts}"
+    assert ends[0] == ends[1] and ends[0][0] in (0, 76), said
+    assert lines(cut) == lines(whole), said
+    interval = words[words.index("--save_step_interval") + 1]
+    assert checkpoints(cut, interval) == checkpoints(whole, interval), said
+    ours, theirs = (max(run.glob("step-*")) for run in (cut, whole))
+    if ends[0][0] == 0:
+        assert ours.name == theirs.name, said
+        mine, others = tensors(ours), tensors(theirs)
+        assert mine.keys() == others.keys() and all(torch.equal(mine[key], others[key]) for key in mine), said
+        assert verify.main([str(cut), "--no_export"]) == 0, said
+    check_status(cut)
+
+
+
+def check_status(run: Path):
+    """STATUS.json names a checkpoint that is there. (Where a rewind was killed, the one that it has moved aside.)"""
+    status = json.loads((run / "STATUS.json").read_text())
+    last = status["last_durable_step"]
+    assert last is None or status["code"] is None or (run / f"step-{last:08d}").is_dir(), status
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_run_that_goes_back_is_the_same_however_it_was_interrupted(base, tmp_path, seed):  # noqa: F811
+    prove(base, tmp_path, seed)
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("seed", range(100, 104))
+def test_a_run_that_goes_back_on_two_ranks_as_well(base, tmp_path, seed):  # noqa: F811
+    prove(base, tmp_path, seed, ranks=2)
