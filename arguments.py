@@ -461,7 +461,7 @@ class PlanArguments:
     accelerator_name: str = basic("H100", takes="the name of an accelerator, such as H100")
     """kind of device; A100-40GB, A100-80GB, H100, H200, B200, L40S, RTX 4090, RTX 5090, MI300X or CPU"""
     device_memory: Optional[float] = flag(None, above=0)
-    """GiB of memory of a device (default: the accelerator's)"""
+    """GiB of memory of a device, or with a unit, such as 80GiB (default: the accelerator's)"""
     mfu: Optional[float] = flag(None, above=0, below=1)
     """part of the accelerator's peak that the model's operations reach, such as 0.4 (default: assumed, and printed)"""
     like: Optional[str] = flag(None, path=True)
@@ -484,6 +484,8 @@ class PlanArguments:
 
 # --------------------------------------------------------------------------- parsing
 
+# In GiB, of --device_memory.
+UNITS = {"mib": 2**-10, "gib": 1.0, "tib": 2.0**10, "mb": 1e6 / 2**30, "gb": 1e9 / 2**30, "tb": 1e12 / 2**30}
 # What people paste from other trainers, and train.py has no flag for: names -> what is said of them.
 NOT_A_FLAG = {
     "optim optimizer optimizer_name optim_type": "the optimizer is AdamW; docs/make_it_yours.md says how to take another",
@@ -525,8 +527,28 @@ def parse_train(argv: Optional[list[str]] = None) -> Arguments:
 
 def parse_plan(argv: Optional[list[str]] = None) -> tuple[PlanArguments, Arguments]:
     """Arguments of plan.py: its own, and those of train.py. Exits with code 2 and one sentence as that does."""
+    argv = _in_gib(_with_true(list(sys.argv[1:] if argv is None else argv)))
     arguments, flat = _parse_run("plan.py", PLAN, [PlanArguments], argv)
     return PlanArguments(**{f.name: flat[f.name] for f in fields(PlanArguments)}), arguments
+
+
+def _with_true(argv: list[str]) -> list[str]:
+    """With `true` behind a flag of plan.py that is true or false and given alone, such as --json."""
+    alone = {f"--{name}" for name, one in declared(PlanArguments).items() if one.kinds == [bool]}
+    found = []
+    for word, after in zip(argv, [*argv[1:], "--"]):
+        found += [word, "true"] if word in alone and after.startswith("--") else [word]
+    return found
+
+
+def _in_gib(argv: list[str]) -> list[str]:
+    """With the number of GiB for a --device_memory that has a unit."""
+    text = "\n".join(argv)
+
+    def number(given: re.Match[str]) -> str:
+        return f"{given[1]}{float(given[2]) * UNITS[given[3].lower()]:.6g}"
+
+    return re.sub(r"^(--device_memory[=\n])([\d.]+) ?([GMT]i?B)$", number, text, flags=re.M | re.I).split("\n") if argv else []
 
 
 def _parse_run(program: str, about: str, more: list[type], argv: Optional[list[str]]) -> tuple[Arguments, dict[str, Any]]:

@@ -103,11 +103,13 @@ def show(outlook: Any, own: PlanArguments) -> None:
     print(f"\nDisk: {disk:,.2f} {unit} a checkpoint, {kept} kept: {disk * kept:,.1f} {unit}")
     seconds, source = outlook.seconds, "given" if own.mfu else "assumed, see --mfu and --like"
     source = source if own.like is None else f"as {own.like}"
-    tokens = outlook.tokens_a_step * outlook.steps
-    print(
-        f"Work: {outlook.steps:,} steps of {outlook.tokens_a_step:,} tokens, {tokens:,} tokens; "
-        f"{outlook.flops_a_step:.3g} operations a step"
-    )
+    work = f"steps of {outlook.tokens_a_step:,} tokens"
+    if outlook.steps is not None:
+        tokens = outlook.tokens_a_step * outlook.steps
+        work = f"{outlook.steps:,} {work}, {tokens:,} tokens"
+    print(f"Work: {work}; {outlook.flops_a_step:.3g} operations a step")
+    if outlook.assumed:
+        print(f"      assumed: {outlook.assumed}")
     print(f"Time: {seconds.step:,.3g} s a step, at {100 * outlook.mfu:.0f} % of the peak ({source})")
     if outlook.link_bytes or outlook.network_bytes:
         hidden = "hidden behind it" if seconds.hidden and seconds.messages <= seconds.compute else "not hidden"
@@ -119,8 +121,13 @@ def show(outlook: Any, own: PlanArguments) -> None:
         print(f"      exchanging heads among ranks that share rows {seconds.exchange:.3g} s, not hidden")
     rate = outlook.tokens_a_step / seconds.step
     money = "" if outlook.price is None else f"; {outlook.price:,.2f} for them"
-    lasts = f"{outlook.hours:,.2f} hours" if outlook.hours >= 1 else f"{60 * outlook.hours:,.1f} minutes"
-    print(f"      {rate:,.0f} tokens/s, {lasts}{money}")
+    print(f"      {rate:,.0f} tokens/s, {lasting(outlook.hours)}{money}")
+
+
+def lasting(hours: Optional[float]) -> str:
+    if hours is None:
+        return "for --tokens or --max_step steps"
+    return f"{hours:,.2f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
 
 
 def show_sweep(own: Any, rows: list[Any], titles: Any, hidden: dict[str, str], assumed: list[str]) -> None:

@@ -74,6 +74,14 @@ class Flops:
             total += float(tokens_at @ (sees if window is None else np.minimum(sees, window))) * flops
         return total
 
+    def of_row(self, context: int) -> float:
+        """Operations for a row of one document."""
+        total = context * self.of_token
+        for window, flops in self.of_pair.items():
+            seen = context if window is None else min(window, context)
+            total += (seen * (seen + 1) // 2 + (context - seen) * seen) * flops
+        return total
+
 
 def of_model(causal_lm: PreTrainedModel) -> Flops:
     """The operations of a model, which may be on the meta device.

@@ -222,6 +222,14 @@ def checked_skeleton(model_name: str, config: PretrainedConfig, dtype: torch.dty
     return skeleton
 
 
+def quantized(config: PretrainedConfig) -> Optional[str]:
+    """How a model's weights are quantized, as the end of a sentence, None where they aren't."""
+    if (found := getattr(config, "quantization_config", None)) is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else type(found).__name__
+    return f"quantized ({method}), and only weights in 16 or 32 bits are trained"
+
+
 def open_weights(model_name: str, config: PretrainedConfig, dtype: torch.dtype, seed: int = 0) -> weights.Source:
     """Where the weights of a model, or of a checkpoint, come from, unit by unit: its files, or random numbers by `seed`.
 
@@ -231,9 +239,8 @@ def open_weights(model_name: str, config: PretrainedConfig, dtype: torch.dtype, 
     if not has_weights(model_name) and _code_of(model_name) != NO_CHECKPOINT:  # a checkpoint always has them
         return weights.Drawn(skeleton, seed)
     try:
-        if (quantized := getattr(config, "quantization_config", None)) is not None:
-            method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
-            raise ValueError(f"they are quantized ({method}), and only weights in 16 or 32 bits are trained")
+        if (how := quantized(config)) is not None:
+            raise ValueError(f"they are {how}")
         of, code = f"The weights of {model_name!r}", _code_of(model_name)
         return weights.Stored(skeleton, _slices(model_name, config, skeleton), dtype, of, code)
     except Fault:

@@ -5,7 +5,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from fabric_llm.model import fast_paths, freezing, gate, language_model, layers, loading, offload, strategy, tiles
 from fabric_llm.model.flops import windows
-from fabric_llm.model.strategy_rules import Placement
+from fabric_llm.model.strategy_rules import Placement, wrap_size
 from fabric_llm.plan import trace
 from fabric_llm.plan.plan import ModelPlan
 from fabric_llm.training import adamw, ema, step
@@ -32,6 +32,7 @@ from fabric_llm.training import adamw, ema, step
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 CONTEXT_BYTES = 2**30  # assumed: a CUDA context with NCCL's and cuBLAS's buffers
 SLACK = 0.03  # assumed: of the peak, what the caching allocator can't use of its blocks
+ELSEWHERE = "elsewhere"  # beside the moments of a step: the most that the host has in any of them
 # SDPA of causal rows without a mask, which transformers would make wherever it sees fake tensors.
 UNMASKED = "unmasked"
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)
@@ -69,6 +70,32 @@ def predict(work: Work) -> Memory:
 
     Raises ValueError where the model's code looks at the values of tensors, which aren't there.
     """
+    kinds = [trace.kind(layer) for layer in strategy.repeated_layers(_skeleton(work)).values()]
+    # Units of at least so many parameters are others where there are fewer layers.
+    by_size = wrap_size(work.placement.sharding.auto_wrap_policy) is not None
+    cuts = [] if by_size else trace.cuts(kinds)
+    moments, *with_one_more = (_traced_step(work, left_out) for left_out in trace.left_out(cuts))
+    for moment, parts in moments.items():
+        held = Counter(parts)
+        for cut, one_more in zip(cuts, with_one_more):
+            for label in parts.keys() | one_more[moment].keys():
+                held[label] += cut.times * (one_more[moment][label] - parts[label])
+        moments[moment] = held
+    most = moments.pop(ELSEWHERE)
+    here = {
+        moment: {label: size for label, size in held.items() if size and label not in work.elsewhere}
+        for moment, held in moments.items()
+    }
+    moment = max(here, key=lambda name: sum(here[name].values()))
+    found = here[moment]
+    if work.placement.kind == "cuda":
+        found["allocator's slack (assumed)"] = int(SLACK * sum(found.values()))
+        found["CUDA context (assumed)"] = CONTEXT_BYTES
+    return Memory(found, moment, dict(most))
+
+
+def _traced_step(work: Work, left_out: Collection[int]) -> dict[str, Counter[str]]:
+    """{moment of a step: what is held at its peak, by label}, and the most that is elsewhere."""
     placement = work.placement
     fabric = SimpleNamespace(
         device=torch.device("cpu"),
@@ -76,37 +103,38 @@ def predict(work: Work) -> Memory:
         strategy=SimpleNamespace(num_processes=placement.devices),
         setup_module=lambda model, move_to_device: model,
     )
+    skeleton = _skeleton(work)
     with _ranks(placement.world_size), _as_on_devices(work, fabric), _sharing(placement.context_parallel):
         ledger = trace.Ledger(placement.kind == "cpu", work.elsewhere)
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), ledger.resizes(), ledger:
-                _step(work, fabric, ledger)
+                _step(work, skeleton, left_out, fabric, ledger)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(f"{work.model.name!r} can't be planned: its code depends on the tokens ({error}).") from error
-    parts: Counter[str] = Counter()
-    for label, size in ledger.at_peak.items():
-        if label not in work.elsewhere:
-            parts[label[0] if isinstance(label, tuple) else label] += size
-    if placement.kind == "cuda":
-        parts["allocator's slack (assumed)"] = int(SLACK * sum(parts.values()))
-        parts["CUDA context (assumed)"] = CONTEXT_BYTES
-    return Memory({name: size for name, size in parts.items() if size}, ledger.peak_moment, dict(ledger.most))
+    return {ELSEWHERE: ledger.most, **{moment: held for moment, (_, held) in ledger.peaks.items()}}
 
 
-def _step(work: Work, fabric: Any, ledger: trace.Ledger) -> None:
+def _skeleton(work: Work) -> Any:
+    """The model, without memory, as it trains."""
+    model_plan = work.model
+    config = _traced(model_plan.config, work.context_length)
+    skeleton = loading.build_skeleton(config, loading.DTYPES[model_plan.precision])
+    freezing.freeze(skeleton, model_plan.frozen)
+    layers.checkpoint_activations(skeleton, model_plan.activation_checkpointing)
+    return skeleton
+
+
+def _step(work: Work, skeleton: Any, left_out: Collection[int], fabric: Any, ledger: trace.Ledger) -> None:
     """The calls of the loop in train.py that take memory, in its order."""
     name, model_plan = work.placement.strategy, work.model
-    skeleton = loading.build_skeleton(_traced(model_plan.config, work.context_length), loading.DTYPES[model_plan.precision])
-    freezing.freeze(skeleton, model_plan.frozen)
     model = language_model.LanguageModel(skeleton, chunked=model_plan.loss == "chunked")
-    layers.checkpoint_activations(skeleton, model_plan.activation_checkpointing)
     if model_plan.compiles and work.placement.kind == "cuda" and model_plan.loss == "chunked":
         model.token_loss = _CompiledLoss.apply
     _fill_buffers(model)
     if model_plan.tiled_mlp:
         tiles.tile(skeleton, tiled_modules(skeleton))
     offloads = work.placement.kind == "cuda" and model_plan.activation_checkpointing == "offload"
-    followed = trace.Layers(skeleton, ledger, model_plan.compiles, offloads)
+    followed = trace.Layers(skeleton, ledger, left_out, model_plan.compiles, offloads)
     wrapped = strategy.wrap(fabric, name, model, lambda model: None, model_plan.precision, work.placement.sharding)
     followed.wrapped = wrapped
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
@@ -130,7 +158,7 @@ def _step(work: Work, fabric: Any, ledger: trace.Ledger) -> None:
     if name == "ddp":
         ledger.label = trace.GRADIENTS
         _keep_in_buckets(trained, lambda: syncs or len(done) == count - 1)
-    ledger.peak = 0  # nothing is there only while the model is built
+    ledger.peaks.clear()  # nothing is there only while the model is built
     forward = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
     while len(done) < count:
         ledger.label, followed.is_forward = trace.ACTIVATIONS, True

@@ -7,11 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
-import numpy as np
-
 from fabric_llm.base.command_line import Flags, read_yaml
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import json_lines
+from fabric_llm.data import mixture_text
 from fabric_llm.data.sources import said_of_rows
 from fabric_llm.model import fast_paths, flops, freezing, language_model, loading, positions, strategy_rules, weights
 from fabric_llm.model import strategy as strategies
@@ -19,6 +18,7 @@ from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.plan import accelerators, checks, trace
 from fabric_llm.plan.make_plan import model_plan, require_shares
 from fabric_llm.plan.memory import Memory, Work, predict
+from fabric_llm.plan.mixture import lay_out
 from fabric_llm.plan.plan import ModelPlan
 from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes
 from fabric_llm.training import adamw
@@ -28,6 +28,7 @@ GIB = 2**30
 NO, CLOSE = 0.95, 0.80
 # The part of a step's operations that is computed a second time.
 RECOMPUTED = {"none": 0.0, "selective": 0.0, "full": 1 / 3, "offload": 1 / 3}
+ROW = 2048  # tokens: prepare_data.py's --context_length, where nothing is said
 # What --cpu_offload keeps in the host's memory.
 OFFLOADED = frozenset({trace.PARAMETERS, trace.GRADIENTS, trace.OPTIMIZER, trace.AVERAGE})
 
@@ -47,13 +48,14 @@ class Outlook:
     checkpoint_bytes: int
     kept_checkpoints: int
     tokens_a_step: int
-    steps: int
+    steps: Optional[int]  # None where neither flags nor a dataset say how many
     flops_a_step: float
     mfu: float
     seconds: accelerators.Seconds
     link_bytes: float  # of a device, in a step
     network_bytes: float  # of a node, in a step
     price: Optional[float]
+    assumed: str  # of the data, "" where flags or datasets say it
 
     @property
     def used(self) -> float:
@@ -71,8 +73,8 @@ class Outlook:
         return "fits" if self.used <= CLOSE else f"may not fit: above {100 * CLOSE:.0f} %"
 
     @property
-    def hours(self) -> float:
-        return self.steps * self.seconds.step / 3600
+    def hours(self) -> Optional[float]:
+        return None if self.steps is None else self.steps * self.seconds.step / 3600
 
 
 def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict) -> Outlook:
@@ -81,9 +83,9 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
     placement = _place(flags, "cpu" if device.name == "CPU" else "cuda")
     micro_batch_size, micro_batches, batch = batch_sizes(flags, placement.devices, placement.num_nodes)
     strategy_rules.offload(placement.strategy, flags.fsdp.cpu_offload, micro_batches)
-    context, rows = _rows(flags)
-    tokens, steps = batch * context, _steps(own, flags, batch * context, rows and rows / batch)
     model, skeleton = _model(flags, placement.kind)
+    context, assumed = _context(flags, model.config.get_text_config())
+    tokens, steps = batch * context, _steps(own, flags, context, batch)
     require_shares(placement.context_parallel, model, flags.model.attention, "rows", context)
     average = flags.training.ema_device if flags.training.ema_decay is not None else None
     elsewhere = OFFLOADED if flags.fsdp.cpu_offload and placement.kind == "cuda" else frozenset()
@@ -94,7 +96,7 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
         tokens_held = placement.devices * micro_batch_size * context // placement.context_parallel
         of_a_token = model.config.get_text_config().hidden_size * (4 if model.precision == "32-true" else 2)
         host["inputs of layers"] = tokens_held * of_a_token * len(strategies.repeated_layers(skeleton))
-    operations = flops.of_model(skeleton).of(np.full(context, batch))
+    operations = batch * flops.of_model(skeleton).of_row(context)
     again, world = _recomputed(model.activation_checkpointing), placement.world_size
     mfu = _mfu(own, device)
     is_sharded, wide = placement.strategy in ("fsdp", "fsdp2"), model.precision == "32-true"
@@ -119,10 +121,6 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
         exchange=exchanged,
     )
     known = device.memory_gib if own.device_memory is None else own.device_memory
-    interval, kept = flags.save.save_step_interval or steps, flags.save.keep_last
-    saves = 1 + (steps - 1) // interval
-    if kept is not None:
-        kept += flags.save.keep_best + (steps // lcm(interval, flags.save.keep_every) if flags.save.keep_every else 0)
     return Outlook(
         model=type(skeleton).__name__,
         parameters=count,
@@ -133,7 +131,7 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
         device_bytes=None if known is None else int(known * GIB),
         host_bytes=host,
         checkpoint_bytes=adamw.checkpoint_bytes(parameters, model.bf16_updates, average),
-        kept_checkpoints=saves if kept is None else min(saves, kept),
+        kept_checkpoints=_kept_checkpoints(flags, steps or 1),
         tokens_a_step=tokens,
         steps=steps,
         flops_a_step=operations,
@@ -141,8 +139,21 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
         seconds=seconds,
         link_bytes=sent[0],
         network_bytes=sent[1],
-        price=None if own.price_per_hour is None else own.price_per_hour * world * steps * seconds.step / 3600,
+        price=None if None in (own.price_per_hour, steps) else own.price_per_hour * world * steps * seconds.step / 3600,
+        assumed=assumed,
     )
+
+
+def _kept_checkpoints(flags: Flags, steps: int) -> int:
+    save = flags.save
+    interval, kept = save.save_step_interval or steps, save.keep_last
+    saves = 1 + (steps - 1) // interval
+    if kept is None:
+        return saves
+    kept += save.keep_best
+    if save.keep_every:
+        kept += steps // lcm(interval, save.keep_every)
+    return min(saves, kept)
 
 
 def _place(flags: Flags, kind: str) -> Placement:
@@ -189,24 +200,36 @@ def tflops_of(run: Path) -> float:
     return median(reached) * (1 + _recomputed(checks.activation_checkpointing(asked)))
 
 
-def _rows(flags: Flags) -> tuple[int, Optional[int]]:
-    """(tokens of a row, rows of the training split where a dataset says so)."""
-    folder = flags.data.train_data_dir
-    said = said_of_rows(Path(folder)) if folder is not None and Path(folder).is_dir() else None
-    context = flags.data.context_length or (said and said[1])
-    if not context:
-        raise Fault("--context_length is missing: without a dataset a plan needs the tokens of a row.")
-    return context, said and said[0]
+def _datasets(flags: Flags) -> list[Optional[tuple[int, int]]]:
+    """(training rows, tokens in each) of each dataset that the flags name, None for one that doesn't say so."""
+    folders = [flags.data.train_data_dir] if flags.data.train_data_dir is not None else []
+    if flags.data.data_mix:
+        folders = [source.path for source in mixture_text.parse(flags.data.data_mix).sources]
+    return [said_of_rows(Path(folder)) for folder in folders]
 
 
-def _steps(own: Flags, flags: Flags, tokens_a_step: int, an_epoch: Optional[float]) -> int:
+def _context(flags: Flags, text_config: Any) -> tuple[int, str]:
+    """(tokens of a row, "" or in words what was assumed of them)."""
+    if flags.data.context_length:
+        return flags.data.context_length, ""
+    if said := [one[1] for one in _datasets(flags) if one is not None]:
+        return max(said), ""
+    most = getattr(text_config, "max_position_embeddings", None) or ROW
+    tokens = min(ROW, most)
+    return tokens, f"rows of {tokens:,} tokens, as prepare_data.py makes them (--context_length)"
+
+
+def _steps(own: Flags, flags: Flags, context: int, batch: int) -> Optional[int]:
+    """Of the run, where flags or datasets say how many. batch: sequences of a step."""
+    training, datasets = flags.training, _datasets(flags)
     if own.tokens is not None:
-        return ceil(own.tokens / tokens_a_step)
-    if flags.training.max_step is not None:
-        return flags.training.max_step
-    if an_epoch:
-        return ceil(an_epoch * flags.training.number_epochs)
-    raise Fault("--max_step is missing: without a dataset a plan needs the steps of the run, or its --tokens.")
+        return ceil(own.tokens / (batch * context))
+    if training.max_step is not None or not datasets or None in datasets:
+        return training.max_step
+    rows = tuple(one[0] for one in datasets if one is not None)
+    if flags.data.data_mix:
+        return lay_out(mixture_text.parse(flags.data.data_mix), rows, batch, None, training.number_epochs)[2]
+    return ceil(rows[0] / batch * training.number_epochs)
 
 
 def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
@@ -217,11 +240,22 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
     if asked.model_name is None:
         raise Fault("--model_name is missing: a plan needs the folder of a config.json, or a name on the hub.")
     config = loading.load_config(asked.model_name)
+    if (quantized := loading.quantized(config)) is not None:
+        raise Fault(f"The weights of {asked.model_name!r} are {quantized}.")
+    _require_no_pointers(Path(asked.model_name))
     packs = asked.attention in ("auto", "packed") and flags.data.document_masking is not False
     packs = packs and fast_paths.takes_documents(loading.causal_lm_class(config))
-    attention = fast_paths.PACKED if packs else asked.attention.replace("flash_attention_2", "auto")
-    config._attn_implementation = loading.resolve_attention(config, attention, kind)
-    skeleton = loading.checked_skeleton(asked.model_name, config, loading.DTYPES[asked.precision])
+    attention = asked.attention.replace("flash_attention_2", "auto")
+    names = [*["packed"] * packs, attention]
+    dtype = loading.DTYPES[asked.precision]
+    for name in names:  # some classes have no other attention than their own
+        try:
+            config._attn_implementation = loading.resolve_attention(config, name, kind)
+            skeleton = loading.checked_skeleton(asked.model_name, config, dtype)
+            break
+        except ValueError:
+            if name == names[-1]:
+                raise
     model = model_plan(flags, config, skeleton, kind)
     freezing.freeze(skeleton, model.frozen)
     loss = "full" if asked.loss == "full" else "chunked"
@@ -232,6 +266,17 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
             raise Fault(f"--loss chunked: {error}; take --loss auto.") from None
         loss = "full"
     return replace(model, loss=loss), skeleton
+
+
+def _require_no_pointers(folder: Path) -> None:
+    """Raises Fault where a download has left something else in the place of weights."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            begin = opened.read(64).lower()
+        if begin.startswith(b"version https://git-lfs"):
+            raise Fault(f"{str(file)!r} is a pointer of git-lfs, not weights: run git lfs pull in {str(folder)!r}.")
+        if begin.lstrip().startswith((b"<!doctype", b"<html")):
+            raise Fault(f"{str(file)!r} is a page of HTML, not weights: download it again.")
 
 
 def _host(flags: Flags, placement: Placement, skeleton: Any, memory: Memory, average: Optional[str]) -> dict[str, int]:

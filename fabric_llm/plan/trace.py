@@ -1,24 +1,25 @@
 """A training step of one rank without memory: which bytes its tensors would take, and when.
 
-The model is wrapped, run and differentiated by the functions that a run calls, on fake tensors, which have shapes and no data, and
-over a process group that sends nothing. So what a strategy gathers, copies and frees isn't described here a second time: `Ledger`
-counts each storage when it is made, when FSDP resizes it, and when it is gone.
+The model is wrapped, run and differentiated by the functions that a run calls, on fake tensors, which have
+shapes and no data, and over a process group that sends nothing. So what a strategy gathers, copies and frees
+isn't described here a second time: `Ledger` counts each storage when it is made, when FSDP resizes it, and
+when it is gone.
 
-A model has many equal layers. Of each kind the first two and the last two compute; those between them hold what the first one kept
-for its backward pass, and pass on gradients of their parameters (`_StandIn`). From one of these to the next the sum of what is held
-changes by the same number of bytes each time, so that the peak isn't among them. It may be at the second layer: in the backward
-pass of the first one nothing is left to be gathered ahead.
+A model has many equal layers, or equal groups of layers. `cuts` says which of them a step can do without:
+each one more adds the same bytes to each moment, so that a step with one more says what all of them add.
+From one layer to the next the sum of what is held changes by the same number of bytes each time, so that the
+peak isn't among those that are left out.
 """
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 from unittest.mock import patch
 
 import torch
@@ -29,30 +30,33 @@ from torch.utils._pytree import tree_leaves
 from fabric_llm.model.layers import KEPT
 from fabric_llm.model.strategy import local_part, repeated_layers
 
-# What a storage is of; of a layer's activations: (ACTIVATIONS, number of the layer).
+# What a storage is of.
 PARAMETERS, GRADIENTS, ACTIVATIONS = "parameters", "gradients", "activations"
 HEAD, BACKWARD, GATHERED = "loss head", "backward pass", "gathered units and messages"
 OPTIMIZER, AVERAGE, BATCH, SUMS = "optimizer state", "moving average", "batch", "float32 sums of gradients"
+MEASURED = "a layer that is looked at"
+ENDS = 4  # layers of a kind that stay: two at each end, since nothing is gathered ahead of the outermost
+# What modules call the number of their layer, which doesn't make it another kind.
+NUMBERS = re.compile("idx|index|layer_(id|num)|block_id")
 
 
 class Ledger(TorchDispatchMode):
-    """Bytes of all storages that are alive, by what they are, and their composition at the peak."""
+    """Bytes of all storages that are alive, by what they are, and their composition at the peak of each moment."""
 
     def __init__(self, copies_messages: bool = False, elsewhere: Collection[str] = ()) -> None:
         """copies_messages: as gloo does with what it reduces and scatters, and NCCL doesn't. elsewhere: labels of what the host has."""
         super().__init__()
         self.copies_messages, self.elsewhere = copies_messages, elsewhere
-        self.most: Counter[Any] = Counter()  # that was held of each of these labels
-        self.label: Any = PARAMETERS  # of storages that are made now; of a layer's: (ACTIVATIONS, number of the layer)
+        self.most: Counter[str] = Counter()  # that was held of each of these labels
+        self.label = PARAMETERS  # of storages that are made now
         self.moment = "start"
-        self.alive: dict[int, tuple[int, Any]] = {}  # storage -> bytes, label
-        self.held: Counter[Any] = Counter()
-        self.total = self.peak = 0
-        self.at_peak: Counter[Any] = Counter()
+        self.alive: dict[int, tuple[int, str]] = {}  # storage -> bytes, label
+        self.held: Counter[str] = Counter()
+        self.total = 0
+        self.peaks: dict[str, tuple[int, Counter[str]]] = {}  # moment -> the most in it, by label
         self.multiplied: set[int] = set()  # storages that matrix products and attention have read or made
         self.stream: Optional[torch.Size] = None  # the shape of the residual stream, while a compiled layer is looked at
         self.sums: list[Tensor] = []  # what has been added to it
-        self.peak_moment = self.moment
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.copies_messages and operation.namespace == "c10d" and "reduce_scatter" in str(operation):
@@ -93,8 +97,8 @@ class Ledger(TorchDispatchMode):
             self.alive[key] = size, label
         if label in self.elsewhere:
             self.most[label] = max(self.most[label], self.held[label])
-        if self.total > self.peak:
-            self.peak, self.at_peak, self.peak_moment = self.total, self.held.copy(), self.moment
+        if self.moment not in self.peaks or self.total > self.peaks[self.moment][0]:
+            self.peaks[self.moment] = self.total, self.held.copy()
 
     def resizes(self) -> AbstractContextManager[Any]:
         """In the body, count what FSDP does to storages: it gives them memory before a unit computes, and takes it afterwards."""
@@ -109,8 +113,76 @@ class Ledger(TorchDispatchMode):
         return patch.object(torch.UntypedStorage, "resize_", counted)
 
 
-class _StandIn(torch.autograd.Function):
-    """A layer without its computation: what it keeps for its backward pass, what that works with, the gradients that it makes."""
+class Cut(NamedTuple):
+    """Equal groups of layers that a step can do without."""
+
+    first: int  # number of the first layer that is left out
+    period: int  # layers of a group
+    times: int  # groups
+
+
+def cuts(kinds: Sequence[Any]) -> list[Cut]:
+    """What to leave out of layers of these kinds. A step with all cuts, and one more for each cut, has fewer layers than all."""
+    found: list[Cut] = []
+
+    def layers_of(some: list[Cut]) -> int:
+        left = len(kinds) - sum(cut.period * cut.times for cut in some)
+        return left * (1 + len(some)) + sum(cut.period for cut in some)
+
+    parts = [(0, len(kinds))]
+    while parts:
+        begin, end = parts.pop()
+        cut = _longest(kinds, begin, end)
+        if cut is not None and layers_of([*found, cut]) < layers_of(found):
+            found.append(cut)
+            parts += [(begin, cut.first), (cut.first + cut.period * cut.times, end)]
+    return found
+
+
+def _longest(kinds: Sequence[Any], begin: int, end: int) -> Optional[Cut]:
+    """The cut of most layers among those from `begin` up to `end`, None where nothing repeats often enough."""
+    best = None
+    for period in range(1, (end - begin) // 3 + 1):
+        at_each_end = max(1, ENDS // 2 // period)  # groups that stay
+        start = begin
+        for number in range(begin, end):
+            if number + period < end and kinds[number] == kinds[number + period]:
+                continue
+            times = (number + period - start) // period - 2 * at_each_end
+            if times > 0 and (best is None or times * period > best.times * best.period):
+                best = Cut(start + at_each_end * period, period, times)
+            start = number + 1
+    return best
+
+
+def left_out(found: Sequence[Cut]) -> Iterator[set[int]]:
+    """Numbers of the layers that a step leaves out: of all cuts, then of each with a group less."""
+    whole = [set(range(cut.first, cut.first + cut.period * cut.times)) for cut in found]
+    every = set().union(*whole)
+    yield every
+    for cut in found:
+        yield every - set(range(cut.first, cut.first + cut.period))
+
+
+def kind(layer: nn.Module) -> Any:
+    """What layers have in common that take the same memory: classes, parameters and settings."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((key, p.shape, p.dtype, p.requires_grad) for key, p in module._parameters.items() if p is not None),
+            tuple(
+                (key, value)
+                for key, value in vars(module).items()
+                if isinstance(value, (int, float, str)) and not NUMBERS.search(key)
+            ),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+class _CompiledLayer(torch.autograd.Function):
+    """What a compiled layer keeps for its backward pass, what that works with, and the gradients that it makes."""
 
     @staticmethod
     def forward(ctx: Any, keeps: Keeps, hidden: Tensor, *parameters: Tensor) -> Tensor:
@@ -127,66 +199,69 @@ class _StandIn(torch.autograd.Function):
         return None, torch.zeros_like(gradient), *made
 
 
-@dataclass
-class Keeps:
-    """What a layer of a kind keeps for its backward pass."""
+class Keeps(NamedTuple):
+    """What a compiled layer keeps for its backward pass."""
 
-    bytes: int = 0  # without its input, and without its output where that isn't kept
-    its_input: bool = False
-    backward_bytes: int = 0  # that the backward pass takes beside the gradients of the parameters, where it isn't traced
-    values: int = 0  # that the layer returns, 0 for one tensor
+    bytes: int  # without its input
+    its_input: bool
+    backward_bytes: int  # that the backward pass takes beside the gradients of the parameters
+
+
+class LeftOut(nn.Module):
+    """What is in the place of a layer that a step does without: the settings of the layer, which its model may ask."""
 
 
 class Layers:
-    """The layers of a model, of which those that are like others don't compute; labels and moments follow them."""
+    """The layers of a model; labels and moments follow them."""
 
-    def __init__(self, model: nn.Module, ledger: Ledger, compiles: bool = False, offloads: bool = False) -> None:
-        """Call it before the model is wrapped. compiles: see `_of_compiled`. offloads: the inputs of layers are on no device."""
+    def __init__(
+        self,
+        model: nn.Module,
+        ledger: Ledger,
+        left_out: Collection[int] = (),
+        compiles: bool = False,
+        offloads: bool = False,
+    ) -> None:
+        """Call it before the model is wrapped. left_out: layers that pass on what they are given.
+
+        compiles: see `_measured`. offloads: the inputs of layers are on no device.
+        """
         self.ledger, self.layers, self.compiles = ledger, [*repeated_layers(model).values()], compiles
         self.offloads = offloads
         self.is_forward = True
         self.wrapped = model
-        kinds: dict[Any, list[int]] = {}
-        for number, layer in enumerate(self.layers):
-            kinds.setdefault(_kind(model, number, layer), []).append(number)
-        self.first = {number: some[0] for some in kinds.values() for number in some}
-        computes = {number for some in kinds.values() for number in (*some[:2], *some[-2:])}
-        self.stands_in = set(self.first) - (set() if compiles else computes)
-        self.keeps: dict[int, Keeps] = {}  # by the first layer of a kind
-        self.output: dict[int, Any] = {}  # of that: a reference to its storage
+        self.wrap: Callable[[Tensor], Any] = lambda hidden: hidden  # in what layers return their hidden states
         for number, layer in enumerate(self.layers):
             layer.forward = partial(self._forward, number, list(_places(layer)))
+            if number in left_out:
+                layer.forward = lambda *args, **more: self.wrap(_hidden_states(args, more))
+                for held in (layer._modules, layer._parameters, layer._buffers):
+                    held.clear()
+                layer.__class__ = LeftOut
 
     def _forward(self, number: int, places: Any, *args: Any, **more: Any) -> Any:
-        ledger, layer, first = self.ledger, self.layers[number], self.first[number]
-        forward = partial(type(layer).forward, layer, *args, **more)  # FSDP2 has given it another class since
+        ledger, layer = self.ledger, self.layers[number]
+        # FSDP2 has given it another class since.
+        forward = partial(type(layer).forward, layer, *args, **more)
         if not self.is_forward:  # computed again for the backward pass
             return forward()
-        ledger.label, ledger.moment = (ACTIVATIONS, number), f"the forward pass of layer {number + 1}"
-        hidden = args[0] if args else more["hidden_states"]
-        if self.compiles and number == first:
-            self._of_compiled(number, hidden, forward)
-        if number in self.stands_in:
-            keeps = self.keeps[first]
-            if first in self.output:  # what the first of its kind keeps is known once its output has gone where it goes
-                output = self.output.pop(first)()
-                keeps.bytes = ledger.held[ACTIVATIONS, first] - (0 if output is None else output.nbytes())
-            output = _StandIn.apply(keeps, hidden, *(getattr(module, name) for module, name in places))
-            output = (output, *[None] * (keeps.values - 1)) if keeps.values else output
+        ledger.label, ledger.moment = ACTIVATIONS, f"the forward pass of layer {number + 1}"
+        if self.compiles:
+            hidden = _hidden_states(args, more)
+            keeps = self._measured(layer, hidden, forward)
+            parameters = (getattr(module, name) for module, name in places)
+            output = self.wrap(_CompiledLayer.apply(keeps, hidden, *parameters))
         else:
-            with self._sees_input(number, hidden) as keeps:
-                output = forward()
-            keeps.values = len(output) if isinstance(output, tuple) else 0
-        tensor = output[0] if isinstance(output, tuple) else output
-        if number == first and number not in self.stands_in:
-            self.keeps[number], self.output[number] = keeps, weakref.ref(tensor.untyped_storage())
+            output = forward()
+            self.wrap = _wrapping(output)
+        tensor = output[0] if isinstance(output, (tuple, list)) else output
         if tensor.requires_grad:
             tensor.register_hook(partial(self._backward, number))
-        is_last = number == len(self.layers) - 1
-        ledger.label, ledger.moment = (HEAD, "the loss head") if is_last else (ACTIVATIONS, ledger.moment)
+        if number == len(self.layers) - 1:
+            ledger.label, ledger.moment = HEAD, "the loss head"
         return output
 
-    def _of_compiled(self, number: int, hidden: Tensor, forward: Callable[[], Any]) -> None:
+    def _measured(self, layer: nn.Module, hidden: Tensor, forward: Callable[[], Any]) -> Keeps:
         """What a compiled layer keeps: of what an eager one does, what matrix products and attention have read or made, and the sums of
         the residual stream, which norms take.
 
@@ -194,41 +269,26 @@ class Layers:
         That works with the gradients of what is kept, of which about a half is there at once. A layer that is checkpointed as a
         whole keeps its input, and has all of that in its backward pass.
         """
-        ledger, layer = self.ledger, self.layers[number]
+        ledger = self.ledger
         is_checkpointed = getattr(layer, "gradient_checkpointing", False)
         context = getattr(layer, "_gradient_checkpointing_func", None)
         is_selective = is_checkpointed and "context_fn" in getattr(context, "keywords", {})
         layer.gradient_checkpointing, ledger.multiplied = is_selective, set()
         ledger.stream = None if is_selective else hidden.shape
-        before = ledger.total, ledger.peak, ledger.at_peak, ledger.peak_moment
+        peaks, ledger.label = ledger.peaks.copy(), MEASURED
         output = forward()
-        made = {key for key, (_, label) in list(ledger.alive.items()) if label == (ACTIVATIONS, number)}
-        made.discard((output[0] if isinstance(output, tuple) else output).untyped_storage()._cdata)  # the next's input
+        self.wrap = _wrapping(output)
+        made = {key for key, (_, label) in list(ledger.alive.items()) if label == MEASURED}
+        tensor = output[0] if isinstance(output, (tuple, list)) else output
+        made.discard(tensor.untyped_storage()._cdata)  # the next's input
         kept = sum(ledger.alive[key][0] for key in made if key in ledger.multiplied or is_selective)
-        del output
+        del output, tensor
         ledger.stream = None
         ledger.sums.clear()
-        ledger.peak, ledger.at_peak, ledger.peak_moment = before[1:]  # nothing of it is there in a run
+        ledger.peaks, ledger.label = peaks, ACTIVATIONS  # nothing of it is there in a run
         layer.gradient_checkpointing = is_checkpointed
         whole = is_checkpointed and not is_selective
-        self.keeps[number] = Keeps(0 if whole else kept, not self.offloads, (kept if whole else 0) + kept // 2)
-
-    @contextmanager
-    def _sees_input(self, number: int, hidden: Tensor) -> Iterator[Keeps]:
-        """Find out in the body, the forward pass of a layer, whether it keeps its input for its backward pass."""
-        is_checkpointed = getattr(self.layers[number], "gradient_checkpointing", False)
-        keeps = Keeps(its_input=is_checkpointed and not self.offloads)
-        if is_checkpointed:
-            yield keeps
-            return
-
-        def pack(tensor: Tensor) -> Tensor:
-            keeps.its_input |= tensor.untyped_storage()._cdata == key
-            return tensor.detach()  # a tensor that keeps itself would never go
-
-        key = hidden.untyped_storage()._cdata
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield keeps
+        return Keeps(0 if whole else kept, not self.offloads, (kept if whole else 0) + kept // 2)
 
     def _backward(self, number: int, gradient: Tensor) -> None:
         """Called with the gradient of what a layer has returned: its backward pass begins."""
@@ -244,11 +304,16 @@ class Layers:
                 self.ledger.put(key, self.ledger.alive[key][0], GRADIENTS)
 
 
-def _kind(model: nn.Module, number: int, layer: nn.Module) -> Any:
-    """What two layers have in common that take the same memory."""
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or [None] * (number + 1)
-    shapes = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
-    return type(layer), shapes, getattr(layer, "gradient_checkpointing", None), kinds[number]
+def _hidden_states(args: Sequence[Any], more: dict[str, Any]) -> Tensor:
+    return args[0] if args else more["hidden_states"]
+
+
+def _wrapping(output: Any) -> Callable[[Tensor], Any]:
+    """Other hidden states -> what a layer would return that has returned `output`."""
+    if not isinstance(output, (tuple, list)):
+        return lambda hidden: hidden
+    form, others = type(output), [None] * (len(output) - 1)
+    return lambda hidden: form([hidden, *others])
 
 
 def _places(layer: nn.Module) -> Iterator[tuple[nn.Module, str]]:

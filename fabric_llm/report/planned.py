@@ -39,9 +39,12 @@ def write(output: Path, flags: Flags, plan: Optional[Plan], outlook: Outlook) ->
     peak = outlook.memory.peak
     below = f"{100 * outlook.used:.0f} % of the device, in {outlook.memory.moment}" if outlook.used else "of a device"
     costs = "" if outlook.price is None else f"{outlook.price:,.2f} for them"
+    time = "A step", f"{outlook.seconds.step:.3g} s", "--max_step or --tokens says how many"
+    if outlook.hours is not None:
+        time = "Time", page.duration(3600 * outlook.hours), f"{outlook.steps:,} steps of {time[1]}"
     drawn["headline"] += [
         ("Memory at the peak", f"{peak / GIB:,.2f} GiB", below),
-        ("Time", page.duration(3600 * outlook.hours), f"{outlook.steps:,} steps of {outlook.seconds.step:.3g} s"),
+        time,
         ("Disk", f"{outlook.checkpoint_bytes * outlook.kept_checkpoints / GIB:,.2f} GiB", costs),
     ]
     parts = {**outlook.memory.parts, "together": peak}
