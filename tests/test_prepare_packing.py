@@ -171,7 +171,10 @@ def test_lengths_that_leave_padding_are_said(tmp_path):
 def test_padding_is_no_target_and_belongs_to_the_document_before(corpus, tmp_path, apart):
     eos = made(corpus, tmp_path / "out")["eos_token_id"]
     dataset = open_dataset(tmp_path / "out")
-    [batch] = Batches(dataset.train, 0, len(dataset.train), 1, shuffle=False, document_end=eos if apart else None).at(0)
+    numbers = np.arange(len(dataset.train))
+    [batch] = Batches(
+        dataset.train, 0, len(numbers), 1, picked=numbers, document_end=eos if apart else None
+    ).at(0)
     ids, labels = batch["input_ids"], batch["labels"]
     padding = torch.zeros_like(ids, dtype=torch.bool)
     padding[:, 1:] = (ids[:, 1:] == eos) & (ids[:, :-1] == eos)
@@ -194,10 +197,11 @@ def test_both_packings_go_together_in_a_mixture(corpus, tmp_path):
     for sources in ((padded, plain), (plain, padded)):
         rows, numbers = together(sources).train, np.arange(sum(len(source.train) for source in sources))
         eos = padded.manifest["eos_token_id"]
-        [batch] = Batches(rows, 0, len(numbers), 1, shuffle=False, document_end=eos).at(0)
+        [batch] = Batches(rows, 0, len(numbers), 1, picked=numbers, document_end=eos).at(0)
         first = 0
         for source in sources:
-            one = Batches(source.train, 0, len(source.train), 1, shuffle=False, document_end=eos).at(0)[0]
+            own = np.arange(len(source.train))
+            [one] = Batches(source.train, 0, len(own), 1, picked=own, document_end=eos).at(0)
             for name in ("input_ids", "labels", "position_ids"):
                 assert torch.equal(batch[name][first : first + len(source.train)], one[name]), name
             first += len(source.train)

@@ -39,7 +39,7 @@ class Batches:
     micro_batches: int  # per step and rank
     rank: int = 0
     world_size: int = 1
-    shuffle: bool = True
+    picked: Optional[np.ndarray] = None  # rows to read in this order, and not by `seed`
     end: Optional[int] = None  # sequences; None: one epoch after the other, without end
     document_end: Optional[int] = None  # id of the token that ends each document, if packed documents are kept apart
     mixture: Optional[Mixture] = None  # which says instead of `seed` which rows are read
@@ -59,8 +59,8 @@ class Batches:
         """Row numbers in the dataset of the sequences at `positions`, int64, same shape."""
         if self.mixture is not None:
             return self.mixture.rows_at(positions)
-        if not self.shuffle:
-            return positions % len(self.rows)
+        if self.picked is not None:
+            return self.picked[positions % len(self.picked)]
         return rows_at(positions, len(self.rows), self.seed)
 
     def positions(self, position: int) -> np.ndarray:

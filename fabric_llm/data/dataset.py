@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import datasets
 import numpy as np
@@ -34,6 +34,11 @@ class TokenDataset:
     context_length: int  # tokens per sequence
     max_token_id: int
     manifest: dict[str, Any]  # what prepare_data.py wrote, {} for a dataset made elsewhere
+
+    @property
+    def document_end(self) -> Optional[int]:
+        """The token that ends each document of a packed dataset, None of any other."""
+        return self.manifest["eos_token_id"] if self.manifest.get("packed") else None
 
     @cached_property
     def fingerprint(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +44,26 @@ def rows_at(positions: np.ndarray, row_count: int, seed: int) -> np.ndarray:
         there = epochs == epoch
         rows[there] = permuted(offsets[there], row_count, seed, int(epoch))
     return rows
+
+
+def spread(count: int, row_count: int) -> np.ndarray:
+    """`count` of `row_count` rows, evenly spread: one of each of `count` equal stretches. int64, ascending.
+
+    So the files of a split, which lie one behind the other, have their shares. Where in its stretch a row lies says a hash: a
+    fixed stride would meet one kind alone of rows that alternate. Nothing but the two numbers says which rows they are.
+    """
+    edges = np.arange(count + 1) * row_count // max(count, 1)
+    within = splitmix64(np.arange(count, dtype=np.uint64)) % np.diff(edges).astype(np.uint64)
+    return edges[:-1] + within.astype(np.int64)
+
+
+def sample(rows: Any, count: int) -> np.ndarray:
+    """The numbers of at most `count` rows that are evaluated of a split, or of a probe. int64, ascending.
+
+    They are those that its own method `sample` says, or are evenly spread.
+    """
+    count = min(count, len(rows))
+    return rows.sample(count) if hasattr(rows, "sample") else spread(count, len(rows))
 
 
 def random_key(*parts: int) -> np.uint64:

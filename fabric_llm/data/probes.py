@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fabric_llm.data.columns import IGNORED, Rows
+from fabric_llm.data.order import spread
 
 PASSAGES, LONGEST_PASSAGE = 64, 256  # of the probe of copying: passages, and tokens of one
 ROWS_DRAWN_FROM, TOKENS_DRAWN_FROM = 256, 2**22  # of the text, at most
@@ -19,10 +20,15 @@ DEPTHS, LENGTHS, EACH = tuple(range(10, 100, 10)), 3, 2
 SHORTEST = 8  # tokens of a text with a question
 
 
+def drawn_from(split: Any) -> np.ndarray:
+    """The rows of a split from which probes take their tokens."""
+    most = max(1, TOKENS_DRAWN_FROM // len(split[0]["input_ids"]))
+    return spread(min(ROWS_DRAWN_FROM, most, len(split)), len(split))
+
+
 def _text_of(split: Any, left_out: Sequence[int]) -> np.ndarray:
-    """The first tokens of a split without those of `left_out`, such as a document's end. int64 [tokens]"""
-    rows = min(ROWS_DRAWN_FROM, max(1, TOKENS_DRAWN_FROM // len(split[0]["input_ids"])), len(split))
-    ids = np.asarray(split[np.arange(rows)]["input_ids"]).ravel()
+    """The tokens of these rows without those of `left_out`, such as a document's end. int64 [tokens]"""
+    ids = np.asarray(split[drawn_from(split)]["input_ids"]).ravel()
     return ids[~np.isin(ids, left_out)]
 
 
@@ -56,6 +62,10 @@ class Questions:
 
     def __len__(self) -> int:
         return len(DEPTHS) * len(self.lengths) * EACH
+
+    def sample(self, count: int) -> np.ndarray:
+        """The first questions, which are at all depths."""
+        return np.arange(count)
 
     def about(self, number: int) -> tuple[int, int]:
         """(length of the text that holds the question, tokens; depth of the key in it, percent). All depths come first."""

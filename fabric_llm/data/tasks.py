@@ -15,6 +15,7 @@ import numpy as np
 from fabric_llm.base.faults import one_line
 from fabric_llm.data.columns import Rows
 from fabric_llm.data.dataset import TokenDataset, open_dataset
+from fabric_llm.data.order import spread
 
 TASKS = "tasks.json"  # in a folder of tasks: what each of them holds
 # Of each row: its task; its document, whose rows are in the order of the choices; whether it is a right answer; whether it is
@@ -30,12 +31,25 @@ class Tasks(Rows):
         super().__init__(rows.chunks)
         self.said = said
 
+    def sample(self, count: int) -> np.ndarray:
+        """All choices of documents that are evenly spread over each task, as many as have `count` rows together, or one."""
+        firsts = np.append(0, np.flatnonzero(np.diff(self.said["document"])) + 1)
+        sizes = np.diff(np.append(firsts, len(self)))
+        by_task = np.argsort(self.said["task"][firsts], kind="stable")
+        chosen = by_task[: min(count, 1)]
+        for documents in range(min(count // int(sizes.min()), len(sizes)), 1, -1):
+            fewer = by_task[spread(documents, len(sizes))]
+            if sizes[fewer].sum() <= count:
+                chosen = fewer
+                break
+        return np.flatnonzero(np.isin(np.repeat(np.arange(len(sizes)), sizes), chosen))
+
     def answered(self, sums: np.ndarray, targets: np.ndarray) -> dict[str, float]:
         """`accuracy`, `accuracy_norm` and `bits_per_byte`, of all `documents` and of each task, such as accuracy_of_arc_easy.
 
         As lm_eval's acc and acc_norm: the choice of the largest likelihood, or of the largest logarithm of it a character, is a
-        right one. Bits per byte, and `loss`, nats a token, are of the right answers. Documents that weren't evaluated to their
-        last choice are left out. sums: as language_model.by_row has them, [rows, 3]. targets: [rows].
+        right one. Bits per byte, and `loss`, nats a token, are of the right answers. Documents that weren't evaluated are left
+        out. sums: as language_model.by_row has them, [rows, 3]. targets: [rows].
         """
         judged: dict[str, list[list[float]]] = defaultdict(list)
         for rows in np.split(np.arange(len(self)), np.flatnonzero(np.diff(self.said["document"])) + 1):

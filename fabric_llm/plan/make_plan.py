@@ -4,7 +4,7 @@ Each check raises ValueError in one sentence with the offending value. A check w
 on rank 0 only.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -236,7 +236,7 @@ def _plan_data(
         evaluated_rows=evaluation.eval_iters * evaluation.eval_batch_size,
         budgets=budgets,
         probes=evaluated_probes(evaluation.probes, budgets),
-        document_end=find_document_end(bool(masking), read["dataset"]),
+        document_end=read["dataset"].document_end if masking else None,
         document_masking=masking,
     )
     return data, Schedule(*batches, max_step, end, training.max_step, training.number_epochs)
@@ -258,19 +258,6 @@ def open_eval_data(flags: Flags) -> dict[str, TokenDataset]:
     """The datasets of --eval_data by name. Raises ValueError."""
     folders = parse_eval_data(flags.evaluation.eval_data)
     return {name: open_here(folder, flags, not Path(folder, TASKS).is_file()) for name, folder in folders.items()}
-
-
-def find_document_end(masks_documents: bool, dataset: TokenDataset) -> Optional[int]:
-    """The token that ends each document of a packed dataset, None if documents aren't to be kept apart."""
-    return dataset.manifest["eos_token_id"] if masks_documents and dataset.manifest.get("packed") else None
-
-
-def document_ends(
-    names: Iterable[str], eval_data: Mapping[str, TokenDataset], document_end: Optional[int]
-) -> dict[str, Optional[int]]:
-    """{set: token that ends its documents}: `document_end`, or None for sets in `eval_data` that end theirs otherwise."""
-    apart = {name for name, dataset in eval_data.items() if find_document_end(True, dataset) != document_end}
-    return {name: None if name in apart else document_end for name in names}
 
 
 def _require_row_length(dataset: TokenDataset, flags: Flags) -> None:
@@ -345,7 +332,7 @@ def require_alike(first: TokenDataset, other: TokenDataset, masks_documents: boo
         words = f"{', '.join(columns)}, and {', '.join(others)}"
         raise ValueError(f"{both} have different columns: {words}; run prepare_data.py for both with the same flags.")
     _require_one_tokenizer(first, other, both)
-    ends = [find_document_end(True, one) for one in (first, other)]
+    ends = [one.document_end for one in (first, other)]
     if masks_documents and ends[0] != ends[1]:
         said = [f"packed, token {end} ends a document" if end is not None else "not packed by prepare_data.py" for end in ends]
         raise ValueError(f"{both} have different documents: {', and '.join(said)}; take --document_masking false.")

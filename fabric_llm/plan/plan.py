@@ -17,7 +17,8 @@ from fabric_llm.data.columns import pads_before_text
 from fabric_llm.data.dataset import TokenDataset, fingerprint
 from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.mixture_text import MOST_SLOTS, DataMix, at_least
-from fabric_llm.data.probes import Questions, copy_probe
+from fabric_llm.data.order import sample
+from fabric_llm.data.probes import Questions, copy_probe, drawn_from
 from fabric_llm.data.sources import COPY, ONE_SET, RETRIEVAL
 from fabric_llm.data.token_bytes import bytes_are_lost
 from fabric_llm.model import strategy as strategies
@@ -59,7 +60,7 @@ class DataPlan:
     evaluated_rows: int  # of each validation set, at most
     budgets: Mapping[str, float]  # --forgetting_budget: {validation set: nats}
     probes: Sequence[str]  # that are evaluated
-    document_end: Optional[int]  # token id that ends each packed document, None where documents aren't kept apart
+    document_end: Optional[int]  # token id that ends each packed document of `dataset`, None where they aren't kept apart
     document_masking: Union[bool, str]  # as given, or as in the resumed run; "auto": if the model can
     sources: Mapping[str, TokenDataset] = field(default_factory=dict)  # of a mixture
     mix: Optional[DataMix] = None  # --data_mix
@@ -70,6 +71,18 @@ class DataPlan:
         """Whether rows that are read have padding before their text, which packed attention would take for text."""
         opened = [*(self.sources.values() or [self.dataset]), *self.eval_data.values()]
         return any(pads_before_text(split) for one in opened for split in (one.train, one.validation))
+
+    def ends_of_eval_data(self) -> dict[str, Optional[int]]:
+        """{set of --eval_data: token id that ends its documents, None where they aren't kept apart}."""
+        return {name: one.document_end if self.document_masking else None for name, one in self.eval_data.items()}
+
+    def keeps_documents_apart(self) -> bool:
+        """Whether there are documents that the model has to keep apart, in what it trains on or is evaluated on."""
+        return {self.document_end, *self.ends_of_eval_data().values()} != {None}
+
+    def without_masking(self) -> DataPlan:
+        """The same for a model that doesn't keep documents apart."""
+        return replace(self, document_end=None, document_masking=False)
 
     def of_each(self, fact: Callable[[TokenDataset], Any]) -> Any:
         """`fact` of the dataset, or of a mixture {source: fact of it}."""
@@ -188,11 +201,23 @@ class Plan:
         return next((name for name in self.data.budgets if name in names), names[0])
 
     def measured_on(self) -> dict[str, list[Any]]:
-        """{set: its fingerprint and evaluated rows}. Losses before and after a resume can be compared only if it is the same."""
-        splits = self.validation_splits().items()
-        found = {name: [fingerprint(split), min(self.data.evaluated_rows, len(split))] for name, split in splits}
-        copied = found[self._copied()]
-        return {**found, COPY: copied, **({RETRIEVAL: [*copied, self._longest()]} if RETRIEVAL in self.data.probes else {})}
+        """{set: what its loss is of}. Losses before and after a resume can be compared only if it is the same.
+
+        That is its fingerprint and its evaluated rows; where these are a part, of how many; where it ends documents in its own
+        way, how. So it differs from what older versions wrote, which read the first rows and saw such documents as one.
+        """
+        splits, end = self.validation_splits(), self.data.document_end
+        found = {name: [fingerprint(split), *self._part_of(split)] for name, split in splits.items()}
+        for name, own in self.data.ends_of_eval_data().items():
+            found[name] += [f"documents end with {own}"] * (own not in (None, end))
+        drawn, text = splits[self._copied()], found[self._copied()][:2]
+        text += [f"tokens from all over {len(drawn)} rows"] * (len(drawn_from(drawn)) < len(drawn))
+        return {**found, COPY: text, **({RETRIEVAL: [*text, self._longest()]} if RETRIEVAL in self.data.probes else {})}
+
+    def _part_of(self, split: Any) -> list[int]:
+        """[rows that are evaluated], and behind it those of the whole split, if there are more."""
+        count = len(sample(split, self.data.evaluated_rows))
+        return [count] + [len(split)] * (count < len(split))
 
     def measured_otherwise(self) -> frozenset[str]:
         """Sets whose losses before step 1 can't be compared, since they were of other rows."""

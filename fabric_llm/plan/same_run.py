@@ -64,6 +64,7 @@ def facts(plan: Plan, flags: Flags) -> dict[str, Any]:
         "schedule": schedule,
         **found,
         "measured_on": plan.resumed["measured_on"] if plan.is_base_known else plan.measured_on(),
+        "evaluated_on": plan.measured_on(),
         "end_step": plan.schedule.max_step,
         "logged": {"every": flags.logging.log_step_interval, "after": plan.start.step},
         "model_name": plan.model.name,
@@ -100,11 +101,15 @@ def require_same_run(plan: Plan, flags: Flags) -> list[str]:
             raise ValueError(f"{str(plan.resume_from)!r} was written with {'; '.join(first)}. {advice}")
     base, measured_on = then["guard"]["before"], plan.measured_on()
     for name in plan.data.budgets if plan.is_base_known else ():
-        if name not in base or then["measured_on"].get(name, measured_on[name]) != measured_on[name]:
+        before = then["measured_on"].get(name, measured_on[name])
+        if name not in base or before != measured_on[name]:
+            given = "Give the --eval_data, --eval_iters and --eval_batch_size of then, or leave"
+            if before == measured_on[name][: len(before)]:
+                given = "An older version read the first rows of sets, and saw packed ones beside others as one text. Leave"
             raise ValueError(
                 f"--forgetting_budget: {name!r} wasn't evaluated on these rows before step 1 of this run, so what it forgets "
-                "of it isn't known. Give the --eval_data, --eval_iters and --eval_batch_size of then, or leave it out by "
-                f"--resume_override forgetting_budget; or begin a run whose budgets count from this checkpoint: {anew}."
+                f"of it isn't known. {given} it out by --resume_override forgetting_budget; or begin a run whose budgets "
+                f"count from this checkpoint: {anew}."
             )
     owes_evaluation = flags.evaluation.eval_iters > 0 and not is_evaluated(then)
     if plan.start.step >= plan.schedule.max_step and not owes_evaluation:
@@ -144,6 +149,9 @@ def _changes(plan: Plan, schedule: dict[str, tuple[Any, Any]], now: dict[str, An
         lines.append(f"{word}: {plan.schedule.max_step} steps instead of {then['end_step']}.")
     if lines:
         lines += _curves(plan, {**then["schedule"], "max_step": then["end_step"]}, now["schedule"])
+    if other := sorted(plan.measured_otherwise() & then["guard"]["before"].keys()):
+        names = " and ".join(map(repr, other))
+        lines.append(f"Evaluations read other rows of {names} than before step 1: their losses from here on aren't compared.")
     if then["model_name"] != now["model_name"]:
         began = f"The run began with --model_name {then['model_name']}"
         lines.append(f"{began}; it goes on with its own weights and configuration.")

@@ -6,7 +6,7 @@ Its numbers are those in the files of the checkpoint and of its run, as far as t
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,20 @@ def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = losses.get(step, {})
     if lines and found.keys() == said[step].keys() and all(found[name] in (loss, None) for name, loss in said[step].items()):
         return lines
-    return [{"step": at, "eval": {name: {"loss": loss} for name, loss in said[at].items()}} for at in said if said[at]]
+    rows = {0: progress.get("measured_on", {}), step: progress.get("evaluated_on", {})}  # see Plan.measured_on
+    found = []
+    for at, losses in said.items():
+        sets = {name: {"loss": loss, **part_read(rows[at].get(name, ()))} for name, loss in losses.items()}
+        found += [{"step": at, "eval": sets}] if sets else []
+    return found
+
+
+def part_read(measured: Sequence[Any]) -> dict[str, int]:
+    """How many rows of how many a loss is of, as metrics.jsonl says it, by what Plan.measured_on says of its set; {} of all."""
+    match measured:
+        case [_, int(rows), int(of_rows), *_] if rows < of_rows:
+            return {"rows": rows, "of_rows": of_rows}
+    return {}
 
 
 def sources(progress: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[dict[str, Any]]:

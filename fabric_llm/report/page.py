@@ -135,7 +135,7 @@ def last_and_best(run: Run, loss: Series) -> tuple[str, str]:
     if latest.any():
         lowest = values[latest].argmin()
         words.insert(0, f"best {number(values[latest][lowest])} at step {steps[latest][lowest]:,}")
-    return number(values[-1]), "; ".join(words)
+    return number(values[-1]), "; ".join([*words, *reading.parts_read(run)])
 
 
 def known(run: Run) -> dict[str, str]:

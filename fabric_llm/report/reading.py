@@ -183,6 +183,13 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
     run.numbers = numbers
 
 
+def parts_read(run: Run) -> list[str]:
+    """Of each set that an evaluation doesn't read to its end, how many rows of how many it reads, in words."""
+    rows, of_rows = run.numbers.get("eval_rows", {}), run.numbers.get("eval_of_rows", {})
+    both = ((name, rows[name].values[-1], of_rows[name].values[-1]) for name in rows if name in of_rows)
+    return [f"{name} on {read:,.0f} of {count:,.0f} rows" for name, read, count in both]
+
+
 def _collect(columns: Columns, step: int, said: Mapping[str, Any], prefix: str = "", of_what: str = "") -> None:
     """Add the numbers of a line, or of one set or source in it. What no number is stands for is a gap."""
     for name, value in said.items():

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
+import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -20,11 +21,11 @@ from fabric_llm.base.faults import UNWRITABLE, Fault
 from fabric_llm.checkpoint import keep, reading, writing
 from fabric_llm.checkpoint.keep import METRICS
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
+from fabric_llm.data.order import sample
 from fabric_llm.data.token_bytes import bytes_of_tokens
 from fabric_llm.model import fast_paths, flops, freezing, language_model, layers, loading, strategy, tiles, weights
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.checks import profiled_steps
-from fabric_llm.plan.make_plan import document_ends
 from fabric_llm.plan.plan import Plan
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.processes.watch import Watch
@@ -35,7 +36,7 @@ from fabric_llm.run.metrics import METRICS_UNDONE, MetricsFile, Trackers
 from fabric_llm.run.run import Run, leave, say_what_comes_next
 from fabric_llm.run.samples import Samples
 from fabric_llm.training import adamw, ema
-from fabric_llm.training.evaluation import Evaluation
+from fabric_llm.training.evaluation import Evaluation, rows_in_words
 from fabric_llm.training.guard import Guard
 
 
@@ -85,6 +86,8 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
     run.requests = signals
     run.closing.callback(run.requests.finish)
     run.evaluation = make_evaluation(run)
+    if fabric.global_rank == 0 and run.evaluation.is_on:
+        print(f"Evaluations read {rows_in_words(run.evaluation.batches)}.", flush=True)
     if not plan.resumed:  # samples of the model before step 1
         run.samples.take(run.model, run.progress)
     return run
@@ -113,14 +116,14 @@ def build_model(run: Run, source: str, planner: Optional[Planner] = None) -> Non
     """Make `run.skeleton`, `run.model` with the weights of `source`, and `run.optimizer`. All ranks call it.
 
     A resumed run loads the optimizer's state from its checkpoint. The plan gets what was measured on the model: attention, loss,
-    and document_end, which is None if the model doesn't keep documents apart and needn't. planner: on rank 0, where it is asked
+    and whether the model keeps documents apart. planner: on rank 0, where it is asked
     what to recompute.
     """
     fabric, plan = run.fabric, run.plan
     run.skeleton = _skeleton(plan)
     loading.set_generation_config(run.skeleton, source)
     opened, expected, chosen = reference.load(plan, source, run.flags.training.seed, run.flags.model)
-    document_end, attention, loss, tiled, idle = chosen
+    masks, attention, loss, tiled, idle = chosen
     config = deepcopy(plan.model.config)
     config._attn_implementation = attention
     recomputed = plan.model.activation_checkpointing
@@ -130,7 +133,7 @@ def build_model(run: Run, source: str, planner: Optional[Planner] = None) -> Non
     if fabric.device.type == "cuda" and run.flags.model.attention == "auto" and fast_paths.takes_flash_attention_3():
         if fabric.global_rank == 0:
             print("Attention: the kernels of flash attention 3.", flush=True)
-    run.plan = plan = replace(plan, model=model_plan, data=replace(plan.data, document_end=document_end))
+    run.plan = plan = replace(plan, model=model_plan, data=plan.data if masks else plan.data.without_masking())
     chunked = loss == "chunked"
     has_router_loss = plan.model.router_aux_loss_coef > 0
     model = language_model.LanguageModel(_skeleton(plan), with_router_loss=has_router_loss, chunked=chunked)
@@ -219,16 +222,17 @@ def evaluated_sets(plan: Plan, flags: Flags, **place: int) -> dict[str, Batches]
     """{validation set, or probe: its batches}. Of the plan, the data and the tokenizer are read."""
     special = [] if plan.model.tokenizer is None else plan.model.tokenizer.all_special_ids
     sets = plan.validation_splits() | plan.probes([plan.data.document_end, *special], flags.training.seed)
-    ends = document_ends(sets, plan.data.eval_data, plan.data.document_end)
-    return {name: evaluation_batches(split, flags, ends[name], **place) for name, split in sets.items()}
+    size, ends = flags.evaluation.eval_batch_size, dict.fromkeys(sets, plan.data.document_end) | plan.data.ends_of_eval_data()
+    most = size * flags.evaluation.eval_iters
+    return {name: evaluation_batches(split, sample(split, most), size, ends[name], **place) for name, split in sets.items()}
 
 
-def evaluation_batches(split: Any, flags: Flags, document_end: Optional[int], world_size: int = 1, **place: Any) -> Batches:
-    """The first --eval_iters batches of a validation split, not past its end; as many on each rank. place: see Placement.rows_of."""
-    size = flags.evaluation.eval_batch_size
-    count = min(flags.evaluation.eval_iters, -(-len(split) // size))
-    place |= {"world_size": world_size, "end": min(count * size, len(split)), "document_end": document_end}
-    return Batches(split, flags.training.seed, size, -(-count // world_size), shuffle=False, **place)
+def evaluation_batches(
+    split: Any, rows: np.ndarray, size: int, document_end: Optional[int], world_size: int = 1, **place: Any
+) -> Batches:
+    """The `rows` of a validation split in batches of `size`; as many on each rank. place: see Placement.rows_of."""
+    place |= {"world_size": world_size, "end": len(rows), "document_end": document_end}
+    return Batches(split, 0, size, -(-len(rows) // (size * world_size)), picked=rows, **place)
 
 
 def open_log(run: Run, planner: Optional[Planner]) -> Log:

@@ -129,6 +129,7 @@ class Log:
             words = [name, f"{one['loss']:.4f}"] if len(found.sets) > 1 else []
             words += [f"{one['bits_per_byte']:.3f} bits/byte"] if "bits_per_byte" in one else []
             words += [f"{one['accuracy']:.0%} right"] if "accuracy" in one else []
+            words += [f"on {one['rows']:,} of {one['of_rows']:,} rows"] if "rows" in one else []
             if name in rises:
                 of_set["forgotten"] = rises[name]
             if name in guard.budgets:

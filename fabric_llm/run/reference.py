@@ -28,9 +28,9 @@ TURN_OFF = (
     "To find out which part it is, turn them off: --loss full, --compile false, --attention sdpa, "
     "--activation_checkpointing none."
 )
-# Measured on the reference: the token that ends a document, attention, loss, modules that --tiled_mlp concerns, and parameters
-# that its loss doesn't depend on.
-Chosen = tuple[Optional[int], str, str, list[str], frozenset[str]]
+# Measured on the reference: whether it keeps documents apart, attention, loss, modules that --tiled_mlp concerns, and
+# parameters that its loss doesn't depend on.
+Chosen = tuple[bool, str, str, list[str], frozenset[str]]
 
 
 def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Optional[weights.Source], Expected, Chosen]:
@@ -64,7 +64,7 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Option
                     f"{name}, as {source!r} configures it, isn't causal: what it says of a token depends on the tokens "
                     "after it, so there is nothing to predict."
                 )
-            inputs, gradients = probe_of(plan, document_end=chosen[0]), None
+            inputs, gradients = probe_of(plan, plan.data.document_end if chosen[0] else None), None
             outputs = gate.outputs_of(model, inputs["input_ids"], lambda ids: model(ids).logits)
             if compares_gradients(plan):
                 with gate.attention(model, "eager"):  # plain transformers
@@ -103,8 +103,9 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
     """What the flags leave open, and this model can. Raises ValueError where it can't do what they ask for."""
     name, asked = type(reference).__name__, plan.model.config._attn_implementation
     attention, loss, document_end = asked, plan.model.loss, plan.data.document_end
-    sharing, lengths = plan.placement.context_parallel, plan.row_lengths()
-    of_documents = None if document_end is None else gate.beyond_the_row(reference, lengths, documents=True)
+    masks, sharing = plan.data.keeps_documents_apart(), plan.placement.context_parallel
+    lengths = plan.row_lengths()
+    of_documents = gate.beyond_the_row(reference, lengths, documents=True) if masks else None
     if (depends := gate.beyond_the_row(reference, lengths)) is not None:
         raise ValueError(
             f"{name} can't read rows of {' and '.join(map(str, lengths))} tokens in one run: {depends}, which no checkpoint "
@@ -126,21 +127,24 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
         raise ValueError(f"--attention packed: {name} can't; take --attention auto.")
     elif asked == fast_paths.PACKED and plan.data.pads_before_text():
         raise ValueError("--attention packed: rows have padding before their text, which it would see; take --attention auto.")
-    if document_end is not None or sharing > 1:
+    if masks or sharing > 1:
         with gate.attention(reference, "sdpa" if attention == "flash_attention_2" else attention):
             leak = gate.find_leak(reference)
         if leak is not None and sharing > 1:
             raise ValueError(f"--context_parallel {sharing}: {name} can't, since tokens meet outside of its attention.")
         if leak is not None or of_documents is not None:
-            said, document_end = f"{name} doesn't keep packed documents apart", None
+            said, masks = f"{name} doesn't keep packed documents apart", False
             instead = f" with --attention {asked}: take another, or --document_masking false."
             if leak is None:
                 instead = f": {of_documents}. Take shorter rows, or --document_masking false."
-            if plan.data.document_masking is True:
+            if plan.data.document_masking is True and document_end is not None:
                 raise ValueError(said + instead)
-            why = of_documents or f"with another document before it, a document's logits change by up to {leak:.2g} of their standard deviation"
+            why = of_documents or (
+                "with another document before it, a document's logits change by up to "
+                f"{leak:.2g} of their standard deviation"
+            )
             print(f"Warning: {said} ({why}): --document_masking is off.")
-    if document_end is None and model_flags.attention == "auto" and sharing == 1:
+    if not masks and model_flags.attention == "auto" and sharing == 1:
         attention = asked
     measured = tiles.found_in(reference) if plan.model.tiled_mlp else {}
     tiled = [one for one, is_tiled in measured.items() if is_tiled]
@@ -149,7 +153,7 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
         raise ValueError(f"--tiled_mlp true: {name} can't: its MLPs have dropout, or don't take each token by itself.")
     if whole:
         print(f"Warning: --tiled_mlp: {len(whole)} of {len(measured)} modules aren't tiled, such as {whole[0]}.")
-    return document_end, attention, "chunked" if chunks else "full", tiled, gate.idle_parameters(reference)
+    return masks, attention, "chunked" if chunks else "full", tiled, gate.idle_parameters(reference)
 
 
 def compares_gradients(plan: Plan) -> bool:

@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 @dataclass
 class Evaluation:
-    """Evaluates a model on the first batches of validation sets."""
+    """Evaluates a model on rows of validation sets."""
 
     fabric: Fabric
     batches: Mapping[str, Batches]  # {set: this rank's batches}, read from position 0
@@ -65,6 +65,8 @@ class Evaluation:
             read, token_bytes = self._until_stopped(batches, is_first=not found), self.token_bytes
             token_bytes = token_bytes if name in self.in_bytes and batches.questions is None else None
             found[name] = evaluate(self.fabric, model, read, token_bytes, batches.questions)
+            if (count := len(batches.rows)) > batches.end:  # the loss is of a part of the set
+                found[name] |= {"rows": batches.end, "of_rows": count}
             if self.was_stopped:
                 break
         return found
@@ -76,6 +78,16 @@ class Evaluation:
                 return
             self.working()
             yield batch
+
+
+def rows_in_words(sets: Mapping[str, Batches]) -> str:
+    """Which rows of each set are evaluated."""
+    words = []
+    for name, batches in sets.items():
+        read, count = batches.end, len(batches.rows)
+        words.append(f"all {count:,} rows of {name}" if read == count else f"{read:,} of {count:,} rows of {name}")
+    spread = ", evenly spread" * any(batches.end < len(batches.rows) for batches in sets.values())
+    return ", ".join(words) + spread
 
 
 @torch.no_grad()

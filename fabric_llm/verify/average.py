@@ -29,10 +29,10 @@ from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.model.weights import Source, is_finite
-from fabric_llm.plan.make_plan import evaluated_probes, find_document_end, open_eval_data, open_here, open_sources
+from fabric_llm.plan.make_plan import evaluated_probes, open_eval_data, open_here, open_sources
 from fabric_llm.plan.plan import DataPlan, Plan
 from fabric_llm.run.build import evaluated_sets
-from fabric_llm.training.evaluation import Evaluation
+from fabric_llm.training.evaluation import Evaluation, rows_in_words
 from fabric_llm.verify.export import VerificationError, logits_of, opened, replacing, require_weights, write_model
 
 BLOCK_ELEMENTS = 2**22  # of a tensor in float64 at a time: 32 MiB
@@ -176,8 +176,7 @@ def compare(parts: Sequence[Part], output: Path) -> None:
     note = {**json.loads((output / NOTE).read_text()), "evaluated_as_in": str(run)}
     models = [(part.name, part.path, part.dtype, said) for part, said in zip(parts, note["parts"])]
     models.append(("average", output, loading.load_config(str(output)).dtype, note))
-    batches = f"up to {flags['eval_iters']} batches of {flags['eval_batch_size']}"
-    print(f"Validation loss, {batches}, as in {run}:", flush=True)
+    print(f"Validation loss, as in {run}, of {rows_in_words(sets)}:", flush=True)
     for name, folder, dtype, said in models:
         config = loading.load_config(str(folder))
         weights = loading.open_weights(str(folder), config, dtype)
@@ -211,7 +210,7 @@ def as_in_run(parts: Sequence[Part], budgets: Mapping[str, float] = {}) -> tuple
         evaluated_rows=flat["eval_iters"] * flat["eval_batch_size"],
         budgets=budgets,
         probes=evaluated_probes(None, budgets),
-        document_end=find_document_end(masks, dataset),
+        document_end=dataset.document_end if masks else None,
         document_masking=masks,
         sources=sources,
     )

@@ -16,6 +16,7 @@ from fabric_llm.base.faults import NON_FINITE, Fault, one_line
 from fabric_llm.data.sources import ONE_SET, PROBES
 from fabric_llm.model import loading
 from fabric_llm.plan.checks import require_set
+from fabric_llm.training.evaluation import rows_in_words
 from fabric_llm.training.guard import Guard
 from fabric_llm.verify import average
 from fabric_llm.verify.average import Part
@@ -102,7 +103,7 @@ def choose(parts: Sequence[Part], budgets: Mapping[str, float], dtype: str) -> t
     for name in budgets:
         require_set("--forgetting_budget", name, [*plan.validation_splits(), *PROBES])
     computing, guard = average.computing_as(flags["precision"]), Guard(budgets=budgets)
-    print(f"From {base.name} (0) to {run.name} (1), evaluated as in {plan.run_directory}:", flush=True)
+    print(f"From {base.name} (0) to {run.name} (1), evaluated as in {plan.run_directory}, on {rows_in_words(sets)}:", flush=True)
 
     def evaluate(share: float) -> Losses:
         weights, config = average.average_of(parts, weights_at(share), dtype), loading.load_config(str(run.path))
