@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import datasets
 import numpy as np
@@ -74,21 +74,38 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"boi_token_index": 128, "eoi_token_index": 129, "image_token_index": 130, "initializer_range": 0.1},
     },
 }
-# Name -> flags that say which data is read, and how its documents are.
-DATA: dict[str, dict[str, str]] = {
-    "rows": {"train_data_dir": "{folder}/rows"},
-    "labels": {"train_data_dir": "{folder}/labels"},
-    "best_fit": {"train_data_dir": "{folder}/best_fit", "document_masking": "true"},
-    "concat": {"train_data_dir": "{folder}/concat", "document_masking": "true"},
-    "unmasked": {"train_data_dir": "{folder}/best_fit", "document_masking": "false"},
-    "mixture": {"data_mix": "a={folder}/best_fit:0.7,b={folder}/second:0.3", "document_masking": "true"},
-    "stages": {"data_mix": "{folder}/stages.yaml"},
-    "replay": {
-        **{"train_data_dir": "{folder}/best_fit", "replay": "{folder}/second", "replay_fraction": "0.25"},
-        "document_masking": "true",
-    },
+
+
+class Data(NamedTuple):
+    """What a run reads: by its flags, and in the words of the plain trainer."""
+
+    flags: dict[str, str]
+    sources: dict[str, str]  # name -> dataset
+    stages: dict[str, dict[str, str]] = {"0": {"validation": "1"}}  # from which part of the run on: name -> share
+
+
+PACKED = {"document_masking": "true"}
+TWO = {"a": "best_fit", "b": "second"}
+DATA = {
+    "rows": Data({"train_data_dir": "{folder}/rows"}, {"validation": "rows"}),
+    "labels": Data({"train_data_dir": "{folder}/labels"}, {"validation": "labels"}),
+    "best_fit": Data({"train_data_dir": "{folder}/best_fit", **PACKED}, {"validation": "best_fit"}),
+    "concat": Data({"train_data_dir": "{folder}/concat", **PACKED}, {"validation": "concat"}),
+    "unmasked": Data({"train_data_dir": "{folder}/best_fit", "document_masking": "false"}, {"validation": "best_fit"}),
+    "mixture": Data(
+        {"data_mix": "a={folder}/best_fit:0.7,b={folder}/second:0.3", **PACKED}, TWO, {"0": {"a": "0.7", "b": "0.3"}}
+    ),
+    "stages": Data(
+        {"data_mix": "{folder}/stages.yaml"},
+        {"a": "rows", "b": "more"},
+        {"0": {"a": "0.6", "b": "0.4"}, "0.5": {"a": "0.25", "b": "0.75"}},
+    ),
+    "replay": Data(
+        {"train_data_dir": "{folder}/best_fit", "replay": "{folder}/second", "replay_fraction": "0.25", **PACKED},
+        {"new": "best_fit", "replay": "second"},
+        {"0": {"new": "0.75", "replay": "0.25"}},
+    ),
 }
-MIXED = {"mixture": "b", "stages": "b", "replay": "replay"}  # data -> one of its validation sets
 STAGES = """sources:
   a: {path: FOLDER/rows, weight: 0.6}
   b: {path: FOLDER/more, weight: 0.4}
@@ -108,7 +125,7 @@ WHAT: dict[str, list[Any]] = {
     "beta2": [0.95, 0.99],
     "seed": [1234, 7],
 }
-SETS = "plain={folder}/rows"  # that are evaluated beside
+BESIDE = "rows"  # a dataset that is evaluated beside
 
 
 def write_toys(folder: Path) -> Path:
@@ -163,7 +180,7 @@ def what_of(model: str, data: str, folder: Path, seed: int) -> dict[str, Any]:
     elif flags["freeze"] is not None and model in ("gpt2", "gemma3"):
         flags["freeze"] = "transformer.h.0.*" if model == "gpt2" else "model.language_model.layers.0.*"
     flags |= {"model_name": str(folder / model), "global_batch_size": 8, "precision": "32-true"}
-    return flags | {name: value.format(folder=folder) for name, value in DATA[data].items()}
+    return flags | {name: value.format(folder=folder) for name, value in DATA[data].flags.items()}
 
 
 # ------------------------------------------------------------------------------- how it is trained
@@ -186,7 +203,7 @@ VALUES: dict[str, list[Any]] = {
     "eval_batch_size": [1, 2, 8],
     "eval_iters": [0, 40],  # none, or all rows
     "eval_step_interval": [None, 1, 2, 3],
-    "eval_data": [None, SETS],
+    "eval_data": [None, f"beside={{folder}}/{BESIDE}"],
     "probes": [None, "copy", "copy,retrieval"],
     "save_step_interval": [None, 1, 2, 3],
     "keep_last": [None, 1, 2],
@@ -256,6 +273,8 @@ def effective(row: Row) -> Row:
 
 def _has_effect(one: Flag, known: dict[str, Any]) -> bool:
     for needed, *values in (need.split() for need in one.needs.split(",") if need):
+        if needed not in known:
+            continue
         is_on = known[needed] not in (None, 0, False, "false", "none")
         if not (set(str(known[needed]).lower().split(",")) & set(values) if values else is_on):
             return False
@@ -300,29 +319,36 @@ class Array:
         self.covered |= pairs_of(row)
         self.accepted.append(row)
 
-    def refuse(self, row: Row, sentence: str) -> None:
-        """Keep what the sentence names, together with the row's toys unless that was refused with other toys as well."""
+    def refuse(self, row: Row, sentence: str) -> Row:
+        """Keep that the values which a sentence names don't go together, with these toys or with any. Returns the row without them."""
         named = {name: row[name] for name in re.findall(r"--(\w+)", sentence) if name in row}
-        toys = {name: row[name] for name in ("model", "data", "devices") if name in row}
+        toys = {name: row[name] for name in ("model", "data", "devices", "strategy") if name in row}
         alone, beside = frozenset(named.items()), frozenset({**named, **toys}.items())
-        before = [values for values in self.refused if alone < values]
-        if not named:
-            beside = frozenset(row.items())
-        elif len(before) > 1 and not any(alone <= accepted.items() for accepted in self.accepted):
+        before = [values for values in self.refused if named and alone <= values]
+        if before and not any(alone <= accepted.items() for accepted in self.accepted):
             for values in before:
                 del self.refused[values]
-            beside = alone
-        self.refused[beside] = sentence
-
+            beside = alone  # with other toys as well
+        self.refused[beside if named else frozenset(row.items())] = sentence
+        if not named:
+            return self.draw({name: row[name] for name in KEPT if name in row})
+        first = next((name for name in named if name not in KEPT and name != "devices"), "devices")
+        return effective({name: value for name, value in row.items() if name != first})
 
     def pairs_refused(self) -> set[Pair]:
         """Pairs that no row can have: they hold values that are refused, or one makes the other idle."""
-        found = set()
-        for pair in self.all - self.covered:
-            together = set(pair)
-            if len(effective(dict(pair))) < 2 or any(values <= together for values in self.refused):
-                found.add(pair)
-        return found
+        flags = Arguments.declared()
+
+        def idle(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+            needs = flags[one[0]].needs if one[0] in flags else ""
+            needed = [need.split()[0] for need in needs.split(",") if need]
+            return other[0] in needed and not _has_effect(Flag(None, "", needs=needs), dict([other]))
+
+        return {
+            (one, other)
+            for one, other in self.all - self.covered
+            if idle(one, other) or idle(other, one) or any(values <= {one, other} for values in self.refused)
+        }
 
 
 def kind_of(sentence: str) -> str:
@@ -366,7 +392,7 @@ def interruption(generator: random.Random, devices: int) -> str:
 
 def command(row: Row, what: dict[str, Any], folder: Path, run: Path, resumes: bool) -> list[str]:
     layer = _layer_class(str(what["model_name"]))
-    data_set = MIXED.get(row["data"], "validation")
+    *_, data_set = DATA[row["data"]].sources
     how = {name: value for name, value in row.items() if name not in ("model", "data")}
     how = {"eval_iters": 40, **how, "output_dir": run.parent, "run_name": run.name}
     words = {name: str(value).format(folder=folder, layer=layer, data_set=data_set) for name, value in how.items() if value is not None}
@@ -441,8 +467,8 @@ class Outcome:
         return "\n".join(map(str, self.pieces))
 
 
-def run_row(array: Array, folder: Path, run: Path, seed: int, interruptions: int, root: Path = ROOT) -> Optional[Outcome]:
-    """Draw a row, run it with so many interruptions at most, and compare. None where the program refuses what was drawn."""
+def run_row(array: Array, folder: Path, run: Path, seed: int, interruptions: int, root: Path = ROOT) -> Outcome:
+    """Draw a row, run it with so many interruptions at most, and compare. What is refused is left out of the row."""
     generator, outcome = array.generator, Outcome([])
     row = array.draw()
     what = what_of(row["model"], row["data"], folder, seed)
@@ -452,16 +478,11 @@ def run_row(array: Array, folder: Path, run: Path, seed: int, interruptions: int
         piece = Piece(row, cut, command(row, what, folder, run, resumes=bool(outcome.pieces)))
         start(piece, run, root)
         if piece.code == BAD_INPUT and "Traceback" not in piece.said:
-            sentence = next((line for line in piece.said.splitlines() if "error:" in line), piece.said[-300:])
-            outcome.refused.append(sentence)
-            array.refuse(row, sentence)
-            if not outcome.pieces:
-                outcome.pieces.append(piece)
+            outcome.refused.append(next((one for one in piece.said.splitlines() if "error:" in one), last_words(piece.said)))
+            row = array.refuse(row, outcome.refused[-1])
+            if len(outcome.refused) > MOST_REFUSED:
+                outcome.differences.append("refused again and again: " + piece.said[-300:])
                 return outcome
-            if len(outcome.refused) > 10:
-                outcome.differences.append("nothing that was drawn to go on with was accepted")
-                return outcome
-            row = array.draw({name: row[name] for name in KEPT if name in row})
             continue
         outcome.pieces.append(piece)
         array.accept(row)
@@ -487,17 +508,19 @@ def run_row(array: Array, folder: Path, run: Path, seed: int, interruptions: int
 
 
 KEPT = ("model", "data", "ema_decay", "ema_every", "ema_device")  # belong to the run
+MOST_REFUSED = 20  # for one row
 _references: dict[str, plain_trainer.Found] = {}
 
 
 def reference(what: dict[str, Any], row: Row, folder: Path) -> plain_trainer.Found:
-    flags = {name: value for name, value in what.items() if name != "precision"}
-    flags |= {name: row.get(name) for name in ("ema_decay", "ema_every") if row.get("ema_decay") is not None}
-    flags["document_masking"] = what.get("document_masking") == "true"
-    flags |= {"eval_data": SETS.format(folder=folder), "replay_fraction": what.get("replay_fraction", "0.2")}
-    name = json.dumps(flags, sort_keys=True)
+    data = DATA[row["data"]]
+    kept = {name: what[name] for name in [*WHAT, "model_name", "global_batch_size"] if what[name] is not None}
+    kept |= {"max_step": what["max_step"], "document_masking": what.get("document_masking") == "true"}
+    kept |= {name: row[name] for name in ("ema_decay", "ema_every") if name in row}
+    sources, beside = ({name: str(folder / one) for name, one in each.items()} for each in (data.sources, {"beside": BESIDE}))
+    name = json.dumps([kept, sources], sort_keys=True)
     if name not in _references:
-        _references[name] = plain_trainer.train({key: value for key, value in flags.items() if value is not None})
+        _references[name] = plain_trainer.train(kept, sources, data.stages, beside)
     return _references[name]
 
 
@@ -538,8 +561,8 @@ def differences(run: Path, plain: plain_trainer.Found) -> list[str]:
                 if name in of_sets:
                     found += _apart(f"step {step}: loss of {name}", one["loss"], of_sets[name], LOSS)
             found += _apart(f"step {step}: eval_loss", line["eval_loss"], of_sets.get(""), LOSS)
-            if "ema" in of_sets:
-                found += _apart(f"step {step}: loss of the average", line.get("eval_loss_ema"), of_sets["ema"], LOSS)
+            if "eval_loss_ema" in line and step > 0:
+                found += _apart(f"step {step}: loss of the average", line["eval_loss_ema"], of_sets.get("ema"), LOSS)
     found += [f"{place} is logged {count} times" for place, count in seen.items() if count > 1]
     if last not in seen or max(step for step in seen if isinstance(step, int)) != last:
         found.append(f"the last step, {last}, isn't logged")

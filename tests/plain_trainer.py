@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -16,18 +17,17 @@ import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
-import yaml
 from transformers import AutoModelForCausalLM
 
 IGNORED, WORD = -100, 2**64
 ROUNDING = 1e-6  # of a gradient, as a part of the largest element of its tensor
 DEFAULTS = {
-    **{"max_step": None, "number_epochs": 1, "global_batch_size": 8, "seed": 1234, "document_masking": True},
+    **{"max_step": None, "number_epochs": 1, "global_batch_size": 8, "seed": 1234, "document_masking": True, "freeze": ""},
     **{"lr": 2e-5, "min_lr": 0.0, "lr_schedule": "cosine", "warmup_steps": 0, "decay_steps": None, "decay_shape": "sqrt"},
     **{"cooldown_steps": None, "constant_lr": None, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0},
-    **{"freeze": None, "ema_decay": None, "ema_every": 1, "train_data_dir": None, "data_mix": None, "replay": None},
-    **{"replay_fraction": 0.2, "eval_data": None},
+    **{"ema_decay": 0.5, "ema_every": 1},
 }
+Document = tuple[torch.Tensor, torch.Tensor]  # ids and labels, each [1, tokens]
 
 
 class Found(NamedTuple):
@@ -81,47 +81,32 @@ def pattern(weights: list[int]) -> list[int]:
     return slots
 
 
-def whole(shares: list[Fraction]) -> list[int]:
-    shares = [share / sum(shares) for share in shares]
-    return [int(share * math.lcm(*(one.denominator for one in shares))) for share in shares]
+def whole(shares: dict[str, str], names: list[str]) -> list[int]:
+    """The smallest integers in the proportion of decimals."""
+    parts = [Fraction(str(shares.get(name, 0))) for name in names]
+    parts = [part / sum(parts) for part in parts]
+    return [int(part * math.lcm(*(one.denominator for one in parts))) for part in parts]
 
 
-def sources_of(flags: dict[str, Any]) -> tuple[dict[str, str], list[tuple[Fraction, list[int]]]]:
-    """({source: folder}, [(from, weights)]) of a mixture, or of one dataset, whose name is ""."""
-    if flags["replay"] is not None:
-        part = Fraction(str(flags["replay_fraction"]))
-        return {"new": flags["train_data_dir"], "replay": flags["replay"]}, [(Fraction(0), whole([1 - part, part]))]
-    if flags["data_mix"] is None:
-        return {"": flags["train_data_dir"]}, [(Fraction(0), [1])]
-    if str(flags["data_mix"]).endswith(".yaml"):
-        said = yaml.safe_load(Path(flags["data_mix"]).read_text())
-    else:
-        parts = [part.split("=") for part in flags["data_mix"].split(",")]
-        said = {"sources": {n: dict(zip(("path", "weight"), rest.rsplit(":", 1))) for n, rest in parts}}
-    stages = [{"from": 0, "weights": {name: one.get("weight", 0) for name, one in said["sources"].items()}}]
-    stages += said.get("stages", [])
-    found = [(Fraction(str(s["from"])), [Fraction(str(s["weights"].get(n, 0))) for n in said["sources"]]) for s in stages]
-    return {n: one["path"] for n, one in said["sources"].items()}, [(begins, whole(given)) for begins, given in found]
-
-
-def order(flags: dict[str, Any], names: list[str], rows: list[int], stages: list[tuple[int, list[int]]]) -> Iterator:
+def order(seed: int, rows: dict[str, int], stages: list[tuple[int, list[int]]]) -> Iterator[tuple[str, int, list[int]]]:
     """(source, row, weights of the stage) at each position."""
-    count, position = [0] * len(rows), 0
-    seeds = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") for name in names]
-    seeds = [key(flags["seed"], one) if name else flags["seed"] for name, one in zip(names, seeds)]
-    while True:
+    names, count, seeds = list(rows), dict.fromkeys(rows, 0), {}
+    for name in names:
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+        seeds[name] = key(seed, number) if len(names) > 1 else seed
+    for position in itertools.count():
         begins, weights = [stage for stage in stages if stage[0] <= position][-1]
         slots = pattern(weights)
-        source = slots[(position - begins) % len(slots)]
-        yield source, row_at(count[source], rows[source], seeds[source]), weights
-        count[source], position = count[source] + 1, position + 1
+        name = names[slots[(position - begins) % len(slots)]]
+        yield name, row_at(count[name], rows[name], seeds[name]), weights
+        count[name] += 1
 
 
 # ------------------------------------------------------------------------------- rows, loss, schedule
 
 
-def documents(columns: dict[str, Any], manifest: dict[str, Any], masks: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """[(ids, labels)] of the documents of a row, or of the whole row where they aren't kept apart."""
+def documents(columns: dict[str, Any], manifest: dict[str, Any], masks: bool) -> list[Document]:
+    """The documents of a row, or the whole row where they aren't kept apart."""
     ids, end = np.array(columns["input_ids"], dtype=np.int64), manifest.get("eos_token_id")
     labels, after_end = np.array(columns.get("labels", ids), dtype=np.int64), np.r_[False, ids[:-1] == end]
     padding = after_end & (ids == end) if manifest.get("packing") == "best_fit" else np.zeros(len(ids), dtype=bool)
@@ -131,7 +116,7 @@ def documents(columns: dict[str, Any], manifest: dict[str, Any], masks: bool) ->
     return [tuple(torch.from_numpy(x[a:b])[None] for x in (ids, labels)) for a, b in zip(cuts, cuts[1:])]
 
 
-def loss_of(model: Any, row: list[tuple[torch.Tensor, torch.Tensor]], coefficient: float) -> tuple[Any, Any, int]:
+def loss_of(model: Any, row: list[Document], coefficient: float) -> tuple[Any, Any, int]:
     """(cross-entropies of a row added up, the same with the routers' loss times the row's targets, its targets)."""
     total, targets, routers = 0.0, 0, []
     for ids, labels in row:
@@ -174,45 +159,48 @@ def rate(step: int, last: int, flags: dict[str, Any]) -> float:
 # ------------------------------------------------------------------------------- the run
 
 
-def train(flags: dict[str, Any]) -> Found:
-    """Train, and evaluate whole validation splits before step 1 and after each step."""
+def train(flags: dict[str, Any], sources: dict[str, str], stages: dict[str, dict[str, str]], beside: dict[str, str]) -> Found:
+    """Train, and evaluate whole validation splits before step 1 and after each step.
+
+    flags: of train.py, those that say what, but for the data. sources, beside: name -> folder of the datasets to train on, and of
+    those that are evaluated as well. stages: part of the run at which it begins -> share of each source.
+    """
     flags = {**DEFAULTS, **flags}
     model = AutoModelForCausalLM.from_pretrained(flags["model_name"], dtype=torch.float32, attn_implementation="eager")
     config = model.config.get_text_config()
     coefficient = getattr(config, "router_aux_loss_coef", 0) if getattr(config, "output_router_logits", False) else 0
-    frozen = (flags["freeze"] or "").split(",")
+    params = {}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(fnmatchcase(name, one) for one in frozen))
-    folders, shares = sources_of(flags)
-    sets = dict(folders) | dict(one.split("=") for one in (flags["eval_data"] or "").split(",") if one)
-    opened = {name: datasets.load_from_disk(folder) for name, folder in sets.items()}
-    manifests = {n: json.loads(f.read_text()) if (f := Path(d, "manifest.json")).exists() else {} for n, d in sets.items()}
-    masks, batch, names = flags["document_masking"], flags["global_batch_size"], list(folders)
-    rows = [len(opened[name]["train"]) for name in names]
-    end = math.inf if flags["max_step"] else flags["number_epochs"] * rows[0]  # of one dataset
-    last = flags["max_step"] or -(-end // batch)
-    stages = [(round(begins * last) * batch, weights) for begins, weights in shares]
-    reads = order(flags, names, rows, stages)
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    first, second, uncertain = ({n: torch.zeros_like(p) for n, p in model.named_parameters()} for _ in range(3))
+        parameter.requires_grad_(not any(fnmatchcase(name, one) for one in flags["freeze"].split(",")))
+        params |= {name: parameter} if parameter.requires_grad else {}
+    first, second, uncertain = ({name: torch.zeros_like(p) for name, p in params.items()} for _ in range(3))
     ema = {name: p.detach().clone() for name, p in params.items()}
-    found = Found({}, {}, {}, uncertain)
+    opened = {name: datasets.load_from_disk(folder) for name, folder in {**sources, **beside}.items()}
+    manifests = {name: Path(folder, "manifest.json") for name, folder in {**sources, **beside}.items()}
+    manifests = {name: json.loads(file.read_text()) if file.exists() else {} for name, file in manifests.items()}
+    batch, rows = flags["global_batch_size"], {name: len(opened[name]["train"]) for name in sources}
+    end = math.inf if flags["max_step"] else flags["number_epochs"] * sum(rows.values())  # of one dataset
+    last = flags["max_step"] or math.ceil(end / batch)
+    begins = [(round(Fraction(part) * last) * batch, whole(shares, list(rows))) for part, shares in stages.items()]
+    reads, found = order(flags["seed"], rows, begins), Found({}, {}, {}, uncertain)
+
+    def documents_of(name: str, split: str, row: int) -> list[Document]:
+        return documents(opened[name][split][row], manifests[name], flags["document_masking"])
 
     @torch.no_grad()
     def evaluate(weights: list[int]) -> dict[str, float]:
         losses = {}
-        for name in sets:
-            of_rows = [loss_of(model, documents(one, manifests[name], masks), 0) for one in opened[name]["validation"]]
-            losses[name or "validation"] = sum(float(one[0]) for one in of_rows) / sum(one[2] for one in of_rows)
-        together = sum(losses[n or "validation"] * w for n, w in zip(names, weights)) / sum(weights)
-        return {**losses, "": together}
+        for name in opened:
+            numbers = range(len(opened[name]["validation"]))
+            of_rows = [loss_of(model, documents_of(name, "validation", number), 0) for number in numbers]
+            losses[name] = sum(float(one[0]) for one in of_rows) / sum(one[2] for one in of_rows)
+        return {**losses, "": sum(losses[name] * weight for name, weight in zip(rows, weights)) / sum(weights)}
 
-    found.evaluations[0] = evaluate(stages[0][1])
+    found.evaluations[0] = evaluate(begins[0][1])
     for step in range(last):
         read = [next(reads) for _ in range(min(batch, end - step * batch))]
-        of_rows = [documents(opened[names[s]]["train"][row], manifests[names[s]], masks) for s, row, _ in read]
+        of_rows, total = [documents_of(name, "train", row) for name, row, _ in read], 0.0
         targets = max(1, sum(int((labels[0, 1:] != IGNORED).sum()) for row in of_rows for _, labels in row))
-        total = 0.0
         for row in of_rows:
             loss, trained, _ = loss_of(model, row, coefficient)
             (trained / targets).backward()
@@ -220,7 +208,7 @@ def train(flags: dict[str, Any]) -> Found:
         gradients = {name: p.grad for name, p in params.items() if p.grad is not None}
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         scale = flags["grad_clip"] / (norm + 1e-6) if 0 < flags["grad_clip"] < norm + 1e-6 else 1.0
-        lr, (b1, b2) = rate(step, last, flags), (flags["beta1"], flags["beta2"])
+        lr, b1, b2 = rate(step, last, flags), flags["beta1"], flags["beta2"]
         with torch.no_grad():
             for name, gradient in gradients.items():
                 p, g = params[name], gradient * scale
@@ -230,18 +218,14 @@ def train(flags: dict[str, Any]) -> Found:
                 size = (second[name] / (1 - b2 ** (step + 1))).sqrt() + 1e-8
                 p.sub_(lr * first[name] / (1 - b1 ** (step + 1)) / size)
                 uncertain[name].add_(lr * (g != 0) * (ROUNDING * g.abs().max() / size).clamp(max=1.0))
-            if (step + 1) % flags["ema_every"] == 0 and flags["ema_decay"] is not None:
-                for name, p in params.items():
-                    ema[name].lerp_(p, 1 - flags["ema_decay"] ** flags["ema_every"])
+            for name, p in params.items() if (step + 1) % flags["ema_every"] == 0 else ():
+                ema[name].lerp_(p, 1 - flags["ema_decay"] ** flags["ema_every"])
         model.zero_grad()
         found.steps[step + 1] = {"loss": total, "lr": lr, "grad_norm": norm}
         found.evaluations[step + 1] = evaluate(read[-1][2])
-        if flags["ema_decay"] is not None:
-            kept = {name: p.detach().clone() for name, p in params.items()}
-            for values in (ema, kept):
-                for name, p in params.items():
-                    p.data.copy_(values[name])
-                if values is ema:
-                    found.evaluations[step + 1]["ema"] = evaluate(read[-1][2])[""]
-    found.weights.update({name: p.detach() for name, p in model.state_dict().items()})
+        found.weights.update({name: p.detach().clone() for name, p in model.state_dict().items()})
+        for name, p in params.items():
+            p.data.copy_(ema[name])
+        found.evaluations[step + 1]["ema"] = evaluate(read[-1][2])[""]
+        model.load_state_dict(found.weights)
     return found
