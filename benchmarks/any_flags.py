@@ -76,10 +76,10 @@ def write(
     options: Any, array: law_16.Array, counts: Counter[str], differing: list[dict[str, Any]], minutes: float
 ) -> None:
     kinds: dict[str, list[str]] = {}
-    for values, sentence in array.refused.items():
+    for values, one in array.refused.items():
         named = " ".join(f"--{name} {value}" for name, value in sorted(values, key=str) if len(values) < 12)
-        kinds.setdefault(law_16.kind_of(sentence), []).append(named or "a whole row")
-    out = array.pairs_refused()
+        kinds.setdefault(law_16.kind_of(one.sentence), []).append(f"{named or 'a whole row'} ({len(one.beside)} x)")
+    covered, never = array.covered & set(array.all), array.pairs_never()
     table = page.table(
         ["", ""],
         [
@@ -87,11 +87,11 @@ def write(
             *([name, f"{count:,}"] for name, count in counts.items()),
             ["flags that say how, drawn", len(array.factors) - 2],
             ["pairs of values, of toys and flags", f"{len(array.all):,}"],
-            ["covered by runs that were not refused", f"{len(array.covered & array.all):,}"],
-            ["refused by the program, or without effect on each other", f"{len(out):,}"],
+            ["covered by runs that were not refused", f"{len(covered):,}"],
+            ["refused by the program, or without effect on each other", f"{len(never):,}"],
         ],
     )
-    refused = [f"- {len(given)} x {kind} First: `{given[0]}`" for kind, given in sorted(kinds.items())]
+    refused = [f"- {kind} With `{'`, `'.join(given)}`." for kind, given in sorted(kinds.items())]
     idle = [f"- `--{name}`: {why}." for name, why in law_16.NOT_DRAWN.items()]
     found = [f"{', '.join(one['differences'][:3])}\n\n```\n{one['commands']}\n```" for one in differing]
     body = "\n\n".join(
@@ -100,8 +100,8 @@ def write(
             *("## Not drawn\n\n" + "\n".join(idle), "## What differs\n\n" + "\n\n".join(found or ["Nothing."])),
         ]
     )
-    rows = {"counts": counts, "pairs": [len(array.covered & array.all), len(out), len(array.all)], "differing": differing}
-    rows |= {"refused": {sentence: sorted(map(str, values)) for values, sentence in array.refused.items()}}
+    rows = {"counts": counts, "pairs": [len(covered), len(never), len(array.all)], "differing": differing}
+    rows |= {"refused": kinds}
     page.write("any_flags.py", "Any flags: how never changes what", [], options, body, rows)
 
 

@@ -286,30 +286,41 @@ def pairs_of(row: Row) -> set[Pair]:
 
 
 @dataclass
+class Refusal:
+    """Values that the program has refused together."""
+
+    sentence: str
+    beside: set[tuple[Any, ...]] = field(default_factory=set)  # the values of BESIDE_REFUSAL with which they were
+
+
+BESIDE_REFUSAL = ("model", "data", "devices", "strategy")  # on which it may depend without naming it
+ENOUGH_REFUSALS = 3  # and none accepted: whatever is beside
+
+
+@dataclass
 class Array:
     """A covering array that grows by rows, each of which covers many pairs that no row before it has."""
 
     generator: random.Random
     factors: dict[str, list[Any]] = field(default_factory=factors)
     covered: set[Pair] = field(default_factory=set)
-    refused: dict[frozenset[tuple[str, Any]], str] = field(default_factory=dict)  # values that don't go together -> why
     accepted: list[Row] = field(default_factory=list)
+    refused: dict[frozenset[tuple[str, Any]], Refusal] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = sorted(self.factors)
         values = [[(name, value) for value in self.factors[name]] for name in names]
-        self.all = {tuple(pair) for one, other in combinations(values, 2) for pair in product(one, other)}
+        self.all = [pair for one, other in combinations(values, 2) for pair in product(one, other)]
 
     def draw(self, toys: Optional[Row] = None, tries: int = 40) -> Row:
-        """The best of some random rows. toys: the model and the data of a row that goes on."""
+        """The best of some random rows. toys: values that it has, such as the model of a run that goes on."""
         best, most = {}, -1
-        left = self.all - self.covered
+        left = [pair for pair in self.all if pair not in self.covered]
         for _ in range(tries):
             row = {name: self.generator.choice(values) for name, values in self.factors.items()}
-            if left:  # begin with a pair that is left
-                row |= dict(self.generator.choice(sorted(left, key=str)) if len(left) < 500 else next(iter(left)))
+            row |= dict(self.generator.choice(left)) if left else {}
             row = effective({**row, **(toys or {})})
-            if any(values <= row.items() for values in self.refused):
+            if self.is_refused(row):
                 continue
             if (new := len(pairs_of(row) - self.covered)) > most:
                 best, most = row, new
@@ -320,35 +331,36 @@ class Array:
         self.accepted.append(row)
 
     def refuse(self, row: Row, sentence: str) -> Row:
-        """Keep that the values which a sentence names don't go together, with these toys or with any. Returns the row without them."""
+        """Keep that the values which a sentence names don't go together. Returns the row without the first of them."""
         named = {name: row[name] for name in re.findall(r"--(\w+)", sentence) if name in row}
-        toys = {name: row[name] for name in ("model", "data", "devices", "strategy") if name in row}
-        alone, beside = frozenset(named.items()), frozenset({**named, **toys}.items())
-        before = [values for values in self.refused if named and alone <= values]
-        if before and not any(alone <= accepted.items() for accepted in self.accepted):
-            for values in before:
-                del self.refused[values]
-            beside = alone  # with other toys as well
-        self.refused[beside if named else frozenset(row.items())] = sentence
-        if not named:
+        values = frozenset((named or row).items())
+        self.refused.setdefault(values, Refusal(sentence)).beside.add(self._beside(row))
+        first = next((name for name in named if name not in (*KEPT, "devices")), None)
+        if first is None:
             return self.draw({name: row[name] for name in KEPT if name in row})
-        first = next((name for name in named if name not in KEPT and name != "devices"), "devices")
         return effective({name: value for name, value in row.items() if name != first})
 
-    def pairs_refused(self) -> set[Pair]:
-        """Pairs that no row can have: they hold values that are refused, or one makes the other idle."""
+    def is_refused(self, row: Row) -> bool:
+        here = [one for values, one in self.refused.items() if values <= row.items()]
+        return any(self._beside(row) in one.beside for one in here) or self._never(set(row.items()))
+
+    def _never(self, together: set[tuple[str, Any]]) -> bool:
+        """Whether some of these values were refused often, and never accepted together."""
+        found = (values for values, one in self.refused.items() if values <= together and len(one.beside) >= ENOUGH_REFUSALS)
+        return any(not any(values <= accepted.items() for accepted in self.accepted) for values in found)
+
+    def _beside(self, row: Row) -> tuple[Any, ...]:
+        return tuple(row.get(name) for name in BESIDE_REFUSAL)
+
+    def pairs_never(self) -> set[Pair]:
+        """Pairs that no row can have: their values are refused, or one value leaves the other flag without effect."""
         flags = Arguments.declared()
 
         def idle(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
-            needs = flags[one[0]].needs if one[0] in flags else ""
-            needed = [need.split()[0] for need in needs.split(",") if need]
-            return other[0] in needed and not _has_effect(Flag(None, "", needs=needs), dict([other]))
+            return one[0] in flags and not _has_effect(flags[one[0]], dict([other]))
 
-        return {
-            (one, other)
-            for one, other in self.all - self.covered
-            if idle(one, other) or idle(other, one) or any(values <= {one, other} for values in self.refused)
-        }
+        left = (pair for pair in self.all if pair not in self.covered)
+        return {pair for pair in left if idle(*pair) or idle(*pair[::-1]) or self._never(set(pair))}
 
 
 def kind_of(sentence: str) -> str:
@@ -467,10 +479,14 @@ class Outcome:
         return "\n".join(map(str, self.pieces))
 
 
-def run_row(array: Array, folder: Path, run: Path, seed: int, interruptions: int, root: Path = ROOT) -> Outcome:
-    """Draw a row, run it with so many interruptions at most, and compare. What is refused is left out of the row."""
+def run_row(
+    array: Array, row: Row, folder: Path, run: Path, seed: int, interruptions: int, root: Path = ROOT
+) -> Outcome:
+    """Run a row with so many interruptions at most, and compare. What is refused is left out of the row.
+
+    seed: of what is trained.
+    """
     generator, outcome = array.generator, Outcome([])
-    row = array.draw()
     what = what_of(row["model"], row["data"], folder, seed)
     left, moves = interruptions, False
     while True:
@@ -542,7 +558,8 @@ def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """By their names in transformers; a sharded checkpoint is put together."""
     if not (checkpoint / "weights").is_dir():
         return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
-    return dict(Tensors((checkpoint / "weights").glob("*.safetensors")).items())
+    parts = Tensors((checkpoint / "weights").glob("*.safetensors"))
+    return {name.removeprefix("causal_lm."): tensor for name, tensor in parts.items()}
 
 
 def differences(run: Path, plain: plain_trainer.Found) -> list[str]:
@@ -608,5 +625,6 @@ def rows_until(end: float, array: Array, folder: Path, seed: int, root: Path = R
     while time.monotonic() < end:
         run = folder / "runs" / f"row-{number}"
         run.parent.mkdir(exist_ok=True)
-        yield number, run_row(array, folder, run, seed, array.generator.choice([0, 1, 1, 2]), root)
+        cuts = array.generator.choice([0, 1, 1, 2])
+        yield number, run_row(array, array.draw(), folder, run, seed, cuts, root)
         number += 1
