@@ -24,8 +24,9 @@ from fabric_llm.training.schedule import DECAYS, SCHEDULES
 
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
-setting = partial(flag, may_change=True)  # a flag that may have another value in a resumed run
-basic, basic_setting = partial(flag, basic=True), partial(setting, basic=True)  # those that a first run needs
+# Each flag of train.py says what is trained, or how. Most of the latter may have another value in a resumed run.
+what, setting = partial(flag, how=False), partial(flag, how=True, may_change=True)
+basic, basic_setting = partial(what, basic=True), partial(setting, basic=True)  # those that a first run needs
 
 
 # --------------------------------------------------------------------------- train.py
@@ -61,7 +62,10 @@ class DataArguments:
 
     # The folder may be moved. The fingerprint of its content belongs to the run.
     train_data_dir: Optional[str] = basic_setting(
-        None, path=True, also="data_dir data_path dataset dataset_name train_file datasets dataset_path"
+        None,
+        path=True,
+        how=False,
+        also="data_dir data_path dataset dataset_name train_file datasets dataset_path",
     )
     """dataset folder that prepare_data.py wrote; any with input_ids will do"""
     data_mix: Optional[str] = basic(
@@ -73,16 +77,18 @@ class DataArguments:
     """datasets and their shares of the tokens; instead of --train_data_dir; a YAML file (docs/mixture.md), or
     name=folder:weight[:max_epochs],... such as new=data/new:0.75,old=data/old:0.25:4"""
     # Both are kept as the --data_mix that they stand for.
-    replay: Optional[str] = basic_setting(None, path=True)
+    replay: Optional[str] = basic_setting(None, path=True, how=False)
     """dataset folder mixed in against forgetting; a fifth of what is read; the short form of --data_mix
     new=TRAIN_DATA_DIR:1-F,replay=REPLAY:F"""
-    replay_fraction: Optional[float] = setting(None)
+    replay_fraction: Optional[float] = setting(None, how=False)
     """share of the tokens that --replay gives, F (default: 0.2)"""
-    context_length: Optional[int] = basic_setting(None, above=0, also="block_size cutoff_len max_seq_len seq_len sequence_len")
+    context_length: Optional[int] = basic_setting(
+        None, above=0, also="block_size cutoff_len max_seq_len seq_len sequence_len", how=False
+    )
     """tokens per sequence; must be what the dataset holds (default: that)"""
     verify_data: Literal["auto", "full", "size"] = setting("auto")
     """compare the dataset's files with the hashes of prepare_data.py, or only their sizes; auto: hashes up to 1 GiB"""
-    document_masking: Union[bool, Literal["auto"]] = flag("auto")
+    document_masking: Union[bool, Literal["auto"]] = what("auto")
     """packed documents don't see each other: attention and positions restart (needs prepare_data.py's manifest); auto:
     where the model can, which is measured; a resumed run keeps what it had"""
     num_workers: int = setting(1, at_least=0, also="dataloader_num_workers dataset_num_proc")
@@ -95,19 +101,28 @@ class ModelArguments:
 
     # May only change to another name of the same model, see plan/make_plan.py.
     model_name: Optional[str] = basic_setting(
-        None, path=True, also="base_model model_name_or_path pretrained_model_name_or_path model checkpoint_dir hf_assets_path"
+        None,
+        path=True,
+        how=False,
+        also="base_model model_name_or_path pretrained_model_name_or_path model checkpoint_dir hf_assets_path",
     )
     """hub name or local directory of a causal LM; config.json alone: random start"""
     precision: Literal["bf16-true", "bf16-mixed", "16-mixed", "32-true"] = basic(
         "bf16-true", fixed=True, also="bf16 fp16 fp32 dtype torch_dtype mixed_precision"
     )
     """dtype of weights and of computation; bf16-mixed, 16-mixed: float32 weights; -true: both in that dtype"""
-    bf16_updates: Literal["stochastic", "nearest", "master"] = flag("stochastic", fixed=True, needs="precision bf16-true")
+    bf16_updates: Literal["stochastic", "nearest", "master"] = what(
+        "stochastic", fixed=True, needs="precision bf16-true"
+    )
     """bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 6 (they don't), 14"""
-    float8: Literal["none", "tensorwise", "rowwise"] = flag("none", also="fp8 enable_fp8 float8_recipe")
+    float8: Literal["none", "tensorwise", "rowwise"] = what(
+        "none", also="fp8 enable_fp8 float8_recipe"
+    )
     """bf16-true, bf16-mixed: make the products of the layers in 8 bits (docs/speed.md), with a scale for each tensor or row;
     needs torchao, and on a CPU it is emulated, which is slow"""
-    rope: Optional[str] = flag(None, fixed=True, takes="theta:THETA, or yarn, linear or llama3 with a factor, such as yarn:4")
+    rope: Optional[str] = what(
+        None, fixed=True, takes="theta:THETA, or yarn, linear or llama3 with a factor, such as yarn:4"
+    )
     """other rotary positions for longer rows (docs/long_context.md), in a new run, and in all that it saves:
     theta:8e6, or scaled, as yarn:4, linear:4 or llama3:8"""
     attention: Literal["auto", "packed", "sdpa", "flash_attention_2", "flex_attention", "eager"] = setting(
@@ -176,15 +191,21 @@ class CheckpointArguments:
 
     output_dir: str = basic_setting("checkpoints", path=True, also="save_dir save_folder dump_folder default_root_dir")
     """folder of run directories"""
-    run_name: Optional[str] = basic(None, kept=False, also="wandb_name exp_name experiment_name")
+    run_name: Optional[str] = basic(
+        None, kept=False, how=True, also="wandb_name exp_name experiment_name"
+    )
     """name of the run directory (default: model and data, numbered)"""
-    resume: Union[bool, Literal["auto"]] = basic(False, kept=False, also="auto_resume auto_resume_from_checkpoints")
+    resume: Union[bool, Literal["auto"]] = basic(
+        False, kept=False, how=True, also="auto_resume auto_resume_from_checkpoints"
+    )
     """true: go on from the latest checkpoint; or from --checkpoint; auto: if there is one, else start"""
     verify_checkpoints: Literal["full", "size"] = setting("full")
     """before resuming, compare sizes and sha256 of all files with the manifest, or only sizes"""
-    checkpoint: Optional[str] = flag(None, kept=False, path=True, also="ckpt_path resume_from_checkpoint load_checkpoint")
+    checkpoint: Optional[str] = flag(
+        None, kept=False, path=True, how=True, also="ckpt_path resume_from_checkpoint load_checkpoint"
+    )
     """the checkpoint to resume from, checkpoints/RUN/step-N; with the --run_name of a new run: a branch"""
-    resume_override: Optional[str] = flag(None, kept=False, needs="resume")
+    resume_override: Optional[str] = what(None, kept=False, needs="resume")
     """flags that a resumed run changes on purpose, comma-separated, such as max_step,lr; refused otherwise"""
 
 
@@ -210,48 +231,50 @@ class TrainingArguments:
     """sequences per step, over all devices; sets the accumulation: micro_batch_size x gradient_accumulation_steps x devices x nodes"""
     accumulation_dtype: Literal["float32", "same"] = setting("float32")
     """dtype of gradients summed over micro-batches; float32: costs 4 bytes a parameter held; same: that of the weights"""
-    grad_clip: float = flag(1.0, at_least=0, also="clip_grad gradient_clipping max_grad_norm max_norm")
+    grad_clip: float = what(
+        1.0, at_least=0, also="clip_grad gradient_clipping max_grad_norm max_norm"
+    )
     """largest L2 norm of the gradient; 0: no clipping"""
     lr: float = basic(2e-5, above=0, also="learning_rate max_lr peak_lr base_lr")
     """peak learning rate"""
-    min_lr: float = flag(0.0, at_least=0, needs="lr_decay", also="eta_min lr_min min_learning_rate")
+    min_lr: float = what(0.0, at_least=0, needs="lr_decay", also="eta_min lr_min min_learning_rate")
     """learning rate at the last step"""
-    lr_decay: bool = flag(True, also="decay_lr")
+    lr_decay: bool = what(True, also="decay_lr")
     """decay the rate after the warm-up; false: stay at lr"""
     lr_schedule: Literal[tuple(SCHEDULES)] = basic("cosine", needs="lr_decay", also="lr_scheduler_type decay_type scheduler")
     """how lr falls to min_lr (docs/schedules.md); wsd: warm-up, stable, decay; infinite: down to constant_lr, stable, decay"""
     warmup_steps: int = basic(0, at_least=0, also="lr_warmup_steps num_warmup_steps warmup warmup_ratio")
     """steps of linear warm-up"""
-    decay_steps: Optional[int] = flag(None, above=0, needs="lr_schedule wsd infinite")
+    decay_steps: Optional[int] = what(None, above=0, needs="lr_schedule wsd infinite")
     """wsd, infinite: last steps, in which the rate falls (default: a tenth of the run)"""
-    decay_shape: Literal[tuple(DECAYS)] = flag("sqrt", needs="lr_schedule wsd infinite")
+    decay_shape: Literal[tuple(DECAYS)] = what("sqrt", needs="lr_schedule wsd infinite")
     """wsd, infinite: how it falls; sqrt: 1 - sqrt of the part that is done"""
-    cooldown_steps: Optional[int] = flag(None, at_least=0, needs="lr_schedule infinite")
+    cooldown_steps: Optional[int] = what(None, at_least=0, needs="lr_schedule infinite")
     """infinite: steps after the warm-up in which the rate comes down to constant_lr (default: a quarter of the run)"""
-    constant_lr: Optional[float] = flag(None, above=0, needs="lr_schedule infinite")
+    constant_lr: Optional[float] = what(None, above=0, needs="lr_schedule infinite")
     """infinite: rate of the stable phase (default: the mean of lr and min_lr)"""
-    weight_decay: float = flag(0.1, at_least=0, also="wd adam_weight_decay")
+    weight_decay: float = what(0.1, at_least=0, also="wd adam_weight_decay")
     """decoupled weight decay, on matrices only"""
-    beta1: float = flag(0.9, at_least=0, below=1, also="adam_beta1")
+    beta1: float = what(0.9, at_least=0, below=1, also="adam_beta1")
     """AdamW, decay of the first moment"""
-    beta2: float = flag(0.95, at_least=0, below=1, also="adam_beta2")
+    beta2: float = what(0.95, at_least=0, below=1, also="adam_beta2")
     """AdamW, decay of the second moment"""
-    ema_decay: Optional[float] = flag(None, at_least=0, below=1)
+    ema_decay: Optional[float] = flag(None, at_least=0, below=1, how=True)
     """decay a step of an exponential moving average of the weights, such as 0.999, which export_hf.py --ema true
     exports (default: none is kept)"""
-    ema_device: Literal["host", "same"] = flag("host", needs="ema_decay")
+    ema_device: Literal["host", "same"] = flag("host", needs="ema_decay", how=True)
     """host: the average in float32 in host memory; same: as the weights, in bfloat16 rounded stochastically"""
-    ema_every: int = flag(1, above=0, needs="ema_decay")
+    ema_every: int = flag(1, above=0, needs="ema_decay", how=True)
     """steps between updates of the average, each with ema_decay to the power of so many"""
-    router_aux_loss_coef: Optional[float] = flag(None, at_least=0)
+    router_aux_loss_coef: Optional[float] = what(None, at_least=0)
     """mixture of experts: what the routers' load-balancing loss is multiplied by; 0: it isn't trained (default: as the
     model's configuration says, 0 unless that sets output_router_logits)"""
-    freeze: Optional[str] = flag(None, also="freeze_layers freeze_parameters")
+    freeze: Optional[str] = what(None, also="freeze_layers freeze_parameters")
     """parameters that keep their values: patterns of their Hugging Face names, comma-separated, such as
     model.layers.0.*,*.norm.*; embeddings: the input embeddings and the output head"""
-    train_only: Optional[str] = flag(None, also="unfrozen_parameters trainable_parameters")
+    train_only: Optional[str] = what(None, also="unfrozen_parameters trainable_parameters")
     """the only parameters that train, in the words of --freeze, such as embeddings (docs/new_words.md)"""
-    seed: int = flag(1234, at_least=0, fixed=True, also="random_seed manual_seed data_seed")
+    seed: int = what(1234, at_least=0, fixed=True, also="random_seed manual_seed data_seed")
     """seed of data order, dropout and random weights"""
 
 
@@ -259,13 +282,15 @@ class TrainingArguments:
 class GuardArguments:
     """NaN and spikes (docs/numerics.md)"""
 
-    max_skipped_steps: int = setting(10, at_least=0)
+    max_skipped_steps: int = setting(10, at_least=0, how=False)
     """more skipped steps in a row, or rewinds of the whole run, end it with exit code 76"""
-    spike_threshold: Optional[float] = setting(None, above=0)
+    spike_threshold: Optional[float] = setting(None, above=0, how=False)
     """standard deviations of the loss above its window that are a spike"""
-    spike_window: int = setting(100, at_least=2, needs="spike_threshold")
+    spike_window: int = setting(100, at_least=2, needs="spike_threshold", how=False)
     """steps that a loss is compared with; a standard deviation takes two"""
-    spike_action: Literal["warn", "skip", "rewind"] = setting("warn", needs="spike_threshold")
+    spike_action: Literal["warn", "skip", "rewind"] = setting(
+        "warn", needs="spike_threshold", how=False
+    )
     """skip: leave the update out; rewind: back to the last checkpoint, and past the data since then"""
 
 
@@ -292,7 +317,7 @@ class EvaluationArguments:
     forgetting_budget: Optional[str] = basic(None, takes="name:nats, comma-separated, such as general:0.05,copy:0.2")
     """nats that validation losses may rise; above their value before step 1 (docs/forgetting.md); name:nats,
     comma-separated, such as general:0.05; copy and retrieval: of --probes"""
-    forgetting_action: Literal[ACTIONS] = flag("warn")
+    forgetting_action: Literal[ACTIONS] = what("warn")
     """when a set is above its budget; stop: save and end with exit code 76; rewind: back to the last checkpoint that
     has used at most half of it, and on with twice the share of that source, up to a half, then stop"""
 
@@ -329,7 +354,7 @@ class LoggingArguments:
     )
     log_step_interval: int = setting(10, above=0, also="log_every log_every_n_steps log_freq logging_steps")
     """steps between logged lines; 1: each step"""
-    profile: Optional[str] = flag(None, kept=False)
+    profile: Optional[str] = flag(None, kept=False, how=True)
     """START:STOP: record the steps from START to STOP, both included, on rank 0 with torch's profiler, into the folder
     profile of the run directory; prints the five largest costs"""
     compare_plan: Union[bool, Literal["auto"]] = setting("auto", takes="auto, true or false")
@@ -458,7 +483,9 @@ class ExportArguments:
 class PlanArguments:
     """Plan (plan.py alone has these; the others are those of train.py)"""
 
-    accelerator_name: str = basic("H100", takes="the name of an accelerator, such as H100")
+    accelerator_name: str = flag(
+        "H100", takes="the name of an accelerator, such as H100", basic=True
+    )
     """kind of device; A100-40GB, A100-80GB, H100, H200, B200, L40S, RTX 4090, RTX 5090, MI300X or CPU"""
     device_memory: Optional[float] = flag(None, above=0)
     """GiB of memory of a device, or with a unit, such as 80GiB (default: the accelerator's)"""
@@ -468,11 +495,11 @@ class PlanArguments:
     """directory of a run on this accelerator, whose speed is taken in place of --mfu"""
     network: float = flag(400.0, above=0)
     """Gbit/s between nodes, of each node"""
-    price_per_hour: Optional[float] = basic(None, at_least=0)
+    price_per_hour: Optional[float] = flag(None, at_least=0, basic=True)
     """price of one device, in any currency"""
-    tokens: Optional[float] = basic(None, above=0)
+    tokens: Optional[float] = flag(None, above=0, basic=True)
     """tokens of the whole run, such as 1e9; instead of --max_step"""
-    auto: bool = basic(False)
+    auto: bool = flag(False, basic=True)
     """find the fastest flags that fit; of micro-batch sizes, activation checkpointing and sharding, below 80 % of the memory"""
     sweep: Optional[str] = flag(None, takes="numbers of devices, such as devices=8..4096")
     """devices=FIRST..LAST: the plan on so many devices, doubled from row to row, sharded in two ways (docs/planning.md)"""

@@ -1,0 +1,630 @@
+"""Law 16, drawn: flags that say how never change what. Rows of flags, runs of them with stops and kills, what they must equal.
+
+arguments.py declares which flags say how. A row gives each of them a value; together rows hold every pair of values of two flags.
+Each row trains a toy model with `python train.py`, is interrupted at random and goes on, half of the time with the flags of
+another row, and must agree with tests/plain_trainer.py. What the program refuses is counted, and its sentences are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import datasets
+import numpy as np
+import plain_trainer
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from arguments import Arguments
+from fabric_llm.base.command_line import Flag
+from fabric_llm.base.faults import BAD_INPUT, DONE, PEER_LOST, STOPPED
+from fabric_llm.model.tensor_files import Tensors
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCABULARY, CONTEXT, END, ROWS = 131, 32, 0, 44  # an odd vocabulary; rows that aren't a multiple of the global batch
+
+# ------------------------------------------------------------------------------- what is trained
+
+_SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SHAPE |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+_TEXT = {"vocab_size": VOCABULARY, "bos_token_id": END, "eos_token_id": END, "pad_token_id": None, "initializer_range": 0.1}
+_WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
+_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, "factor": 4.0}
+_LONG |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION |= {"image_size": 8, "patch_size": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_SHAPE, **_TEXT},
+    "gpt2": {
+        **{"model_type": "gpt2", **_TEXT, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},  # what is drawn depends on the ranks
+    },
+    "gemma3_text": {"model_type": "gemma3_text", **_SHAPE, **_TEXT, **_WINDOWS},
+    "qwen3": {"model_type": "qwen3", **_SHAPE, **_TEXT},
+    "mixtral": {
+        **{"model_type": "mixtral", **_SHAPE, **_TEXT, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"output_router_logits": True, "router_aux_loss_coef": 0.1},
+    },
+    "phi3": {"model_type": "phi3", **_SHAPE, **_TEXT, "original_max_position_embeddings": 16, "rope_parameters": _LONG},
+    "dynamic": {  # the frequencies depend on the longest row so far
+        **{"model_type": "llama", **_SHAPE, **_TEXT, "max_position_embeddings": 16},
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    },
+    "gemma3": {  # with a tower for pictures, which text gives no gradient
+        **{"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **_SHAPE, **_TEXT, **_WINDOWS}},
+        **{"vision_config": {"model_type": "siglip_vision_model", **_VISION}, "mm_tokens_per_image": 4},
+        **{"boi_token_index": 128, "eoi_token_index": 129, "image_token_index": 130, "initializer_range": 0.1},
+    },
+}
+
+
+class Data(NamedTuple):
+    """What a run reads: by its flags, and in the words of the plain trainer."""
+
+    flags: dict[str, str]
+    sources: dict[str, str]  # name -> dataset
+    stages: dict[str, dict[str, str]] = {"0": {"validation": "1"}}  # from which part of the run on: name -> share
+
+
+PACKED = {"document_masking": "true"}
+TWO = {"a": "best_fit", "b": "second"}
+DATA = {
+    "rows": Data({"train_data_dir": "{folder}/rows"}, {"validation": "rows"}),
+    "labels": Data({"train_data_dir": "{folder}/labels"}, {"validation": "labels"}),
+    "best_fit": Data({"train_data_dir": "{folder}/best_fit", **PACKED}, {"validation": "best_fit"}),
+    "concat": Data({"train_data_dir": "{folder}/concat", **PACKED}, {"validation": "concat"}),
+    "unmasked": Data({"train_data_dir": "{folder}/best_fit", "document_masking": "false"}, {"validation": "best_fit"}),
+    "mixture": Data(
+        {"data_mix": "a={folder}/best_fit:0.7,b={folder}/second:0.3", **PACKED}, TWO, {"0": {"a": "0.7", "b": "0.3"}}
+    ),
+    "stages": Data(
+        {"data_mix": "{folder}/stages.yaml"},
+        {"a": "rows", "b": "more"},
+        {"0": {"a": "0.6", "b": "0.4"}, "0.5": {"a": "0.25", "b": "0.75"}},
+    ),
+    "replay": Data(
+        {"train_data_dir": "{folder}/best_fit", "replay": "{folder}/second", "replay_fraction": "0.25", **PACKED},
+        {"new": "best_fit", "replay": "second"},
+        {"0": {"new": "0.75", "replay": "0.25"}},
+    ),
+}
+STAGES = """sources:
+  a: {path: FOLDER/rows, weight: 0.6}
+  b: {path: FOLDER/more, weight: 0.4}
+stages:
+  - {from: 0.5, weights: {a: 0.25, b: 0.75}}
+"""
+# Name -> values of the other flags that say what; each toy draws one of each.
+WHAT: dict[str, list[Any]] = {
+    "max_step": [5, 6, 7],
+    "lr": [2e-3, 5e-3],
+    "lr_schedule": ["cosine", "linear", "constant", "wsd", "infinite", "inverse_sqrt"],
+    "warmup_steps": [0, 2],
+    "min_lr": [0.0, 1e-4],
+    "weight_decay": [0.0, 0.1, 1.0],
+    "grad_clip": [0.0, 0.3, 1.0],
+    "freeze": [None, None, "embeddings", "model.layers.0.*"],
+    "beta2": [0.95, 0.99],
+    "seed": [1234, 7],
+}
+BESIDE = "rows"  # a dataset that is evaluated beside
+
+
+def write_toys(folder: Path) -> Path:
+    """All models and datasets."""
+    words = {"end": END, **{f"w{i}": i for i in range(1, VOCABULARY)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="end"))
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="end")
+    for seed, (name, said) in enumerate(MODELS.items()):
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(**said)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        fast.save_pretrained(folder / name)
+    for number, name in enumerate(("rows", "more", "labels", "best_fit", "second", "concat")):
+        generator = np.random.default_rng(number)
+        splits = {"train": _columns(name, ROWS, generator), "validation": _columns(name, 9, generator)}
+        splits = {split: datasets.Dataset.from_dict(columns) for split, columns in splits.items()}
+        datasets.DatasetDict(splits).save_to_disk(str(folder / name))
+        fast.save_pretrained(folder / name / "tokenizer")
+        if name in ("best_fit", "second", "concat"):
+            manifest = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1, "eos_token_id": END}
+            manifest["packing"] = "concat" if name == "concat" else "best_fit"
+            (folder / name / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "stages.yaml").write_text(STAGES.replace("FOLDER", str(folder)))
+    (folder / "prompts.txt").write_text("w1 w2 w3\nw7\n")
+    return folder
+
+
+def _columns(name: str, rows: int, generator: np.random.Generator) -> dict[str, list[list[int]]]:
+    """The rows of a dataset; in all the second of two tokens follows from the first."""
+    tokens = generator.integers(1, VOCABULARY, (rows, CONTEXT))
+    tokens[:, 1::2] = (tokens[:, ::2] * 7 + 3) % (VOCABULARY - 1) + 1
+    if name in ("best_fit", "second", "concat"):
+        for row in tokens:
+            ends = np.cumsum(generator.integers(2, 25, CONTEXT)) - 1  # documents of 2 to 24 tokens
+            row[ends[ends < CONTEXT]] = END
+            if name != "concat":  # what is left of a row is padding
+                row[ends[ends < CONTEXT][-1] :] = END
+    if name != "labels":
+        return {"input_ids": tokens.tolist()}
+    return {"input_ids": tokens.tolist(), "labels": np.where(generator.random(tokens.shape) < 0.3, -100, tokens).tolist()}
+
+
+def what_of(model: str, data: str, folder: Path, seed: int) -> dict[str, Any]:
+    """The flags that say what is trained: always the same for the same arguments."""
+    generator = random.Random(f"{seed} {model} {data}")
+    flags = {name: generator.choice(values) for name, values in WHAT.items()}
+    if data in ("rows", "best_fit") and generator.random() < 0.5:
+        flags["max_step"] = None  # one epoch, of which the last step is a part of a batch
+    if flags["freeze"] == "embeddings":
+        flags["freeze"] = "transformer.wte*" if model == "gpt2" else "*embed_tokens*"
+    elif flags["freeze"] is not None and model in ("gpt2", "gemma3"):
+        flags["freeze"] = "transformer.h.0.*" if model == "gpt2" else "model.language_model.layers.0.*"
+    flags |= {"model_name": str(folder / model), "global_batch_size": 8, "precision": "32-true"}
+    return flags | {name: value.format(folder=folder) for name, value in DATA[data].flags.items()}
+
+
+# ------------------------------------------------------------------------------- how it is trained
+
+# Values to draw of flags whose types don't say them, and of some of which they say too many. {folder}, {data_set} and {layer}: of
+# the row's toys.
+VALUES: dict[str, list[Any]] = {
+    "devices": [1, 2],
+    "context_parallel": [1, 2],
+    "hang_timeout": [600, 1800],
+    "join_timeout": [300, 500],
+    "num_workers": [0, 1, 3],
+    "auto_wrap_policy": ["auto", "{layer}", "size:3000", "none"],
+    "activation_checkpointing": ["none", "full", "every:2", "selective", "offload", "auto"],
+    "max_hours": [None, 1],
+    "micro_batch_size": [None, 1, 2, 4],
+    "gradient_accumulation_steps": [None, 1, 2, 4],
+    "ema_decay": [None, 0.5],
+    "ema_every": [1, 2],
+    "eval_batch_size": [1, 2, 8],
+    "eval_iters": [0, 40],  # none, or all rows
+    "eval_step_interval": [None, 1, 2, 3],
+    "eval_data": [None, f"beside={{folder}}/{BESIDE}"],
+    "probes": [None, "copy", "copy,retrieval"],
+    "save_step_interval": [None, 1, 2, 3],
+    "keep_last": [None, 1, 2],
+    "keep_every": [None, 2],
+    "keep_best": [0, 1, 2],
+    "keep_best_of": [None, "{data_set}"],
+    "logger": ["none", "csv", "tensorboard", "wandb", "csv,tensorboard"],
+    "log_step_interval": [1, 2, 10],
+    "profile": [None, "2:3"],
+    "entity": [None, "me"],
+    "project": [None, "mine"],
+    "log_model": ["false", "last", "all"],
+    "sample_prompts": [None, "{folder}/prompts.txt"],
+    "sample_tokens": [2, 4],
+}
+# Flags that say how and have one value here, and why.
+NOT_DRAWN = {
+    "num_nodes": "there is one machine",
+    "output_dir": "each run has a folder of its own",
+    "run_name": "each run has a folder of its own",
+    "resume": "given after an interruption",
+    "checkpoint": "a run goes on from its newest checkpoint",
+    "reduce_dtype": "no effect in 32-true, in which all rows train",
+}
+
+
+def flags_of_how() -> dict[str, Flag]:
+    return {name: one for name, one in Arguments.declared().items() if one.how}
+
+
+def values_of(name: str, one: Flag) -> list[Any]:
+    """The values to draw of a flag. Raises ValueError where neither its type nor VALUES says them."""
+    words = [word for kind in one.kinds for word in (["false", "true"] if kind is bool else [kind])]
+    found = VALUES.get(name, words)
+    if len(found) < 2 or any(isinstance(value, type) for value in found):
+        raise ValueError(
+            f"--{name} says how is trained, so law 16 draws it, but its type doesn't say values: give two or more in VALUES of "
+            "tests/law_16.py, or say in NOT_DRAWN why there is one; or declare it by `what` in arguments.py."
+        )
+    return found
+
+
+def factors() -> dict[str, list[Any]]:
+    """What a row draws: name -> values; toys first."""
+    drawn = {name: values_of(name, one) for name, one in flags_of_how().items() if name not in NOT_DRAWN}
+    return {"model": list(MODELS), "data": list(DATA), **drawn}
+
+
+Row = dict[str, Any]  # factor -> value, without those that have no effect beside the others
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def effective(row: Row) -> Row:
+    """The row without flags that have no effect beside its other values, by what they are declared to need."""
+    flags, row = Arguments.declared(), dict(row)
+    while True:
+        known = {name: row.get(name, one.default) for name, one in flags.items()}
+        if known["strategy"] == "auto":
+            known["strategy"] = "fsdp" if known["devices"] == 2 else "single"
+        known["precision"] = "32-true"
+        idle = [name for name in row if name in flags and not _has_effect(flags[name], known)]
+        if not idle:
+            return row
+        for name in idle:
+            del row[name]
+
+
+def _has_effect(one: Flag, known: dict[str, Any]) -> bool:
+    for needed, *values in (need.split() for need in one.needs.split(",") if need):
+        if needed not in known:
+            continue
+        is_on = known[needed] not in (None, 0, False, "false", "none")
+        if not (set(str(known[needed]).lower().split(",")) & set(values) if values else is_on):
+            return False
+    return True
+
+
+def pairs_of(row: Row) -> set[Pair]:
+    return set(combinations(sorted(row.items()), 2))
+
+
+@dataclass
+class Refusal:
+    """Values that the program has refused together."""
+
+    sentence: str
+    beside: set[tuple[Any, ...]] = field(default_factory=set)  # the values of BESIDE_REFUSAL with which they were
+
+
+BESIDE_REFUSAL = ("model", "data", "devices", "strategy")  # on which it may depend without naming it
+ENOUGH_REFUSALS = 3  # and none accepted: whatever is beside
+
+
+@dataclass
+class Array:
+    """A covering array that grows by rows, each of which covers many pairs that no row before it has."""
+
+    generator: random.Random
+    factors: dict[str, list[Any]] = field(default_factory=factors)
+    covered: set[Pair] = field(default_factory=set)
+    accepted: list[Row] = field(default_factory=list)
+    refused: dict[frozenset[tuple[str, Any]], Refusal] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = sorted(self.factors)
+        values = [[(name, value) for value in self.factors[name]] for name in names]
+        self.all = [pair for one, other in combinations(values, 2) for pair in product(one, other)]
+
+    def draw(self, toys: Optional[Row] = None, tries: int = 40) -> Row:
+        """The best of some random rows. toys: values that it has, such as the model of a run that goes on."""
+        best, most = {}, -1
+        left = [pair for pair in self.all if pair not in self.covered]
+        for _ in range(tries):
+            row = {name: self.generator.choice(values) for name, values in self.factors.items()}
+            row |= dict(self.generator.choice(left)) if left else {}
+            row = effective({**row, **(toys or {})})
+            if self.is_refused(row):
+                continue
+            if (new := len(pairs_of(row) - self.covered)) > most:
+                best, most = row, new
+        return best or {"model": "llama", "data": "rows", **(toys or {})}
+
+    def accept(self, row: Row) -> None:
+        self.covered |= pairs_of(row)
+        self.accepted.append(row)
+
+    def refuse(self, row: Row, sentence: str) -> Row:
+        """Keep that the values which a sentence names don't go together. Returns the row without the first of them."""
+        named = {name: row[name] for name in re.findall(r"--(\w+)", sentence) if name in row}
+        values = frozenset((named or row).items())
+        self.refused.setdefault(values, Refusal(sentence)).beside.add(self._beside(row))
+        first = next((name for name in named if name not in (*KEPT, "devices")), None)
+        if first is None:
+            return self.draw({name: row[name] for name in KEPT if name in row})
+        return effective({name: value for name, value in row.items() if name != first})
+
+    def is_refused(self, row: Row) -> bool:
+        here = [one for values, one in self.refused.items() if values <= row.items()]
+        return any(self._beside(row) in one.beside for one in here) or self._never(set(row.items()))
+
+    def _never(self, together: set[tuple[str, Any]]) -> bool:
+        """Whether some of these values were refused often, and never accepted together."""
+        found = (values for values, one in self.refused.items() if values <= together and len(one.beside) >= ENOUGH_REFUSALS)
+        return any(not any(values <= accepted.items() for accepted in self.accepted) for values in found)
+
+    def _beside(self, row: Row) -> tuple[Any, ...]:
+        return tuple(row.get(name) for name in BESIDE_REFUSAL)
+
+    def pairs_never(self) -> set[Pair]:
+        """Pairs that no row can have: their values are refused, or one value leaves the other flag without effect."""
+        flags = Arguments.declared()
+
+        def idle(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+            return one[0] in flags and not _has_effect(flags[one[0]], dict([other]))
+
+        left = (pair for pair in self.all if pair not in self.covered)
+        return {pair for pair in left if idle(*pair) or idle(*pair[::-1]) or self._never(set(pair))}
+
+
+def kind_of(sentence: str) -> str:
+    """A sentence without its values, to count those of one kind."""
+    return re.sub(r"'[^']*'|\d+|/\S+", "_", sentence.partition("error: ")[2] or sentence).strip()
+
+
+# ------------------------------------------------------------------------------- a run and its interruptions
+
+# Places of base/failpoints.py, and how often a short run reaches them at most.
+PLACES = {"between_steps": 6, "optimizer_step": 12, "forward": 12, "between_micro_batches": 12, "read_data": 6}
+PLACES |= {"evaluate": 20, "save.begin": 3, "save.parts": 3, "save.hash": 3, "publish.before_rename": 3, "publish.done": 3}
+PLACES |= {"prune.begin": 2, "prune.renamed": 2, "metrics.replace": 2, "set_up": 1}
+OUTSIDE = ("stop", "save_now", "SIGTERM", "SIGKILL")  # a file in the run directory, or a signal to rank 0
+
+
+@dataclass
+class Piece:
+    """One start of a run."""
+
+    row: Row
+    interruption: str  # a failpoint, or `WORD after SECONDS`, counted from the run's first line; "" for none
+    command: list[str] = field(default_factory=list)
+    code: Optional[int] = None
+    said: str = ""
+
+    def __str__(self) -> str:
+        before = f"FABRIC_LLM_FAILPOINT={self.interruption} " if self.interruption and " " not in self.interruption else ""
+        after = f"   # {self.interruption}" * (" " in self.interruption)
+        return f"{before}python {shlex.join(self.command)}{after}   # code {self.code}"
+
+
+def interruption(generator: random.Random, devices: int) -> str:
+    if generator.random() < 0.25:
+        return f"{generator.choice(OUTSIDE)} after {generator.uniform(0, 1.5):.2f}"
+    place = generator.choice([*PLACES, "between_steps", "optimizer_step"])
+    rank = f":rank={generator.randrange(devices)}" if generator.random() < 0.5 else ""
+    count, do = generator.randint(1, PLACES[place]), generator.choice(["kill", "kill", "term"])
+    return f"{place}{rank}:count={count}:do={do}"
+
+
+def command(row: Row, what: dict[str, Any], folder: Path, run: Path, resumes: bool) -> list[str]:
+    layer = _layer_class(str(what["model_name"]))
+    *_, data_set = DATA[row["data"]].sources
+    how = {name: value for name, value in row.items() if name not in ("model", "data")}
+    how = {"eval_iters": 40, **how, "output_dir": run.parent, "run_name": run.name}
+    words = {name: str(value).format(folder=folder, layer=layer, data_set=data_set) for name, value in how.items() if value is not None}
+    words |= {name: str(value) for name, value in what.items() if value is not None}
+    words |= {"resume": "auto"} if resumes else {}
+    return ["train.py", *(word for name, value in words.items() for word in (f"--{name}", value))]
+
+
+def _layer_class(model: str) -> str:
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        modules = AutoModelForCausalLM.from_config(config).modules()
+    return next(type(one).__name__ for one in modules if type(one).__name__.endswith(("DecoderLayer", "Block")))
+
+
+def start(piece: Piece, run: Path, root: Path = ROOT, seconds: float = 400) -> None:
+    """Run the piece to its end or its interruption. Sets its code and what it said."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    word, _, delay = piece.interruption.partition(" after ")
+    if word and not delay:
+        environment["FABRIC_LLM_FAILPOINT"] = word
+    output = run.parent / f"{run.name}.out"
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *piece.command], cwd=root, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        deadline = time.monotonic() + seconds
+        if delay:
+            size = (run / "metrics.jsonl").stat().st_size if (run / "metrics.jsonl").exists() else 0
+            while process.poll() is None and time.monotonic() < deadline:
+                if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > size:
+                    break
+                time.sleep(0.02)
+            time.sleep(float(delay))
+            if process.poll() is None and word.startswith("SIG"):
+                process.send_signal(getattr(signal, word))
+            elif process.poll() is None and run.is_dir():
+                (run / word).touch()
+        try:
+            piece.code = process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            piece.code = 124
+        _wait_for_all(process, 60 if piece.code != 124 else 0)
+    piece.said = output.read_text(errors="replace")
+
+
+def _wait_for_all(process: subprocess.Popen, seconds: float) -> None:
+    """Ranks that outlive rank 0 end by themselves; after that time they are killed."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            os.killpg(process.pid, 0 if time.monotonic() < deadline else signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        process.poll()
+        time.sleep(0.1)
+
+
+@dataclass
+class Outcome:
+    """What came of a row."""
+
+    pieces: list[Piece]
+    differences: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)  # sentences
+    interruptions: int = 0
+    has_twin: bool = False
+
+    @property
+    def commands(self) -> str:
+        return "\n".join(map(str, self.pieces))
+
+
+def run_row(
+    array: Array, row: Row, folder: Path, run: Path, seed: int, interruptions: int, root: Path = ROOT
+) -> Outcome:
+    """Run a row with so many interruptions at most, and compare. What is refused is left out of the row.
+
+    seed: of what is trained.
+    """
+    generator, outcome = array.generator, Outcome([])
+    what = what_of(row["model"], row["data"], folder, seed)
+    left, moves = interruptions, False
+    while True:
+        cut = interruption(generator, row.get("devices", 1)) if left else ""
+        piece = Piece(row, cut, command(row, what, folder, run, resumes=bool(outcome.pieces)))
+        start(piece, run, root)
+        if piece.code == BAD_INPUT and "Traceback" not in piece.said:
+            outcome.refused.append(next((one for one in piece.said.splitlines() if "error:" in one), last_words(piece.said)))
+            row = array.refuse(row, outcome.refused[-1])
+            if len(outcome.refused) > MOST_REFUSED:
+                outcome.differences.append("refused again and again: " + piece.said[-300:])
+                return outcome
+            continue
+        outcome.pieces.append(piece)
+        array.accept(row)
+        may_end_with = {DONE} if not cut else {DONE, STOPPED, PEER_LOST, -signal.SIGKILL, -signal.SIGTERM}
+        if piece.code not in may_end_with or "Traceback" in piece.said:
+            outcome.differences.append(f"code {piece.code}: {last_words(piece.said)}")
+            return outcome
+        if piece.code == DONE:
+            break
+        outcome.interruptions += 1
+        left -= 1
+        if generator.random() < 0.5:
+            moves = True
+            row = array.draw({name: row[name] for name in KEPT if name in row})
+    outcome.differences += differences(run, reference(what, row, folder))
+    if outcome.interruptions and not moves and not outcome.differences:
+        twin, outcome.has_twin = run.with_name(f"{run.name}-twin"), True
+        piece = Piece(row, "", command(row, what, folder, twin, resumes=False))
+        start(piece, twin, root)
+        outcome.pieces.append(piece)
+        outcome.differences += [f"uninterrupted: {one}" for one in unlike(run, twin)]
+    return outcome
+
+
+KEPT = ("model", "data", "ema_decay", "ema_every", "ema_device")  # belong to the run
+MOST_REFUSED = 20  # for one row
+_references: dict[str, plain_trainer.Found] = {}
+
+
+def reference(what: dict[str, Any], row: Row, folder: Path) -> plain_trainer.Found:
+    data = DATA[row["data"]]
+    kept = {name: what[name] for name in [*WHAT, "model_name", "global_batch_size"] if what[name] is not None}
+    kept |= {"max_step": what["max_step"], "document_masking": what.get("document_masking") == "true"}
+    kept |= {name: row[name] for name in ("ema_decay", "ema_every") if name in row}
+    sources, beside = ({name: str(folder / one) for name, one in each.items()} for each in (data.sources, {"beside": BESIDE}))
+    name = json.dumps([kept, sources], sort_keys=True)
+    if name not in _references:
+        _references[name] = plain_trainer.train(kept, sources, data.stages, beside)
+    return _references[name]
+
+
+def last_words(said: str) -> str:
+    lines = [line for line in said.splitlines() if line.strip()]
+    return " | ".join(lines[-3:])[-600:]
+
+
+# ------------------------------------------------------------------------------- what it must equal
+
+LOSS, NORM, WEIGHT = 1e-5, 1e-4, 1e-5  # relative; of weights to the largest of their tensor
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """By their names in transformers; a sharded checkpoint is put together."""
+    if not (checkpoint / "weights").is_dir():
+        return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
+    parts = Tensors((checkpoint / "weights").glob("*.safetensors"))
+    return {name.removeprefix("causal_lm."): tensor for name, tensor in parts.items()}
+
+
+def differences(run: Path, plain: plain_trainer.Found) -> list[str]:
+    """How a finished run differs from the plain trainer, in sentences."""
+    found, last, seen = [], max(plain.steps), Counter()
+    for line in lines_of(run):
+        step = line.get("step")
+        if "loss" in line:
+            seen[step] += 1
+            for name, most in (("loss", LOSS), ("lr", 1e-12), ("grad_norm", NORM)):
+                found += _apart(f"step {step}: {name}", line[name], plain.steps.get(step, {}).get(name), most)
+        if "eval_loss" in line:
+            seen["evaluation", step] += 1
+            of_sets = plain.evaluations.get(step, {})
+            for name, one in line["eval"].items():
+                if name in of_sets:
+                    found += _apart(f"step {step}: loss of {name}", one["loss"], of_sets[name], LOSS)
+            found += _apart(f"step {step}: eval_loss", line["eval_loss"], of_sets.get(""), LOSS)
+            if "eval_loss_ema" in line and step > 0:
+                found += _apart(f"step {step}: loss of the average", line["eval_loss_ema"], of_sets.get("ema"), LOSS)
+    found += [f"{place} is logged {count} times" for place, count in seen.items() if count > 1]
+    if last not in seen or max(step for step in seen if isinstance(step, int)) != last:
+        found.append(f"the last step, {last}, isn't logged")
+    checkpoint = run / f"step-{last:08d}"
+    if not checkpoint.is_dir():
+        return [*found, f"{checkpoint.name} is missing"]
+    weights = weights_of(checkpoint)
+    for name, tensor in plain.weights.items():
+        if name in weights and tensor.is_floating_point():
+            apart = (weights[name].float() - tensor).abs()
+            most = WEIGHT * tensor.abs().max() + plain.uncertain.get(name, 0.0)
+            if bool((apart > most).any()):
+                found.append(f"weights {name}: {float(apart.max()):.2e} apart, of {float(tensor.abs().max()):.2e}")
+    if missing := [name for name in plain.uncertain if name not in weights]:
+        found.append(f"{checkpoint.name} lacks {', '.join(missing[:3])}")
+    return found
+
+
+def _apart(what: str, here: Optional[float], there: Optional[float], most: float) -> list[str]:
+    if here is None or there is None:
+        return [f"{what} is {here}, and {there} of the plain trainer"]
+    if math.isclose(here, there, rel_tol=most, abs_tol=1e-30):
+        return []
+    return [f"{what} is {here:.9g}, and {there:.9g} of the plain trainer ({abs(here / there - 1):.1e} apart)"]
+
+
+def unlike(run: Path, twin: Path) -> list[str]:
+    """How two runs differ in any bit of their losses and last weights."""
+    found = []
+    for key in ("loss", "grad_norm", "eval_loss", "eval_loss_ema"):
+        one, other = ({line["step"]: line[key] for line in lines_of(each) if key in line} for each in (run, twin))
+        if differing := sorted(step for step in one.keys() | other.keys() if one.get(step) != other.get(step)):
+            step = differing[0]
+            found.append(f"{key} of {len(differing)} steps, of step {step} {one.get(step)}, not {other.get(step)}")
+    one, other = (weights_of(max(each.glob("step-*[0-9]"))) for each in (run, twin))
+    names = [name for name in one if not torch.equal(one[name], other[name])]
+    return found + ([f"weights: {len(names)} tensors, first {names[0]}"] if names else [])
+
+
+def rows_until(end: float, array: Array, folder: Path, seed: int, root: Path = ROOT) -> Iterator[tuple[int, Outcome]]:
+    """Run rows until the time.monotonic() `end`. Yields their numbers, and what came of them."""
+    number = 0
+    while time.monotonic() < end:
+        run = folder / "runs" / f"row-{number}"
+        run.parent.mkdir(exist_ok=True)
+        cuts = array.generator.choice([0, 1, 1, 2])
+        yield number, run_row(array, array.draw(), folder, run, seed, cuts, root)
+        number += 1

@@ -1,0 +1,110 @@
+"""Law 16: flags that say how never change what.
+
+Rows of all flags that say how, drawn so that they cover pairs of values, stopped, killed and resumed, agree with a plain trainer
+that shares no code with the package. `python benchmarks/any_flags.py` goes on where this ends.
+"""
+
+import ast
+import random
+import sys
+from pathlib import Path
+
+import law_16
+import pytest
+
+from arguments import Arguments
+from fabric_llm.base.command_line import Flag
+
+ROWS = 10  # of the longer suite
+# What the README's command runs: no pairs, but what each of them needs.
+QUICK = {
+    "packed": {"model": "llama", "data": "best_fit", "micro_batch_size": 4, "eval_step_interval": 3, "log_step_interval": 1},
+    "mixed": {"model": "mixtral", "data": "replay", "activation_checkpointing": "full", "save_step_interval": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return law_16.write_toys(tmp_path_factory.mktemp("law-16"))
+
+
+def test_every_flag_of_train_says_whether_it_says_what_or_how():
+    undecided = [name for name, one in Arguments.declared().items() if one.how is None]
+    assert not undecided, f"declare {undecided} in arguments.py by `what`, `setting`, or `flag` with how=True or False"
+
+
+def test_every_flag_that_says_how_is_drawn_or_left_out_by_name():
+    drawn = law_16.factors()
+    how = set(law_16.flags_of_how())
+    assert drawn.keys() - {"model", "data"} == how - law_16.NOT_DRAWN.keys()
+    assert law_16.VALUES.keys() | law_16.NOT_DRAWN.keys() <= how, "flags that are gone, or that say what"
+    assert not law_16.VALUES.keys() & law_16.NOT_DRAWN.keys()
+
+
+def test_a_new_flag_takes_part_by_its_type_or_asks_for_values():
+    assert law_16.values_of("new", Flag(False, "", type=bool)) == ["false", "true"]
+    with pytest.raises(ValueError, match="--new says how is trained.* VALUES of tests/law_16.py"):
+        law_16.values_of("new", Flag(1, "", type=int))
+
+
+def test_the_plain_trainer_shares_no_code_with_the_package():
+    text = Path(law_16.plain_trainer.__file__).read_text()
+    names = {node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
+    names |= {alias.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for alias in node.names}
+    others = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names)
+    assert others == {"torch", "transformers", "datasets", "numpy"}
+    assert sum(bool(line.strip()) for line in text.splitlines()) < 200
+
+
+def drawn(count, seed=16):
+    """The first rows of an array in which nothing is refused."""
+    array = law_16.Array(random.Random(seed))
+    for _ in range(count):
+        row = array.draw()
+        array.accept(row)
+        yield row
+
+
+def test_rows_cover_pairs_and_hold_what_has_an_effect():
+    array = law_16.Array(random.Random(0))
+    for row in drawn(60, seed=0):
+        assert ("ema_every" in row) <= (row.get("ema_decay") is not None)
+        array.accept(row)
+    possible = set(array.all) - array.pairs_never()
+    assert len(array.covered & possible) > 0.75 * len(possible)
+
+
+def test_a_refused_row_goes_on_without_what_the_sentence_names():
+    array = law_16.Array(random.Random(0))
+    row = {"model": "gpt2", "data": "rows", "devices": 1, "cpu_offload": "true", "strategy": "ddp", "num_workers": 3}
+    without = {name: value for name, value in row.items() if name != "cpu_offload"}
+    sentence = "train.py: error: --cpu_offload true needs --strategy fsdp or fsdp2; here it is single."
+    for model in ("gpt2", "llama", "qwen3"):
+        assert not array.is_refused({**row, "model": model})
+        assert array.refuse({**row, "model": model}, sentence) == {**without, "model": model}
+        assert array.is_refused({**row, "model": model})
+        assert not array.is_refused({**without, "model": model})
+    assert array.is_refused({**row, "model": "mixtral"}), "often enough"
+    assert (("cpu_offload", "true"), ("strategy", "ddp")) in array.pairs_never()
+    array.accept({**row, "model": "phi3"})
+    assert not array.is_refused({**row, "model": "mixtral"})
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_run_is_that_of_a_plain_trainer(folder, tmp_path, name):
+    row = QUICK[name]
+    what = law_16.what_of(row["model"], row["data"], folder, seed=0)
+    piece = law_16.Piece(row, "", law_16.command(row, what, folder, tmp_path / "run", resumes=False))
+    law_16.start(piece, tmp_path / "run")
+    assert piece.code == 0, f"{piece}\n{piece.said}"
+    assert law_16.differences(tmp_path / "run", law_16.reference(what, row, folder)) == []
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("number", range(ROWS))
+def test_rows_of_any_flags_agree_with_a_plain_trainer(folder, tmp_path, number):
+    """Each row is interrupted up to twice, and goes on with its flags or with those of another one."""
+    *before, row = drawn(number + 1)
+    array = law_16.Array(random.Random(number), accepted=before)
+    outcome = law_16.run_row(array, row, folder, tmp_path / "run", seed=16, interruptions=number % 3)
+    assert not outcome.differences, "\n".join([*outcome.differences[:8], outcome.commands])
