@@ -99,7 +99,9 @@ class Draw:
 
     def packed(self, content: bytes, packed: str, kind: str) -> bytes:
         """In several streams, padded, or with a stream that is damaged, which takes all behind it away."""
-        first = content.find(b"\n", content.find(b"good in")) + 1 or content.find(b"\n", content.find(b"row in")) + 1
+        end = b",\n" if kind == ".json" else b"\n"  # of a record that is good, which the first stream holds
+        begin = max(content.find(b"good in"), content.find(b"row in"))
+        first = content.find(end, begin) + len(end) if begin >= 0 and end in content[begin:] else 0
         cuts = sorted(self.random.choices(range(max(first, 1), len(content) + 1), k=2)) if first else []
         parts = [content[a:b] for a, b in zip([0, *cuts], [*cuts, len(content)])]
         streams = [PACK[packed](part) for part in parts]
@@ -205,7 +207,8 @@ class Seen:
                 self.add(text or "")
             return
         if not is_whole:  # what isn't complete is lost with what comes after it
-            data = data[: data.rfind(b"\n") + 1]
+            data, rest = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
+            data += rest if kind == ".json" and rest.endswith(b"},") else b""
         if kind in (".jsonl", ".json"):
             lines = [line for line in data.split(b"\n") if line.strip()]
             if kind == ".json":

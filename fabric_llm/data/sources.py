@@ -66,6 +66,10 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
         raise ValueError(f"No dataset at {str(folder)!r}. Make one with prepare_data.py --input ... --output data/mine.")
     if not source_of(folder):
         said = f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json."
+        if splits := sorted(state.parent.name for state in folder.glob("*/state.json")):
+            listed = shlex.quote(json.dumps({"splits": splits}))
+            path = shlex.quote(str(folder / "dataset_dict.json"))
+            raise ValueError(f"{said} If it holds the splits of one, echo {listed} > {path} writes it.")
         raise ValueError(f"{said} If it holds text, {MAKE_IT} {shlex.join(words)}.")
 
 
