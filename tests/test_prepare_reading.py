@@ -658,3 +658,8 @@ def test_what_others_wrote_reaches_nobody_raw(tmp_path, capfd, kind, on_error):
 def test_separators_that_are_none(tmp_path, make, given):
     with pytest.raises(ValueError, match="document_separator must have 1 to 1000 bytes, or be none"):
         make(write(tmp_path / "a.txt", b"x"), document_separator=given)
+
+
+def test_a_separator_that_is_not_utf8_is_named(tmp_path, make):
+    with pytest.raises(ValueError, match=r"document_separator 'a\\udce9' isn't UTF-8, as texts are"):
+        make(write(tmp_path / "a.txt", b"x"), document_separator="a\udce9")

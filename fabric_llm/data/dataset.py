@@ -84,8 +84,8 @@ def open_dataset(folder: str | Path, verify: str = "auto", parts: Sequence[str] 
     splits, kinds, largest = [], [], 0
     for name in (*parts[:-1], validation_name):
         if name not in names:
-            said = f"{str(folder)!r} has no split {name!r}, only {', '.join(map(repr, names))}."
-            raise ValueError(said + (_with_splits(folder, names) if "test" in names else ""))
+            missing = f"{str(folder)!r} has no split {name!r}, only {', '.join(map(repr, names))}."
+            raise ValueError(missing + (_with_splits(folder, names) if "test" in names else ""))
         where = f"split {name!r} of {str(folder)!r}"
         split, columns = _load_split(folder / name, where)
         kind = split.data.schema.field("input_ids").type  # prepare_data.py writes lists of one size

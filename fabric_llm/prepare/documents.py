@@ -305,7 +305,8 @@ class Lines:
 
     def __init__(self, lines: Iterator[str], waits: bool) -> None:
         self.lines, self.waits = lines, waits
-        self.again, self.taken, self.damage = deque[str](), list[str](), None
+        self.again, self.taken = deque[str](), list[str]()
+        self.damage: Optional[Exception] = None
 
     def __iter__(self) -> Iterator[str]:
         return self

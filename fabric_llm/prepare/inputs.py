@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Optional, Protocol
+from typing import Any, BinaryIO, NamedTuple, Optional
 
 from fabric_llm.base.names import is_path, nearest_of
 
@@ -272,23 +272,13 @@ def _open_zstandard(raw: BinaryIO) -> BinaryIO:
     return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"), 2**14)
 
 
-class Decompressor(Protocol):
-    """Of one stream: as bz2 and lzma have them."""
-
-    eof: bool
-    needs_input: bool
-    unused_data: bytes
-
-    def decompress(self, data: bytes, max_length: int) -> bytes: ...
-
-
 class Streams(io.RawIOBase):
     """A file of one compressed stream after the other, with zeros as padding between them.
 
     bz2.open and lzma.open take what follows a stream, but isn't another, for the end of the file.
     """
 
-    def __init__(self, raw: BinaryIO, decompressor: Callable[[], Decompressor]) -> None:
+    def __init__(self, raw: BinaryIO, decompressor: Callable[[], Any]) -> None:
         self.raw, self.new = raw, decompressor
         self.stream = decompressor()
 
@@ -313,7 +303,7 @@ class Streams(io.RawIOBase):
                 return len(data)
 
 
-def _streams_of(decompressor: Callable[[], Decompressor]) -> Callable[[BinaryIO], BinaryIO]:
+def _streams_of(decompressor: Callable[[], Any]) -> Callable[[BinaryIO], BinaryIO]:
     return lambda raw: io.BufferedReader(Streams(raw, decompressor), 2**16)
 
 

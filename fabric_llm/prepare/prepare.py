@@ -47,6 +47,7 @@ from fabric_llm.prepare.encoding import Job, Mark, read_mark
 from fabric_llm.prepare.inputs import DEFAULT_PATTERNS
 from fabric_llm.prepare.rows import save_rows, split_documents
 from fabric_llm.prepare.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
+from fabric_llm.prepare.tokenizer_bounds import without_panic
 
 MANIFEST_FORMAT = 1
 MAX_LISTED_FILES = 10_000
@@ -224,10 +225,9 @@ def _begin(
         tokenizer.save_pretrained(filling)
         filling.rename(saved)
     tokenizer = tokenizer or packing_tokenizer(str(saved))
-    np.save(
-        folder / encoding.TOKEN_BYTES,
-        bytes_of_tokens(tokenizer, max(tokenizer.get_vocab().values()) + 1),
-    )
+    with without_panic():
+        counts = bytes_of_tokens(tokenizer, max(tokenizer.get_vocab().values()) + 1)
+    np.save(folder / encoding.TOKEN_BYTES, counts)
     return tokenizer
 
 
