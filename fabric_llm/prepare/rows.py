@@ -125,8 +125,8 @@ def split_documents(
 ) -> Documents:
     """Divide the documents of pieces into the splits `train` and `validation`.
 
-    shortest: tokens; documents of fewer are in none. Takes about 70 bytes of memory a document, and
-    90 where they are compared with each other.
+    shortest: tokens; documents of fewer are in none. Takes about 50 bytes of memory a document, and
+    70 where they are compared with each other.
     """
     found = [np.fromfile(piece.with_suffix(".documents"), DOCUMENT) for piece in pieces]
     edges = np.cumsum([0, *map(len, found)])
