@@ -297,6 +297,7 @@ def test_a_folder_that_is_no_dataset(refused, tmp_path):
     assert len(open_dataset(tmp_path / "two").train) == 3
 
 
+@pytest.mark.longer
 def test_a_dataset_with_a_test_split_is_made_one_that_trains(refused, tmp_path):
     for name, splits in {"a": ["train", "test"], "b": ["test"]}.items():
         _, folder = dataset(
