@@ -2,7 +2,11 @@
 before any process or model exists."""
 
 import json
+import re
+import shlex
 import shutil
+import subprocess
+import sys
 
 import datasets
 import pytest
@@ -182,30 +186,89 @@ ROW = list(range(8))
     [
         ({"train": {"input_ids": [ROW]}}, ["no split 'validation'", "'train'"]),
         ({"validation": {"input_ids": [ROW]}}, ["no split 'train'"]),
+        ({"test": {"input_ids": [ROW]}}, ["no split 'train', only 'test'", "train_test_split"]),
+        (
+            {"train": {"input_ids": [ROW]}, "test": {"input_ids": [ROW]}},
+            ["no split 'validation'", 'python -c "import', "pop("],
+        ),
         ({"train": {"input_ids": []}, "validation": {"input_ids": [ROW]}}, ["'train'", "empty"]),
         ({"train": {"input_ids": [ROW]}, "valid": {"input_ids": []}}, ["'valid'", "empty"]),
-        ({"train": {"text": ["a"]}, "validation": {"input_ids": [ROW]}}, ["holds text", "--tokenizer"]),
-        ({"train": {"input_ids": ["a"]}, "validation": {"input_ids": [ROW]}}, ["'input_ids'", "integers"]),
-        ({"train": {"input_ids": [[0.5] * 8]}, "validation": {"input_ids": [ROW]}}, ["'input_ids'", "integers"]),
-        ({"train": {"input_ids": [ROW, ROW[:5]]}, "validation": {"input_ids": [ROW]}}, ["5", "8", "different length"]),
+        (
+            {"train": {"text": ["a"]}, "validation": {"input_ids": [ROW]}},
+            ["holds text", "--tokenizer"],
+        ),
+        (
+            {"train": {"input_ids": ["a"]}, "validation": {"input_ids": [ROW]}},
+            ["'input_ids'", "integers"],
+        ),
+        (
+            {"train": {"input_ids": [[0.5] * 8]}, "validation": {"input_ids": [ROW]}},
+            ["'input_ids'", "integers"],
+        ),
+        (
+            {"train": {"input_ids": [ROW, ROW[:5]]}, "validation": {"input_ids": [ROW]}},
+            ["5", "8", "different length"],
+        ),
         (
             {"train": {"input_ids": [ROW]}, "validation": {"input_ids": [ROW[:5]]}},
             ["must be alike", "in rows of 8 tokens", "in rows of 5 tokens"],
         ),
-        ({"train": {"input_ids": [ROW], "labels": [ROW[:4]]}, "validation": {"input_ids": [ROW]}}, ["4", "8"]),
-        ({"train": {"input_ids": [[*ROW, VOCABULARY]]}, "validation": {"input_ids": [[*ROW, 0]]}}, [str(VOCABULARY)]),
+        (
+            {
+                "train": {"input_ids": [ROW], "labels": [ROW[:4]]},
+                "validation": {"input_ids": [ROW]},
+            },
+            ["4", "8"],
+        ),
+        (
+            {
+                "train": {"input_ids": [[*ROW, VOCABULARY]]},
+                "validation": {"input_ids": [[*ROW, 0]]},
+            },
+            [str(VOCABULARY)],
+        ),
         ({"train": {"input_ids": [[*ROW, -1]]}, "validation": {"input_ids": [[*ROW, 0]]}}, ["-1"]),
         ({"train": {"input_ids": [[3]]}, "validation": {"input_ids": [[3]]}}, ["1 token"]),
-        ({"train": {"input_ids": [ROW], "labels": [[0, *[-100] * 7]]}, "validation": {"input_ids": [ROW]}}, ["masked"]),
-        ({"train": {"input_ids": [ROW]}, "validation": {"input_ids": [ROW], "labels": [[-100] * 8]}}, ["'validation'"]),
-        ({"train": {"input_ids": [ROW], "attention_mask": [[0] * 8]}, "validation": {"input_ids": [ROW]}}, ["masked"]),
+        (
+            {
+                "train": {"input_ids": [ROW], "labels": [[0, *[-100] * 7]]},
+                "validation": {"input_ids": [ROW]},
+            },
+            ["masked"],
+        ),
+        (
+            {
+                "train": {"input_ids": [ROW]},
+                "validation": {"input_ids": [ROW], "labels": [[-100] * 8]},
+            },
+            ["'validation'"],
+        ),
+        (
+            {
+                "train": {"input_ids": [ROW], "attention_mask": [[0] * 8]},
+                "validation": {"input_ids": [ROW]},
+            },
+            ["masked"],
+        ),
         (
             {"train": {"input_ids": [ROW], "labels": [ROW]}, "validation": {"input_ids": [ROW]}},
             ["must be alike", "'train' has input_ids, labels in", "the other input_ids in"],
         ),
-        ({"train": (other := {"input_ids": [ROW], "labels": [[999] * 8]}), "validation": other}, ["999"]),
-        ({"train": {"input_ids": [ROW], "labels": [[-1] * 8]}, "validation": {"input_ids": [ROW]}}, ["-1"]),
-        ({"train": {"input_ids": [ROW, None]}, "validation": {"input_ids": [ROW]}}, ["'input_ids'", "empty values"]),
+        (
+            {"train": (other := {"input_ids": [ROW], "labels": [[999] * 8]}), "validation": other},
+            ["999"],
+        ),
+        (
+            {
+                "train": {"input_ids": [ROW], "labels": [[-1] * 8]},
+                "validation": {"input_ids": [ROW]},
+            },
+            ["-1"],
+        ),
+        (
+            {"train": {"input_ids": [ROW, None]}, "validation": {"input_ids": [ROW]}},
+            ["'input_ids'", "empty values"],
+        ),
     ],
 )
 def test_datasets(refused, tmp_path, splits, words):
@@ -224,6 +287,28 @@ def test_a_folder_that_is_no_dataset(refused, tmp_path):
     assert "isn't a dataset folder" in refused("--train_data_dir", tmp_path / "text")
     datasets.Dataset.from_dict({"input_ids": [ROW]}).save_to_disk(str(tmp_path / "one"))
     assert "it has no dataset_dict.json" in refused("--train_data_dir", tmp_path / "one")
+    for name in ("train", "valid"):
+        datasets.Dataset.from_dict({"input_ids": [ROW] * 3}).save_to_disk(
+            str(tmp_path / "two" / name)
+        )
+    sentence = refused("--train_data_dir", tmp_path / "two")
+    command = re.search(r"(echo .*) writes it", sentence)[1]
+    subprocess.run(command, shell=True, check=True)
+    assert len(open_dataset(tmp_path / "two").train) == 3
+
+
+@pytest.mark.longer
+def test_a_dataset_with_a_test_split_is_made_one_that_trains(refused, tmp_path):
+    for name, splits in {"a": ["train", "test"], "b": ["test"]}.items():
+        _, folder = dataset(
+            tmp_path / name, **{split: {"input_ids": [ROW] * 200} for split in splits}
+        )
+        words = shlex.split(
+            re.search(r"python (-c .*) makes", refused("--train_data_dir", folder))[1]
+        )
+        subprocess.run([sys.executable, *words], check=True, capture_output=True)
+        made = open_dataset(f"{folder}-splits")
+        assert len(made.train) + len(made.validation) == 200 * len(splits)
 
 
 def test_more_positions_than_the_model_has(refused, toys, tmp_path):

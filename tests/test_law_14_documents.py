@@ -1,7 +1,7 @@
 """Law 14: every document of the inputs is in a split, or counted with a reason.
 
-Trees of files are drawn by seed, and read a second time by what shares nothing with the product: the standard library, pyarrow
-for tables, and its own counting.
+Trees of files are drawn by seed, and read a second time by what shares nothing with the product:
+the standard library, pyarrow for tables, and its own counting.
 """
 
 import bz2
@@ -28,9 +28,15 @@ from transformers import AutoTokenizer
 from fabric_llm.prepare.prepare import prepare, summary
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
-WORDS = "one two three vier fünf sechs sept huit neuf 十 十一 🎉 \t tab \"quoted\" comma, {json} [list] \\ end".split(" ")
+WORDS = ["one", "two", "vier", "fünf", "huit", "十", "十一", "🎉", "\t", "", "tab", '"quoted"']
+WORDS += ["comma,", "{json}", "[list]", "\\", "end"]
 READ = (".txt", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
-PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
+PACK = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.compress,
+}
 
 
 # ------------------------------------------------------------------------------- drawing
@@ -41,7 +47,9 @@ class Draw:
 
     def __init__(self, seed: int, root: Path) -> None:
         self.random, self.root, self.count = random.Random(seed), root, 0
-        self.known = [f"text number {number} of all" for number in range(4)]  # which come again and again
+        self.known = [
+            f"text number {number} of all" for number in range(4)
+        ]  # which come again and again
 
     def text(self) -> str:
         kind = self.random.random()
@@ -82,15 +90,25 @@ class Draw:
             return b"\n".join(self.records()) + self.random.choice([b"", b"\n", b"\n \n"])
         if kind == ".json":
             return b"[\n" + b",\n".join(self.records()) + b"\n]\n"
-        texts = [f"row in {self.random.random()}", *(self.text() for _ in range(self.random.randrange(8)))]
+        texts = [
+            f"row in {self.random.random()}",
+            *(self.text() for _ in range(self.random.randrange(8))),
+        ]
         if kind == ".tsv":  # without quotes, as most are
-            lines = ["id\ttext", *(f"{n}\t{' '.join(text.split())}" for n, text in enumerate(texts))]
+            lines = [
+                "id\ttext",
+                *(f"{n}\t{' '.join(text.split())}" for n, text in enumerate(texts)),
+            ]
             for at in self.random.sample(range(1, len(lines)), min(3, len(lines) - 1)):
-                lines[at] = f'{at}\t"begins {at}' if self.random.random() < 0.5 else f'{at}\tends {at}"'
+                lines[at] = (
+                    f'{at}\t"begins {at}' if self.random.random() < 0.5 else f'{at}\tends {at}"'
+                )
             return "\n".join(lines).encode() + b"\n"
         if kind == ".csv":
             out = io.StringIO(newline="")
-            csv.writer(out).writerows([("id", "text"), *((str(n), text) for n, text in enumerate(texts))])
+            csv.writer(out).writerows(
+                [("id", "text"), *((str(n), text) for n, text in enumerate(texts))]
+            )
             return out.getvalue().encode() + self.random.choice([b"", b"9\n", b"9,too,many\n"])
         out = io.BytesIO()
         column = pa.array([None if text == " " else text for text in texts], pa.string())
@@ -98,12 +116,21 @@ class Draw:
         return out.getvalue()
 
     def packed(self, content: bytes, packed: str, kind: str) -> bytes:
-        """In several streams, padded, or with a stream that is damaged, which takes all behind it away."""
-        first = content.find(b"\n", content.find(b"good in")) + 1 or content.find(b"\n", content.find(b"row in")) + 1
-        cuts = sorted(self.random.choices(range(max(first, 1), len(content) + 1), k=2)) if first else []
+        """In several streams, padded, or with a damaged one, which takes all behind it away."""
+        end = (
+            b",\n" if kind == ".json" else b"\n"
+        )  # of a record that is good, which the first stream holds
+        begin = max(content.find(b"good in"), content.find(b"row in"))
+        first = content.find(end, begin) + len(end) if begin >= 0 and end in content[begin:] else 0
+        cuts = (
+            sorted(self.random.choices(range(max(first, 1), len(content) + 1), k=2))
+            if first
+            else []
+        )
         parts = [content[a:b] for a, b in zip([0, *cuts], [*cuts, len(content)])]
         streams = [PACK[packed](part) for part in parts]
-        # Of zstandard, pyarrow gives nothing of the 16 KB before a damage, and a file that small is refused.
+        # Of zstandard, pyarrow gives nothing of the 16 KB before a damage, and a file that small is
+        # refused.
         if len(streams) > 1 and packed != ".zst" and self.random.random() < 0.3:
             streams[-1] = b"\x01\x02" + streams[-1][2:]
         padding = b"\0" * self.random.choice([0, 0, 4, 8]) if packed != ".zst" else b""
@@ -112,7 +139,8 @@ class Draw:
     def file(self, folder: Path) -> Path:
         kind, packed = self.random.choice(READ), self.random.choice(["", "", *PACK])
         packed = "" if kind == ".parquet" else packed
-        name = f"{'.' if self.random.random() < 0.06 else ''}{self.random.randrange(10**6)}{kind}{packed}"
+        hidden = "." if self.random.random() < 0.06 else ""
+        name = f"{hidden}{self.random.randrange(10**6)}{kind}{packed}"
         content = self.content(kind)
         (folder / name).write_bytes(self.packed(content, packed, kind) if packed else content)
         return folder / name
@@ -125,11 +153,15 @@ class Draw:
             folders[-1].mkdir()
         (self.root / "first.txt").write_text("the first text")
         (self.root / "second.txt").write_text("the second text")
-        files = [self.file(self.random.choice(folders)) for _ in range(self.random.randrange(2, 12))]
+        files = [
+            self.file(self.random.choice(folders)) for _ in range(self.random.randrange(2, 12))
+        ]
         for number in range(self.random.randrange(5)):
             place, kind = self.random.choice(folders) / f"z{number}", self.random.randrange(5)
             if kind == 0:
-                place.symlink_to(self.random.choice(folders), target_is_directory=True)  # loops among them
+                place.symlink_to(
+                    self.random.choice(folders), target_is_directory=True
+                )  # loops among them
             elif kind == 1:
                 target = self.random.choice(files)
                 Path(f"{place}{''.join(target.suffixes)}").symlink_to(target)
@@ -138,8 +170,20 @@ class Draw:
                 os.link(target, f"{place}{''.join(target.suffixes)}")
             elif kind == 3:
                 Path(f"{place}.txt").symlink_to("nowhere")
-            else:
-                Path(f"{place}{self.random.choice(['.pdf', '.html', '', '.py'])}").write_bytes(b"<p>\xff")
+            else:  # what isn't read
+                Path(f"{place}{self.random.choice(['.pdf', '.html', '', '.py'])}").write_bytes(
+                    b"<p>\xff"
+                )
+
+
+    def dataset(self, folder: Path) -> dict[str, list[str]]:
+        """A dataset of several splits, the texts of which are returned."""
+        others = ["test", "test_sft", "eval", "more", "train_gen"]
+        names = ["train", *self.random.sample(others, self.random.randrange(3))]
+        splits = {name: [self.text() for _ in range(self.random.randrange(1, 6))] for name in names}
+        made = {name: Dataset.from_dict({"text": texts}) for name, texts in splits.items()}
+        DatasetDict(made).save_to_disk(folder)
+        return splits
 
 
 # ------------------------------------------------------------------------- reading it again
@@ -175,9 +219,24 @@ class Seen:
         self.found.add(os.path.realpath(folder))
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             place = os.path.realpath(entry.path)
-            place = place if os.path.isdir(place) or not os.path.exists(place) else os.stat(place).st_ino
-            kind = next((kind for kind in READ if any(entry.name.endswith(kind + end) for end in ("", *PACK))), None)
-            if entry.name.startswith(".") or not entry.is_dir() and (kind is None or not entry.is_file()):
+            place = (
+                place
+                if os.path.isdir(place) or not os.path.exists(place)
+                else os.stat(place).st_ino
+            )
+            kind = next(
+                (
+                    kind
+                    for kind in READ
+                    if any(entry.name.endswith(kind + end) for end in ("", *PACK))
+                ),
+                None,
+            )
+            if (
+                entry.name.startswith(".")
+                or not entry.is_dir()
+                and (kind is None or not entry.is_file())
+            ):
                 self.not_read += 1
             elif place in self.found:
                 self.twice += 1
@@ -205,7 +264,8 @@ class Seen:
                 self.add(text or "")
             return
         if not is_whole:  # what isn't complete is lost with what comes after it
-            data = data[: data.rfind(b"\n") + 1]
+            data, rest = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
+            data += rest if kind == ".json" and rest.endswith(b"},") else b""
         if kind in (".jsonl", ".json"):
             lines = [line for line in data.split(b"\n") if line.strip()]
             if kind == ".json":
@@ -262,7 +322,10 @@ def tokenizer(tmp_path_factory) -> str:
 
 
 def texts_of(output: Path, split: str, tokenizer: str) -> Counter:
-    """The documents that the rows hold. Rows of 2 tokens drop at most the last one, which ends a document."""
+    """The documents that the rows hold.
+
+    Rows of 2 tokens drop at most the last one, which ends a document.
+    """
     encoder = AutoTokenizer.from_pretrained(tokenizer)
     found, ids = Counter(), []
     tokens = [token for row in load_from_disk(output)[split]["input_ids"] for token in row]
@@ -281,31 +344,54 @@ def hold_to_the_law(seed: int, folder: Path, tokenizer: str) -> None:
     draw.tree()
     seen = Seen()
     seen.walk(str(folder / "in"))
+    inputs, left_out = [folder / "in"], {}
+    if draw.random.random() < 0.3:
+        inputs.append(folder / "dataset")
+        for name, texts in draw.dataset(folder / "dataset").items():
+            if name in ("test", "test_sft", "eval"):
+                left_out[f"{folder}/dataset [{name}]"] = len(texts)
+                continue
+            for text in texts:
+                seen.add(text)
     deduplicate = draw.random.choice(["none", "exact"])
     manifest = prepare(
-        inputs=[folder / "in"],
+        inputs=inputs,
         output=folder / "out",
         tokenizer=tokenizer,
         context_length=2,
         validation_fraction=0.3,
         deduplicate=deduplicate,
     )
-    splits, skipped, where = manifest["splits"], manifest["skipped"], f"seed {seed}: {summary(manifest)}"
+    splits, skipped, where = (
+        manifest["splits"],
+        manifest["skipped"],
+        f"seed {seed}: {summary(manifest)}",
+    )
     kept = Counter(seen.texts) if deduplicate == "none" else Counter({*seen.texts})
     in_rows = {name: texts_of(folder / "out", name, tokenizer) for name in splits}
     assert in_rows["train"] + in_rows["validation"] == kept, where
     assert not in_rows["train"].keys() & in_rows["validation"].keys(), f"in both splits, {where}"
-    assert {name: split["documents"] for name, split in splits.items()} == {n: c.total() for n, c in in_rows.items()}
+    assert {name: split["documents"] for name, split in splits.items()} == {
+        n: c.total() for n, c in in_rows.items()
+    }
     assert manifest["duplicates"]["documents"] == len(seen.texts) - kept.total(), where
     assert (skipped["empty"], skipped["bad"]) == (seen.empty, seen.bad), where
     assert sum(skipped["files_by_suffix"].values()) == seen.not_read, where
-    assert skipped["files_twice"] == seen.twice, where
+    assert (skipped["files_twice"], skipped["splits"]) == (seen.twice, left_out), where
     assert manifest["text"]["records"] == len(seen.texts) + seen.empty + seen.bad
-    assert manifest["text"]["bytes"] == manifest["text"]["bytes_of_tokens"] == sum(len(t.encode()) for t in seen.texts)
+    assert (
+        manifest["text"]["bytes"]
+        == manifest["text"]["bytes_of_tokens"]
+        == sum(len(t.encode()) for t in seen.texts)
+    )
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.longer) for n in range(25, 500, 25))])
-def test_documents_of_the_inputs_are_those_of_the_splits_and_those_counted(first, tmp_path, tokenizer):
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n, marks=pytest.mark.longer) for n in range(25, 500, 25))]
+)
+def test_documents_of_the_inputs_are_those_of_the_splits_and_those_counted(
+    first, tmp_path, tokenizer
+):
     for seed in range(first, first + 25):
         (tmp_path / str(seed)).mkdir()
         hold_to_the_law(seed, tmp_path / str(seed), tokenizer)

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fabric_llm.prepare import rows as rows_module
+from fabric_llm.prepare.corpus import is_no_training_text
 from fabric_llm.prepare.documents import DRAWN, Bad, Part, read_part
 from fabric_llm.prepare.prepare import prepare, summary
 from fabric_llm.prepare.tokenizer import END_OF_TEXT, convention, train_byte_level_bpe
@@ -124,7 +125,9 @@ def assert_holds(output: Path, texts: list[str], seed: int = 1234, fraction: flo
     """The splits at `output` hold `texts`, each in its split, in order."""
     for split in ("train", "validation"):
         expected = [
-            text for text in texts if (document_hash(seed, text) < fraction) == (split == "validation")
+            text
+            for text in texts
+            if (document_hash(seed, text) < fraction) == (split == "validation")
         ]
         *whole, cut = documents_of(output, split)
         assert whole == expected[: len(whole)]
@@ -210,8 +213,14 @@ def test_no_convention_doubles_the_eos(make, tmp_path, texts, template, bos, doc
     backend.add_special_tokens(["<s>", "</s>"])
     a = backend.token_to_id("a")
     tokenizer = save_tokenizer(tmp_path / "tokenizer", backend, template, bos=bos)
-    other = next(text for text in map(str, range(1000)) if document_hash(1234, text) < 0.3 <= document_hash(1234, "a"))
-    manifest = make(write_texts(tmp_path / "in", ["a"] * 8 + [other] * 2), tokenizer=tokenizer, context_length=2)
+    other = next(
+        text
+        for text in map(str, range(1000))
+        if document_hash(1234, text) < 0.3 <= document_hash(1234, "a")
+    )
+    manifest = make(
+        write_texts(tmp_path / "in", ["a"] * 8 + [other] * 2), tokenizer=tokenizer, context_length=2
+    )
     ids = {"a": a, "{bos}": manifest["bos_token_id"], "{eos}": manifest["eos_token_id"]}
     expected = [ids[part] for part in document.split()]
     tokens = tokens_of(tmp_path / "out", "train")
@@ -239,12 +248,18 @@ def test_saved_tokenizer_gives_the_tokens_of_the_rows(make, tmp_path, texts, bos
 @pytest.mark.parametrize("which", ["bpe", "bos_bpe"])
 def test_text_that_spells_a_special_token_stays_text(make, tmp_path, request, which):
     spelled = ["</s> a", f"{END_OF_TEXT}", f"a{END_OF_TEXT}b <s>x</s>", f"end{END_OF_TEXT}"] * 6
-    seed = next(seed for seed in range(1000) if sum(document_hash(seed, text) < 0.3 for text in spelled[:4]) == 1)
+    seed = next(
+        seed
+        for seed in range(1000)
+        if sum(document_hash(seed, text) < 0.3 for text in spelled[:4]) == 1
+    )
     tokenizer = request.getfixturevalue(which)
     make(write_texts(tmp_path / "in", spelled), tokenizer=tokenizer, context_length=2, seed=seed)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
     for split in ("train", "validation"):
-        expected = [text for text in spelled if (document_hash(seed, text) < 0.3) == (split == "validation")]
+        expected = [
+            text for text in spelled if (document_hash(seed, text) < 0.3) == (split == "validation")
+        ]
         body = [ids for ids in tokens_of(tmp_path / "out", split) if ids not in tokenizer.all_special_ids]
         assert "".join(expected).startswith(tokenizer.decode(body))
         assert len(documents_of(tmp_path / "out", split)) >= len(expected)
@@ -417,11 +432,89 @@ def test_a_dataset_keeps_its_own_validation_split_and_its_test_split_is_left_out
     assert f"{folder} [{name}] is kept for validation" in said and f"{folder} [test] is left out" in said
 
 
+def test_splits_that_are_not_meant_for_training_are_left_out_and_said(make, tmp_path, texts):
+    names = ["test", "test_sft", "eval", "devtest", "validation_matched", "Test-2"]
+    for name in names:
+        folder = save_splits(
+            tmp_path / name,
+            train_sft=texts[:12],
+            train_gen=texts[12:20],
+            **{name: ["left out"] * 3},
+        )
+        manifest = make(folder, context_length=2, output=tmp_path / f"out-{name}")
+        assert sum(split["documents"] for split in manifest["splits"].values()) == 20
+        assert manifest["skipped"]["splits"] == {f"{folder} [{name}]": 3}
+        assert f"{folder} [{name}] is left out: 3 rows" in summary(manifest)
+    assert not any(
+        map(
+            is_no_training_text,
+            ["train", "train_sft", "en", "tested_code", "evaluator", "developers", "rows"],
+        )
+    )
+
+
+def test_a_dataset_with_a_test_split_only_says_how_to_take_it(make, tmp_path, texts):
+    folder = save_splits(tmp_path / "in", test=texts)
+    with pytest.raises(
+        ValueError,
+        match=rf"in has no split to train on, only 'test': if .* take --input {folder}/test$",
+    ):
+        make(folder)
+    make(folder / "test")
+    assert_holds(tmp_path / "out", texts)
+
+
+def test_copies_of_a_text_come_into_one_split(make, tmp_path):
+    some = [f"document number {number} of a corpus" for number in range(60)]
+    make(write_lines(tmp_path / "a.jsonl", [{"text": text} for text in some * 3]), context_length=2)
+    train, validation = (
+        {*documents_of(tmp_path / "out", name)} - {""} for name in ("train", "validation")
+    )
+    assert train | validation == {*some} and not train & validation and len(validation) > 5
+
+
+def test_copies_go_where_a_text_is_kept_and_what_a_dataset_has_in_both_is_said(
+    make, tmp_path, texts
+):
+    with_own = save_splits(tmp_path / "a", train=texts[:8], validation=texts[6:12])
+    others = [f"document number {number} of a corpus" for number in range(60)]
+    folder = write_texts(tmp_path / "b", [*texts[8:12], *texts[:6], *others])
+    manifest = make(with_own, folder, context_length=2)
+    assert manifest["splits"]["validation"]["documents"] >= 6 + 4
+    train, validation = (
+        {*documents_of(tmp_path / "out", name)} - {""} for name in ("train", "validation")
+    )
+    assert (
+        train & validation == {*texts[6:8]}
+        and {*texts[6:12]} <= validation
+        and {*texts[:8]} <= train
+    )
+    assert "2 documents of validation are in a split that is trained on, too" in summary(manifest)
+
+
+def test_one_more_file_draws_no_other_document_anew(make, tmp_path):
+    some = [f"document number {number} of a corpus" for number in range(300)]
+    path = write_lines(tmp_path / "b.jsonl", [{"text": text} for text in some])
+    more = write_lines(
+        tmp_path / "a.jsonl", [{"text": f"and {number} more of it"} for number in range(7)]
+    )
+    make(path, context_length=2)
+    make(more, path, context_length=2, output=tmp_path / "with-more")
+    for name in ("train", "validation"):
+        before, after = (documents_of(tmp_path / folder, name) for folder in ("out", "with-more"))
+        assert [text for text in after if "document" in text] == [text for text in before if text]
+
+
 def test_what_a_dataset_without_validation_gives_is_drawn_beside_one_that_has_it(make, tmp_path, texts):
+
     def drawn_with(seed):
         return [text for text in texts[9:] if document_hash(seed, text) < 0.3]
 
-    seed = next(seed for seed in range(1000) if 0 < len("".join(drawn_with(seed))) < 0.3 * len("".join(texts[9:])))
+    seed = next(
+        seed
+        for seed in range(1000)
+        if 0 < len("".join(drawn_with(seed))) < 0.3 * len("".join(texts[9:]))
+    )
     with_own = save_splits(tmp_path / "a", train=texts[:6], validation=texts[6:9])
     manifest = make(with_own, write_texts(tmp_path / "b", texts[9:]), context_length=2, seed=seed)
     drawn = drawn_with(seed)
@@ -499,8 +592,14 @@ def test_output_inside_an_input_folder_is_not_read(make, tmp_path, texts):
 
 
 def test_byte_order_mark_is_dropped_and_line_ends_are_kept(make, tmp_path):
-    seed = next(seed for seed in range(1000) if document_hash(seed, "one\r\ntwo\r" + "\ufeffone\r\ntwo\r" * 3) >= 0.3)
-    folder = write_texts(tmp_path / "in", ["\ufeffone\r\ntwo\r" * 4] * 6 + ["other text", "and more"])
+    seed = next(
+        seed
+        for seed in range(1000)
+        if document_hash(seed, "one\r\ntwo\r" + "\ufeffone\r\ntwo\r" * 3) >= 0.3
+    )
+    folder = write_texts(
+        tmp_path / "in", ["\ufeffone\r\ntwo\r" * 4] * 6 + ["other text", "and more"]
+    )
     make(folder, context_length=2, seed=seed)
     assert documents_of(tmp_path / "out", "train")[0] == ("one\r\ntwo\r" + "\ufeffone\r\ntwo\r" * 3)
 
@@ -521,7 +620,60 @@ def test_hidden_files_and_folders_are_read_only_where_they_are_named(make, tmp_p
         make(f"{folder}/deep/", output=tmp_path / "d", exclude=["deep"], pattern=["b.txt"])
 
 
+def test_links_to_folders_are_followed_and_what_is_reached_twice_is_read_once(
+    make, tmp_path, texts
+):
+    folder = write_texts(tmp_path / "in", texts[:8])
+    write_texts(tmp_path / "elsewhere", texts[8:16])
+    write_texts(tmp_path / "more", texts[16:])
+    (folder / "a").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (folder / "b").symlink_to(tmp_path / "elsewhere", target_is_directory=True)  # again
+    (folder / "c").symlink_to(
+        tmp_path, target_is_directory=True
+    )  # what it lies in: `elsewhere` and itself again, and `more`
+    (folder / "d.txt").symlink_to("000.txt")
+    os.link(folder / "001.txt", folder / "e.txt")
+    manifest = make(folder, exclude=["out"])
+    assert (
+        sum(split["documents"] for split in manifest["splits"].values())
+        == len(texts)
+        == manifest["files_total"]
+    )
+    assert manifest["skipped"]["files_twice"] == 5 == 2 + 1 + 2
+    assert "5 links or names lead to what is read already" in summary(manifest)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "x.txt").symlink_to(folder / "003.txt")
+    manifest = make(folder, tmp_path / "other", exclude=["c"], output=tmp_path / "two")
+    assert manifest["files_total"] == 16 and manifest["skipped"]["files_twice"] == 1 + 2 + 1
+
+
 # --- documents that are left out -----------------------------------------------------
+
+
+def test_documents_that_are_not_accounted_for_end_the_preparation(
+    make, tmp_path, texts, monkeypatch
+):
+    monkeypatch.setattr(
+        "fabric_llm.prepare.prepare.split_documents", lambda *given: forgetful(*given)
+    )
+
+    def forgetful(*given):
+        found = rows_module.split_documents(*given)
+        found.splits["train"][np.flatnonzero(found.splits["train"])[:2]] = False
+        return found
+
+    said = f"{len(texts)} documents were read, and {len(texts) - 2} are accounted for: {{'train': "
+    with pytest.raises(AssertionError, match=said):
+        make(write_texts(tmp_path / "in", texts))
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_suffixes_than_are_named_are_counted_together(make, tmp_path, texts):
+    folder = write_texts(tmp_path / "in", texts)
+    for number in range(15):
+        (folder / f"a.{'x' * (number + 1)}").write_bytes(b"")
+    suffixes = make(folder)["skipped"]["files_by_suffix"]
+    assert sum(suffixes.values()) == 15 and suffixes["of other suffixes"] == 5
 
 
 def test_empty_documents_are_skipped_and_counted(make, tmp_path, texts):
@@ -824,7 +976,9 @@ def test_split_that_fills_no_row(make, tmp_path, lengths, split, advice):
     short = lengths.index(1)
     order = min if split == "validation" else max
     seed = next(
-        seed for seed in range(1000) if order(range(len(lengths)), key=lambda n: document_hash(seed, texts[n])) == short
+        seed
+        for seed in range(1000)
+        if order(range(len(lengths)), key=lambda n: document_hash(seed, texts[n])) == short
     )
     with pytest.raises(ValueError) as raised:
         make(path, seed=seed, validation_fraction=1e-9 if split == "validation" else 1 - 1e-9)
@@ -840,7 +994,8 @@ def test_single_document_cannot_be_split(make, tmp_path):
     seed = next(seed for seed in range(1000) if document_hash(seed, "a" * 1000) >= 0.3)
     for packing in ("concat", "best_fit"):
         with pytest.raises(
-            ValueError, match="of 1 documents, which do not fill one row .* documents nor .* are ever divided between"
+            ValueError,
+            match="of 1 documents, which do not fill one row .* documents nor .* are ever divided",
         ):
             make(path, seed=seed, packing=packing)
 

@@ -160,7 +160,9 @@ def test_an_end_that_nothing_predicts_is_dropped_and_counted(corpus, tmp_path, c
 
 def test_lengths_that_leave_padding_are_said(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_text("\n\n".join(f"{number:03d}abcdefghijklmnopqrstuvw" * 2 for number in range(120)))
+    path.write_text(
+        "\n\n".join(f"{number:03d}abcdefghijklmnopqrstuvw" * 2 for number in range(120))
+    )
     manifest = made(path, tmp_path / "out", train_tokenizer=257, context_length=80)
     assert f"{manifest['splits']['train']['row_use_percent']} % of them text" in summary(manifest)
     assert manifest["splits"]["train"]["row_use_percent"] < 80

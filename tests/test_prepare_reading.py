@@ -273,6 +273,167 @@ def test_of_a_truncated_archive_what_comes_before_its_end_is_read(tmp_path, pack
     assert len(bad) == 1 and f"a.jsonl{packed} is not a complete " in bad[0]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+@pytest.mark.parametrize("packed", [".bz2", ".xz", ".gz"])
+@pytest.mark.parametrize("between", [b"", b"\0" * 4, b"\0" * 12345 + b"\0" * 3])
+def test_all_streams_of_an_archive_are_read(tmp_path, packed, name, between):
+    """As `xz -dc`, `bzip2 -dc` and `gzip -dc` give them, with padding."""
+    texts = [f"text {number}" for number in range(300)]
+    data = as_lines(texts) if name == "a.jsonl" else "\n\n".join(texts).encode()
+    streams = [
+        PACK[packed](data[at : at + len(data) // 3 + 1])
+        for at in range(0, len(data), len(data) // 3 + 1)
+    ]
+    path = write(tmp_path / f"{name}{packed}", between.join([*streams, b""]))
+    assert len(streams) == 3 and read(path, separator=BLANK_LINES) == (texts, [])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+@pytest.mark.parametrize("packed", [".bz2", ".xz", ".gz"])
+@pytest.mark.parametrize("second", ["damaged", "other", "cut off"])
+def test_what_comes_behind_a_damaged_stream_is_said_to_be_missing(tmp_path, packed, second, name):
+    texts = [f"text {number}" for number in range(30)]
+    separator = BLANK_LINES if name == "a.txt" else None
+    data = "\n\n".join(texts).encode() if name == "a.txt" else MAKE[name[1:]](texts)
+    half = data.index(b"text 15") + 9
+    damaged = PACK[packed](data[half:])
+    damaged = {"damaged": b"\x01" + damaged[1:], "other": b"no archive", "cut off": damaged[:2]}[
+        second
+    ]
+    path = write(tmp_path / f"{name}{packed}", PACK[packed](data[:half]) + damaged)
+    found, bad = read(path, separator=separator)
+    assert found == texts[: len(found)] and len(found) in (15, 16)
+    assert len(bad) == 1 and f"{name}{packed} is not a complete " in bad[0]
+
+
+@pytest.mark.parametrize("first", ["bzip2", "zstandard"])
+def test_archives_that_begin_with_an_empty_stream(tmp_path, first):
+    skipped = b"\x50\x2a\x4d\x18\x04\0\0\0abcd"  # a frame of pzstd
+    data = {
+        "bzip2": bz2.compress(b"") + bz2.compress(as_lines(TEXTS)),
+        "zstandard": skipped + zstandard.compress(as_lines(TEXTS)),
+    }
+    assert read(write(tmp_path / "a.jsonl", data[first])) == (TEXTS, [])
+
+
+RECORDS = [
+    b'{"text": "plain"}',
+    b'{"n": 1.5e3, "text": "numbers", "m": [1, -2, {"k": 3}]}',
+    b'{"text": "half a pair \\ud83d\\u0041"}',
+    b'{"text": "a pair \\ud83d\\ude00, \\u00e9 \\" ] } , \\\\"}',
+    b'{"n": NaN, "m": -Infinity, "text": "no numbers"}',
+    b'{"n": ' + b"7" * 4300 + b', "text": "4,300 digits"}',
+    b'{"n": -' + b"7" * 50_000 + b', "text": "50,000 digits"}',
+    b'{"text": ' + b"7" * 5000 + b"}",
+    b'{"text": "caf\xe9"}',
+    b'{"body": "caf\xe9", "text": "the other is bad"}',
+    b'{"text": "a tab \t in it"}',
+    '{"text": "日本語 é 🎉 \u2028"}'.encode(),
+    b'{"text": "first", "text": "last"}',
+    b'{"text": ""}',
+    b'["no object"]',
+    b"17",
+    b'{"text": "the last"}',
+]
+
+
+@pytest.mark.parametrize("block", [1, 7, 100, 2**20])
+@pytest.mark.parametrize(
+    "around", [(b"[", b",", b"]"), (b"\xef\xbb\xbf \n[ ", b"\n\t,\r\n ", b" \n]\n ")]
+)
+def test_an_array_gives_the_documents_of_its_lines(tmp_path, monkeypatch, block, around):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", block)
+    texts, bad = read(write(tmp_path / "a.jsonl", b"\n".join(RECORDS)))
+    begin, between, end = around
+    found, found_bad = read(write(tmp_path / "a.json", begin + between.join(RECORDS) + end))
+    assert found == texts and len(texts) == 10 and "4,300 digits" in texts and "the last" in texts
+    places = [int(line.split(":")[1].split(" ")[0]) for line in bad]
+    assert [line.split(" ")[:3] for line in found_bad] == [
+        ["a.json", "record", str(place)] for place in places
+    ]
+    assert [line.split(" ", 3)[3].split(":")[0] for line in found_bad] == [
+        line.split(" ", 1)[1].split(":")[0] for line in bad
+    ]
+
+
+@pytest.mark.parametrize("behind", [b"x", b"{}", b'[{"text": "more"}]', b"\0"])
+def test_what_stands_behind_an_array_is_said(tmp_path, behind):
+    path = write(tmp_path / "a.json", MAKE[".json"](TEXTS) + b"\n" * 3 + behind)
+    texts, [bad] = read(path)
+    assert texts == TEXTS and bad.startswith(
+        f"a.json record {len(TEXTS) + 1} comes after the end of an array, and is not read"
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[",
+        b"[ ",
+        b'[{"text": "a"},',
+        b'[{"text": "a"},]',
+        b'[{"text": "a"} {"text": "b"}]',
+        b"[1,,2]",
+    ],
+)
+def test_an_array_that_breaks_off_is_bad(tmp_path, content):
+    texts, bad = read(write(tmp_path / "a.json", content))
+    assert bad[-1].endswith("what comes after it is not read") and texts in ([], ["a"])
+
+
+def test_an_array_is_read_in_bounded_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(documents, "RECORD_BYTES", 5000)
+    sizes, match = [], documents._element
+    monkeypatch.setattr(
+        documents, "_element", lambda buffer, at: sizes.append(len(buffer)) or match(buffer, at)
+    )
+    texts = [f"{number} " + "x" * (number % 3000) for number in range(3000)]
+    assert read(write(tmp_path / "a.json", MAKE[".json"](texts))) == (texts, [])
+    assert max(sizes) < 12_000
+    path = write(tmp_path / "b.json", MAKE[".json"](["a", "x" * 100_000, "z"]))
+    texts, [bad] = read(path)
+    assert (
+        texts == ["a"] and bad.endswith("what comes after it is not read") and max(sizes) < 12_000
+    )
+
+
+def test_rows_of_tsv_with_a_single_quote_stay_rows(tmp_path):
+    lines = [
+        "id\ttext",
+        '1\t"hello',
+        "2\tplain",
+        '3\tbye"',
+        '4\t"quoted"',
+        "5\tplain",
+        '6\t"the last',
+        "7\tplain",
+    ]
+    expected = ['"hello', "plain", 'bye"', "quoted", "plain", '"the last', "plain"]
+    for end in ("\n", "\r\n"):
+        assert read(write(tmp_path / "a.tsv", (end.join(lines) + end).encode())) == (expected, [])
+    of_programs = [f'{number}\tso\tit\n\tis, {number} and\n\n"so" on' for number in range(9)]
+    assert read(write(tmp_path / "b.tsv", as_csv(of_programs, "\t"))) == (of_programs, [])
+
+
+def test_a_quote_without_an_end_in_csv_takes_one_line(tmp_path):
+    texts, bad = read(write(tmp_path / "a.csv", b'id,text\n1,a\n2,"b\n3,c\n4,d\n'))
+    assert texts == ["a", "c", "d"] and [line.split(" ")[0] for line in bad] == ["a.csv:3"]
+
+
+def test_a_damaged_row_group_takes_no_other_with_it(tmp_path):
+    texts = ["".join(map(chr, np.random.default_rng(n).integers(97, 123, 900))) for n in range(12)]
+    table, out = pa.table({"text": texts}), io.BytesIO()
+    pq.write_table(table, out, row_group_size=3, use_dictionary=False)
+    place = pq.ParquetFile(out).metadata.row_group(1).column(0).data_page_offset
+    data = bytearray(out.getvalue())
+    data[place : place + 20] = b"\xff" * 20
+    found, bad = read(write(tmp_path / "a.parquet", bytes(data)))
+    assert found == texts[:3] + texts[6:] and [line.split(":")[0] for line in bad] == [
+        f"a.parquet row {row} can't be read" for row in (3, 4, 5)
+    ]
+
+
 @pytest.mark.parametrize("cut", [40, 50, 60])
 def test_a_broken_json_array(tmp_path, cut):
     texts, bad = read(write(tmp_path / "a.json", json.dumps([{"text": f"text {n}"} for n in range(5)]).encode()[:cut]))
@@ -372,6 +533,21 @@ def test_a_range_of_which_every_record_is_bad_is_an_error_where_it_has_many(tmp_
     said = r"none of \d+ records of .*bad\.jsonl can be read, such as .*bad\.jsonl:1 has no field"
     with pytest.raises(ValueError, match=said):
         make(good, write(tmp_path / "bad.jsonl", lines), output=tmp_path / "p")
+
+
+def test_a_folder_of_web_pages_is_told_as_that(tmp_path, make):
+    for name in ("a.html", "b.HTML.gz", "c.wet"):
+        write(tmp_path / "in" / name, b"<p>text")
+    with pytest.raises(
+        ValueError,
+        match=r"no file in .*in matches .*: 3 of its files hold web pages, whose text has to be",
+    ):
+        make(tmp_path / "in")
+    write(tmp_path / "in" / "d.jsonl", GOOD)
+    assert (
+        "2 .html, 1 .wet; choose with --pattern, or name what is meant with --input; the text of"
+        in (summary(make(tmp_path / "in")))
+    )
 
 
 @pytest.mark.parametrize("name", ["a.html", "a.wet.gz"])
@@ -482,3 +658,8 @@ def test_what_others_wrote_reaches_nobody_raw(tmp_path, capfd, kind, on_error):
 def test_separators_that_are_none(tmp_path, make, given):
     with pytest.raises(ValueError, match="document_separator must have 1 to 1000 bytes, or be none"):
         make(write(tmp_path / "a.txt", b"x"), document_separator=given)
+
+
+def test_a_separator_that_is_not_utf8_is_named(tmp_path, make):
+    with pytest.raises(ValueError, match=r"document_separator 'a\\udce9' isn't UTF-8, as texts are"):
+        make(write(tmp_path / "a.txt", b"x"), document_separator="a\udce9")

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -87,7 +89,8 @@ def open_dataset(folder: str | Path, verify: str = "auto", parts: Sequence[str] 
     splits, kinds, largest = [], [], 0
     for name in (*parts[:-1], validation_name):
         if name not in names:
-            raise ValueError(f"{str(folder)!r} has no split {name!r}, only {', '.join(map(repr, names))}.")
+            missing = f"{str(folder)!r} has no split {name!r}, only {', '.join(map(repr, names))}."
+            raise ValueError(missing + (_with_splits(folder, names) if "test" in names else ""))
         where = f"split {name!r} of {str(folder)!r}"
         split, columns = _load_split(folder / name, where)
         kind = split.data.schema.field("input_ids").type  # prepare_data.py writes lists of one size
@@ -140,6 +143,21 @@ def split_names(folder: Path) -> list[str]:
     for name in names:
         files.check_name(name, path)
     return names
+
+
+def _with_splits(folder: Path, names: Sequence[str]) -> str:
+    """How to make a dataset that can be trained on, of one with a split `test`."""
+    loaded, saved = f"datasets.load_from_disk({str(folder)!r})", f"{folder}-splits"
+    data = loaded if "train" in names else f"{loaded}['test'].train_test_split(0.01)"
+    code = (
+        f"import datasets; d = {data}; d['validation'] = d.pop('test'); d.save_to_disk({saved!r})"
+    )
+    return f" To have one that is evaluated on it, python -c {_quoted(code)} makes {saved!r}."
+
+
+def _quoted(code: str) -> str:
+    """For a shell, in double quotes where these do, since Python's are single ones."""
+    return shlex.quote(code) if re.search(r'["$`\\!]', code) else f'"{code}"'
 
 
 def has_rows(folder: Path) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -68,6 +69,12 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
         raise ValueError(f"No dataset at {str(folder)!r}.{instead}")
     if not source_of(folder):
         said = f"{str(folder)!r} isn't a dataset folder: it has no dataset_dict.json."
+        if splits := sorted(state.parent.name for state in folder.glob("*/state.json")):
+            listed = shlex.quote(json.dumps({"splits": splits}))
+            path = shlex.quote(str(folder / "dataset_dict.json"))
+            raise ValueError(
+                f"{said} If it holds the splits of one, echo {listed} > {path} writes it."
+            )
         raise ValueError(f"{said} If it holds text, {MAKE_IT} {command(**words)}.")
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-MOST_LOST = 0.01  # of the bytes of a text, or of its tokens, beyond which a loss in bits per byte would be of another text
+# of the bytes of a text, or of its tokens, beyond which a loss in bits per byte would be of another
+# text
+MOST_LOST = 0.01
 COUNTED = ("tokens", "unknown", "bytes", "bytes_of_tokens")  # `text` of a manifest
 NUMBERED_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # SentencePiece's byte fallback
 
@@ -50,15 +52,19 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> np.ndarray:
 
 def _bytes_of_word(name: str, state: dict[str, Any]) -> int:
     """Bytes that a token stands for by its name, in a tokenizer.json without a decoder."""
-    for affix, remove in (("continuing_subword_prefix", name.removeprefix), ("end_of_word_suffix", name.removesuffix)):
+    for affix, remove in (
+        ("continuing_subword_prefix", name.removeprefix),
+        ("end_of_word_suffix", name.removesuffix),
+    ):
         name = remove(state["model"].get(affix) or "")
     return len(name.encode())
 
 
 def bytes_are_lost(manifest: Mapping[str, Any]) -> bool:
-    """Whether the tokens of a dataset stand for less than the text that they were made of. False where its manifest doesn't say.
+    """Whether the tokens of a dataset stand for less than the text that they were made of.
 
-    What isn't in the vocabulary becomes <unk>, or nothing, and some normalizers drop white space.
+    False where its manifest doesn't say. What isn't in the vocabulary becomes <unk>, or nothing,
+    and some normalizers drop white space.
     """
     text = manifest.get("text")
     if not isinstance(text, dict) or any(type(text.get(name)) is not int for name in COUNTED):
@@ -75,5 +81,7 @@ def is_byte_level(backend: Tokenizer) -> bool:
 def _is_byte_level(state: dict[str, Any]) -> bool:
     steps = [state.get("decoder") or {}, state.get("pre_tokenizer") or {}]
     return "ByteLevel" in [
-        one.get("type") for step in steps for one in (step, *step.get("decoders", []), *step.get("pretokenizers", []))
+        one.get("type")
+        for step in steps
+        for one in (step, *step.get("decoders", []), *step.get("pretokenizers", []))
     ]

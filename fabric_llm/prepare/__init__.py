@@ -8,7 +8,8 @@ tokenizer         `load_tokenizer`, `packing_tokenizer`, `train_byte_level_bpe`,
 new_tokens        `learn`, `extended`: new tokens for a tokenizer
 tokenizer_bounds  `check_file`: what a tokenizer.json may declare
 rows              `split_documents`: pieces -> two splits, without repeated documents; `save_rows`: rows in a dataset folder
-prepare           `prepare`: the whole way from text to a dataset folder, by way of the work folder beside it
+prepare           `prepare`: the whole way from text to a dataset folder, by way of the work folder beside it;
+                  `require_all_counted`: what was read is in a split, or counted
 tasks             `prepare_tasks`: tasks of lm-evaluation-harness -> a validation set of their requests
 demo              `prepare_demo`: the dataset of `python train.py` without flags
 """

@@ -24,9 +24,13 @@ SMALL_PIECE_BYTES = 4 * 2**20
 PIECES = 256
 EDGES = 16  # the name of one of so many files begins a piece
 LONG_TEXT_BYTES = 16 * 2**20  # a text file from this size on is split at blank lines unless told otherwise
-# Names of splits. A word of the others in a name, such as `test_sft`, says that it isn't meant to be trained on.
+# Names of splits. A word of the others in a name, such as `test_sft`, says that it isn't meant to
+# be trained on.
 OWN_VALIDATION = ("validation", "valid", "val", "dev")
-NOT_TRAINING = {*OWN_VALIDATION, *"test tests testset testing testmini devtest devset eval evals evaluation".split()}
+NOT_TRAINING = {
+    *OWN_VALIDATION,
+    *"test tests testset testing testmini devtest devset eval evals evaluation".split(),
+}
 NOT_TRAINING |= {"heldout", "holdout", "held", "validate"}
 MOST_BYTES = 2**26  # of text in memory; of more, texts are taken evenly over the inputs
 ONE_OF = 20  # one of so many texts is held out
@@ -39,9 +43,11 @@ class Piece(NamedTuple):
     parts: list[Part]
 
     def name(self, sources: Mapping[str, inputs.Source], encoded_with: Any) -> str:
-        """Of its files: a hash of its parts, of the sizes and times of what they are of, and of what it is encoded with."""
+        """Of its files: a hash of its parts, of sizes and times, and of what it is encoded with."""
         made_of = [(part, sources[part.path]) for part in self.parts]
-        return hashlib.sha256(json.dumps([made_of, encoded_with], sort_keys=True).encode()).hexdigest()[:32]
+        return hashlib.sha256(
+            json.dumps([made_of, encoded_with], sort_keys=True).encode()
+        ).hexdigest()[:32]
 
 
 def plan(found: inputs.Found, separator: Optional[str]) -> list[Piece]:
@@ -50,7 +56,8 @@ def plan(found: inputs.Found, separator: Optional[str]) -> list[Piece]:
     Raises ValueError for a dataset or table that can't be opened.
     """
     total = sum(source.bytes or 0 for source in found.sources)
-    piece_bytes = SMALL_PIECE_BYTES  # in steps, so that pieces stay as they are when a file is added or taken away
+    # in steps, so that pieces stay as they are when a file is added or taken away
+    piece_bytes = SMALL_PIECE_BYTES
     while 2 * piece_bytes <= min(PIECE_BYTES, total // PIECES):
         piece_bytes *= 2
     piece_bytes = min(PIECE_BYTES, piece_bytes)
@@ -59,7 +66,8 @@ def plan(found: inputs.Found, separator: Optional[str]) -> list[Piece]:
     size = 0
     for source in found.sources:
         for part, part_bytes in _parts_of(source, found, separator, piece_bytes):
-            # Some names begin a piece, so that those behind a file that was taken away are soon cut as before.
+            # Some names begin a piece, so that those behind a file that was taken away are soon cut
+            # as before.
             is_edge = size > piece_bytes // 2 and zlib.crc32(os.fsencode(part.path)) % EDGES == 0
             if parts and (size + part_bytes > piece_bytes or is_edge):
                 pieces.append(Piece(size, parts))
@@ -117,13 +125,17 @@ def _parts_of_dataset(part: Part, size: int, found: inputs.Found, piece_bytes: i
     if not read:
         raise ValueError(_nothing_to_train_on(part, [*splits]))
     for name in own:
-        found.notes.append(f"{part.path} [{name}] is kept for validation, and nothing else of the dataset is drawn")
+        found.notes.append(
+            f"{part.path} [{name}] is kept for validation, and nothing else of the dataset is drawn"
+        )
     rows = 0 if part.kind == "hub" else sum(len(splits[name]) for name in read)
     for name, split in splits.items():
         if name not in read:
             place, count = f"{part.path} [{name}]", None if part.kind == "hub" else len(split)
             found.splits_left_out[place] = count
-            found.notes.append(f"{place} is left out" + ("" if count is None else f": {count:,} rows"))
+            found.notes.append(
+                f"{place} is left out" + ("" if count is None else f": {count:,} rows")
+            )
             continue
         part = part._replace(split=name)
         if own:

@@ -30,8 +30,8 @@ MAX_FIELDS = 20  # named
 NOT_UTF8 = "is not valid UTF-8"
 BLANK_LINES = r"\r?\n(?:[ \t\r]*\n)+"  # where a text is split into documents by default
 WHITE = codecs.BOM_UTF8 + b" \t\r\n"  # before the first record of a JSON file
-# Numbers aren't needed, and int() refuses those of more than 4,300 digits. The second one finds the end of what the first one
-# refuses, such as a string with a line feed in it.
+# Numbers aren't needed, and int() refuses those of more than 4,300 digits. The second one finds the
+# end of what the first one refuses, such as a string with a line feed in it.
 JSON, LENIENT_JSON = (json.JSONDecoder(parse_int=len, strict=strict) for strict in (True, False))
 SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
 
@@ -155,7 +155,7 @@ def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]
 
 
 def read_block(file: BinaryIO, size: int) -> tuple[bytes, Optional[Exception]]:
-    """(`size` bytes, or what there is before the end of a file or a damage; the damage, to be raised once these are used)"""
+    """(`size` bytes, or those before the end or a damage; the damage, to be raised after use)"""
     blocks = []
     while size > 0:
         try:
@@ -191,7 +191,7 @@ def _document(number: int, content: str | bytes) -> Record:
 
 
 def _is_utf8(text: str) -> bool:
-    """False for half of a surrogate pair, and for bytes that were decoded with `surrogateescape`."""
+    """False for half of a surrogate pair, and for bytes decoded with `surrogateescape`."""
     if not text.isascii():
         try:
             text.encode()
@@ -242,8 +242,7 @@ def _read_json(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
 def _array(file: BinaryIO) -> Iterator[Union[tuple[Any], str]]:
     """The elements of an array of JSON, each in a tuple, or what is wrong with one.
 
-    What isn't valid is taken for UTF-8 until an element is found to hold it. At most a block is in memory, or an element of
-    RECORD_BYTES.
+    At most a block is in memory, or an element of RECORD_BYTES.
     """
     while file.read(1) != b"[":  # behind a byte order mark and white space
         pass
@@ -279,7 +278,10 @@ def _array(file: BinaryIO) -> Iterator[Union[tuple[Any], str]]:
 
 
 def _element(buffer: str, at: int) -> tuple[Union[tuple[Any], str], int]:
-    """(an element of an array, or what is wrong with it; where the comma or bracket behind it is). Raises ValueError if its end isn't found."""
+    """(an element of an array, or what is wrong with it; where the comma or bracket behind it is)
+
+    Raises ValueError if its end isn't found.
+    """
     begin = SPACE.match(buffer, at).end()
     said = ""
     try:
@@ -296,14 +298,15 @@ def _element(buffer: str, at: int) -> tuple[Union[tuple[Any], str], int]:
 
 
 class Lines:
-    """Lines of a text, which can be read again; `taken` are those that were read since it was emptied.
+    """Lines of a text, which can be read again; `taken` are those read since it was emptied.
 
     waits: a damage is kept in `damage`, and the lines end there.
     """
 
     def __init__(self, lines: Iterator[str], waits: bool) -> None:
         self.lines, self.waits = lines, waits
-        self.again, self.taken, self.damage = deque[str](), list[str](), None
+        self.again, self.taken = deque[str](), list[str]()
+        self.damage: Optional[Exception] = None
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -347,7 +350,8 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
             except csv.Error as error:
                 said = f"is not a valid row: {error}"
             if said or has_tabs and _are_rows(lines.taken, len(names)):
-                # A quote that nothing ends: its line stands alone, and those behind it are read again.
+                # A quote that nothing ends: its line stands alone, and those behind it are read
+                # again.
                 lines.again.extendleft(reversed(lines.taken[1:]))
                 del lines.taken[1:]
                 if has_tabs:
@@ -361,9 +365,9 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
 
 
 def _are_rows(lines: list[str], columns: int) -> bool:
-    """Whether each of several lines, which quotes make one row, is a row of its own: most .tsv know no quotes.
+    """Whether each of several lines, which quotes make one row, is a row of its own.
 
-    A line that begins with a tab is one of an indented text.
+    Most of these files know no quotes. A line that begins with a tab is one of an indented text.
     """
     return len(lines) > 1 < columns and all(
         line.count("\t") == columns - 1 and not line.startswith("\t") for line in lines
@@ -392,11 +396,15 @@ def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
         for group in groups:
             end += table.metadata.row_group(group).num_rows
             try:
-                for batch in table.iter_batches(PARQUET_ROWS, [group], [text_field], use_threads=False):
-                    # As bytes: pyarrow doesn't check that strings are valid, and an invalid one must not end the others. A
-                    # null is an empty document.
+                for batch in table.iter_batches(
+                    PARQUET_ROWS, [group], [text_field], use_threads=False
+                ):
+                    # As bytes: pyarrow doesn't check that strings are valid, and an invalid one
+                    # must not end the others. A null is an empty document.
                     for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()):
-                        yield _document(number, (value.as_py() or b"").removeprefix(codecs.BOM_UTF8))
+                        yield _document(
+                            number, (value.as_py() or b"").removeprefix(codecs.BOM_UTF8)
+                        )
                         number += 1
             except (pa.ArrowException, OSError) as error:
                 while number < end:  # the rest of its row group

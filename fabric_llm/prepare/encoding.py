@@ -82,13 +82,21 @@ class Mark:
 
 
 def read_mark(path: Path) -> Optional[Mark]:
-    """The mark of a piece, None without one. path: of its files, without a suffix. A damaged piece counts as none."""
+    """The mark of a piece, None without one.
+
+    path: of its files, without a suffix. A damaged piece counts as none.
+    """
     try:
         mark = Mark(**json.loads(path.with_suffix(".json").read_bytes()))
-        tokens, documents = (path.with_suffix(name).stat().st_size for name in (".tokens", ".documents"))
+        tokens, documents = (
+            path.with_suffix(name).stat().st_size for name in (".tokens", ".documents")
+        )
     except (OSError, ValueError, TypeError):
         return None
-    is_whole = documents == mark.documents * DOCUMENT.itemsize and tokens in (2 * mark.tokens, 4 * mark.tokens)
+    is_whole = documents == mark.documents * DOCUMENT.itemsize and tokens in (
+        2 * mark.tokens,
+        4 * mark.tokens,
+    )
     return mark if is_whole else None
 
 
@@ -96,7 +104,12 @@ class PieceFiles:
     """The files of a piece, while documents are added to them."""
 
     def __init__(self, job: Job, tokens: BinaryIO, documents: BinaryIO) -> None:
-        self.tokens, self.documents, self.mark, self.unknown = tokens, documents, Mark(), job.unknown
+        self.tokens, self.documents, self.mark, self.unknown = (
+            tokens,
+            documents,
+            Mark(),
+            job.unknown,
+        )
         self.dtype = np.dtype(job.dtype)
         self.before, self.after = np.array(job.before, self.dtype), np.array(job.after, self.dtype)
         self.token_bytes = np.load(Path(job.folder, TOKEN_BYTES))
@@ -106,7 +119,10 @@ class PieceFiles:
         if not text.strip():
             self.mark.empty += 1
             return
-        tokens, content = np.concatenate([self.before, ids, self.after]).astype(self.dtype), text.encode()
+        tokens, content = (
+            np.concatenate([self.before, ids, self.after]).astype(self.dtype),
+            text.encode(),
+        )
         self.tokens.write(tokens.data)
         digest = np.frombuffer(hashlib.blake2b(content, digest_size=16).digest(), "<u8")
         self.documents.write(np.array((len(tokens), goes, digest), DOCUMENT).tobytes())
@@ -139,7 +155,7 @@ def _load_backend(path: str, modified_ns: int) -> Tokenizer:
 
 
 def encode_piece(piece: Piece, name: str, job: Job) -> None:
-    """Encode a piece, unless that is done. Its files, of this name, are on the disk when this returns.
+    """Encode a piece, unless that is done. Its files, of this name, are then on the disk.
 
     Raises ValueError for a bad record if the job stops on errors, and for a file of which every record is bad; Fault (73)
     where another process has the piece.
@@ -180,8 +196,9 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
                 good.add(number)
                 special = [name for token, name in job.forbidden.items() if token in ids] if is_special else []
                 if special:
-                    said = f"holds text that this tokenizer turns into its special token {shown(special[0])}: take it out"
-                    record = Bad(record[0], f"{said}, or choose a byte-level tokenizer")
+                    said = f"turns into its special token {shown(special[0])}: take it out"
+                    said = f"holds text that this tokenizer {said}, or choose a byte-level one"
+                    record = Bad(record[0], said)
                 elif record[1].strip() and not len(ids):
                     record = Bad(record[0], "holds text of which this tokenizer makes no token")
                 else:
@@ -248,7 +265,9 @@ def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, repo
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(count, context, _begin_process, (os.getpid(), num_workers // count))
     try:
-        running = {pool.submit(_error_of, piece, name, job): piece for name, piece in pieces.items()}
+        running = {
+            pool.submit(_error_of, piece, name, job): piece for name, piece in pieces.items()
+        }
         for done in as_completed(running):
             if (error := done.result()) is not None:
                 raise error

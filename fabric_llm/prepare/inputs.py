@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Optional, Protocol
+from typing import Any, BinaryIO, NamedTuple, Optional
 
 from fabric_llm.base.names import is_path, nearest_of
 
@@ -73,6 +73,13 @@ def separator(given: Optional[str]) -> Optional[str]:
     if given in (None, "none"):
         return None if given is None else ""
     escapes = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+    if not given.isprintable():  # half of a surrogate pair stands for a byte that isn't UTF-8
+        try:
+            given.encode()
+        except UnicodeError:
+            raise ValueError(
+                f"document_separator {ascii(given)} isn't UTF-8, as texts are"
+            ) from None
     text = re.sub(r"\\([ntr\\])", lambda found: escapes[found[1]], given)
     if not 0 < len(text.encode()) <= LONGEST_SEPARATOR:
         raise ValueError(f"document_separator must have 1 to {LONGEST_SEPARATOR} bytes, or be none, got {given!r}")
@@ -100,15 +107,17 @@ class Found:
     sources: list[Source] = field(default_factory=list)
     not_read: Counter = field(default_factory=Counter)  # files of folders, by suffix
     twice: int = 0  # links and names that lead to a file or folder which is read already
-    splits_left_out: dict[str, Optional[int]] = field(default_factory=dict)  # {dataset [split]: rows, None: not known}
+    splits_left_out: dict[str, Optional[int]] = field(
+        default_factory=dict
+    )  # {dataset [split]: rows, None: not known}
     notes: list[str] = field(default_factory=list)  # what corpus.plan does without being told to
 
 
 def find_sources(inputs: Sequence[str | Path], *, pattern: Sequence[str], exclude: Sequence[str] = (), output: Path) -> Found:
     """The sources that `inputs` name, in order. No text is read yet.
 
-    output: a resolved path, which is left out where it lies inside an input folder. A file that is reached again, by a link or
-    another name, is read once.
+    output: a resolved path, which is left out where it lies inside an input folder. A file that is
+    reached again, by a link or another name, is read once.
 
     Raises ValueError for an input that doesn't exist, one that can't hold text, a folder without a matching file, and a file
     that two inputs name.
@@ -126,7 +135,9 @@ def find_sources(inputs: Sequence[str | Path], *, pattern: Sequence[str], exclud
                 found.sources.append(source)
             read.add(identity)
     if list(pattern) != DEFAULT_PATTERNS:  # the others were not wanted
-        found.not_read = Counter({name: count for name, count in found.not_read.items() if name == NO_FILE})
+        found.not_read = Counter(
+            {name: count for name, count in found.not_read.items() if name == NO_FILE}
+        )
     return found
 
 
@@ -174,7 +185,7 @@ def _sources_of(given: str, pattern: Sequence[str], exclude: Sequence[str], outp
             words = f"{' '.join(f'*{kind}' for kind in KINDS)} (or these with {' '.join(PACKED)})"
         advice = "choose others with --pattern"
         if web:
-            advice = f"{web:,} of its files hold web pages, whose text has to be extracted first (docs/data.md)"
+            advice = f"{web:,} of its files hold web pages, whose text has to be extracted first"
         raise ValueError(f"no file in {given} matches {words}: {advice}")
     return sources
 
@@ -261,23 +272,13 @@ def _open_zstandard(raw: BinaryIO) -> BinaryIO:
     return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"), 2**14)
 
 
-class Decompressor(Protocol):
-    """Of one stream: as bz2 and lzma have them."""
-
-    eof: bool
-    needs_input: bool
-    unused_data: bytes
-
-    def decompress(self, data: bytes, max_length: int) -> bytes: ...
-
-
 class Streams(io.RawIOBase):
-    """A file of one compressed stream after the other, with zeros between them as padding, which xz and bzip2 write.
+    """A file of one compressed stream after the other, with zeros as padding between them.
 
-    bz2.open and lzma.open take whatever follows a stream, but isn't another, for the end of the file.
+    bz2.open and lzma.open take what follows a stream, but isn't another, for the end of the file.
     """
 
-    def __init__(self, raw: BinaryIO, decompressor: Callable[[], Decompressor]) -> None:
+    def __init__(self, raw: BinaryIO, decompressor: Callable[[], Any]) -> None:
         self.raw, self.new = raw, decompressor
         self.stream = decompressor()
 
@@ -302,12 +303,12 @@ class Streams(io.RawIOBase):
                 return len(data)
 
 
-def _streams_of(decompressor: Callable[[], Decompressor]) -> Callable[[BinaryIO], BinaryIO]:
+def _streams_of(decompressor: Callable[[], Any]) -> Callable[[BinaryIO], BinaryIO]:
     return lambda raw: io.BufferedReader(Streams(raw, decompressor), 2**16)
 
 
-# Name -> (what files begin with, a regular expression, what opens them). Files of bzip2 may begin with an empty stream, those
-# of zstandard with a frame that is skipped, as pzstd writes it.
+# Name -> (what files begin with, a regular expression, what opens them). Files of bzip2 may begin
+# with an empty stream, those of zstandard with a frame that is skipped, as pzstd writes it.
 COMPRESSIONS: dict[str, tuple[bytes, Callable[..., Any]]] = {
     "gzip": (rb"\x1f\x8b", gzip.open),
     "zstandard": (rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", _open_zstandard),

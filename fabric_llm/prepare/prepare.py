@@ -5,8 +5,8 @@ appears nowhere else but as padding. Where BOS and EOS are the same token, the E
 Text that spells a special token stays text.
 
 Pieces of the inputs are encoded into the work folder (encoding.py), then documents are divided into splits and packed into rows
-(rows.py). All are functions of the inputs and options alone: however often it was killed, the bytes are the same. What was read is
-in the splits, or counted with a reason: `require_all_counted`.
+(rows.py). All are functions of the inputs and options alone: however often it was killed, the bytes are the same.
+What was read is in the splits, or counted with a reason: `require_all_counted`.
 
 The folder is a `DatasetDict` of `train` and `validation` with one column, `input_ids`: lists of `context_length` uint16,
 or int32 where the vocabulary has more than 65,536 tokens, with `manifest.json` and `tokenizer/` beside them. Tokens that
@@ -46,6 +46,7 @@ from fabric_llm.prepare.encoding import Job, Mark, read_mark
 from fabric_llm.prepare.inputs import DEFAULT_PATTERNS
 from fabric_llm.prepare.rows import save_rows, split_documents
 from fabric_llm.prepare.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
+from fabric_llm.prepare.tokenizer_bounds import without_panic
 
 MANIFEST_FORMAT = 1
 MAX_LISTED_FILES = 10_000
@@ -128,7 +129,11 @@ def prepare(**arguments: Any) -> dict:
             tokenizer = _begin(folder, options, key, tokenizer, parts)
             backend = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
             job = Job(str(folder), options.text_field, options.on_error == "stop", **convention(backend, tokenizer))
-            made_with = [PIECE_FORMAT, metadata.version("tokenizers"), job._replace(folder="", stop_on_error=False)]
+            made_with = [
+                PIECE_FORMAT,
+                metadata.version("tokenizers"),
+                job._replace(folder="", stop_on_error=False),
+            ]
             made_with.append(hashlib.sha256(backend.to_str().encode()).hexdigest())
             by_name = {f"piece-{piece.name(sources, made_with)}": piece for piece in pieces}
             marks = _encode(by_name, job, options)
@@ -203,7 +208,9 @@ def _begin(
         files.fsync(folder)
         for path in folder.iterdir():
             # Pieces say in their names what they were made of, unless the folder was being removed.
-            if path.name != "lock" and not (former.get("format") == PIECE_FORMAT and path.name.startswith("piece-")):
+            if path.name != "lock" and not (
+                former.get("format") == PIECE_FORMAT and path.name.startswith("piece-")
+            ):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         files.write_atomically(folder / KEY, json.dumps(key), durable=True)
     if tokenizer is not None or not saved.is_dir():
@@ -215,7 +222,9 @@ def _begin(
         tokenizer.save_pretrained(filling)
         filling.rename(saved)
     tokenizer = tokenizer or packing_tokenizer(str(saved))
-    np.save(folder / encoding.TOKEN_BYTES, bytes_of_tokens(tokenizer, max(tokenizer.get_vocab().values()) + 1))
+    with without_panic():
+        counts = bytes_of_tokens(tokenizer, max(tokenizer.get_vocab().values()) + 1)
+    np.save(folder / encoding.TOKEN_BYTES, counts)
     return tokenizer
 
 
@@ -225,7 +234,10 @@ def _encode(pieces: dict[str, Piece], job: Job, options: Options) -> list[Option
     left = {name: piece for name, piece in pieces.items() if read_mark(folder / name) is None}
     others = [path for path in folder.glob("piece-*") if path.stem not in pieces]
     if len(left) == len(pieces) and any(path.suffix == ".json" for path in others):
-        print("The work of a former preparation with other inputs or flags was thrown away.", file=sys.stderr)
+        print(
+            "The work of a former preparation with other inputs or flags was thrown away.",
+            file=sys.stderr,
+        )
     for path in others:
         path.unlink()
     if 0 < len(left) < len(pieces):
@@ -256,7 +268,9 @@ def _make_dataset(
     Raises ValueError for a file of which every record is bad, and where there is no document with text or too little.
     """
     sentences = encoding.bad_records(pieces.values(), marks)
-    total = {name: sum(getattr(mark, name) for mark in marks) for name in vars(Mark()) if name != "named"}
+    total = {
+        name: sum(getattr(mark, name) for mark in marks) for name in vars(Mark()) if name != "named"
+    }
     empty, bad = total["empty"], total["bad"]
     left_out = f"{empty} empty documents and {bad} that can't be read were skipped{': ' + sentences[0] if bad else ''}"
     if not total["documents"]:
@@ -272,11 +286,15 @@ def _make_dataset(
     deduplicate = options.deduplicate == "exact"
     shortest = options.min_document_tokens
     paths = [folder / name for name in pieces]
-    documents = split_documents(paths, options.seed, options.validation_fraction, deduplicate, shortest)
+    documents = split_documents(
+        paths, options.seed, options.validation_fraction, deduplicate, shortest
+    )
     lengths = documents.lengths[documents.lengths < shortest]
     again = documents.lengths[documents.repeated & (documents.lengths >= shortest)]
     if documents.in_both:
-        found.notes.append(f"{documents.in_both:,} documents of validation are in a split that is trained on, too")
+        found.notes.append(
+            f"{documents.in_both:,} documents of validation are in a split that is trained on, too"
+        )
     left_out += f", and {len(lengths)} with fewer than {shortest} tokens left out" if len(lengths) else ""
     eos = tokenizer.eos_token_id
     try:
@@ -292,8 +310,13 @@ def _make_dataset(
         "packed": True,
         **{name: getattr(options, name) for name in SAID},
         "inputs": [str(name) for name in options.inputs],
-        "made_by": {"command": options.command(), "from_hub": [one.name for one in sources if one.kind == "hub"]},
-        "files": [{"path": source.name, "bytes": source.bytes} for source in sources[:MAX_LISTED_FILES]],
+        "made_by": {
+            "command": options.command(),
+            "from_hub": [one.name for one in sources if one.kind == "hub"],
+        },
+        "files": [
+            {"path": source.name, "bytes": source.bytes} for source in sources[:MAX_LISTED_FILES]
+        ],
         "files_total": len(sources),
         "bytes_total": sum(source.bytes or 0 for source in sources),
         "notes": found.notes[:MAX_LISTED_FILES],
@@ -305,7 +328,10 @@ def _make_dataset(
         "dtype": dtype,
         "max_token_id": largest,
         "splits": saved,
-        "text": {name: total[name] for name in ("records", "bytes", "bytes_of_tokens", "tokens", "unknown")},
+        "text": {
+            name: total[name]
+            for name in ("records", "bytes", "bytes_of_tokens", "tokens", "unknown")
+        },
         "duplicates": {"documents": len(again), "tokens": int(again.sum())},
         "skipped": {
             "empty": empty,
@@ -316,7 +342,10 @@ def _make_dataset(
             "files_twice": found.twice,
             "splits": found.splits_left_out,
         },
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in packages},
+        },
         "written": files.describe(made, files.files_in(made)),
     }
 
@@ -329,16 +358,27 @@ def _most_common(counts: Counter) -> dict[str, int]:
 
 
 def require_all_counted(manifest: dict[str, Any]) -> None:
-    """Raises AssertionError, with the numbers, unless what was read is in the splits or counted with a reason."""
+    """Raises AssertionError, with the numbers, unless what was read is in the splits or counted."""
     skipped, splits = manifest["skipped"], manifest["splits"]
     counted = {name: split["documents"] for name, split in splits.items()}
-    counted |= {"repeated": manifest["duplicates"]["documents"]} | {name: skipped[name] for name in ("short", "empty", "bad")}
+    counted |= {"repeated": manifest["duplicates"]["documents"]} | {
+        name: skipped[name] for name in ("short", "empty", "bad")
+    }
     if sum(counted.values()) != (records := manifest["text"]["records"]):
-        raise AssertionError(f"{records:,} documents were read, and {sum(counted.values()):,} are accounted for: {counted}")
+        raise AssertionError(
+            f"{records:,} documents were read, and {sum(counted.values()):,} are accounted for:"
+            f" {counted}"
+        )
     for name, split in splits.items():
-        in_rows = split["rows"] * manifest["context_length"] + split["dropped_tokens"] - split.get("padding_tokens", 0)
+        in_rows = (
+            split["rows"] * manifest["context_length"]
+            + split["dropped_tokens"]
+            - split.get("padding_tokens", 0)
+        )
         if split["tokens"] != in_rows:
-            raise AssertionError(f"{name} has {split['tokens']:,} tokens, and its rows {in_rows:,}: {split}")
+            raise AssertionError(
+                f"{name} has {split['tokens']:,} tokens, and its rows {in_rows:,}: {split}"
+            )
 
 
 def summary(manifest: dict) -> str:
@@ -368,16 +408,24 @@ def summary(manifest: dict) -> str:
             advice += f"; the text of {' and '.join(web)} has to be extracted first"
         lines.append(("not read", f"{named}; {advice}"))
     if skipped["files_twice"]:
-        lines.append(("once", f"{skipped['files_twice']:,} links or names lead to files or folders that are read already"))
+        lines.append(
+            (
+                "once",
+                f"{skipped['files_twice']:,} links or names lead to what is read already",
+            )
+        )
     lines += [("note", note) for note in manifest["notes"][: encoding.MAX_NAMED]]
     text = manifest["text"]
     if text["unknown"]:
         part = 100 * text["unknown"] / text["tokens"]
-        said = f"{text['unknown']:,} tokens ({part:.2g} %) are <unk>: the model can't learn what they stood for"
-        lines.append(("warning", f"{said}; take another tokenizer, or python -m fabric_llm.extend_vocab"))
+        said = f"{text['unknown']:,} tokens ({part:.2g} %) are <unk>: what they stood for is lost"
+        lines.append(
+            ("warning", f"{said}; take another tokenizer, or python -m fabric_llm.extend_vocab")
+        )
     if bytes_are_lost(manifest):
         part = 100 * text["bytes_of_tokens"] / text["bytes"]
-        said = f"tokens stand for {part:.3g} % of the bytes of the text, so evaluations give no bits per byte"
+        said = f"tokens stand for {part:.3g} % of the bytes of the text"
+        said += ", so evaluations give no bits per byte"
         lines.append(("warning", said))
     lines.append(("tokenizer", f"{manifest['tokenizer']}, {manifest['vocab_size']:,} tokens"))
     lines.append(("written to", manifest["output"]))

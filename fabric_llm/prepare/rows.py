@@ -1,7 +1,8 @@
 """Encoded pieces -> two splits -> rows of one length -> a folder that `datasets` opens, in this process alone.
 
-Whether a document is drawn for validation is a function of the seed and its text alone: equal documents are drawn together, and
-more text doesn't draw the others anew. Two flat files hold the tokens of the splits, which are then packed into rows:
+Whether a document is drawn for validation is a function of the seed and its text alone: equal
+documents are drawn together, and more text doesn't draw the others anew. Two flat files hold the
+tokens of the splits, which are then packed into rows:
 
 `concat`: one document behind the other, cut into rows, so that many documents begin in one row and end in the next.
 `best_fit`: only documents longer than a row are cut, and the rest of a row is filled with EOS. Ding et al. 2024, "Fewer
@@ -59,12 +60,17 @@ def document_hashes(seed: int, texts: np.ndarray) -> np.ndarray:
 
 
 def drawn(
-    lengths: np.ndarray, texts: np.ndarray, goes: np.ndarray, left_out: np.ndarray, seed: int, fraction: float
+    lengths: np.ndarray,
+    texts: np.ndarray,
+    goes: np.ndarray,
+    left_out: np.ndarray,
+    seed: int,
+    fraction: float,
 ) -> np.ndarray:
     """The documents of the validation split, bool [documents].
 
-    lengths: tokens of each document, int64. texts: hashes of their texts, uint64; equal ones come into one split. goes:
-    documents.DRAWN or where it is kept. left_out: bool, those of no split.
+    lengths: tokens of each document, int64. texts: hashes of their texts, uint64; equal ones come
+    into one split. goes: documents.DRAWN or where it is kept. left_out: bool, those of no split.
 
     Validation may hold twice its fraction of the tokens, so that one huge document doesn't fill it. Where that is less than two
     documents of average length, it may hold these, but not more than half of all tokens. If all documents fall into one split,
@@ -96,7 +102,10 @@ def drawn(
 
 
 def _by_text(indices: np.ndarray, texts: np.ndarray, numbers: np.ndarray) -> Iterator[np.ndarray]:
-    """The documents `indices`, those of one text together, those with the smallest number first. numbers: of all documents."""
+    """The documents `indices`, those of one text together, those with the smallest number first.
+
+    numbers: of all documents.
+    """
     order = indices[np.lexsort((texts[indices], numbers[indices]))]
     begins = np.flatnonzero(np.diff(texts[order])) + 1
     for begin, end in itertools.pairwise([0, *begins, len(order)] if len(order) else []):
@@ -111,10 +120,13 @@ def repeated(hashes: np.ndarray) -> np.ndarray:
     return found
 
 
-def split_documents(pieces: list[Path], seed: int, fraction: float, deduplicate: bool, shortest: int = 0) -> Documents:
-    """Divide the documents of pieces into the splits `train` and `validation`. shortest: tokens; shorter ones are in none.
+def split_documents(
+    pieces: list[Path], seed: int, fraction: float, deduplicate: bool, shortest: int = 0
+) -> Documents:
+    """Divide the documents of pieces into the splits `train` and `validation`.
 
-    Takes about 70 bytes of memory a document, and 90 where they are compared with each other.
+    shortest: tokens; documents of fewer are in none. Takes about 50 bytes of memory a document, and
+    70 where they are compared with each other.
     """
     found = [np.fromfile(piece.with_suffix(".documents"), DOCUMENT) for piece in pieces]
     edges = np.cumsum([0, *map(len, found)])
@@ -125,8 +137,14 @@ def split_documents(pieces: list[Path], seed: int, fraction: float, deduplicate:
     left_out = again | (lengths < shortest)
     in_validation = drawn(lengths, texts, goes, left_out, seed, fraction) & ~left_out
     in_train = ~in_validation & ~left_out
-    in_both = int(np.isin(texts[in_validation], texts[in_train]).sum()) if (goes == TO_VALIDATION).any() else 0
-    return Documents(pieces, edges, lengths, {"train": in_train, "validation": in_validation}, again, in_both)
+    in_both = (
+        int(np.isin(texts[in_validation], texts[in_train]).sum())
+        if (goes == TO_VALIDATION).any()
+        else 0
+    )
+    return Documents(
+        pieces, edges, lengths, {"train": in_train, "validation": in_validation}, again, in_both
+    )
 
 
 def _copy(documents: Documents, mine: np.ndarray, dtype: np.dtype, path: Path) -> int:
@@ -235,8 +253,8 @@ def save_rows(
             f"the {name} split has {tokens} tokens in {int(mine.sum())} of {total} documents, which do not"
             f" fill one row of context_length {context_length}: choose a smaller --context_length or a"
             f" {'larger' if name == 'validation' else 'smaller'} --validation_fraction, or give more text (a plain-text file"
-            f" is one document unless --document_separator says otherwise, and neither documents nor copies of one are ever"
-            f" divided between splits)"
+            f" is one document unless --document_separator says otherwise, and neither documents"
+            f" nor copies of one are ever divided between splits)"
         )
     described, largest, path = {}, -1, folder.with_name("rows")
     for name, mine in documents.splits.items():
