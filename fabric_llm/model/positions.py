@@ -3,6 +3,7 @@
 Nothing here imports torch before a model is built.
 """
 
+import warnings
 from copy import deepcopy
 from typing import Any, Optional
 
@@ -110,11 +111,14 @@ def with_older_names(config: Any, document: dict[str, Any]) -> dict[str, Any]:
     if config.model_type.startswith("gpt_neox"):
         base, part = "rotary_emb_base", "rotary_pct"
     scaling = {name: value for name, value in full.items() if name not in ("rope_theta", "partial_rotary_factor")}
-    older = {base: full["rope_theta"], "rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
+    older: dict[str, Any] = {base: full["rope_theta"]}
+    if scaling != {"rope_type": "default"}:
+        older["rope_scaling"] = scaling
     if "partial_rotary_factor" in full:
         older[part] = full["partial_rotary_factor"]
     if "sliding_attention" in rope:
         older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
     older["rope_parameters"] = rope
-    same = type(config).from_dict(deepcopy({**config.to_dict(), **older})).rope_parameters == rope
-    return {**document, **older} if same else document
+    with warnings.catch_warnings(category=FutureWarning, action="ignore"):  # of families that no older version has
+        read = type(config).from_dict(deepcopy({**config.to_dict(), **older}))
+    return {**document, **older} if read.rope_parameters == rope else document
