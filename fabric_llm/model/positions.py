@@ -4,6 +4,7 @@ Nothing here imports torch before a model is built.
 """
 
 import warnings
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any, Optional
 
@@ -119,6 +120,8 @@ def with_older_names(config: Any, document: dict[str, Any]) -> dict[str, Any]:
     if "sliding_attention" in rope:
         older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
     older["rope_parameters"] = rope
-    with warnings.catch_warnings(category=FutureWarning, action="ignore"):  # of families that no older version has
-        read = type(config).from_dict(deepcopy({**config.to_dict(), **older}))
-    return {**document, **older} if read.rope_parameters == rope else document
+    read = None
+    # A family that no older version has may warn of these names, or raise whatever its class makes of them.
+    with suppress(Exception), warnings.catch_warnings(category=FutureWarning, action="ignore"):
+        read = type(config).from_dict(deepcopy({**config.to_dict(), **older})).rope_parameters
+    return {**document, **older} if read == rope else document
