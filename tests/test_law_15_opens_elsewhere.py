@@ -163,6 +163,7 @@ POSITIONS = {
     },
     "gpt2": None,
     "mixtral": {"rope_type": "default", "rope_theta": 1e6},
+    "qwen3_moe": {"rope_type": "default", "rope_theta": 1e6},
 }
 
 

@@ -96,14 +96,16 @@ def _frequencies(config: Any) -> list[list[float]]:
 
 
 def with_older_names(config: Any, document: dict[str, Any]) -> dict[str, Any]:
-    """`document`, config.json of `config`, with rotary positions also by the names that transformers 4 reads, and others.
+    """`document`, config.json of `config`, with rotary positions also by the names that transformers 4 reads, and other programs.
 
-    They read what they don't know without a word, and compute with a base of 10000 and no scaling. Only where transformers 5
-    reads the same with both.
+    They pass over what they don't know without a word, and compute with a base of 10000 and no scaling. Only where transformers 5
+    reads the same with both. Likewise the number of experts.
     """
     parts = {name: getattr(config, name, None) for name in config.sub_configs if isinstance(document.get(name), dict)}
     inner = {name: with_older_names(part, document[name]) for name, part in parts.items() if hasattr(part, "sub_configs")}
     document = {**document, **inner}
+    if (experts := config.attribute_map.get("num_experts")) in document:
+        document["num_experts"] = document[experts]
     rope = getattr(config, "rope_parameters", None) or {}
     full = rope.get(WHOLE_ROWS, rope)  # each kind of layer may have its own
     if "rope_theta" not in full:
