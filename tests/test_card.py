@@ -200,8 +200,20 @@ def test_a_checkpoint_without_its_run_and_a_base_without_a_card(made, work, tmp_
     card = export(work / "checkpoints" / "of local", tmp_path / "hf", "--overwrite", "true")
     assert card.data.license is None and card.data.base_model is None and card.data.eval_results is None
     assert "Nothing was evaluated." in card.text and "wasn't at hand" in section(card, "Licence")
+    assert "put the README.md of the base beside the config.json" in section(card, "Licence")
     [(name, folder, tokens, epochs)] = rows(card, "Data")
     assert (name, folder, tokens) == ("all", f"`{work / 'new'}`", "576")
+
+
+def test_the_title_is_no_path_and_a_licence_that_is_missing_can_be_had(made, work, tmp_path):
+    assert made[0].text.lstrip().startswith("# hf\n") and made[0].data.model_name == "hf"
+    readme = work / "models--org--base" / "snapshots" / COMMIT / "README.md"
+    readme.rename(tmp_path / "README.md")
+    try:
+        said = section(export(made[1], tmp_path / "hf"), "Licence")
+    finally:
+        (tmp_path / "README.md").rename(readme)
+    assert f"`hf download org/base README.md --revision {COMMIT}`" in said and "https://huggingface.co/org/base" in said
 
 
 def test_what_a_checkpoint_has_begun_with_goes_on_in_later_runs(made, work):

@@ -10,7 +10,7 @@ fast_paths      `chunked_loss`, `packed_attention`: to plain transformers' numbe
 layers          `checkpoint_activations`, `compile_layers`: what is done to each of the repeated layers
 offload         `offloading`: the inputs of recomputed layers, in the memory of the host
 tiles           `found_in`, `tile`: MLPs and norms that take a row's tokens a part at a time
-positions       `scaled`: a configuration with the rotary positions of --rope
+positions       `scaled`: a configuration with the rotary positions of --rope; `with_older_names`: as transformers 4 reads them
 freezing        `frozen_names`, `freeze`: which parameters --freeze and --train_only mean
 strategy_rules  `Placement`, `strategy`: the devices of a run, and which strategies go with which flags, without torch
 strategy        `make_fabric`, `wrap`: FSDP, FSDP2, DDP, one device, TPU; nothing else knows about sharding
