@@ -24,12 +24,15 @@ MANY_LINES = 100  # waiting for the trackers
 Log = Callable[[int, Record], None]
 Close = Callable[[], None]
 Cut = Callable[[Progress], None]
+# log(step, numbers), close() and, if it can remove the numbers of steps that a rewind undoes,
+# cut(the progress after it).
+Tracker = Sequence[Callable[..., None]]
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, each with `step` and `position`, the sequences read by then.
+    """metrics.jsonl: one JSON object a line, each with `step` and `position`.
 
-    Open only while a line is written.
+    The position counts the sequences that were read by then. Open only while a line is written.
     """
 
     def __init__(self, path: Path, last: Optional[Progress] = None) -> None:
@@ -38,11 +41,11 @@ class MetricsFile:
         self.cut(last)
 
     def cut(self, last: Optional[Progress]) -> None:
-        """Remove the lines of what a run that is at `last` does again, and lines that aren't whole. None: remove all."""
+        """Remove what a run that is at `last` does again, or all, and lines that aren't whole."""
         if not self.path.exists():
             return
-        lines = json_lines(self.path)
-        kept = [f"{line.rstrip()}\n" for line, record in lines if last is not None and is_before(record, last)]
+        lines = json_lines(self.path) if last is not None else ()
+        kept = [f"{line.rstrip()}\n" for line, record in lines if is_before(record, last)]
         failpoint("metrics.replace")
         write_atomically(self.path, "".join(kept), durable=True)
 
@@ -78,7 +81,7 @@ class Trackers:
 
     def __init__(self, names: str, folder: Path, config: Record, entity: Optional[str], project: Optional[str]) -> None:
         """folder: the run directory, with metrics.jsonl. config: all flags."""
-        self.opened: dict[str, Sequence[Callable[..., None]]] = {}  # log and close, and cut if it can
+        self.opened: dict[str, Tracker] = {}
         self.waiting: SimpleQueue[Optional[tuple[str, Callable[[], None]]]] = SimpleQueue()
         self.warned: set[str] = set()
         for name in named(names):
@@ -96,7 +99,10 @@ class Trackers:
             self._warn_once("--logger", "falls behind; the run goes on, and metrics.jsonl has every line")
 
     def cut(self, there: Progress) -> None:
-        """The run went back: remove the numbers of steps that are undone, where a tracker can. Returns at once."""
+        """The run went back: remove the numbers of undone steps, where a tracker can do it.
+
+        Returns at once.
+        """
         for name, (_, _, *cut) in self.opened.items():
             for can_cut in cut:
                 self.waiting.put((f"--logger {name}", partial(can_cut, there)))
@@ -152,7 +158,7 @@ def _csv(folder: Path, *more: Any) -> tuple[Log, Close, Cut]:
     table = csv.DictWriter(file, columns)
 
     def cut(last: Optional[Progress]) -> None:
-        """Write the table anew, from the lines of metrics.jsonl up to there: later ones come by `log`. None: all lines."""
+        """Write the table anew, from metrics.jsonl up to there: later lines come by `log`."""
         file.seek(0)
         file.truncate()
         columns[1:] = []
@@ -230,9 +236,8 @@ def upload_to_wandb(checkpoint: Path) -> None:
     wandb.log_artifact(artifact, aliases=["latest", checkpoint.name])
 
 
-# --logger NAME -> what opens it: (run directory, flags, entity, project) -> (log(step, numbers), close()) or, if it can remove
-# the numbers of steps that a rewind undoes, (log, close, cut(progress after it)).
-TRACKERS: dict[str, Callable[[Path, Record, Optional[str], Optional[str]], Sequence[Callable[..., None]]]] = {
+# --logger NAME -> what opens it: (run directory, flags, entity, project) -> Tracker.
+TRACKERS: dict[str, Callable[[Path, Record, Optional[str], Optional[str]], Tracker]] = {
     "none": lambda *_: ((lambda step, record: None), (lambda: None)),
     "csv": _csv,
     "tensorboard": _tensorboard,
