@@ -122,6 +122,7 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
     interval, kept = flags.save.save_step_interval or steps, flags.save.keep_last
     saves = 1 + (steps - 1) // interval
     if kept is not None:
+        kept += flags.evaluation.forgetting_action == "rewind"  # one to go back to
         kept += flags.save.keep_best + (steps // lcm(interval, flags.save.keep_every) if flags.save.keep_every else 0)
     return Outlook(
         model=type(skeleton).__name__,
