@@ -338,8 +338,8 @@ def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dic
             is_same = is_finite(here) and math.isclose(here, there, rel_tol=1e-9)
             if is_finite(there) and not is_same:
                 what = "eval_loss" if key == "eval_loss" else f"loss of {key}"
-                said = f"{name} line {number} says {here} as the {what}"
-                report.find(f"{said}, the checkpoint of step {record['step']} {there}.")
+                words = f"{name} line {number} says {here} as the {what}"
+                report.find(f"{words}, the checkpoint of step {record['step']} {there}.")
     report.count("training_lines", len(training))
     return f"{file.name}: {len(training)} training lines and {len(evaluation)} evaluations, in order"
 
