@@ -270,7 +270,7 @@ def test_a_run_that_is_back_at_its_beginning_and_killed_goes_on_from_there(base,
     run = replayed(base, tmp_path, *more)
     assert Job(1, *run, "--run_name", "whole").wait() == [76]
     killed = Job(1, *run, failpoint="between_steps:count=4:do=kill")  # the second after the rewind
-    assert killed.wait() == [-9] and "went back to the beginning" in killed.output[0]
+    assert killed.wait() == [-9]
     document = read_progress(tmp_path / "run" / "step-00000000")
     assert Fraction(document["mixture"]["raised"]["replay"]) == Fraction(1, 10)
     assert document["progress"] == {"step": 0, "position": 2 * 8, "tokens": 0}
