@@ -331,8 +331,8 @@ class SaveArguments:
     )
     """steps between checkpoints (default: at end)"""
     keep_last: Optional[int] = basic_setting(None, above=0, also="save_total_limit save_top_k")
-    """newest checkpoints to keep (default: all); pinned ones always stay, and one to go back to where --forgetting_action is
-    rewind"""
+    """newest checkpoints to keep (default: all); pinned ones always stay, and with --forgetting_action
+    rewind one to go back to"""
     keep_every: Optional[int] = setting(None, above=0, needs="keep_last")
     """with keep_last: keep those of multiples of so many steps as well"""
     keep_best: int = setting(1, at_least=0, needs="keep_last, eval_iters")

@@ -50,7 +50,7 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
     run = build.build(fabric, flags, plan, signals, watch)
     guard, log = run.guard, run.log
     stops = save.evaluates_first(run.plan, flags) and not evaluate(run)
-    if guard.verdict == "rewind":  # by an evaluation that a process before this one has made, or should have made
+    if guard.verdict == "rewind":  # by what a process before this one would have done now
         verdicts.rewind(run)
     stops = stops or guard.verdict == "stop"
     if stops and not plan.has_checkpoint:

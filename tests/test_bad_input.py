@@ -63,6 +63,7 @@ def refused(toys, tmp_path, capsys, monkeypatch):
         (["--resume", "maybe"], ["--resume", "true or false", "maybe"]),
         (["--precision", "fp8"], ["--precision", "bf16-true", "fp8"]),
         (["--max_step", "0"], ["--max_step", "0"]),
+        (["--spike_threshold", "3", "--spike_window", "1"], ["--spike_window", "at least 2", "1"]),
         (["--lr", "-1"], ["--lr", "-1"]),
         (["--min_lr", "1"], ["--min_lr 1.0", "--lr 2e-05"]),
         (["--beta2", "1"], ["--beta2", "1.0"]),

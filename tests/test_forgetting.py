@@ -251,16 +251,55 @@ def test_a_stop_in_the_step_of_a_rewind_to_the_beginning_keeps_the_raised_share(
     run = replayed(base, tmp_path, *more, "--max_step", 8, "--max_skipped_steps", 1)
     first = Job(1, *run, failpoint="evaluate:count=30:do=term")  # in the evaluation after step 2
     assert first.wait() == [75] and [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000002"]
-    # That is made up, and too much was forgotten: in the next step the run goes back.
+    # That is made up, and too much was forgotten: the run goes back before it reads anything.
     second = Job(1, *run, "--resume", "true", failpoint="forward:do=term")
     assert second.wait() == [75] and "went back to the beginning" in second.output[0]
     assert (tmp_path / "run" / "step-00000001").is_dir()
     document = read_progress(tmp_path / "run" / "step-00000001")
     assert Fraction(document["mixture"]["raised"]["replay"]) == Fraction(1, 10) and document["guard"]["rewinds"] == 1
-    assert document["progress"]["position"] == 4 * 8, "no row was read twice"
+    assert document["progress"]["position"] == 3 * 8, "no row was read twice, and none in vain"
     assert verify.main([str(tmp_path / "run")]) == 0
     third = Job(1, *run, "--resume", "true")
     assert third.wait() == [76] and "resumed from" in third.output[0], third.output
+
+
+def test_a_run_that_is_back_at_its_beginning_and_killed_goes_on_from_there(base, tmp_path):
+    """With the raised share, and to the same end."""
+    more = ("--forgetting_budget", "replay:0.0001", "--forgetting_action", "rewind")
+    more += ("--eval_step_interval", 2, "--max_step", 8, "--eval_iters", 2, "--keep_last", 1)
+    run = replayed(base, tmp_path, *more)
+    assert Job(1, *run, "--run_name", "whole").wait() == [76]
+    killed = Job(1, *run, failpoint="between_steps:count=4:do=kill")  # the second after the rewind
+    assert killed.wait() == [-9]
+    document = read_progress(tmp_path / "run" / "step-00000000")
+    assert Fraction(document["mixture"]["raised"]["replay"]) == Fraction(1, 10)
+    assert document["progress"] == {"step": 0, "position": 2 * 8, "tokens": 0}
+    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
+    assert status["last_durable_step"] == 0, "the checkpoints that are aside aren't named"
+    again = Job(1, *run, "--resume", "true")
+    assert again.wait() == [76] and "step-00000000" in again.output[0]
+    for key in ("step", "position", "loss", "eval", "shares"):
+        assert metrics(tmp_path / "run", key) == metrics(tmp_path / "whole", key), key
+    assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
+
+
+def test_rewinds_of_evaluations_are_counted_as_those_of_spikes(base, tmp_path):
+    more = ("--forgetting_budget", "replay:0.0001", "--forgetting_action", "rewind")
+    more += ("--eval_step_interval", 2, "--max_skipped_steps", 0, "--eval_iters", 2)
+    job = Job(1, *replayed(base, tmp_path, *more))
+    assert job.wait() == [76] and "would go back for the 1. time (--max_skipped_steps 0)" in job.output[0]
+
+
+def test_a_branch_does_not_go_back_before_its_branch_point(base, tmp_path):
+    more = ("--forgetting_action", "rewind", "--eval_step_interval", 2, "--eval_iters", 2)
+    run = replayed(base, tmp_path, *more, "--forgetting_budget", "replay:9", "--max_step", 4)
+    assert Job(1, *run).wait() == [0]
+    branch = (*run, "--run_name", "branch", "--resume", "auto", "--max_step", 8)
+    branch += ("--checkpoint", tmp_path / "run" / "step-00000004")
+    branch += ("--resume_override", "max_step,forgetting_budget")
+    job = Job(1, *branch, "--forgetting_budget", "replay:0.0001")
+    assert job.wait() == [76] and "where this branch began, is gone or had no room left" in job.output[0]
+    assert "went back to the beginning" not in job.output[0]
 
 
 def test_rewind_goes_on_with_more_replay_and_ends_inside_the_budget(base, tmp_path):

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from datasets import load_from_disk
+from datasets import Dataset, DatasetDict, load_from_disk
 from transformers import AutoTokenizer
 
 from fabric_llm.prepare.prepare import prepare, summary

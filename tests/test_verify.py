@@ -302,8 +302,8 @@ def tokens(number):
         (lambda lines: lines.append('{"step": 6, "eval_loss": 1' + "0" * 400 + "}\n"), "no finite eval_loss in line 9"),
         (cut, "line 8 isn't a JSON object"),
         (lambda lines: lines.append('{"step": 7, "eval_loss": 4.0}\n'), "lines of steps 7 to 7"),
-        (lambda lines: replace_last(lines, eval_loss=4.0), "line 8 says a validation loss of 4.0, its checkpoint"),
-        (lambda lines: replace_last(lines, eval={"validation": {"loss": 4.0}}), "loss of validation of 4.0, its checkpoint"),
+        (lambda lines: replace_last(lines, eval_loss=4.0), "line 8 says 4.0 as the eval_loss, the checkpoint of step 6"),
+        (lambda lines: replace_last(lines, eval={"validation": {"loss": 4.0}}), "says 4.0 as the loss of validation, the checkpoint of step 6"),
     ],
 )
 def test_metrics_that_are_not_one_whole_curve(run, capsys, change, words):

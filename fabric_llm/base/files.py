@@ -66,9 +66,10 @@ def write_atomically(path: Path, content: bytes | str, durable: bool = False) ->
 
 
 def json_lines(file: Path, having: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, the object in it) for each line of a file, if there is one. {} if a kill cut the line off, or it isn't ours.
+    """(line, the object in it) for each line of a file, if there is one.
 
-    having: only of lines with this text, since it takes long to decode all.
+    The object is {} if a kill cut the line off, or it isn't ours. having: only lines with this text,
+    since it takes long to decode all.
     """
     if file.is_file():  # a pipe blocks whoever opens it
         with file.open(errors="replace") as lines:

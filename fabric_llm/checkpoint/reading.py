@@ -16,7 +16,7 @@ from fabric_llm.model.strategy import local_part, shards
 from fabric_llm.model.tensor_files import Tensors, readable
 from fabric_llm.model.weights import Source
 
-SPOILT = 3  # times the loss of a guess: a model that learns has less than one, and where its text is new a little more
+SPOILT = 3  # times the loss of a guess, of which a model that learns has less than one
 
 
 def load_optimizer(
@@ -88,11 +88,18 @@ class MovingAverage:
 
 
 def is_spoilt(path: Path) -> bool:
-    """Whether the model of a checkpoint predicts its probe far worse than a guess, as after steps that were much too large."""
+    """Whether the model of a checkpoint predicts its probe far worse than a guess.
+
+    It does after steps that were much too large.
+    """
     probe = read_probe(path)
-    known = probe["positions"] + 1 < probe["input_ids"].shape[1]
-    logits, targets = probe["logits"][known], probe["input_ids"][0, probe["positions"][known] + 1]
-    return bool(known.any()) and not F.cross_entropy(logits, targets) <= SPOILT * math.log(logits.shape[1])
+    tokens, positions = probe["input_ids"][0], probe["positions"]
+    known = positions + 1 < len(tokens)
+    if not known.any():
+        return False
+    logits = probe["logits"][known]
+    loss = F.cross_entropy(logits, tokens[positions[known] + 1])
+    return not loss <= SPOILT * math.log(logits.shape[1])  # NaN as well
 
 
 def read_probe(path: Path) -> dict[str, Tensor]:

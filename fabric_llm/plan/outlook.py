@@ -151,6 +151,7 @@ def _kept_checkpoints(flags: Flags, steps: int) -> int:
     if kept is None:
         return saves
     kept += save.keep_best
+    kept += flags.evaluation.forgetting_action == "rewind"  # one to go back to
     if save.keep_every:
         kept += steps // lcm(interval, save.keep_every)
     return min(saves, kept)

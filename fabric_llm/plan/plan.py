@@ -129,7 +129,10 @@ class Plan:
 
     @property
     def is_base_known(self) -> bool:
-        """Whether it resumes with the losses before step 1. They are measured again at step 0, unless a rewind went back there."""
+        """Whether it resumes with the losses before step 1.
+
+        They are measured again at step 0, unless a rewind went back there.
+        """
         return self.start.step > 0 or is_evaluated(self.resumed)
 
     @property

@@ -112,7 +112,8 @@ def lock(folder: Path) -> None:
     try:
         for path in folder.iterdir():
             is_known = no_link(path).is_dir() or path.is_file()
-            if not is_known and path.exists():  # a pipe blocks whoever opens it; what is gone was another run's temporary file
+            # A pipe blocks whoever opens it. What is gone was another run's temporary file.
+            if not is_known and path.exists():
                 raise Fault(f"{str(path)!r} is neither a file nor a folder: remove it.", UNWRITABLE)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

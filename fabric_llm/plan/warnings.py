@@ -60,7 +60,8 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     elif interval is None and last - done >= MANY_STEPS:
         yield "no --save_step_interval: the only checkpoint comes at the end, a crash loses all before it."
     if interval is None and plan.data.budgets and flat["forgetting_action"] == "rewind":
-        yield "--forgetting_action rewind without --save_step_interval goes back to the beginning each time."
+        said = "goes back to the beginning each time"
+        yield f"--forgetting_action rewind without --save_step_interval {said}."
     if (steps := profiled_steps(flat["profile"])) is not None and steps[1] <= done:
         yield f"--profile {flat['profile']} has no effect: the run goes on after step {done}."
 

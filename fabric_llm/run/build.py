@@ -45,7 +45,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
 
     How a part is closed is registered when it is made. A run without a fault closes its parts in the opposite order.
     """
-    # With the losses that rank 0 has found in the log, of which another machine may not see the end.
+    # With the losses that rank 0 has found in the log: another machine may not see its end yet.
     plan = replace(plan, resumed=ranks.from_rank_zero(lambda: plan.resumed))
     run = Run(fabric, flags, plan, watch, plan.start)
     run.closing.callback(say_what_comes_next, run)

@@ -153,7 +153,8 @@ class Log:
 
     def verdict(self, before: Progress, guard: Guard) -> None:
         """Write and print that the last step, from `before`, was left out, or is a spike."""
-        self._write({"verdict": guard.verdict, "from_position": before.position, "reason": guard.reason})
+        said = {"from_position": before.position, "reason": guard.reason}
+        self._write({"verdict": guard.verdict, **said})
         self.said(f"{guard.verdict}: {guard.reason}; sequences {before.position} to {self.progress.position - 1}")
 
     def rewound(self, there: Progress, plan: Plan, words: str, record: Record) -> None:

@@ -25,12 +25,15 @@ METRICS_UNDONE = "metrics.undone.jsonl"  # lines of steps that a rewind or a res
 Log = Callable[[int, Record], None]
 Close = Callable[[], None]
 Cut = Callable[[Progress], None]
+# log(step, numbers), close() and, if it can remove the numbers of steps that a rewind undoes,
+# cut(the progress after it).
+Tracker = Sequence[Callable[..., None]]
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, each with `step` and `position`, the sequences read by then.
+    """metrics.jsonl: one JSON object a line, each with `step` and `position`.
 
-    Open only while a line is written.
+    The position counts the sequences that were read by then. Open only while a line is written.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class MetricsFile:
         self.cut(last)
 
     def cut(self, last: Optional[Progress]) -> None:
-        """Remove the lines of what a run that is at `last` does again, and lines that aren't whole. None: remove all.
+        """Remove what a run that is at `last` does again, or all, and lines that aren't whole.
 
         They are added to the file `undone`, if there is one, behind a line that counts them.
         """
@@ -90,7 +93,7 @@ class Trackers:
 
     def __init__(self, names: str, folder: Path, config: Record, entity: Optional[str], project: Optional[str]) -> None:
         """folder: the run directory, with metrics.jsonl. config: all flags."""
-        self.opened: dict[str, Sequence[Callable[..., None]]] = {}  # log and close, and cut if it can
+        self.opened: dict[str, Tracker] = {}
         self.waiting: SimpleQueue[Optional[tuple[str, Callable[[], None]]]] = SimpleQueue()
         self.warned: set[str] = set()
         for name in named(names):
@@ -108,7 +111,10 @@ class Trackers:
             self._warn_once("--logger", "falls behind; the run goes on, and metrics.jsonl has every line")
 
     def cut(self, there: Progress) -> None:
-        """The run went back: remove the numbers of steps that are undone, where a tracker can. Returns at once."""
+        """The run went back: remove the numbers of undone steps, where a tracker can do it.
+
+        Returns at once.
+        """
         for name, (_, _, *cut) in self.opened.items():
             for can_cut in cut:
                 self.waiting.put((f"--logger {name}", partial(can_cut, there)))
@@ -164,7 +170,7 @@ def _csv(folder: Path, *more: Any) -> tuple[Log, Close, Cut]:
     table = csv.DictWriter(file, columns)
 
     def cut(last: Optional[Progress]) -> None:
-        """Write the table anew, from the lines of metrics.jsonl up to there: later ones come by `log`. None: all lines."""
+        """Write the table anew, from metrics.jsonl up to there: later lines come by `log`."""
         file.seek(0)
         file.truncate()
         columns[1:] = []
@@ -249,9 +255,8 @@ def upload_to_wandb(checkpoint: Path) -> None:
     wandb.log_artifact(artifact, aliases=["latest", checkpoint.name])
 
 
-# --logger NAME -> what opens it: (run directory, flags, entity, project) -> (log(step, numbers), close()) or, if it can remove
-# the numbers of steps that a rewind undoes, (log, close, cut(progress after it)).
-TRACKERS: dict[str, Callable[[Path, Record, Optional[str], Optional[str]], Sequence[Callable[..., None]]]] = {
+# --logger NAME -> what opens it: (run directory, flags, entity, project) -> Tracker.
+TRACKERS: dict[str, Callable[[Path, Record, Optional[str], Optional[str]], Tracker]] = {
     "none": lambda *_: ((lambda step, record: None), (lambda: None)),
     "csv": _csv,
     "tensorboard": _tensorboard,

@@ -58,12 +58,13 @@ class Run:
     saving: Optional[Future[Pending]] = None  # the checkpoint that it writes
     requests: StopSignal = field(init=False)
     evaluation: Evaluation = field(init=False)
-    losses: Optional[Mapping[str, float]] = None  # of the validation sets, if they were evaluated here, nats
+    losses: Optional[Mapping[str, float]] = None  # of the validation sets here, nats; None: unknown
 
     @property
     def is_over(self) -> bool:
         """True once the last step is done, and evaluated; a run that ends before was stopped."""
-        return self.plan.is_over(self.progress) and (self.losses is not None or not self.evaluation.is_on)
+        is_evaluated = self.losses is not None or not self.evaluation.is_on
+        return self.plan.is_over(self.progress) and is_evaluated
 
     def close(self) -> None:
         """Close every part that build.py has registered, the last one first. All ranks call it."""

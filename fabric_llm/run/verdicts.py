@@ -110,15 +110,15 @@ def choose_checkpoint(run: Run, forgot: bool) -> tuple[Optional[Path], dict[str,
     last, problems = keep.newest_valid(plan.run_directory, hashes, was_due)
     for problem in problems:
         run.log.line(f"Warning: {problem}")
-    if last is None and plan.branch_point is not None:
-        fits = is_one(keep.verified(plan.branch_point, hashes))
-        last = plan.branch_point if fits else None
+    began = plan.branch_point
+    if last is None and began is not None and began.is_dir():
+        last = began if is_one(keep.verified(began, hashes)) else None
     if last is None and not forgot:
         last, _ = keep.newest_valid(plan.run_directory, hashes)
     if last is not None:
         return last, keep.verified(last)
-    if forgot and plan.branch_point is not None:
-        had_none = f"{plan.branch_point}, where this branch began, had no room left"
+    if forgot and began is not None:
+        had_none = f"{began}, where this branch began, is gone or had no room left"
         raise _fault(run, f"{run.guard.reason}, and {had_none}", forgot)
     if not forgot:
         reason = f"{run.guard.reason} at step {step}, and no checkpoint to go back to. Start again"

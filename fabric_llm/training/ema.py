@@ -40,9 +40,10 @@ class Average:
 
     @torch.no_grad()
     def update(self, step: int, left_out: int = 0) -> None:
-        """Update the average by the weights after the run's step `step`, if that is a multiple of `every`.
+        """Update the average by the weights after `step`, if that is a multiple of `every`.
 
-        left_out: how many steps in a row up to this one were. If none was taken since the last update, there is nothing to add.
+        left_out: how many steps in a row up to this one were. If none was taken since the last
+        update, there is nothing to add.
         """
         if step % self.every or left_out >= self.every:
             return
@@ -88,6 +89,9 @@ def begin(optimizer: torch.optim.Optimizer, decay: Optional[float], device: str,
 
 
 def update(optimizer: torch.optim.Optimizer, step: int, left_out: int) -> None:
-    """Update the average of an optimizer, if it has one, after the run's step `step`. left_out: see `Average.update`."""
+    """Update the average of an optimizer, if it has one, after the run's step `step`.
+
+    left_out: see `Average.update`.
+    """
     if (average := getattr(optimizer, "average", None)) is not None:
         average.update(step, left_out)

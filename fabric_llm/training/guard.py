@@ -33,7 +33,7 @@ class Guard:
     changed: frozenset[str] = frozenset()  # sets that are evaluated on other rows than then
     over: tuple[str, ...] = ()  # sets above their budget in the last evaluation
     forgotten: str = ""  # how far these are above it, in words
-    verdict: str = "take"  # on the last step: take, warn, skip or rewind; by an evaluation also stop or rewind
+    verdict: str = "take"  # on the last step: take, warn, skip, rewind; by an evaluation: stop, rewind
     reason: str = ""
 
     @property
@@ -56,7 +56,8 @@ class Guard:
             return "skip", f"loss {loss}, gradient norm {grad_norm}"
         if self.spike_threshold is not None and len(self.losses) >= min(ENOUGH_LOSSES, self.spike_window):
             mean, deviation = statistics.fmean(self.losses), statistics.pstdev(self.losses)
-            if loss - mean > self.spike_threshold * deviation > 0:  # equal losses say nothing of how much they vary
+            # Equal losses, which don't deviate, don't say how much they may.
+            if loss - mean > self.spike_threshold * deviation > 0:
                 score = (loss - mean) / deviation
                 return self.spike_action, f"loss {loss:.4f} is {score:.1f} deviations above {mean:.4f}"
         return "take", ""

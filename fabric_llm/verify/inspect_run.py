@@ -125,7 +125,8 @@ def verify_run(run: Path, exports: bool) -> Report:
 def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
     """Inspect the checkpoint `path`. Returns what the log must say as well, or None if damaged.
 
-    Of its progress.json "tokens", "sources", "logged" and "position"; "evaluated": {"eval_loss" or set: nats}, None if it wasn't.
+    Of its progress.json "tokens", "sources", "logged" and "position"; "evaluated": {"eval_loss" or
+    set: nats}, {} if it wasn't.
     """
     say(f"{path}: hashing")
     before = len(report.findings)
@@ -152,14 +153,14 @@ def verify_checkpoint(path: Path, report: Report) -> Optional[dict[str, Any]]:
     report.look(check_rows, path / "trainer" / "progress.json", progress)
     if len(report.findings) > before:
         return None
-    mixture, losses, shares = mixture_of(progress) if "mixture" in progress else None, progress.get("eval_losses"), {ONE_SET: 1.0}
-    read, position = None, reached["position"]
-    if mixture is not None:
+    read, position, shares = None, reached["position"], {ONE_SET: 1.0}
+    if "mixture" in progress:
+        mixture = mixture_of(progress)
         read, shares = mixture.read_before(position), mixture.shares_at(max(position - 1, 0))
-    evaluated = None
-    if losses is not None and shares.keys() <= losses.keys():
-        together = sum(share * losses[name] for name, share in shares.items()) / sum(shares.values())
-        evaluated = {"eval_loss": together, **losses}
+    evaluated = dict(progress.get("eval_losses") or {})
+    if shares.keys() <= evaluated.keys():
+        together = sum(share * evaluated[name] for name, share in shares.items())
+        evaluated["eval_loss"] = together / sum(shares.values())
     said = {"tokens": reached["tokens"], "sources": read, "logged": progress["logged"]}
     return {**said, "position": position, "evaluated": evaluated}
 
@@ -328,14 +329,17 @@ def check_metrics(file: Path, over: bool, durable: int, documents: dict[int, dic
                 report.find(f"{name} says {here[key]} {key} at step {step}, its checkpoint {there[key]}.")
     for number, record in evaluation:
         document = documents.get(record["step"])
-        if document is None or document["evaluated"] is None or record.get("position") not in (None, document["position"]):
+        if document is None or record.get("position", document["position"]) != document["position"]:
             continue
-        losses = {"eval_loss": record["eval_loss"], **{name: one.get("loss") for name, one in record.get("eval", {}).items()}}
+        losses = {key: one.get("loss") for key, one in record.get("eval", {}).items()}
+        losses["eval_loss"] = record["eval_loss"]
         for key, there in document["evaluated"].items():
             here = losses.get(key, there)
-            if not (is_finite(here) and math.isclose(here, there, rel_tol=1e-9)) and is_finite(there):
-                of_set = "" if key == "eval_loss" else f" of {key}"
-                report.find(f"{name} line {number} says a validation loss{of_set} of {here}, its checkpoint {there}.")
+            is_same = is_finite(here) and math.isclose(here, there, rel_tol=1e-9)
+            if is_finite(there) and not is_same:
+                what = "eval_loss" if key == "eval_loss" else f"loss of {key}"
+                words = f"{name} line {number} says {here} as the {what}"
+                report.find(f"{words}, the checkpoint of step {record['step']} {there}.")
     report.count("training_lines", len(training))
     return f"{file.name}: {len(training)} training lines and {len(evaluation)} evaluations, in order"
 
