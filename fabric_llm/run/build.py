@@ -134,6 +134,7 @@ def build_model(run: Run, source: str, planner: Optional[Planner] = None) -> Non
     if plan.model.float8 != "none":
         layers.float8_products(model.causal_lm, plan.model.float8, is_emulated=plan.placement.kind == "cpu")
     tiles.tile(model.causal_lm, tiled)
+    model.tiled = {model.causal_lm.get_submodule(name) for name in tiled}
     layers.checkpoint_activations(model.causal_lm, recomputed, plan.model.compiles)
     if plan.model.compiles:
         layers.compile_layers(model, recomputed)
