@@ -230,6 +230,8 @@ def open_log(run: Run, planner: Optional[Planner]) -> Log:
     """The log of a run. Rank 0 also prepares the run directory and prints what the run does, and what is planned."""
     flags, plan, skeleton, logging = run.flags, run.plan, run.skeleton, run.flags.logging
     log, folder = Log(plan, run.fabric.device, flops.of_model(skeleton), run.batches), plan.run_directory
+    if plan.model.precision == "bf16-true":
+        log.kept_updates = adamw.kept_updates(flags.training, plan.model.bf16_updates)
     if run.fabric.global_rank != 0:
         return log
     folder.mkdir(parents=True, exist_ok=True)
