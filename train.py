@@ -45,7 +45,7 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
     """The run, from its first step or where it resumes to the last. True if asked to stop before. All ranks call it."""
     from fabric_llm.model.language_model import trained_loss
     from fabric_llm.run import build, save, verdicts
-    from fabric_llm.training import ema, step
+    from fabric_llm.training import adamw, ema, step
 
     run = build.build(fabric, flags, plan, signals, watch)
     guard, log = run.guard, run.log
@@ -86,6 +86,8 @@ def train(fabric: Fabric, flags: Arguments, plan: Plan, signals: StopSignal, wat
         update = None
         if guard.accept(loss, grad_norm):
             run.optimizer.step()
+            if before.step == run.plan.start.step:
+                adamw.require_tensors(run.optimizer)
             update = step.update_size(sampled, run.model) if logs else None
         else:
             step.leave_out(fabric)

@@ -280,6 +280,23 @@ def test_what_trains_changes_on_purpose_only(toys, tmp_path, strategy_name, rank
     assert job.wait() == [0] * ranks, "a restart goes on without naming it again"
 
 
+@pytest.mark.parametrize(
+    ("strategy_name", "ranks"), [("auto", 1), pytest.param("fsdp2", 2, marks=pytest.mark.longer)]
+)
+def test_all_that_trained_may_be_frozen_by_a_resume(toys, tmp_path, strategy_name, ranks):
+    run = flags(toys, tmp_path, "llama", "--run_name", "run", "--strategy", strategy_name)
+    job = Job(ranks, *run, "--train_only", "*.layers.1.*")
+    assert job.wait() == [0] * ranks, job.output
+    half, last = (tmp_path / "run" / f"step-{step:08d}" for step in (HALF, STEPS))
+    other = ("--freeze", "*.layers.1.*", "--resume_override", "freeze,train_only")
+    before = weights(half)
+    job = Job(ranks, *run, "--resume", "true", "--checkpoint", half, *other)
+    assert job.wait() == [0] * ranks, job.output
+    for name, value in weights(last).items():
+        assert torch.equal(value, before[name]) == (".layers.1." in name), name
+    assert set(steps_of(last).values()) == {STEPS - HALF}
+
+
 def test_the_order_of_words_does_not_matter(toys, tmp_path):
     job = Job(1, *flags(toys, tmp_path, "llama", "--freeze", "embeddings,*.norm.*", "--run_name", "run"))
     assert job.wait() == [0], job.output

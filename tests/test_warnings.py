@@ -4,17 +4,22 @@ import json
 from types import SimpleNamespace as Has
 from unittest import mock
 
+import datasets
+import numpy as np
 import pytest
 from ranks import Job, toy_run
 from transformers import AutoConfig, LlamaConfig
 
 from arguments import parse_train
+from fabric_llm.data.columns import shifts_labels
+from fabric_llm.data.dataset import open_dataset
 from fabric_llm.model.positions import length
 from fabric_llm.plan.warnings import warnings_of
 
 FACTS = {
     **{"strategy": "single", "kind": "cpu", "devices": 1, "num_nodes": 1, "cores": 8},
     **{"max_step": 100, "context_length": 64, "positions": 64, "start_step": 0},
+    "shifted": [],  # datasets
     "sequences": None,  # of a step that starts from trained weights, None from random ones
 }
 
@@ -30,6 +35,7 @@ def warned(flags, **facts):
         data=Has(dataset=Has(context_length=known.context_length)),
         model=Has(source="m", config=Has(get_text_config=lambda: config)),
         epochs=dict,
+        shifted_labels=lambda: known.shifted,
     )
     module = "fabric_llm.plan.warnings"
     with (
@@ -50,6 +56,7 @@ TABLE = [  # flags, facts, the beginning of the one warning
     ("", {"sequences": 2, "context_length": 32_767, "positions": None}, "a step of 2 x 32767 tokens is mostly noise"),
     ("--warmup_steps 100", {}, "--warmup_steps 100 isn't less than the run's 100 steps: the learning rate only rises, to 2e-05."),
     ("--warmup_steps 400", {}, "--warmup_steps 400 isn't less than the run's 100 steps: the learning rate only rises, to 5e-06."),
+    ("", {"shifted": ["'d'"]}, "the labels of 'd' are already shifted"),
     ("", {"context_length": 65}, "rows hold 65 tokens, but the model was made for 64 positions"),
     ("", {"devices": 9, "strategy": "fsdp"}, "9 processes share 8 CPU cores and wait for each other: take --devices 8 at most."),
     ("--limit_all_gathers false", {"strategy": "fsdp2"}, "--limit_all_gathers has no effect with --strategy fsdp2."),
@@ -142,6 +149,25 @@ def test_positions(toys):
     llama3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
     llama3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     assert length(LlamaConfig(max_position_embeddings=512, rope_parameters=llama3)) == 512
+
+
+def test_labels_that_are_shifted_are_found(toys, tmp_path):
+    """By comparison with input_ids, also where most are masked; not where labels are as they should be."""
+    tokens = np.random.default_rng(0).integers(1, 100, (12, 24))
+    shifted = np.concatenate([tokens[:, 1:], np.full((12, 1), -100)], axis=1)
+    masked = np.where(np.arange(24) < 20, -100, shifted)
+    alike = np.ones_like(tokens)  # every token is the one after it
+    cases = [(tokens, shifted, True), (tokens, masked, True), (tokens, tokens, False), (alike, alike, False)]
+    cases += [(tokens, np.where(np.arange(24) < 20, -100, tokens), False), (tokens, None, False)]
+    for number, (ids, labels, expected) in enumerate(cases):
+        columns = {"input_ids": ids.tolist()} | ({} if labels is None else {"labels": labels.tolist()})
+        split, folder = datasets.Dataset.from_dict(columns), tmp_path / f"data-{number}"
+        datasets.DatasetDict({"train": split, "validation": split}).save_to_disk(str(folder))
+        assert shifts_labels(open_dataset(folder).train) == expected, number
+    words = (*toy_run(toys, tmp_path), "--train_data_dir", tmp_path / "data-1", "--max_step", 1, "--eval_iters", 0)
+    job = Job(1, *words)
+    assert job.wait() == [0], job.output
+    assert job.output[0].count("data-1' are already shifted") == 1, job.output[0]
 
 
 def test_rank_0_says_it_once(toys, tmp_path):

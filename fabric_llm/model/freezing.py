@@ -36,6 +36,15 @@ def frozen_names(causal_lm: PreTrainedModel, freeze: Optional[str], train_only: 
     A pattern (of fnmatch) is compared with all names of a parameter: a tied weight is one parameter with two names, which is
     chosen by either. Raises ValueError for a pattern without a match, and where nothing is left to train.
     """
+    frozen = _frozen(causal_lm, freeze, train_only)
+    trained = {name for name, parameter in causal_lm.named_parameters() if parameter.requires_grad}
+    if frozen and not trained - frozen:
+        said = f"--freeze {freeze}" if freeze is not None else f"--train_only {train_only}"
+        raise ValueError(f"{said} leaves nothing to train in {type(causal_lm).__name__}.")
+    return frozen
+
+
+def _frozen(causal_lm: PreTrainedModel, freeze: Optional[str], train_only: Optional[str]) -> frozenset[str]:
     flag, given = ("freeze", freeze) if freeze is not None else ("train_only", train_only)
     if given is None:
         return frozenset()
@@ -48,10 +57,7 @@ def frozen_names(causal_lm: PreTrainedModel, freeze: Optional[str], train_only: 
             raise ValueError(f"--{flag} {word}: no parameter of {type(causal_lm).__name__} has such a name; {hint}")
         chosen |= found.keys()
     parameters = dict(causal_lm.named_parameters())
-    frozen = frozenset(chosen if flag == "freeze" else parameters.keys() - chosen)
-    if not any(parameter.requires_grad for name, parameter in parameters.items() if name not in frozen):
-        raise ValueError(f"--{flag} {given} leaves nothing to train in {type(causal_lm).__name__}.")
-    return frozen
+    return frozenset(chosen if flag == "freeze" else parameters.keys() - chosen)
 
 
 def freeze(causal_lm: PreTrainedModel, names: Iterable[str]) -> None:
@@ -73,8 +79,11 @@ def tied_both_ways(causal_lm: PreTrainedModel, freeze: Optional[str], train_only
 
 
 def thawed(causal_lm: PreTrainedModel, schedule: dict[str, Any], frozen: frozenset[str]) -> frozenset[str]:
-    """Names of the parameters that train now, and didn't with the flags of `schedule`, which a checkpoint holds."""
-    return frozen_names(causal_lm, *(schedule.get(flag) for flag in FLAGS)) - frozen
+    """Names of the parameters that train now, and didn't with the flags of `schedule`, which a checkpoint holds.
+
+    causal_lm: frozen as it is now, maybe all of what trained then.
+    """
+    return _frozen(causal_lm, *(schedule.get(flag) for flag in FLAGS)) - frozen
 
 
 def _chosen(causal_lm: PreTrainedModel, word: str) -> dict[str, list[str]]:

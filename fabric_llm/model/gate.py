@@ -30,7 +30,7 @@ from fabric_llm.model import fast_paths, positions
 from fabric_llm.model.flops import windows
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.loading import takes_positions
-from fabric_llm.model.strategy import PREFIX, local_part, original_name, shard_ranks, shards
+from fabric_llm.model.strategy import PREFIX, local_part, original_name, reshard, shard_ranks, shards
 
 PROBE_TOKENS = 64
 KEPT_POSITIONS = 8  # of each module's output, the last ones
@@ -174,6 +174,7 @@ def gradients_of_wrapped(fabric: Fabric, wrapped: nn.Module, inputs: Inputs, pla
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
         loss = wrapped.eval()(**fabric.to_device(inputs)) / targets
         fabric.backward(loss * parts)  # strategies average over all ranks
+    reshard(wrapped)
     loss = loss.detach()
     if parts > 1:
         loss = ranks.sum_over_ranks(fabric, loss.clone()) / place["world_size"]

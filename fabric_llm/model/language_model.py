@@ -67,6 +67,7 @@ class LanguageModel(nn.Module):
         self.head = fast_paths.Head(causal_lm) if chunked else None
         # Modules that strategies mustn't shard by themselves, but with the outermost unit.
         self.together: set[nn.Module] = self.head.together if chunked else set()
+        self.tiled: set[nn.Module] = set()  # modules that --tiled_mlp concerns, of which strategies mustn't shard parts
         # Names of parameters that the loss may not depend on, see gate.idle_parameters.
         self.idle: frozenset[str] = frozenset()
         self.token_loss, self.cross_entropy = token_loss, cross_entropy

@@ -202,6 +202,9 @@ def wrap(fabric: Fabric, name: str, model: nn.Module, fill: Fill, precision: str
         units = {unit for unit in modules_to_wrap(model, how.auto_wrap_policy) if unit not in model.together}
         if name == "fsdp":
             units |= _unlike_the_outermost(model, units) - model.together
+        for module in model.tiled:  # its gradients are made at once, for which all of it must be there
+            if inside := units.intersection(module.modules()):
+                units = units - inside | {module}
         shard = _wrap_fsdp if name == "fsdp" else _wrap_fsdp2
         model = shard(fabric, model, of_one_dtype(model, units), give_memory, precision, how)
     else:
@@ -361,15 +364,16 @@ def reshard(model: nn.Module) -> None:
     """After a forward pass without a backward fsdp and fsdp2 leave the outermost unit whole: split it again.
 
     Whoever makes such a pass calls this: `model.parameters()` of fsdp2 are others while a unit is whole, and the next pass of
-    fsdp would take the whole unit that is there, also where its weights have changed since.
+    fsdp would take the whole unit that is there, also where its weights have changed since. After a backward pass fsdp forgets
+    the units that are neither split nor trained, whose tensors aren't parameters any more until it is told.
     """
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
         handle = module._handle if isinstance(module, FSDP) else None
-        ran = handle is not None and module._is_root is not None and handle.uses_sharded_strategy
-        if ran and not handle.needs_unshard():
-            _reshard(module, handle, True)
+        ran = handle is not None and module._is_root is not None
+        if ran and not handle.needs_unshard() and (handle.uses_sharded_strategy or not handle.flat_param.requires_grad):
+            _reshard(module, handle, handle.uses_sharded_strategy)
 
 
 def original_name(name: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fabric_llm.checkpoint.keep import Progress, is_evaluated
-from fabric_llm.data.columns import pads_before_text
+from fabric_llm.data.columns import pads_before_text, shifts_labels
 from fabric_llm.data.dataset import TokenDataset, fingerprint
 from fabric_llm.data.mixture import Mixture
 from fabric_llm.data.mixture_text import MOST_SLOTS, DataMix, at_least
@@ -175,6 +175,11 @@ class Plan:
         """The position after the last step."""
         last = self.start.position + (self.schedule.max_step - self.start.step) * self.schedule.global_batch_size
         return last if self.schedule.end is None else min(last, self.schedule.end)
+
+    def shifted_labels(self) -> list[str]:
+        """The folders of datasets whose labels stand at the place before their tokens."""
+        opened = [*(self.data.sources.values() or [self.data.dataset]), *self.data.eval_data.values()]
+        return [repr(str(one.folder)) for one in opened if any(map(shifts_labels, (one.train, one.validation)))]
 
     def validation_splits(self) -> dict[str, Any]:
         """What is evaluated, by name."""

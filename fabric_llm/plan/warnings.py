@@ -33,6 +33,11 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
         yield f"{placement.devices} processes share {here} CPU cores and wait for each other: take --devices {here} at most."
     if made_for is not None and context_length > made_for:
         yield f"rows hold {context_length} tokens, but the model was made for {made_for} positions, and has seen none beyond."
+    if shifted := plan.shifted_labels():
+        yield (
+            f"the labels of {', '.join(shifted)} are already shifted, each the token after its own place. A model shifts them itself, "
+            "so it learns the token after next: write labels that equal input_ids where there is a target, or leave the column out."
+        )
     if flat["cpu_offload"] and on_cpu:
         yield "--cpu_offload has no effect on a CPU, whose memory is the host's."
     sharded = placement.strategy in ("fsdp", "fsdp2")

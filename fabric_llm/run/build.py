@@ -143,6 +143,7 @@ def build_model(run: Run, source: str, planner: Optional[Planner] = None) -> Non
     if plan.model.float8 != "none":
         layers.float8_products(model.causal_lm, plan.model.float8, is_emulated=plan.placement.kind == "cpu")
     tiles.tile(model.causal_lm, tiled)
+    model.tiled = {model.causal_lm.get_submodule(name) for name in tiled}
     layers.checkpoint_activations(model.causal_lm, recomputed, plan.model.compiles)
     if plan.model.compiles:
         layers.compile_layers(model, recomputed)
@@ -241,6 +242,8 @@ def open_log(run: Run, planner: Optional[Planner]) -> Log:
     """The log of a run. Rank 0 also prepares the run directory and prints what the run does, and what is planned."""
     flags, plan, skeleton, logging = run.flags, run.plan, run.skeleton, run.flags.logging
     log, folder = Log(plan, run.fabric.device, flops.of_model(skeleton), run.batches), plan.run_directory
+    if plan.model.precision == "bf16-true":
+        log.kept_updates = adamw.kept_updates(flags.training, plan.model.bf16_updates)
     if run.fabric.global_rank != 0:
         return log
     folder.mkdir(parents=True, exist_ok=True)

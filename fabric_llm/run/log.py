@@ -42,6 +42,7 @@ class Log:
         self.waits, self.untimed = self.speed.waits, self.speed.other  # time in `untimed` doesn't count as training
         self.first_loss = self.last_loss = self.eval_loss = math.nan
         self.few_updates = 0  # logged steps in a row
+        self.kept_updates: Optional[float] = None  # see adamw.kept_updates
 
     def begin(self, step: int) -> None:
         """`step` begins. Starts the profile at the first step of --profile."""
@@ -111,8 +112,13 @@ class Log:
             self.few_updates = self.few_updates + 1 if update[0] < FEW_UPDATES else 0
             if self.few_updates == FEW_UPDATES_LOGS:
                 advice = "on average nothing is lost, but if the loss stalls, try a larger --lr"
-                if self.plan.model.bf16_updates == "nearest":
-                    advice = "the rest was too small for bfloat16 and is lost: take --bf16_updates stochastic"
+                if self.kept_updates is None:
+                    advice = "how much of smaller updates this optimizer loses can't be measured"
+                elif self.kept_updates < 0.9:
+                    advice = (
+                        f"the rest was too small for bfloat16, and this optimizer keeps {self.kept_updates:.0%} of such updates: "
+                        "take --bf16_updates stochastic, and in an optimizer of your own `adamw.rounding`"
+                    )
                 few = f"Warning: only {update[0]:.1%} of the weights change in a step"
                 self.line(f"{few}; {advice} (docs/numerics.md).")
 

@@ -13,7 +13,7 @@ All arithmetic is float32. Besides its state, a step takes at most 8 MiB on a CP
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, Optional
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import one_line
+from fabric_llm.base.faults import Fault, one_line
 from fabric_llm.model import strategy
 from fabric_llm.model.strategy import local_part
 from fabric_llm.training import adamw_rounded
@@ -45,6 +45,62 @@ def make_optimizer(wrapped: nn.Module, decayed: set[str], training: Flags, updat
     origins = {shard.parameter: (name, shard.first) for name, shard in shards.items()}
     betas = (training.beta1, training.beta2)
     return AdamW(groups, lr=training.lr, betas=betas, updates=updates, seed=training.seed, origins=origins)
+
+
+def rounding(wrapped: nn.Module, seed: int) -> Callable[[nn.Parameter, Tensor, float], None]:
+    """For an optimizer of your own: `store(parameter, values, step)` writes float32 values into a parameter of `wrapped`.
+
+    A bfloat16 parameter is rounded stochastically, as AdamW's are: small updates aren't lost, and the bits are the same on any
+    devices, however parameters are sharded. values: of the parameter's shape and placement. step: a number that is another in
+    each step, such as a count of them in the optimizer's state. Parameters of other dtypes are copied into.
+    """
+    origins = {shard.parameter: (name, shard.first) for name, shard in strategy.shards(wrapped).items()}
+
+    @torch.no_grad()
+    def store(parameter: nn.Parameter, values: Tensor, step: float) -> None:
+        target, here = local_part(parameter), local_part(values)
+        if target.dtype != torch.bfloat16:
+            target.copy_(here)
+        else:
+            adamw_rounded.round_stochastically(target, here, origins[parameter], seed, int(step))
+
+    return store
+
+
+def kept_updates(training: Flags, updates: str) -> Optional[float]:
+    """The part of small updates that reaches bfloat16 weights with the optimizer of `make_optimizer`; None if it can't be measured.
+
+    Of a small matrix, against the same one in float32. All ranks call it: an optimizer may need all.
+    """
+    signs = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).sign()
+    moved = []
+    try:
+        for dtype in (torch.bfloat16, torch.float32):
+            probe = nn.Module()
+            probe.module = nn.Linear(32, 32, bias=False, dtype=dtype)
+            weight = probe.module.weight
+            nn.init.constant_(weight, 1.5)  # its neighbours are 2**-7 away
+            optimizer = make_optimizer(probe, set(), training, updates)
+            for group in optimizer.param_groups:
+                group["lr"] = 2.0**-13  # with momentum 10 times as much, which is still rounded away
+            for _ in range(64):
+                weight.grad = signs.to(dtype)
+                optimizer.step()
+            moved.append(((1.5 - weight.detach().float()) * signs).mean().item())
+        return moved[0] / moved[1]
+    except Exception:  # code of a user's own, which may be made for its model alone
+        return None
+
+
+def require_tensors(optimizer: torch.optim.Optimizer) -> None:
+    """Raises Fault, after a first step, where checkpoints couldn't hold the optimizer's state."""
+    for state in getattr(optimizer, "optimizer", optimizer).state.values():  # without Fabric's wrapper
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                raise Fault(
+                    f"the optimizer keeps {name!r} as {type(value).__name__}, but checkpoints hold tensors alone: "
+                    "make it one (docs/make_it_yours.md)."
+                )
 
 
 def decayed_names(model: nn.Module) -> set[str]:

@@ -93,6 +93,19 @@ def plain_update(pieces: Sequence[Piece], numbers: list[float]) -> None:
                 target.view(torch.int16).copy_(bfloat16_bits(value, bits))
 
 
+@torch.no_grad()
+def round_stochastically(target: Tensor, values: Tensor, origin: Origin, seed: int, step: int) -> None:
+    """Write float32 `values` into a contiguous bfloat16 `target` of their shape, on average exactly.
+
+    The same on any devices: a function of the values, seed, step, and of where `target` lies in its parameter.
+    """
+    limit = PLAIN_ELEMENTS["cpu" if target.device.type == "cpu" else "cuda"]
+    for (part, exact), first, key in pieces_of([target, values.contiguous()], origin, limit, seed, step):
+        bits = noise(first, part.numel(), key, part.device)[0]
+        rounded = bfloat16_bits(exact.to(torch.float32, copy=True).view(-1), bits)
+        part.view(-1).view(torch.int16).copy_(rounded)
+
+
 def rows_of(pieces: Sequence[Piece]) -> array:
     """What a kernel needs to know of each piece, ROW numbers of 64 bits: four addresses, the count of elements, the first index,
     and three words of the key."""

@@ -14,7 +14,7 @@ from fabric_llm.base.ranks import sum_over_ranks, waits_for_others
 from fabric_llm.data.batches import MicroBatch, target_count
 from fabric_llm.data.order import random_key
 from fabric_llm.model.gate import square
-from fabric_llm.model.strategy import PREFIX, local_part, original_name, shard_group, sum_over_shards
+from fabric_llm.model.strategy import PREFIX, local_part, original_name, reshard, shard_group, sum_over_shards
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -41,6 +41,7 @@ def accumulate(
         is_last = index == len(micro_batches) - 1
         with fabric.no_backward_sync(model, enabled=not (is_last or syncs_every_micro_batch)):
             yield batch
+        reshard(model)
         if sums is not None:
             sums.add(last=is_last)
         failpoint("between_micro_batches")

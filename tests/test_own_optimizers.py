@@ -1,0 +1,125 @@
+"""Optimizers of one's own in bfloat16: the Lion of docs/make_it_yours.md learns as in float32, and what is said of updates is so."""
+
+import re
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import run_ranks, toy_run
+from torch import nn
+
+from fabric_llm.training import adamw
+
+PAGE = (Path(__file__).parent.parent / "docs" / "make_it_yours.md").read_text()
+FLAGS = SimpleNamespace(lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.0, seed=0, lion_beta=0.99)
+
+
+def of_the_docs(title):
+    """The optimizer's code in a section of the page."""
+    section = PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.S)[-1]
+
+
+def use(monkeypatch, code):
+    """As if `code` stood at the end of adamw.py."""
+    monkeypatch.setattr(adamw, "make_optimizer", adamw.make_optimizer)  # which is put back
+    exec(textwrap.dedent(code), vars(adamw))
+
+
+def plain_lion(weight, gradient, steps, lr, beta, lion_beta):
+    """The paper's algorithm, in float64."""
+    momentum = torch.zeros_like(weight)
+    for _ in range(steps):
+        weight = weight - lr * (beta * momentum + (1 - beta) * gradient(weight)).sign()
+        momentum = lion_beta * momentum + (1 - lion_beta) * gradient(weight)
+    return weight
+
+
+def test_the_lion_of_the_docs_learns_in_bfloat16(monkeypatch):
+    """A quadratic: with nearest rounding most updates would be lost."""
+    use(monkeypatch, of_the_docs("A flag"))
+    torch.manual_seed(0)
+    begin, goal = torch.randn(64, 64).bfloat16(), torch.randn(64, 64)
+    wrapped = nn.Module()
+    wrapped.module = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    wrapped.module.weight.data.copy_(begin)
+    optimizer = adamw.make_optimizer(wrapped, set(), FLAGS, "stochastic")
+    for _ in range(300):
+        wrapped.module.weight.grad = wrapped.module.weight.detach() - goal.bfloat16()
+        optimizer.step()
+    exact = plain_lion(begin.double(), lambda weight: weight - goal, 300, 1e-3, 0.9, 0.99)
+    gain = [(begin.double() - goal).square().mean() - (w.double() - goal).square().mean() for w in (wrapped.module.weight, exact)]
+    assert 0.97 < (gain[0] / gain[1]).item() < 1.03
+
+
+@pytest.mark.parametrize("updates", adamw.UPDATES)
+def test_what_is_said_of_updates_is_measured(monkeypatch, updates):
+    kept = adamw.kept_updates(FLAGS, updates)
+    assert kept == 0 if updates == "nearest" else 0.9 < kept < 1.1
+    use(monkeypatch, of_the_docs("An optimizer"))
+    assert adamw.kept_updates(FLAGS, updates) == 0
+    use(monkeypatch, of_the_docs("A flag"))
+    assert 0.9 < adamw.kept_updates(FLAGS, updates) < 1.1
+    use(monkeypatch, "def make_optimizer(*args):\n    raise RuntimeError('made for one model alone')")
+    assert adamw.kept_updates(FLAGS, updates) is None
+
+
+def pieces(weight, values, cuts):
+    """`weight` after `values` were stored in parts that begin at `cuts`, as ranks hold them."""
+    from fabric_llm.training.adamw_rounded import round_stochastically
+
+    for first, end in zip(cuts, (*cuts[1:], len(values))):
+        round_stochastically(weight[first:end], values[first:end], ("name", first), 3, 7)
+    return weight
+
+
+def test_rounding_is_right_on_average_and_the_same_however_it_is_split():
+    values = torch.linspace(1.0, 1.0 + 2**-7, 2**16)  # between two neighbours
+    whole = pieces(torch.zeros(2**16, dtype=torch.bfloat16), values, (0,))
+    assert set(whole.tolist()) == {1.0, 1.0 + 2**-7}
+    assert (whole.double() - values.double()).mean().abs() < 5 * 2**-7 * 0.5 / 2**8
+    assert torch.equal(whole, pieces(torch.zeros_like(whole), values, (0, 7, 40_000)))
+
+
+def trained(argv, code):
+    import contextlib
+    import io
+
+    import train
+
+    exec(textwrap.dedent(code), vars(adamw))
+    said, error, stopped = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(error):
+        try:
+            train.main(argv)
+        except SystemExit as stop:
+            stopped = stop.code
+    return stopped, said.getvalue(), error.getvalue()
+
+
+def test_state_that_is_no_tensor_is_refused_after_the_first_step(toys, tmp_path):
+    code = """
+    class Counted(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["count"] = 1
+
+
+    def make_optimizer(wrapped, decayed, training, updates):
+        return Counted(wrapped.parameters(), lr=training.lr)
+    """
+    words = [*toy_run(toys, tmp_path), "--max_step", 8, "--devices", 1, "--eval_iters", 0, "--log_step_interval", 1]
+    [(code, said, error)] = run_ranks(1, trained, [str(word) for word in words], code)
+    assert code == 2 and "the optimizer keeps 'count' as int, but checkpoints hold tensors alone" in error, error
+    assert "step 1/8" not in said
+
+
+def test_a_run_says_what_its_optimizer_loses(toys, tmp_path):
+    words = [*toy_run(toys, tmp_path), "--max_step", 8, "--devices", 1, "--eval_iters", 0, "--log_step_interval", 1]
+    words += ["--lr", 1e-7, "--global_batch_size", 4]
+    [(code, said, error)] = run_ranks(1, trained, [str(word) for word in words], of_the_docs("An optimizer"))
+    assert code == 0, error
+    assert said.count("this optimizer keeps 0% of such updates") == 1 and "nothing is lost" not in said
