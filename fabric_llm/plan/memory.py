@@ -111,6 +111,8 @@ def _traced_step(work: Work, left_out: Collection[int]) -> dict[str, Counter[str
                 _step(work, skeleton, left_out, fabric, ledger)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(f"{work.model.name!r} can't be planned: its code depends on the tokens ({error}).") from error
+    for _, held in ledger.peaks.values():
+        held[trace.ACTIVATIONS] += held.pop(trace.LAYERS, 0)
     return {ELSEWHERE: ledger.most, **{moment: held for moment, (_, held) in ledger.peaks.items()}}
 
 

@@ -34,7 +34,7 @@ from fabric_llm.model.strategy import local_part, repeated_layers
 PARAMETERS, GRADIENTS, ACTIVATIONS = "parameters", "gradients", "activations"
 HEAD, BACKWARD, GATHERED = "loss head", "backward pass", "gathered units and messages"
 OPTIMIZER, AVERAGE, BATCH, SUMS = "optimizer state", "moving average", "batch", "float32 sums of gradients"
-MEASURED = "a layer that is looked at"
+LAYERS, MEASURED = "activations of layers", "a layer that is looked at"
 ENDS = 4  # layers of a kind that stay: two at each end, since nothing is gathered ahead of the outermost
 # What modules call the number of their layer, which doesn't make it another kind.
 NUMBERS = re.compile("idx|index|layer_(id|num)|block_id")
@@ -245,7 +245,7 @@ class Layers:
         forward = partial(type(layer).forward, layer, *args, **more)
         if not self.is_forward:  # computed again for the backward pass
             return forward()
-        ledger.label, ledger.moment = ACTIVATIONS, f"the forward pass of layer {number + 1}"
+        ledger.label, ledger.moment = LAYERS, f"the forward pass of layer {number + 1}"
         if self.compiles:
             hidden = _hidden_states(args, more)
             keeps = self._measured(layer, hidden, forward)
@@ -285,7 +285,7 @@ class Layers:
         del output, tensor
         ledger.stream = None
         ledger.sums.clear()
-        ledger.peaks, ledger.label = peaks, ACTIVATIONS  # nothing of it is there in a run
+        ledger.peaks, ledger.label = peaks, LAYERS  # nothing of it is there in a run
         layer.gradient_checkpointing = is_checkpointed
         whole = is_checkpointed and not is_selective
         return Keeps(0 if whole else kept, not self.offloads, (kept if whole else 0) + kept // 2)
