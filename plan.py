@@ -113,11 +113,13 @@ def show(outlook: Any, own: PlanArguments) -> None:
         print(f"      assumed: {outlook.assumed}")
     print(f"Time: {seconds.step:,.3g} s a step, at {100 * outlook.mfu:.0f} % of the peak ({source})")
     if outlook.link_bytes or outlook.network_bytes:
-        hidden = "hidden behind it" if seconds.hidden and seconds.messages <= seconds.compute else "not hidden"
+        hidden = "hidden behind it" if seconds.hidden and seconds.messages <= seconds.busy else "not hidden"
         print(
             f"      computing {seconds.compute:.3g} s, messages {seconds.messages:.3g} s, {hidden}: "
             f"{outlook.link_bytes / 1e9:,.1f} GB a device, {outlook.network_bytes / 1e9:,.1f} GB a node over the network"
         )
+    if seconds.launch > seconds.compute:
+        print(f"      telling the device what to do {seconds.launch:.3g} s, longer than it computes ({seconds.compute:.3g} s)")
     if seconds.exchange:
         print(f"      exchanging heads among ranks that share rows {seconds.exchange:.3g} s, not hidden")
     rate = outlook.tokens_a_step / seconds.step

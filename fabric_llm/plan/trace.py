@@ -53,6 +53,7 @@ class Ledger(TorchDispatchMode):
         self.alive: dict[int, tuple[int, str]] = {}  # storage -> bytes, label
         self.held: Counter[str] = Counter()
         self.total = 0
+        self.operations = 0
         self.peaks: dict[str, tuple[int, Counter[str]]] = {}  # moment -> the most in it, by label
         self.multiplied: set[int] = set()  # storages that matrix products and attention have read or made
         self.stream: Optional[torch.Size] = None  # the shape of the residual stream, while a compiled layer is looked at
@@ -64,6 +65,7 @@ class Ledger(TorchDispatchMode):
             self.put(-1, sent, GATHERED)
             self.put(-1, 0)
         result = operation(*args, **(kwargs or {}))
+        self.operations += operation.namespace == "aten" and self.label != MEASURED
         made = operation.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -305,7 +307,7 @@ class Layers:
 
 
 def _hidden_states(args: Sequence[Any], more: dict[str, Any]) -> Tensor:
-    return args[0] if args else more["hidden_states"]
+    return next(one for one in (*args, *more.values()) if isinstance(one, Tensor))
 
 
 def _wrapping(output: Any) -> Callable[[Tensor], Any]:
