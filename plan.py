@@ -2,6 +2,7 @@
 """Will it fit, how long, how much: `python plan.py FLAGS OF train.py`. Needs no GPU, no weights and no dataset."""
 
 import json
+import re
 import shlex
 import sys
 from dataclasses import asdict, fields
@@ -25,6 +26,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     with in_one_sentence("plan.py"):
         from fabric_llm.plan import changes, sweep  # import torch
 
+        if (sizes := sizes_of_preset(words)) is not None:
+            flags = changes.changed(flags, {"model_name": str(sizes)})
         asks, plan = flags.fsdp.activation_checkpointing == "auto", None
         flags = changes.least_recomputed(own, flags)
         if own.html is not None:
@@ -68,6 +71,16 @@ def main(argv: Optional[list[str]] = None) -> int:
         steps = ["--max_step", str(last.steps)] if own.tokens is not None else []  # train.py takes steps
         print(f"\nNext: {command([*words, *(word for change, _ in tried for word in change), *steps])}")
     return 0
+
+
+def sizes_of_preset(words: list[str]) -> Optional[Path]:
+    """The folder in configs/models with the config.json of a preset that is given alone; else None."""
+    given = re.search(r"^--config[=\n](.+)$", "\n".join(words), re.M)
+    if given is None or any(re.match("--model_name(=|$)", word) for word in words):
+        return None
+    preset = Path(given[1])
+    folder = preset.parent / "models" / preset.stem.replace("_", "-")
+    return folder if (folder / "config.json").is_file() else None
 
 
 def progress(change: dict[str, Any], outlook: Any) -> None:
