@@ -57,7 +57,7 @@ def assert_planned(family, folder):
         if isinstance(one, str):
             assert re.search(REFUSED.get(family, "nothing"), one), (how, one)
         else:
-            assert one.memory.parts["activations"] > 0, how
+            assert one.memory.parts["parameters"] > 0 and one.seconds.step > 0, how
 
 
 @pytest.mark.parametrize("family", QUICK)
@@ -131,6 +131,38 @@ def test_which_layers_are_left_out():
     assert cuts("abcdefghij") == [] and cuts("") == []
     assert [len(one) for one in left_out(cuts("a" * 80))] == [76, 75]
     assert list(left_out([])) == [set()]
+
+
+ODD = {
+    "bert": lambda: transformers.BertConfig(**OF_TOYS, num_hidden_layers=2, is_decoder=True),
+    "alibi": lambda: transformers.FalconConfig(**OF_TOYS, num_hidden_layers=2, alibi=True),
+    "longrope": lambda: transformers.Phi3Config(
+        **OF_TOYS,
+        num_hidden_layers=2,
+        pad_token_id=0,
+        original_max_position_embeddings=16,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+        },
+    ),
+    "pictures": lambda: deep("pictures"),
+}
+
+
+def planned_as_it_is(name, folder):
+    families.warn_only()
+    ODD[name]().save_pretrained(folder)
+    return {how: looked(folder, *HOW[how]) for how in ("eager", "compiled")}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_no_family_has(tmp_path, name):
+    """Embeddings among the layers, positions in the scores, positions by length, and layers that see pictures."""
+    [found] = run_ranks(1, planned_as_it_is, name, tmp_path)
+    assert all(one.memory.peak > 2**30 for one in found.values()), found
 
 
 def rows(length, folder):

@@ -190,15 +190,16 @@ class _CompiledLayer(torch.autograd.Function):
     def forward(ctx: Any, keeps: Keeps, hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.kept = torch.empty(keeps.bytes, dtype=torch.uint8), hidden if keeps.its_input else None
         ctx.works_with_bytes = keeps.backward_bytes
-        ctx.parameters = [(p.shape, p.dtype) if p.requires_grad else None for p in parameters]
-        return torch.empty_like(hidden)
+        ctx.needs = [(one.shape, one.dtype) if one.requires_grad else None for one in (hidden, *parameters)]
+        return torch.empty(keeps.shape, dtype=keeps.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
-        made = [None if one is None else torch.zeros(one[0], dtype=one[1]) for one in ctx.parameters]
+        of_hidden, *others = ctx.needs
+        made = [None if one is None else torch.zeros(one[0], dtype=one[1]) for one in others]
         torch.zeros(ctx.works_with_bytes, dtype=torch.uint8)
         ctx.kept = None
-        return None, torch.zeros_like(gradient), *made
+        return None, None if of_hidden is None else torch.zeros(of_hidden[0], dtype=of_hidden[1]), *made
 
 
 class Keeps(NamedTuple):
@@ -207,6 +208,8 @@ class Keeps(NamedTuple):
     bytes: int  # without its input
     its_input: bool
     backward_bytes: int  # that the backward pass takes beside the gradients of the parameters
+    shape: torch.Size  # of what it returns
+    dtype: torch.dtype
 
 
 class LeftOut(nn.Module):
@@ -284,13 +287,15 @@ class Layers:
         tensor = output[0] if isinstance(output, (tuple, list)) else output
         made.discard(tensor.untyped_storage()._cdata)  # the next's input
         kept = sum(ledger.alive[key][0] for key in made if key in ledger.multiplied or is_selective)
+        shape, dtype = tensor.shape, tensor.dtype
         del output, tensor
         ledger.stream = None
         ledger.sums.clear()
         ledger.peaks, ledger.label = peaks, LAYERS  # nothing of it is there in a run
         layer.gradient_checkpointing = is_checkpointed
         whole = is_checkpointed and not is_selective
-        return Keeps(0 if whole else kept, not self.offloads, (kept if whole else 0) + kept // 2)
+        backward = (kept if whole else 0) + kept // 2
+        return Keeps(0 if whole else kept, not self.offloads, backward, shape, dtype)
 
     def _backward(self, number: int, gradient: Tensor) -> None:
         """Called with the gradient of what a layer has returned: its backward pass begins."""
