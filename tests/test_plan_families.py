@@ -26,7 +26,13 @@ REFUSED = {
 }
 # Whose layers return several values, have an attention of their own, or name what they take otherwise.
 QUICK = ["bamba", "bloom", "falcon", "gpt_neo", "openai-gpt", "xlstm"]
-OF_TOYS = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=131)
+OF_TOYS = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=131,
+)
 
 
 def looked(folder, *words, whole=False):
