@@ -2,6 +2,7 @@
 """Will it fit, how long, how much: `python plan.py FLAGS OF train.py`. Needs no GPU, no weights and no dataset."""
 
 import json
+import re
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -24,6 +25,8 @@ def main(argv: Optional[list[str]] = None) -> int:
         own, flags = parse_plan(words)
         from fabric_llm.plan import changes, sweep  # import torch
 
+        if (sizes := sizes_of_preset(words)) is not None:
+            flags = changes.changed(flags, {"model_name": str(sizes)})
         asks, plan = flags.fsdp.activation_checkpointing == "auto", None
         flags = changes.least_recomputed(own, flags)
         if own.html is not None:
@@ -69,6 +72,16 @@ def main(argv: Optional[list[str]] = None) -> int:
     return 0
 
 
+def sizes_of_preset(words: list[str]) -> Optional[Path]:
+    """The folder in configs/models with the config.json of a preset that is given alone; else None."""
+    given = re.search(r"^--config[=\n](.+)$", "\n".join(words), re.M)
+    if given is None or any(re.match("--model_name(=|$)", word) for word in words):
+        return None
+    preset = Path(given[1])
+    folder = preset.parent / "models" / preset.stem.replace("_", "-")
+    return folder if (folder / "config.json").is_file() else None
+
+
 def progress(change: dict[str, Any], outlook: Any) -> None:
     """Print what --auto has tried."""
     named = ", ".join(f"{name} {value}" for name, value in change.items())
@@ -112,11 +125,13 @@ def show(outlook: Any, own: PlanArguments) -> None:
         print(f"      assumed: {outlook.assumed}")
     print(f"Time: {seconds.step:,.3g} s a step, at {100 * outlook.mfu:.0f} % of the peak ({source})")
     if outlook.link_bytes or outlook.network_bytes:
-        hidden = "hidden behind it" if seconds.hidden and seconds.messages <= seconds.compute else "not hidden"
+        hidden = "hidden behind it" if seconds.hidden and seconds.messages <= seconds.busy else "not hidden"
         print(
             f"      computing {seconds.compute:.3g} s, messages {seconds.messages:.3g} s, {hidden}: "
             f"{outlook.link_bytes / 1e9:,.1f} GB a device, {outlook.network_bytes / 1e9:,.1f} GB a node over the network"
         )
+    if seconds.launch > seconds.compute:
+        print(f"      telling the device what to do {seconds.launch:.3g} s, longer than it computes ({seconds.compute:.3g} s)")
     if seconds.exchange:
         print(f"      exchanging heads among ranks that share rows {seconds.exchange:.3g} s, not hidden")
     rate = outlook.tokens_a_step / seconds.step

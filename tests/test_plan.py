@@ -13,10 +13,12 @@ from ranks import metrics, planned, run_ranks, toy_run, train_ranks
 from transformers import LlamaConfig
 
 import plan
+from arguments import parse_plan
 from benchmarks import plan as published
 from fabric_llm.model.strategy_rules import Placement
 from fabric_llm.plan import trace
 from fabric_llm.plan.accelerators import KNOWN, accelerator, message_bytes, of_device
+from fabric_llm.plan.outlook import ROW
 from fabric_llm.run.forecast import Forecast, Planner
 
 ROOT = Path(__file__).parent.parent
@@ -155,13 +157,117 @@ def test_mistakes_are_told_in_one_sentence(toys, capsys, words, sentence):
     assert_mistake(toys, capsys, words, sentence)
 
 
+def test_memory_and_a_step_need_no_steps_and_no_dataset(toys, tmp_path):
+    words = ("--model_name", toys / "llama", "--price_per_hour", 2)
+    found = said(*words)
+    assert found["memory"]["peak"] > 0 and found["seconds"]["step"] > 0 and found["assumed"].startswith("rows of ")
+    assert found["steps"] is found["hours"] is found["price"] is None
+    [text] = run_ranks(1, captured, [*map(str, words)])
+    assert "assumed: rows of " in text and "tokens/s, for --tokens or --max_step steps" in text
+    assert said(*words, "--context_length", 64)["assumed"] == "" and ROW == prepare_default()
+    pytest.importorskip("plotly", reason="plotly isn't installed: pip install -e '.[report]'")
+    assert run_ranks(1, plan.main, [*map(str, words), "--html", str(tmp_path / "page.html")]) == [0]
+
+
+def prepare_default():
+    from arguments import PrepareArguments
+
+    return PrepareArguments.__dataclass_fields__["context_length"].default
+
+
+def rows_of(folder, rows, context=128):
+    folder.mkdir()
+    manifest = {"packed": True, "context_length": context, "splits": {"train": {"rows": rows}}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_a_mixture_says_its_rows_and_its_steps(toys, tmp_path):
+    new, old = rows_of(tmp_path / "new", 800), rows_of(tmp_path / "old", 9000)
+    words = ("--model_name", toys / "llama", "--global_batch_size", 100)
+    replayed = said(*words, "--train_data_dir", new, "--replay", old)
+    assert replayed["tokens_a_step"] == 100 * 128 and replayed["steps"] == 10 and replayed["assumed"] == ""
+    mixed = said(*words, "--data_mix", f"new={new}:0.5,old={old}:0.5")
+    assert mixed["steps"] == 16 and mixed["hours"] > 0
+    missing = said(*words, "--data_mix", f"new={new}:0.5,old={tmp_path / 'none'}:0.5")
+    assert missing["steps"] is None and missing["tokens_a_step"] == 100 * 128
+
+
+@pytest.mark.parametrize(("given", "gib"), [("80", 80), ("80GiB", 80), ("1.5TiB", 1536), ("80GB", 80e9 / 2**30)])
+def test_device_memory_with_its_unit(given, gib):
+    words = ["--model_name", "x", "--device_memory", given]
+    assert parse_plan(words)[0].device_memory == pytest.approx(gib, rel=1e-5)
+    assert parse_plan([*words[:2], f"--device_memory={given}"])[0].device_memory == pytest.approx(gib, rel=1e-5)
+
+
+def test_json_and_auto_alone_mean_true(toys):
+    own, flags = parse_plan(["--json", "--model_name", "x", "--auto", "--max_step", "3"])
+    assert own.json and own.auto and flags.training.max_step == 3
+    assert not parse_plan(["--model_name", "x", "--json", "false"])[0].json
+
+
+def test_a_preset_alone_is_planned():
+    words = ("--config", ROOT / "configs" / "smollm2_135m.yaml")
+    found = said(*words)
+    assert found["parameters"] == pytest.approx(134.5e6, rel=0.01) and found["tokens_a_step"] > 0
+    [text] = run_ranks(1, captured, [*map(str, words)])
+    assert f"Next: python train.py --config {words[1]}" in text
+
+
+def test_a_step_takes_the_time_to_tell_a_device_what_to_do(toys):
+    found = said("--model_name", toys / "llama", *SHORT)
+    seconds = found["seconds"]
+    assert seconds["step"] == seconds["launch"] > 1e-3 > seconds["compute"]
+    twice = said("--model_name", toys / "llama", *SHORT, "--gradient_accumulation_steps", 2)["seconds"]
+    assert 1.5 < twice["launch"] / seconds["launch"] < 2
+    [text] = run_ranks(1, captured, ["--model_name", str(toys / "llama"), *SHORT])
+    assert "telling the device what to do" in text
+
+
 @pytest.mark.parametrize(
-    ("left", "missing"), [(("--context_length", "9"), "max_step"), (("--max_step", "9"), "context_length")]
+    ("content", "sentence"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "is a pointer of git-lfs, not weights"),
+        (b"<!DOCTYPE html><html>", "is a page of HTML, not weights"),
+    ],
 )
-def test_what_a_dataset_would_say_must_be_given(toys, capsys, left, missing):
+def test_what_is_no_weights_is_refused(toys, tmp_path, capsys, content, sentence):
+    (tmp_path / "config.json").write_bytes((toys / "llama" / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(SystemExit) as stop:
-        run("--model_name", toys / "llama", *left)
-    assert stop.value.code == 2 and f"--{missing} is missing" in capsys.readouterr().err
+        run("--model_name", tmp_path, *SHORT)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and sentence in error and error.count("\n") == 1
+
+
+def test_quantized_weights_are_refused(toys, tmp_path, capsys):
+    config = json.loads((toys / "llama" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as stop:
+        run("--model_name", tmp_path, *SHORT)
+    assert stop.value.code == 2 and "are quantized (gptq), and only weights in 16 or 32" in capsys.readouterr().err
+
+
+def test_remedies_of_a_large_model_take_few_layers(monkeypatch):
+    """Each is traced with nine layers, of 80."""
+    words = ["--model_name", str(ROOT / "configs" / "models" / "llama3-70b"), "--devices", "8", "--device_memory", "80GiB"]
+    [counts] = run_ranks(1, layers_traced, [*words, "--context_length", "8192", "--json"])
+    assert counts and set(counts) == {4, 5}
+
+
+def layers_traced(words):
+    from fabric_llm.plan import trace
+
+    counts, begin = [], trace.Layers.__init__
+
+    def counted(self, model, ledger, left_out, *more):
+        counts.append(80 - len(left_out))
+        begin(self, model, ledger, left_out, *more)
+
+    trace.Layers.__init__ = counted
+    captured(words)
+    return counts
 
 
 @pytest.mark.parametrize("left_out", ["model_type", "everything"])
@@ -275,10 +381,8 @@ def test_the_peak_of_a_device_is_of_what_is_not_offloaded(toys):
 
 
 def test_steps_of_epochs_and_kept_checkpoints(toys, tmp_path):
-    (tmp_path / "data").mkdir()
-    manifest = {"packed": True, "context_length": 128, "splits": {"train": {"rows": 199}}}
-    (tmp_path / "data" / "manifest.json").write_text(json.dumps(manifest))
-    words = ("--model_name", toys / "llama", "--train_data_dir", tmp_path / "data", "--global_batch_size", 100)
+    data = rows_of(tmp_path / "data", 199)
+    words = ("--model_name", toys / "llama", "--train_data_dir", data, "--global_batch_size", 100)
     assert said(*words, "--number_epochs", 3)["steps"] == 6, "597 rows, the last step with 97"
     saves = ("--max_step", 10_000, "--save_step_interval", 100, "--keep_last", 2)
     assert said(*words, *saves)["kept_checkpoints"] == 3

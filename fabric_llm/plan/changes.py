@@ -72,7 +72,7 @@ def fastest(own: Flags, flags: Flags, tell: Callable[[Change, Outlook], None]) -
                     fits = change, tried
             if fits is not None and (best is None or fits[1].seconds.step < best[1].seconds.step):
                 best = fits
-        if best is not None and best[1].seconds.step == best[1].seconds.compute:
+        if best is not None and best[1].seconds.step == best[1].seconds.busy:
             break  # messages don't count, and what comes next computes more
     return best
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Optional
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
+from fabric_llm.base.faults import one_line
 from fabric_llm.model import fast_paths, freezing, gate, language_model, layers, loading, offload, strategy, tiles
 from fabric_llm.model.flops import windows
 from fabric_llm.model.strategy_rules import Placement, wrap_size
@@ -32,6 +33,9 @@ from fabric_llm.training import adamw, ema, step
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 CONTEXT_BYTES = 2**30  # assumed: a CUDA context with NCCL's and cuBLAS's buffers
 SLACK = 0.03  # assumed: of the peak, what the caching allocator can't use of its blocks
+LONG = 2**16  # tokens of a row: from here on each one more adds the same
+MOST_MASKED = 2**20  # where that isn't so
+OPERATIONS = "operations"  # in place of bytes: how many a micro-batch takes
 ELSEWHERE = "elsewhere"  # beside the moments of a step: the most that the host has in any of them
 # SDPA of causal rows without a mask, which transformers would make wherever it sees fake tensors.
 UNMASKED = "unmasked"
@@ -59,6 +63,7 @@ class Memory:
     parts: dict[str, int]  # at the peak
     moment: str  # of the peak
     elsewhere: dict[str, int] = field(default_factory=dict)  # the most that is in the host's memory instead
+    operations: int = 0  # of tensors, of a micro-batch: what a device is told one by one
 
     @property
     def peak(self) -> int:
@@ -70,18 +75,9 @@ def predict(work: Work) -> Memory:
 
     Raises ValueError where the model's code looks at the values of tensors, which aren't there.
     """
-    kinds = [trace.kind(layer) for layer in strategy.repeated_layers(_skeleton(work)).values()]
-    # Units of at least so many parameters are others where there are fewer layers.
-    by_size = wrap_size(work.placement.sharding.auto_wrap_policy) is not None
-    cuts = [] if by_size else trace.cuts(kinds)
-    moments, *with_one_more = (_traced_step(work, left_out) for left_out in trace.left_out(cuts))
-    for moment, parts in moments.items():
-        held = Counter(parts)
-        for cut, one_more in zip(cuts, with_one_more):
-            for label in parts.keys() | one_more[moment].keys():
-                held[label] += cut.times * (one_more[moment][label] - parts[label])
-        moments[moment] = held
+    moments = _moments(work)
     most = moments.pop(ELSEWHERE)
+    operations = most.pop(OPERATIONS)
     here = {
         moment: {label: size for label, size in held.items() if size and label not in work.elsewhere}
         for moment, held in moments.items()
@@ -91,7 +87,40 @@ def predict(work: Work) -> Memory:
     if work.placement.kind == "cuda":
         found["allocator's slack (assumed)"] = int(SLACK * sum(found.values()))
         found["CUDA context (assumed)"] = CONTEXT_BYTES
-    return Memory(found, moment, dict(most))
+    return Memory(found, moment, dict(most), operations)
+
+
+def _moments(work: Work) -> dict[str, Counter[str]]:
+    """As `_traced_step`, of all layers and rows of any length, from steps with a few of these."""
+    shortest = LONG * work.placement.context_parallel
+    if (context := work.context_length) > shortest:
+        if _traced(work.model.config, context)._attn_implementation != UNMASKED and context > MOST_MASKED:
+            raise ValueError(
+                f"{work.model.name!r} can't be planned with --context_length {context}: its attention here makes a "
+                f"mask of each row, which is planned up to {MOST_MASKED:,} tokens."
+            )
+        half, whole = (_moments(replace(work, context_length=length)) for length in (shortest // 2, shortest))
+        return _further(half, [((context - shortest // 2) / (shortest - shortest // 2), whole)])
+    kinds = [trace.kind(layer) for layer in strategy.repeated_layers(_skeleton(work)).values()]
+    # Units of at least so many parameters are others where there are fewer layers.
+    by_size = wrap_size(work.placement.sharding.auto_wrap_policy) is not None
+    cuts = [] if by_size else trace.cuts(kinds)
+    fewest, *with_one_more = (_traced_step(work, left_out) for left_out in trace.left_out(cuts))
+    return _further(fewest, [(cut.times, one_more) for cut, one_more in zip(cuts, with_one_more)])
+
+
+def _further(
+    moments: dict[str, Counter[str]], more: list[tuple[float, dict[str, Counter[str]]]]
+) -> dict[str, Counter[str]]:
+    """What is held where what each of `more` has beyond `moments` is there so many times."""
+    found = {}
+    for moment, held in moments.items():
+        found[moment] = Counter(held)
+        for times, others in more:
+            other = others[moment]
+            for label in held.keys() | other.keys():
+                found[moment][label] += int(times * (other[label] - held[label]))
+    return found
 
 
 def _traced_step(work: Work, left_out: Collection[int]) -> dict[str, Counter[str]]:
@@ -111,14 +140,23 @@ def _traced_step(work: Work, left_out: Collection[int]) -> dict[str, Counter[str
                 _step(work, skeleton, left_out, fabric, ledger)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(f"{work.model.name!r} can't be planned: its code depends on the tokens ({error}).") from error
+        except RuntimeError as error:
+            said = one_line(error)[:200].rstrip(".")
+            raise ValueError(f"{work.model.name!r} can't be planned: its code can't run here: {said}.") from error
+    for _, held in ledger.peaks.values():
+        held[trace.ACTIVATIONS] += held.pop(trace.LAYERS, 0)
+    ledger.most[OPERATIONS] = ledger.operations
     return {ELSEWHERE: ledger.most, **{moment: held for moment, (_, held) in ledger.peaks.items()}}
 
 
 def _skeleton(work: Work) -> Any:
     """The model, without memory, as it trains."""
     model_plan = work.model
-    config = _traced(model_plan.config, work.context_length)
-    skeleton = loading.build_skeleton(config, loading.DTYPES[model_plan.precision])
+    dtype = loading.DTYPES[model_plan.precision]
+    try:
+        skeleton = loading.build_skeleton(_traced(model_plan.config, work.context_length), dtype)
+    except KeyError:  # a class that knows its own kinds of attention alone, such as Falcon's
+        skeleton = loading.build_skeleton(model_plan.config, dtype)
     freezing.freeze(skeleton, model_plan.frozen)
     layers.checkpoint_activations(skeleton, model_plan.activation_checkpointing)
     return skeleton
@@ -161,7 +199,7 @@ def _step(work: Work, skeleton: Any, left_out: Collection[int], fabric: Any, led
     ledger.peaks.clear()  # nothing is there only while the model is built
     forward = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
     while len(done) < count:
-        ledger.label, followed.is_forward = trace.ACTIVATIONS, True
+        ledger.label, followed.is_forward, ledger.operations = trace.ACTIVATIONS, True, 0
         with forward:
             loss = wrapped(**batch)
         loss.backward()

@@ -114,11 +114,15 @@ def look(own: Flags, flags: Flags, memory_of: Callable[[Work], Memory] = predict
         text_config = model.config.get_text_config()
         exchanged = accelerators.exchanged_bytes(text_config, sharing, tokens // world, passes)
         exchanged /= device.link_gb * 1e9 if sharing <= placement.devices else own.network * 1e9 / 8 / placement.devices
+    launch = accelerators.DISPATCH * memory.operations * micro_batches
+    if placement.kind == "cuda":
+        launch += accelerators.UPDATE * sum(p.requires_grad for p in parameters)
     seconds = accelerators.Seconds(
         compute=operations * (1 + again) / (world * device.tflops * 1e12 * mfu),
         messages=max(sent[0] / (device.link_gb * 1e9), sent[1] / (own.network * 1e9 / 8)) + passed_on,
         hidden=flags.fsdp.backward_prefetch != "none",
         exchange=exchanged,
+        launch=0.0 if own.like else launch,  # the speed of a run has it
     )
     known = device.memory_gib if own.device_memory is None else own.device_memory
     return Outlook(

@@ -59,7 +59,7 @@ def sweep(own: Flags, flags: Flags) -> list[Row]:
 
 def seconds_of(outlook: Outlook) -> tuple[float, float]:
     """(of a step, of one that hides no messages)"""
-    return outlook.seconds.step, outlook.seconds.compute + outlook.seconds.messages
+    return outlook.seconds.step, outlook.seconds.busy + outlook.seconds.messages
 
 
 def _counts(asked: str, of_a_node: int) -> list[int]:
@@ -96,14 +96,14 @@ def _memory(traced: dict[Any, Memory], work: Work) -> Memory:
         return more
     beyond = (1 / most - 1 / place.num_nodes) / (1 / (most // 2) - 1 / most)
     parts = {name: size - int(beyond * (fewer.parts[name] - size)) for name, size in more.parts.items()}
-    return Memory(parts, more.moment)
+    return replace(more, parts=parts)
 
 
 def hidden(rows: list[Row]) -> dict[str, str]:
     """Of each way to shard, in words: from how many devices on messages take longer than computing."""
     said = {row.sharding: "messages are hidden behind computing" for row in rows}
     for row in reversed(rows):
-        if row.outlook.seconds.step > row.outlook.seconds.compute:
+        if row.outlook.seconds.step > row.outlook.seconds.busy:
             said[row.sharding] = f"messages aren't hidden from {row.devices:,} devices on"
     return said
 

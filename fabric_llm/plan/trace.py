@@ -34,7 +34,7 @@ from fabric_llm.model.strategy import local_part, repeated_layers
 PARAMETERS, GRADIENTS, ACTIVATIONS = "parameters", "gradients", "activations"
 HEAD, BACKWARD, GATHERED = "loss head", "backward pass", "gathered units and messages"
 OPTIMIZER, AVERAGE, BATCH, SUMS = "optimizer state", "moving average", "batch", "float32 sums of gradients"
-MEASURED = "a layer that is looked at"
+LAYERS, MEASURED = "activations of layers", "a layer that is looked at"
 ENDS = 4  # layers of a kind that stay: two at each end, since nothing is gathered ahead of the outermost
 # What modules call the number of their layer, which doesn't make it another kind.
 NUMBERS = re.compile("idx|index|layer_(id|num)|block_id")
@@ -53,6 +53,7 @@ class Ledger(TorchDispatchMode):
         self.alive: dict[int, tuple[int, str]] = {}  # storage -> bytes, label
         self.held: Counter[str] = Counter()
         self.total = 0
+        self.operations = 0
         self.peaks: dict[str, tuple[int, Counter[str]]] = {}  # moment -> the most in it, by label
         self.multiplied: set[int] = set()  # storages that matrix products and attention have read or made
         self.stream: Optional[torch.Size] = None  # the shape of the residual stream, while a compiled layer is looked at
@@ -64,6 +65,7 @@ class Ledger(TorchDispatchMode):
             self.put(-1, sent, GATHERED)
             self.put(-1, 0)
         result = operation(*args, **(kwargs or {}))
+        self.operations += operation.namespace == "aten" and self.label != MEASURED
         made = operation.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -188,15 +190,16 @@ class _CompiledLayer(torch.autograd.Function):
     def forward(ctx: Any, keeps: Keeps, hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.kept = torch.empty(keeps.bytes, dtype=torch.uint8), hidden if keeps.its_input else None
         ctx.works_with_bytes = keeps.backward_bytes
-        ctx.parameters = [(p.shape, p.dtype) if p.requires_grad else None for p in parameters]
-        return torch.empty_like(hidden)
+        ctx.needs = [(one.shape, one.dtype) if one.requires_grad else None for one in (hidden, *parameters)]
+        return torch.empty(keeps.shape, dtype=keeps.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
-        made = [None if one is None else torch.zeros(one[0], dtype=one[1]) for one in ctx.parameters]
+        of_hidden, *others = ctx.needs
+        made = [None if one is None else torch.zeros(one[0], dtype=one[1]) for one in others]
         torch.zeros(ctx.works_with_bytes, dtype=torch.uint8)
         ctx.kept = None
-        return None, torch.zeros_like(gradient), *made
+        return None, None if of_hidden is None else torch.zeros(of_hidden[0], dtype=of_hidden[1]), *made
 
 
 class Keeps(NamedTuple):
@@ -205,6 +208,8 @@ class Keeps(NamedTuple):
     bytes: int  # without its input
     its_input: bool
     backward_bytes: int  # that the backward pass takes beside the gradients of the parameters
+    shape: torch.Size  # of what it returns
+    dtype: torch.dtype
 
 
 class LeftOut(nn.Module):
@@ -245,7 +250,7 @@ class Layers:
         forward = partial(type(layer).forward, layer, *args, **more)
         if not self.is_forward:  # computed again for the backward pass
             return forward()
-        ledger.label, ledger.moment = ACTIVATIONS, f"the forward pass of layer {number + 1}"
+        ledger.label, ledger.moment = LAYERS, f"the forward pass of layer {number + 1}"
         if self.compiles:
             hidden = _hidden_states(args, more)
             keeps = self._measured(layer, hidden, forward)
@@ -282,13 +287,15 @@ class Layers:
         tensor = output[0] if isinstance(output, (tuple, list)) else output
         made.discard(tensor.untyped_storage()._cdata)  # the next's input
         kept = sum(ledger.alive[key][0] for key in made if key in ledger.multiplied or is_selective)
+        shape, dtype = tensor.shape, tensor.dtype
         del output, tensor
         ledger.stream = None
         ledger.sums.clear()
-        ledger.peaks, ledger.label = peaks, ACTIVATIONS  # nothing of it is there in a run
+        ledger.peaks, ledger.label = peaks, LAYERS  # nothing of it is there in a run
         layer.gradient_checkpointing = is_checkpointed
         whole = is_checkpointed and not is_selective
-        return Keeps(0 if whole else kept, not self.offloads, (kept if whole else 0) + kept // 2)
+        backward = (kept if whole else 0) + kept // 2
+        return Keeps(0 if whole else kept, not self.offloads, backward, shape, dtype)
 
     def _backward(self, number: int, gradient: Tensor) -> None:
         """Called with the gradient of what a layer has returned: its backward pass begins."""
@@ -305,7 +312,7 @@ class Layers:
 
 
 def _hidden_states(args: Sequence[Any], more: dict[str, Any]) -> Tensor:
-    return args[0] if args else more["hidden_states"]
+    return next(one for one in (*args, *more.values()) if isinstance(one, Tensor))
 
 
 def _wrapping(output: Any) -> Callable[[Tensor], Any]:
