@@ -20,7 +20,7 @@ from fabric_llm.base.names import command, nearest
 
 Record = dict[str, Any]
 MANY_LINES = 100  # waiting for the trackers
-METRICS_UNDONE = "metrics.undone.jsonl"  # lines of steps that a rewind or a resume has undone, for the report
+METRICS_UNDONE = "metrics.undone.jsonl"  # lines of steps that a rewind has undone, for the report
 Log = Callable[[int, Record], None]
 Close = Callable[[], None]
 
@@ -36,7 +36,7 @@ class MetricsFile:
         resumed: progress.json of the checkpoint that is resumed from. The lines of later rewinds, whose step is the one they
         went back to, are removed as well, and so is an evaluation that is made again. undone: the file that they are added to.
         """
-        self.path, self.undone = path, undone
+        self.path = path
         if not path.exists():
             return
         kept, removed = [], []
