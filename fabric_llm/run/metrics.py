@@ -28,9 +28,7 @@ Close = Callable[[], None]
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, each with `step`. Open only while a line is written."""
 
-    def __init__(
-        self, path: Path, last: int = -1, resumed: Mapping[str, Any] = {}, undone: Optional[Path] = None
-    ) -> None:
+    def __init__(self, path: Path, last: int = -1, resumed: Mapping[str, Any] = {}, undone: Optional[Path] = None) -> None:
         """Remove the lines of steps after `last`, since this work is done again, and lines that aren't whole.
 
         resumed: progress.json of the checkpoint that is resumed from. The lines of later rewinds, whose step is the one they
