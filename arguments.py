@@ -420,7 +420,9 @@ class PrepareArguments:
     folders; names of datasets on the hub"""
     output: str = flag(None, path=True)
     """dataset folder to write, such as data/mine"""
-    tasks: Optional[str] = flag(None, path=True, takes="names or YAML files of tasks, comma-separated, such as hellaswag,arc_easy")
+    tasks: Optional[str] = flag(
+        None, path=True, takes="names or YAML files of tasks, comma-separated, such as hellaswag,arc_easy"
+    )
     """instead of --input: tasks of lm-evaluation-harness, or files or folders of your own in its YAML, comma-separated, as
     a validation set for --eval_data (docs/forgetting.md)"""
     tokenizer: Optional[str] = flag(None, path=True, also="tokenizer_name tokenizer_path tokenizer_name_or_path")
@@ -429,7 +431,9 @@ class PrepareArguments:
     """train a byte-level BPE tokenizer of this many tokens instead: every byte, the end of a text, and more"""
     context_length: int = flag(2048, at_least=2)
     """tokens per sequence"""
-    validation_fraction: float = flag(0.01, at_least=0, below=1, also="val_set_size val_split_fraction validation_split_percentage")
+    validation_fraction: float = flag(
+        0.01, at_least=0, below=1, also="val_set_size val_split_fraction validation_split_percentage"
+    )
     """part of the documents that goes to validation, with at most about twice that part of the tokens; none of a
     dataset with a validation split of its own"""
     text_field: str = flag("text", also="text_column dataset_text_field text_key")
@@ -513,11 +517,11 @@ class PlanArguments:
 
 # In GiB, of --device_memory.
 UNITS = {"mib": 2**-10, "gib": 1.0, "tib": 2.0**10, "mb": 1e6 / 2**30, "gb": 1e9 / 2**30, "tb": 1e12 / 2**30}
-# What people paste from other trainers, and train.py has no flag for: names -> what is said of them.
+# What people paste from other trainers and train.py has no flag for: names -> what is said of them.
 NOT_A_FLAG = {
     "optim optimizer optimizer_name optim_type": "the optimizer is AdamW; docs/make_it_yours.md says how to take another",
-    "lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora use_peft peft adapter load_in_4bit load_in_8bit "
-    "quantize": "all parameters train, or those of --train_only: there are no adapters",
+    "lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora use_peft peft "
+    "adapter load_in_4bit load_in_8bit quantize": "all parameters train, or those of --train_only: there are no adapters",
     "do_train do_eval do_predict": "leave it out: a run trains, and evaluates where --eval_iters isn't 0",
     "trust_remote_code": "leave it out: code that comes with a model is never run",
     "token hf_token use_auth_token hub_token": "set HF_TOKEN, or log in with hf auth login",
@@ -527,7 +531,7 @@ NOT_A_FLAG = {
 
 
 def not_here() -> dict[str, str]:
-    """What is said of names that are no flags of train.py: {name: words}, also of those of the other scripts."""
+    """{name: what is said of it} of names that are no flags of train.py, also those of other scripts."""
     found = {name: said for names, said in NOT_A_FLAG.items() for name in names.split()}
     scripts = {"plan.py": PlanArguments, "export_hf.py": ExportArguments, "prepare_data.py": PrepareArguments}
     for script, group in scripts.items():
@@ -613,7 +617,8 @@ def _arguments_of_resumed_run(argv: list[str]) -> Optional[Path]:
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("resume", "run_name", "checkpoint", "output_dir"):
         names.add_argument(f"--{name}", nargs="?")
-    given = SimpleNamespace(**{name: value and at_home(value) for name, value in vars(names.parse_known_args(argv)[0]).items()})
+    words = vars(names.parse_known_args(argv)[0])
+    given = SimpleNamespace(**{name: word and at_home(word) for name, word in words.items()})
     if str(given.resume).lower() not in ("true", "auto") or not (given.run_name or given.checkpoint):
         return None
     folder = Path(given.output_dir or "checkpoints", given.run_name or "")

@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -305,6 +307,20 @@ def test_wandb_takes_the_steps_of_a_run_that_went_back(tmp_path):
     assert missing() == []
 
 
+@mock.patch.dict(os.environ)
+def test_an_offline_run_says_how_it_is_sent(tmp_path, capsys):
+    pytest.importorskip("wandb")
+    os.environ["WANDB_MODE"] = "offline"
+    folder = tmp_path / "two words"
+    folder.mkdir()
+    log, close = metrics._wandb(folder, {}, None, None)
+    log(1, {"loss": 1.0})
+    close()
+    said = re.search("logged offline: (.*) sends it", capsys.readouterr().out)[1]
+    program, action, place = shlex.split(said)
+    assert (program, action) == ("wandb", "sync") and list(Path(place).glob("*.wandb"))
+
+
 @pytest.fixture(scope="module")
 def wandb_runs(toys, tmp_path_factory):
     """{case: (finished process, run directory)} of `train.py --logger wandb` in a bare environment."""
@@ -351,7 +367,8 @@ def test_wandb_without_key_or_server_logs_offline_with_one_warning(wandb_runs, c
     assert len(warnings) == 1 and all(word in warnings[0] for word in words), process.err
     assert f"logs offline into {folder / 'wandb'}" in warnings[0]
     assert [line["step"] for line in lines(folder) if "loss" in line] == [1, 2]
-    assert list((folder / "wandb").glob("offline-run-*/*.wandb")), "what `wandb sync` uploads later"
+    [written] = (folder / "wandb").glob("offline-run-*/*.wandb")
+    assert any(f"wandb sync {written.parent}" in line for line in process.out.splitlines()[-5:]), process.out
     assert (folder / "step-00000002" / "MANIFEST.json").is_file()
 
 

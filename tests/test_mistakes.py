@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from arguments import ROOT
+from arguments import ROOT, parse_train
+from fabric_llm.plan import start
 
 HEAVY = ("torch", "lightning", "transformers", "datasets", "numpy", "pyarrow", "tokenizers")
 LIGHT = """
@@ -89,6 +91,12 @@ def place(toys, tmp_path_factory):
     for name, text in {
         "unknown": "{sources: {old: {path: prepared, weight: 1}}, stages: [{from: 0.5, weights: {lod: 1}}]}",
         "key": "{sources: {new: {path: prepared, wieght: 1}}}",
+        "typo": "seed: 7\nlearning_rat: 1\n",
+        "typos": "bf16: true\nlr: 1\nx: 2\n",
+        "text": "# a comment\nseed: 7\nlr: fast\n",
+        "small": "seed: 7\ndevices: 0\n",
+        "clock": "max_hours: 1:30\n",
+        "map": "seed: 7\nlr: {a: 1}\n",
         "twice": "{sources: {new: {path: prepared, weight: 1}, new: {path: data, weight: 1}}}",
     }.items():
         (folder / f"{name}.yaml").write_text(text)
@@ -121,6 +129,15 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         "takes none, full, every:N (such as every:2), selective, offload or auto, and nothing is given.",
     ),
     ("--train_data_dir nowhere", 2, "No dataset at 'nowhere'. Make one with prepare_data.py"),
+    ("--train_data_dir preparde", 2, "No dataset at 'preparde'. Did you mean 'prepared'?"),
+    ("--train_data_dir null --data_mix a=data:1,b=sets/lnog:1", 2, "No dataset at 'sets/lnog'. Did you mean 'sets/long'?"),
+    ("--eval_data a=sets/lnog", 2, "No dataset at 'sets/lnog'. Did you mean 'sets/long'?"),
+    (
+        "--devices 100000 --global_batch_size 100000",
+        2,
+        "would only wait for each other: take --devices",
+    ),
+    ("--devices 100000 --global_batch_size 100000", 2, "or insist with --oversubscribe true."),
     ("--train_data_dir corpus", 2, "isn't a dataset folder: it has no dataset_dict.json"),
     ("--train_data_dir corpus/a.txt", 2, "No dataset at 'corpus/a.txt'. Make one with"),
     ("--train_data_dir model", 2, "'model' isn't a dataset folder: it has no dataset_dict.json"),
@@ -239,6 +256,13 @@ TRAIN = [  # flags after the good ones, code, words of the sentence
         "'twice.yaml' can't be read as YAML: 'new' comes twice, in line 1.",
     ),
     ("--config none.yaml", 2, "--config 'none.yaml' can't be read: No such file"),
+    ("--config typo.yaml", 2, "line 2: unknown key 'learning_rat' in typo.yaml. Did you mean --lr?"),
+    ("--config typos.yaml", 2, "typos.yaml: unknown keys: 'bf16' in line 1 (did you mean --precision?), 'x' in line 3. See"),
+    ("--config text.yaml", 2, "line 3 of text.yaml: lr takes a number, not 'fast'."),
+    ("--config small.yaml", 2, "line 2 of small.yaml: devices must be positive, not 0."),
+    ("--config clock.yaml", 2, "line 1 of clock.yaml: max_hours takes a number, not '1:30'."),
+    ("--config map.yaml", 2, "line 2: 'lr' in map.yaml must hold a value, or a list of values, not dict."),
+    ("--config small.yaml --devices -1", 2, "--devices must be positive, not -1."),
 ]
 OTHERS = [
     ("prepare_data", "--output out --train_tokenizer 300", 2, "no input: name at least one"),
@@ -399,3 +423,65 @@ def test_no_suggestion_is_better_than_a_wrong_one(told, name):
 def test_a_flag_of_another_script_isnt_suggested_by_this_one(tmp_path):
     [(code, said)] = answers([("prepare_data", ("--learning_rate", "1"))], tmp_path)
     assert code == 2 and "lr" not in said.replace("learning_rate", "") and "See --help" in said
+
+
+ELSEWHERE = {  # what people paste from tutorials of other trainers -> what train.py says of it
+    **{"packing": "it is --packing of prepare_data.py", "sample_packing": "it is --packing of prepare_data.py"},
+    **{"val_set_size": "it is --validation_fraction of prepare_data.py", "tokenizer": "it is --tokenizer of prepare_data.py"},
+    **{"dataset_text_field": "it is --text_field of prepare_data.py", "text_field": "it is --text_field of prepare_data.py"},
+    **{"push_to_hub": "it is --push_to_hub of export_hf.py", "hub_model_id": "it is --push_to_hub of export_hf.py"},
+    **{"mfu": "it is --mfu of plan.py", "optim": "the optimizer is AdamW; docs/make_it_yours.md says how to take another"},
+    **{"lora_r": "all parameters train, or those of --train_only: there are no adapters"},
+    **{"trust_remote_code": "leave it out: code that comes with a model is never run"},
+    **{"do_train": "leave it out: a run trains, and evaluates where --eval_iters isn't 0"},
+}
+
+
+def test_a_flag_of_another_script_or_of_no_script_is_explained(tmp_path):
+    found = answers([("train", (f"--{name}", "1")) for name in ELSEWHERE], tmp_path)
+    for (name, words), (code, said) in zip(ELSEWHERE.items(), found, strict=True):
+        assert code == 2 and said == f"train.py: error: unknown flag --{name}. {words[0].upper()}{words[1:]}.\n"
+
+
+def test_all_unknown_flags_are_told_at_once(tmp_path):
+    flags = "--lr 1e-4 --packing true --val_set_size=0.1 --optim adamw_torch --foo 2 --bf16 --push_to_hub org/name"
+    [(code, said), (_, nested)] = answers([("train", flags.split()), ("train", ("--optim.lr", "1", "--lr.max", "1"))], tmp_path)
+    assert code == 2 and said == (
+        "train.py: error: unknown flags: --packing (it is --packing of prepare_data.py), --val_set_size (it is "
+        "--validation_fraction of prepare_data.py), --optim (the optimizer is AdamW; docs/make_it_yours.md says how to take "
+        "another), --foo, --bf16 (did you mean --precision?), --push_to_hub (it is --push_to_hub of export_hf.py). See --help.\n"
+    )
+    assert "NestedArg" not in nested
+    assert "flags: --optim.lr (did you mean --lr?), --lr.max (did you mean --lr?). See" in nested
+
+
+def test_none_of_a_tutorial_is_a_flag_that_isnt_given(tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("model_name: m\ntrain_data_dir: d\nkeep_last: 3\ncheckpoint: None\noutput_dir: null\n")
+    flags = ["--model_name", "m", "--train_data_dir", "d", "--keep_last", "None", "--max_hours", "None"]
+    for words in ([*flags, "--checkpoint", "None"], [*flags, "--config", str(config)]):
+        found = parse_train(words).flat()
+        assert (found["checkpoint"], found["keep_last"], found["max_hours"]) == (None, None, None)
+        assert found["output_dir"] == "checkpoints"
+    assert parse_train([*flags, "--backward_prefetch", "none", "--run_name", "none"]).flat()["run_name"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "kind", "insists", "starts"),
+    [
+        (8, 2, "cpu", False, True),
+        (9, 2, "cpu", False, False),
+        (4, 1, "cpu", False, True),
+        (64, 2, "cpu", True, True),
+        (64, 2, "cuda", False, True),
+    ],
+)
+def test_ranks_far_beyond_the_cores_are_refused(monkeypatch, ranks, cores, kind, insists, starts):
+    monkeypatch.setattr(start, "cores", lambda: cores)
+    flags = parse_train([*GOOD, "--oversubscribe", str(insists).lower()])
+    placement = SimpleNamespace(devices=ranks, kind=kind)
+    if starts:
+        return start.require_cores(flags, placement)
+    with pytest.raises(ValueError, match=f"--devices {ranks}: so many .* {cores} CPU cores .*--devices {cores}, at most 8"):
+        start.require_cores(flags, placement)
+    assert "oversubscribe" not in flags.kept(), "the next machine is another one"

@@ -493,3 +493,44 @@ def test_nothing_is_cut_off_and_axes_and_budgets_have_labels(tmp_path, width):
         _, seen = opened(runs[0] / "report.html", tmp_path, width)
         assert not seen["wide"] and not seen["cut"] and seen["ticks"] > 1
         assert any(label.endswith("budget of general") for label in seen["labels"])
+
+
+# ------------------------------------------------------------------------------- what was undone, constants, titles
+
+
+def test_steps_that_a_rewind_has_undone_are_drawn_apart(toys, tmp_path):
+    flags = toy_run(toys, tmp_path, model="gpt2-no-dropout")
+    flags += ("--run_name", "run", "--devices", 1, "--global_batch_size", 4, "--micro_batch_size", 4, "--eval_iters", 0)
+    flags += ("--max_step", 12, "--save_step_interval", 4, "--log_step_interval", 1, "--lr_decay", "false")
+    flags += ("--spike_threshold", 6, "--spike_action", "rewind")
+    assert run_ranks(1, train_with_faults, list(map(str, flags)), {0: [10]}, 100.0) == [0]  # step 11 goes back to 8
+    shown = report(tmp_path / "run")
+    [kept] = shown.lines("loss")
+    assert kept["x"] == list(range(1, 13))
+    [loss] = [chart for chart in shown.data["charts"] if chart["name"] == "loss"]
+    [undone] = loss["undone"]
+    assert undone["x"] == [9, 10, 11] and undone["y"][-1] > 5 * max(kept["y"])
+    assert undone["line"]["dash"] == "dot" and not undone["showlegend"]
+    known = {figure.name for figure in figures.FIGURES}
+    assert set(shown.names()) <= known, "a title of its own for each number that a run logs"
+
+
+def test_what_was_undone_at_several_times_is_several_lines(tmp_path):
+    run = made(tmp_path / "run", [training(step) for step in range(1, 9)])
+    times = [{"step": 2, "undone": 2}, training(3), training(4), {"step": 6, "undone": 1}, training(7)]
+    (run / "metrics.undone.jsonl").write_text("".join(json.dumps(line) + "\n" for line in times) + '{"step": 7, "lo')
+    [loss] = [chart for chart in report(run).data["charts"] if chart["name"] == "loss"]
+    assert [trace["x"] for trace in loss["undone"]] == [[3, 4], [7]]
+
+
+def test_a_constant_is_drawn_at_its_value(tmp_path):
+    """Of equal numbers plotly makes an axis from one less to one more, on which a rate of 2e-5 looks like 0."""
+    shown = report(made(tmp_path / "run", [{**training(step), "lr": 2e-5} for step in range(1, 9)]))
+    axes = {chart["name"]: chart["layout"]["yaxis"] for chart in shown.data["charts"]}
+    assert axes["lr"] == {"rangemode": "tozero"} and "rangemode" not in axes["loss"]
+
+
+def test_how_it_ended_has_the_whole_width(tmp_path):
+    content = report(made(tmp_path / "run", [training(1)])).content
+    assert content.count('<div class="wide"><dt>How it ended</dt>') == 1
+    assert re.search(r"\.headline > \.wide { flex-basis: 100%; }", content)

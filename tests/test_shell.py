@@ -52,7 +52,11 @@ PROGRAMS = {  # program -> (groups of flags, what parses, flags that it needs)
     "prepare_data": (PrepareArguments, parse_prepare, ["--output", "o"]),
     "export_hf": (ExportArguments, parse_export, ["--checkpoint", "c", "--output", "o"]),
     "average": (AverageArguments, None, ["--parts", "p"]),
-    "extend_vocab": (ExtendArguments, None, ["--model_name", "m", "--input", "i", "--tokens", "1", "--output", "o"]),
+    "extend_vocab": (
+        ExtendArguments,
+        None,
+        ["--model_name", "m", "--input", "i", "--tokens", "1", "--output", "o"],
+    ),
     "generate": (GenerateArguments, None, ["--model", "m"]),
 }
 
@@ -102,9 +106,15 @@ def test_a_tilde_in_a_mixture_and_in_eval_data(tmp_path, monkeypatch):
     (tmp_path / "mix.yaml").write_text("sources: {a: {path: ~/one, weight: 1}, b: {path: '~/two', weight: 1}}\n")
     for given in ("a=~/one:1,b=~/two:1", "~/mix.yaml"):
         mix = parse_train(["--model_name", "m", f"--data_mix={given}"]).data.data_mix
-        assert [source.path for source in mixture_text.parse(mix).sources] == [f"{tmp_path}/one", f"{tmp_path}/two"]
+        assert [source.path for source in mixture_text.parse(mix).sources] == [
+            f"{tmp_path}/one",
+            f"{tmp_path}/two",
+        ]
     replayed = parse_train(["--model_name", "m", "--train_data_dir", "~/one", "--replay=~/two"]).data.data_mix
-    assert [source.path for source in mixture_text.parse(replayed).sources] == [f"{tmp_path}/one", f"{tmp_path}/two"]
+    assert [source.path for source in mixture_text.parse(replayed).sources] == [
+        f"{tmp_path}/one",
+        f"{tmp_path}/two",
+    ]
     assert parse_eval_data("g=~/g,c=c") == {"g": f"{tmp_path}/g", "c": "c"}
 
 
@@ -123,7 +133,16 @@ def test_what_is_prepared_at_home_is_where_the_next_command_looks(tmp_path, monk
     (tmp_path / "home").mkdir()
     text = "".join(f"The {n}th line of a text, and {n + 1} comes next.\n\n" for n in range(200))
     (tmp_path / "home" / "text.txt").write_text(text)
-    flags = ["--input", "~/text.txt", "--train_tokenizer", "300", "--context_length", "16", "--num_workers", "1"]
+    flags = [
+        "--input",
+        "~/text.txt",
+        "--train_tokenizer",
+        "300",
+        "--context_length",
+        "16",
+        "--num_workers",
+        "1",
+    ]
     prepare_data.main([*flags, "--output=~/größe - 1"])
     following = shlex.split(re.search("Next: (.*)", capsys.readouterr().out)[1])
     folder = tmp_path / "home" / "größe - 1"
@@ -135,7 +154,22 @@ def test_what_is_prepared_at_home_is_where_the_next_command_looks(tmp_path, monk
 
 # ------------------------------------------------------------------------------- quotes
 
-NAMES = ["plain", "two words", "größe", "it's", 'a "b"', "-dash", "--dash", "$HOME", "a;b", "*", "a=b", "#1", "a\\b", "-1"]
+NAMES = [
+    "plain",
+    "two words",
+    "größe",
+    "it's",
+    'a "b"',
+    "-dash",
+    "--dash",
+    "$HOME",
+    "a;b",
+    "*",
+    "a=b",
+    "#1",
+    "a\\b",
+    "-1",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -203,7 +237,18 @@ TOYS = "--model_name {toys}/llama --train_data_dir {toys}/data --max_step 1 --ou
         ("torch", ["train.py", *TOYS]),
         ("lightning_fabric", ["train.py", *TOYS]),
         ("torch", ["plan.py", "--accelerator", "cpu", "--max_step", "1"]),
-        ("pyarrow", ["prepare_data.py", "--input", "LICENSE", "--train_tokenizer", "300", "--output", "{tmp}/x"]),
+        (
+            "pyarrow",
+            [
+                "prepare_data.py",
+                "--input",
+                "LICENSE",
+                "--train_tokenizer",
+                "300",
+                "--output",
+                "{tmp}/x",
+            ],
+        ),
     ],
 )
 def test_a_missing_package_is_named(package, words, toys, tmp_path):
@@ -245,7 +290,10 @@ def test_all_commands_are_listed(capsys):
     assert all(f"python -m fabric_llm.{name} " in said for name in names) and all(script in said for script in SCRIPTS)
 
 
-@pytest.mark.parametrize(("word", "meant"), [("verfy", "take python -m fabric_llm.verify."), ("x", "lists its commands.")])
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("verfy", "take python -m fabric_llm.verify."), ("x", "lists its commands.")],
+)
 def test_a_command_behind_the_package_is_a_mistake(word, meant, capsys):
     with pytest.raises(SystemExit) as exit:
         listing.main([word])

@@ -165,9 +165,10 @@ def parse(
 ) -> dict[str, Any]:
     """Flag name -> value. Exits with code 2 and one sentence on anything unknown or out of range.
 
-    A value of `None` or `null` is a flag that isn't given. about: what --help begins with. first: the flag whose name may be
-    left out where it comes before all others. of_run: --config is the arguments.yaml of a run, which only has flags that are
-    kept. elsewhere: names that are no flags here, and what is said of each.
+    A value of `None` or `null` is a flag that isn't given. about: what --help begins with. first:
+    the flag whose name may be left out where it comes before all others. of_run: --config is the
+    arguments.yaml of a run, which only has flags that are kept. elsewhere: names that are no flags
+    here, and what is said of each.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     sections = {"": {"config": CONFIG}, **{group.__doc__ or "": declared(group) for group in flag_groups}}
@@ -224,9 +225,7 @@ def parse(
     return values
 
 
-def _check_config(
-    program: str, config: str, flags: dict[str, Flag], elsewhere: Mapping[str, str]
-) -> dict[str, int]:
+def _check_config(program: str, config: str, flags: dict[str, Flag], elsewhere: Mapping[str, str]) -> dict[str, int]:
     """{key: line} of the file. Exit with code 2 unless it has known keys, and values or lists of values."""
     try:
         text = _text_of(Path(config))
@@ -239,21 +238,25 @@ def _check_config(
         fail(program, f"--config {config!r} must hold `flag: value` lines, but holds {type(values).__name__}.")
     nodes = yaml.compose(text, Loader=_Loader).value
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in nodes}
-    others = {str(key): f"{key!r} in line {lines.get(str(key))}" for key in values if key not in flags}
+    others = [str(key) for key in values if key not in flags]
     if len(others) == 1:
         [name] = others
-        fail(program, f"line {lines.get(name)}: " + unknown("key", {name: f"{name!r} in {config}"}, flags, elsewhere))
+        said = unknown("key", {name: f"{name!r} in {config}"}, flags, elsewhere)
+        fail(program, f"line {lines.get(name)}: {said}")
     if others:
-        fail(program, f"{config}: " + unknown("key", others, flags, elsewhere))
+        shown = {name: f"{name!r} in line {lines.get(name)}" for name in others}
+        fail(program, f"{config}: {unknown('key', shown, flags, elsewhere)}")
     for key, value in values.items():
         for item in value if isinstance(value, list) else [value]:
-            _refuse_other_numbers(program, f"line {lines[key]} of {config}: {key}", key, item, flags)
+            here = f"line {lines[key]} of {config}: {key}"
+            _refuse_other_numbers(program, here, key, item, flags)
             if isinstance(item, (list, dict, set, tuple)):
                 wrong = f"must hold a value, or a list of values, not {type(item).__name__}."
                 fail(program, f"line {lines[key]}: {key!r} in {config} {wrong}")
             if isinstance(item, str) and len(item) > LONGEST_NUMBER and flags[key].kinds not in ([str], [list[str]]):
                 # jsonargparse would read it as YAML, aliases included
-                fail(program, f"line {lines[key]}: {key!r} in {config} is a text of {len(item):,} characters: {item[:60]!r} ...")
+                many = f"is a text of {len(item):,} characters: {item[:60]!r} ..."
+                fail(program, f"line {lines[key]}: {key!r} in {config} {many}")
     return lines
 
 

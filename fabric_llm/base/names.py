@@ -35,21 +35,23 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def flag_meant(name: str, flags: Mapping[str, Any], elsewhere: Mapping[str, str] = {}) -> str:
-    """What is said of an unknown flag: which of `flags` may be meant, also by its name in another trainer; "" for none.
+    """What is said of an unknown flag, "" for nothing: which of `flags` may be meant, also by its
+    name in another trainer, some of which have a section before it, as in optimizer.lr.
 
     elsewhere: what is said of names that are no flags here.
     """
     flag_of = {word: known for known, one in flags.items() for word in (known, *one.also.split())}
     name = name.replace("-", "_").lower()
+    exact = [name, *reversed(name.split("."))]
     if name in elsewhere and name not in flag_of:
         return elsewhere[name]
     same_letter = [word for word in flag_of if word[0] == name[:1]]  # the first is hardly ever mistyped
-    known = next((flag_of[word] for word in [name, *nearest(name, same_letter)] if word in flag_of), None)
-    return "" if known is None else f"did you mean --{known}?"
+    meant = [flag_of[word] for word in (*exact, *nearest(name, same_letter)) if word in flag_of]
+    return f"did you mean --{meant[0]}?" if meant else ""
 
 
 def unknown(what: str, names: Mapping[str, str], flags: Mapping[str, Any], elsewhere: Mapping[str, str] = {}) -> str:
-    """A sentence about all names that aren't among `flags`: {name: how it is shown}. what: flag or key."""
+    """A sentence about names that aren't among `flags`: {name: how it is shown}. what: flag or key."""
     said = {name: flag_meant(name, flags, elsewhere) for name in names}
     if len(names) > 1:
         each = (f"{shown} ({said[name]})" if said[name] else shown for name, shown in names.items())
@@ -60,7 +62,10 @@ def unknown(what: str, names: Mapping[str, str], flags: Mapping[str, Any], elsew
 
 
 def at_home(given: Any) -> Any:
-    """A path, several with commas, or a list of them, with the home folder for `~`, which a shell leaves in quotes and after =."""
+    """A path, several with commas, or a list of them, with the home folder in place of `~`.
+
+    A shell puts it there, but not in quotes and after an equals sign.
+    """
     if isinstance(given, list):
         return [at_home(one) for one in given]
     return ",".join(os.path.expanduser(part) for part in given.split(","))
@@ -69,7 +74,8 @@ def at_home(given: Any) -> Any:
 def command(*words: object, **flags: object) -> str:
     """A command, or a part of one, as a shell takes it: words, then --name and its value, or the values of a list.
 
-    What begins with a dash would be taken for a flag: the value follows an equals sign, and a path begins with ./ instead.
+    What begins with a dash would be taken for a flag: a value follows an equals sign, and a path
+    begins with ./ instead.
     """
     said = [f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word) for word in words]
     for name, value in flags.items():

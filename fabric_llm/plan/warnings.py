@@ -47,7 +47,7 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
     if lr > LARGEST_LR:
         yield (
             f"--lr {lr:g} is far above what language models are trained with: AdamW moves each weight by about that much "
-            f"a step, and most weights are around {LARGEST_LR}."
+            f"a step, and most weights are around {LARGEST_LR} (with --lr 2, one step takes a toy's loss from 4.9 to 59)."
         )
     is_small = sequences <= FEW_SEQUENCES and sequences * context_length < FEW_TOKENS
     if is_small and done == 0 and has_weights(plan.model.source):

@@ -107,7 +107,7 @@ def template() -> dict[str, Any]:
     return go.layout.Template(layout=layout).to_plotly_json()
 
 
-Chart = dict[str, Any]  # "name", "title", "unit" and "note" of a figure, and its "traces" and "layout"
+Chart = dict[str, Any]  # "name", "title", "unit" and "note" of a figure, its "traces", "undone" ones below, and "layout"
 
 
 def charts(found: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
@@ -116,7 +116,7 @@ def charts(found: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
     sets = list(dict.fromkeys(name for _, _, (name, _, _) in lines if name))
     drawn, over = [], "Tokens" if len(runs) > 1 else "Step"
     for figure in found:
-        traces = []
+        traces, undone = [], []
         for i, (name, style, series) in [(i, line) for each, i, line in lines if each is figure]:
             number = sets.index(name) if name else 0
             label = html.escape(" · ".join([runs[i].name] * (len(runs) > 1) + [name] * bool(name)))
@@ -132,14 +132,14 @@ def charts(found: Sequence[Figure], runs: Sequence[Run]) -> list[Chart]:
                 line_color=COLORS[(i if len(runs) > 1 else number) % len(COLORS)],
                 line_dash="dot" if style == "undone" else DASHES[number % len(DASHES)],
             )
-            traces.append(trace.to_plotly_json())
+            (undone if style == "undone" else traces).append(trace.to_plotly_json())
         if traces:
             is_named = len({trace["name"] for trace in traces}) > 1
             yaxis = {**figure.yaxis}
-            if len({y for trace in traces for y in trace["y"]} - {None}) == 1:
+            if len({y for trace in (*undone, *traces) for y in trace["y"]} - {None}) == 1:
                 yaxis.setdefault("rangemode", "tozero")  # plotly would draw a constant between itself -1 and +1
             layout = {"xaxis": {"title": {"text": over}}, "yaxis": yaxis, "showlegend": is_named}
-            drawn.append({**figure._asdict(), "traces": traces, "layout": layout})
+            drawn.append({**figure._asdict(), "traces": traces, "undone": undone, "layout": layout})
     return drawn
 
 

@@ -43,7 +43,7 @@ class Run:
     status: dict[str, Any] = field(default_factory=dict)  # STATUS.json
     # name -> set or source, "" of neither -> Series
     numbers: dict[str, dict[str, Series]] = field(default_factory=dict)
-    undone: list["Run"] = field(default_factory=list)  # numbers of steps that were made again, one of each time
+    undone: list["Run"] = field(default_factory=list)  # numbers of steps that rewinds have undone, one of each time
     shares: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # in the mean: (step, new shares)
     verdicts: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
     events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl

@@ -32,7 +32,7 @@ from fabric_llm.processes.watch import Watch
 from fabric_llm.run import reference, save
 from fabric_llm.run.forecast import Planner
 from fabric_llm.run.log import Log
-from fabric_llm.run.metrics import METRICS_UNDONE, MetricsFile, Trackers
+from fabric_llm.run.metrics import MetricsFile, Trackers
 from fabric_llm.run.run import Run, leave, say_what_comes_next
 from fabric_llm.run.samples import Samples
 from fabric_llm.training import adamw, ema
@@ -255,7 +255,7 @@ def open_log(run: Run, planner: Optional[Planner]) -> Log:
     if branches and (before := plan.resume_from.parent / METRICS).is_file():
         shutil.copyfile(before, folder / METRICS)
     write_yaml({**flags.kept(), **plan.resolved()}, folder / "arguments.yaml")
-    log.metrics = MetricsFile(folder / METRICS, plan.begins_at, folder / METRICS_UNDONE)
+    log.metrics = MetricsFile(folder / METRICS, plan.begins_at)
     run_directory.write_status(folder, None, "running", plan.start.step, True)
     parameters, place = sum(p.numel() for p in skeleton.parameters()), plan.placement
     is_random = plan.resume_from is None and not loading.has_weights(plan.model.source)

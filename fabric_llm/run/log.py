@@ -19,7 +19,7 @@ from fabric_llm.model.flops import Flops, peak_tflops
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.plan import Plan
 from fabric_llm.run.forecast import MEASURED, WARM, Forecast
-from fabric_llm.run.metrics import MetricsFile, Record, Trackers, flat
+from fabric_llm.run.metrics import METRICS_UNDONE, MetricsFile, Record, Trackers, flat
 from fabric_llm.training.evaluation import Found
 from fabric_llm.training.guard import Guard
 
@@ -167,7 +167,8 @@ class Log:
         """The run went back to `there` and goes on by `plan`. Lines of later steps are removed."""
         discarded, self.plan, self.progress = self.progress.tokens - there.tokens, plan, there
         if self.metrics is not None:
-            self.metrics.cut(there)  # each step once
+            undone = self.metrics.path.with_name(METRICS_UNDONE)
+            self.metrics.cut(there, undone)  # each step once
             self.trackers.cut(there)
             self._write({**record, "discarded_tokens": discarded})
             self.said(f"{words}; {discarded:,} tokens discarded")

@@ -21,7 +21,7 @@ from fabric_llm.checkpoint.keep import METRICS, Progress, is_before
 
 Record = dict[str, Any]
 MANY_LINES = 100  # waiting for the trackers
-METRICS_UNDONE = "metrics.undone.jsonl"  # lines of steps that a rewind or a resume has undone, for the report
+METRICS_UNDONE = "metrics.undone.jsonl"  # lines of steps that a rewind has undone, for the report
 Log = Callable[[int, Record], None]
 Close = Callable[[], None]
 Cut = Callable[[Progress], None]
@@ -36,14 +36,12 @@ class MetricsFile:
     The position counts the sequences that were read by then. Open only while a line is written.
     """
 
-    def __init__(
-        self, path: Path, last: Optional[Progress] = None, undone: Optional[Path] = None
-    ) -> None:
-        """last: where the run resumes, None for one that begins: see `cut`. undone: see there."""
-        self.path, self.undone = path, undone
+    def __init__(self, path: Path, last: Optional[Progress] = None) -> None:
+        """last: where the run resumes, None for one that begins: see `cut`."""
+        self.path = path
         self.cut(last)
 
-    def cut(self, last: Optional[Progress]) -> None:
+    def cut(self, last: Optional[Progress], undone: Optional[Path] = None) -> None:
         """Remove what a run that is at `last` does again, or all, and lines that aren't whole.
 
         They are added to the file `undone`, if there is one, behind a line that counts them.
@@ -54,8 +52,8 @@ class MetricsFile:
         for line, record in json_lines(self.path):
             stays = last is not None and is_before(record, last)
             (kept if stays else removed).append(f"{line.rstrip()}\n")
-        if removed and self.undone is not None:
-            with self.undone.open("a") as file:
+        if removed and undone is not None:
+            with undone.open("a") as file:
                 step = 0 if last is None else last.step
                 file.writelines([json.dumps({"step": step, "undone": len(removed)}) + "\n", *removed])
         failpoint("metrics.replace")

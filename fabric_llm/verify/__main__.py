@@ -37,7 +37,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """`train_flags` is what follows `--`. Raises Fault (2)."""
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(prog="python -m fabric_llm.verify", description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("run", nargs="?", type=at_home, help="checkpoints/RUN; with --drill: the run whose arguments.yaml is taken")
+    parser.add_argument(
+        "run", nargs="?", type=at_home, help="checkpoints/RUN; with --drill: the run whose arguments.yaml is taken"
+    )
     parser.add_argument("--output", type=at_home, help="write the certificate there as well, as JSON")
     parser.add_argument("--no_export", action="store_true", help="don't export the newest checkpoint to compare logits")
     group = parser.add_argument_group("drill", "python -m fabric_llm.verify --drill -- FLAGS OF train.py")
@@ -45,7 +47,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     group.add_argument("--steps", type=int, default=8, help="of each run, at least 3 (default: 8)")
     group.add_argument("--seed", type=int, help="of the rank and step that are killed (default: random, printed)")
     group.add_argument("--launcher", default="", help="such as 'torchrun --nproc_per_node 8' (default: train.py alone)")
-    group.add_argument("--output_dir", type=at_home, help="where to make the folder of the two runs (default: the temporary one)")
+    group.add_argument(
+        "--output_dir", type=at_home, help="where to make the folder of the two runs (default: the temporary one)"
+    )
     given = parser.parse_args(argv[:cut])
     given.train_flags = argv[cut + 1 :]
     if given.train_flags and not given.drill:
