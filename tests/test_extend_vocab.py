@@ -1,10 +1,13 @@
 """New tokens: learned where the tokenizer stopped, appended behind the old ones, and the model is what it was."""
 
+import gzip
 import json
+import lzma
 import os
 import random
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 
 from arguments import ROOT
 from fabric_llm import extend_vocab
-from fabric_llm.prepare import corpus, new_tokens
+from fabric_llm.prepare import corpus, inputs, new_tokens
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 from fabric_llm.verify import extend as extending
 from fabric_llm.verify.export import VerificationError
