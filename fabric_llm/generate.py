@@ -32,7 +32,7 @@ class GenerateArguments:
 def write(folder: str, text: str, given: GenerateArguments) -> None:
     """Print `text` and what the model in `folder` writes after it. Raises ValueError where they don't go together, or Fault."""
     import torch  # for which --help and mistakes don't wait
-    from transformers import AutoModelForCausalLM, TextStreamer
+    from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
     from fabric_llm.model import loading
 
@@ -40,7 +40,7 @@ def write(folder: str, text: str, given: GenerateArguments) -> None:
     config, tokenizer = loading.load_config(folder), loading.tokenizer_beside(folder)
     if tokenizer is None or not loading.has_weights(folder):
         raise ValueError(f"{folder!r} has no {'tokenizer' if tokenizer is None else 'weights'} to generate with.")
-    prompt = tokenizer(text, return_tensors="pt")["input_ids"]
+    prompt = torch.tensor([loading.prompt_tokens(tokenizer, text)])
     most = getattr(config, "max_position_embeddings", sys.maxsize)
     if not 0 < prompt.shape[1] <= most - given.max_new_tokens:
         many = f"The prompt has {prompt.shape[1]} tokens, which must be one or more"
@@ -54,7 +54,10 @@ def write(folder: str, text: str, given: GenerateArguments) -> None:
     torch.manual_seed(given.seed)
     how = {"temperature": given.temperature, "top_p": given.top_p, "top_k": 0} if given.temperature else {}
     how |= {"do_sample": given.temperature > 0, "max_new_tokens": given.max_new_tokens}
-    model.to(device).generate(prompt.to(device), streamer=TextStreamer(tokenizer, skip_special_tokens=True), **how)
+    # What else the model's own file asks for, such as a penalty or beams, isn't what this command says it does.
+    how |= {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**how)
+    model.to(device).generate(prompt.to(device), streamer=TextStreamer(tokenizer, skip_special_tokens=True))
 
 
 def main(argv: Optional[list[str]] = None) -> None:

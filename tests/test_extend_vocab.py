@@ -1,10 +1,13 @@
 """New tokens: learned where the tokenizer stopped, appended behind the old ones, and the model is what it was."""
 
+import gzip
 import json
+import lzma
 import os
 import random
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 
 from arguments import ROOT
 from fabric_llm import extend_vocab
-from fabric_llm.prepare import corpus, new_tokens
+from fabric_llm.prepare import corpus, inputs, new_tokens
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 from fabric_llm.verify import extend as extending
 from fabric_llm.verify.export import VerificationError
@@ -395,3 +398,22 @@ def test_extend_prepare_train_the_new_then_all_export(tmp_path, corpus_folder, k
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "done")
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(extended).get_vocab()
     assert max(tokenizer(NEW)["input_ids"]) >= new_tokens.size(AutoTokenizer.from_pretrained(folder).backend_tokenizer)
+
+
+@pytest.mark.parametrize("ending", ["txt.gz", "jsonl", "jsonl.xz"])
+def test_of_more_text_than_is_held_some_is_taken_from_all_of_it(tmp_path, monkeypatch, ending):
+    """Files may be compressed: their bytes on the disk don't say how much text there is."""
+    openers = {"gz": gzip.open, "xz": lzma.open}
+    for name in "abcd":
+        open_file = openers.get(ending.rpartition(".")[2], open)
+        with open_file(tmp_path / f"{name}.{ending}", "wt") as file:
+            for number in range(500):
+                text = f"{name * 40} {number}"
+                file.write(json.dumps({"text": text}) + "\n" if "jsonl" in ending else f"{text}\n\n")
+    monkeypatch.setattr(corpus, "MOST_BYTES", 20_000)
+    found = inputs.find_sources([str(tmp_path)], pattern=["*"], exclude=[], output=tmp_path / "out")
+    read = corpus.read(found, "text", "\n\n")
+    texts = [*read.learned, *read.held_out]
+    counts = Counter(text[0] for text in texts)
+    assert sorted(counts) == list("abcd") and max(counts.values()) - min(counts.values()) <= 1
+    assert 8_000 < sum(map(len, texts)) <= 20_000 and sum(counts.values()) == -(-2000 // read.every)

@@ -14,9 +14,11 @@ from ranks import toy_run, train_ranks
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TextStreamer
 
 from fabric_llm.generate import PROGRAM, main
+from fabric_llm.model import loading
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "w5 w9 w30"
@@ -161,3 +163,52 @@ def test_it_starts_from_the_shell(toy):
     command = [sys.executable, "-m", *PROGRAM.split()[2:], str(toy), "--max_new_tokens", "3", "--device", "cpu"]
     done = subprocess.run(command, input=PROMPT, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(PROMPT)
+
+
+# ------------------------------------------------------------------------------- what the model's own files say
+
+
+@pytest.mark.parametrize(
+    "asks", [{"repetition_penalty": 5.0}, {"num_beams": 3}, {"no_repeat_ngram_size": 1}, {"min_new_tokens": 9, "top_k": 1}]
+)
+def test_what_a_generation_config_asks_for_changes_nothing(toy, tmp_path, capsys, asks):
+    """--temperature 0 is the most likely token, as in samples of the same checkpoint."""
+    shutil.copytree(toy, tmp_path / "model")
+    said = json.loads((toy / "generation_config.json").read_text())
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({**said, **asks}))
+    words = ("--prompt", PROMPT, "--max_new_tokens", 12, "--temperature")
+    for temperature in (0, 1.5):
+        assert written(capsys, tmp_path / "model", *words, temperature) == written(capsys, toy, *words, temperature)
+
+
+def test_any_of_several_ends_of_text_ends_it(toy, tmp_path, capsys):
+    shutil.copytree(toy, tmp_path / "model")
+    words = ("--prompt", PROMPT, "--max_new_tokens", 12, "--temperature", 0)
+    first = written(capsys, toy, *words).split()[3]
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, int(first[1:])]}))
+    assert written(capsys, tmp_path / "model", *words).split() == [*PROMPT.split(), first]
+
+
+def with_eos_appended(folder, text):
+    """The tokenizer in `folder` appends its EOS to a text, with BOS before it if `text` says so."""
+    document = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer = Tokenizer.from_str(json.dumps(document))
+    tokenizer.post_processor = TemplateProcessing(single=text, special_tokens=[("end", 0), ("w1", 1)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="end", bos_token="w1").save_pretrained(folder)
+
+
+@pytest.mark.parametrize("text", ["$A end", "w1 $A end", "end $A end"])
+def test_a_prompt_does_not_end_with_the_eos_that_a_tokenizer_appends(toy, tmp_path, text):
+    shutil.copytree(toy, tmp_path / "model")
+    with_eos_appended(tmp_path / "model", text)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer(PROMPT)["input_ids"][-1] == tokenizer.eos_token_id
+    assert loading.prompt_tokens(tokenizer, PROMPT) == tokenizer(PROMPT)["input_ids"][:-1]
+    assert loading.prompt_tokens(tokenizer, f"{PROMPT} end") == tokenizer(PROMPT)["input_ids"], "which the text itself ends with"
+
+
+def test_what_follows_a_prompt_is_as_if_no_eos_were_appended(toy, tmp_path, capsys):
+    shutil.copytree(toy, tmp_path / "model")
+    with_eos_appended(tmp_path / "model", "$A end")
+    words = ("--prompt", PROMPT, "--max_new_tokens", 12, "--temperature", 0)
+    assert written(capsys, tmp_path / "model", *words) == written(capsys, toy, *words)

@@ -113,6 +113,16 @@ def tokenizer_beside(place: Union[str, Path]) -> Optional[PreTrainedTokenizerBas
     return tokenizer
 
 
+def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text to go on from, without the EOS that some tokenizers append: behind it another text would begin."""
+    encoded = tokenizer(text, return_special_tokens_mask=True)
+    tokens, added = encoded["input_ids"], encoded["special_tokens_mask"]
+    end = len(tokens)
+    while end > 1 and added[end - 1] and tokens[end - 1] == tokenizer.eos_token_id:
+        end -= 1
+    return tokens[:end]
+
+
 def set_generation_config(skeleton: PreTrainedModel, model_name: str) -> None:
     """Give `skeleton` the model's generation config, if it has one that can be saved again. Raises Fault."""
     try:

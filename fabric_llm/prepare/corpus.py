@@ -5,7 +5,6 @@ and many small files. The plan depends on the inputs alone, never on the number 
 """
 
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -171,15 +170,22 @@ class Corpus(NamedTuple):
 
 
 def read(found: inputs.Found, text_field: str, separator: Optional[str]) -> Corpus:
-    """The documents of all sources, long ones in sections. Raises ValueError where there are too few."""
+    """The documents of all sources, long ones in sections; of too many every second, fourth, and so on.
+
+    Raises ValueError where there are too few. How much text there is isn't known before it is read: files may be compressed.
+    """
     parts = [part for piece in plan(found, separator) for part in piece.parts]
-    every = max(1, -(-sum(source.bytes or 0 for source in found.sources) // MOST_BYTES))
-    taken, size = [], 0
-    for text in itertools.islice(documents.texts(parts, text_field), 0, None, every):
-        taken.append(text)
-        size += len(text.encode())
-        if size >= MOST_BYTES:
+    is_stream = any(source.bytes is None for source in found.sources)  # of the hub, which may have no end
+    taken, every, size = [], 1, 0
+    for number, text in enumerate(documents.texts(parts, text_field)):
+        if number % every == 0:
+            taken.append(text)
+            size += len(text.encode())
+        if is_stream and size >= MOST_BYTES:
             break
+        while size > MOST_BYTES and len(taken) > 1:
+            taken, every = taken[::2], 2 * every
+            size = sum(len(text.encode()) for text in taken)
     return Corpus(*hold_out(taken), every)
 
 

@@ -18,6 +18,7 @@ from fabric_llm.base.fabric import Fabric
 from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.data.sources import read_prompts
+from fabric_llm.model.loading import prompt_tokens
 from fabric_llm.model.strategy import reshard
 from fabric_llm.plan.plan import Plan
 from fabric_llm.run.log import Log
@@ -44,7 +45,7 @@ class Samples:
             raise Fault("--sample_prompts needs a tokenizer, and there is none beside the model or the data.")
         most = min(MOST_TOKENS, *plan.contexts)
         for text in ranks.from_rank_zero(lambda: read_prompts(logging.sample_prompts)):
-            tokens = self.tokenizer(text)["input_ids"]
+            tokens = prompt_tokens(self.tokenizer, text)
             if not 0 < len(tokens) <= most - self.count:
                 many = f"--sample_prompts: {text[:40]!r} has {len(tokens)} tokens, which must be one or more"
                 raise Fault(
