@@ -64,6 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"output_router_logits": True, "router_aux_loss_coef": 0.1},
     },
     "phi3": {"model_type": "phi3", **_SHAPE, **_TEXT, "original_max_position_embeddings": 16, "rope_parameters": _LONG},
+    "forgetful": {"model_type": "llama", **_SHAPE, **_TEXT, "initializer_range": 0.02},
     "dynamic": {  # the frequencies depend on the longest row so far
         **{"model_type": "llama", **_SHAPE, **_TEXT, "max_position_embeddings": 16},
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
@@ -75,6 +76,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+Row = dict[str, Any]  # name of a toy or a flag that says how -> value, without flags that have no effect beside the others
+
 
 class Data(NamedTuple):
     """What a run reads: by its flags, and in the words of the plain trainer."""
@@ -82,6 +85,7 @@ class Data(NamedTuple):
     flags: dict[str, str]
     sources: dict[str, str]  # name -> dataset
     stages: dict[str, dict[str, str]] = {"0": {"validation": "1"}}  # from which part of the run on: name -> share
+    pinned: Row = {}  # what a row has with it; then the run is compared with one of these flags alone
 
 
 PACKED = {"document_masking": "true"}
@@ -104,6 +108,17 @@ DATA = {
         {"train_data_dir": "{folder}/best_fit", "replay": "{folder}/second", "replay_fraction": "0.25", **PACKED},
         {"new": "best_fit", "replay": "second"},
         {"0": {"new": "0.75", "replay": "0.25"}},
+    ),
+    # Goes back from step 11 to step 10, the last with room, and on with more replay. When that is depends on what is evaluated and
+    # saved when, which therefore says what. The plain trainer can't go back.
+    "forgetting": Data(
+        {
+            **{"train_data_dir": "{folder}/low", "replay": "{folder}/high", "replay_fraction": "0.0625", "lr": "3e-3"},
+            **{"max_step": "12", "lr_schedule": "constant", "grad_clip": "1", "weight_decay": "0.1", "warmup_steps": "0"},
+            **{"forgetting_budget": "replay:0.1", "forgetting_action": "rewind", "beta2": "0.95", "seed": "1234"},
+        },
+        {"new": "low", "replay": "high"},
+        pinned={"model": "forgetful", "eval_step_interval": 1, "save_step_interval": 1, "eval_iters": 40},
     ),
 }
 STAGES = """sources:
@@ -139,9 +154,12 @@ def write_toys(folder: Path) -> Path:
         config = AutoConfig.for_model(**said)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         fast.save_pretrained(folder / name)
-    for number, name in enumerate(("rows", "more", "labels", "best_fit", "second", "concat")):
+    for number, name in enumerate(("rows", "more", "labels", "best_fit", "second", "concat", "low", "high")):
         generator = np.random.default_rng(number)
-        splits = {"train": _columns(name, ROWS, generator), "validation": _columns(name, 9, generator)}
+        if name in ("low", "high"):
+            splits = {split: _halves(name, split, generator) for split in ("train", "validation")}
+        else:
+            splits = {"train": _columns(name, ROWS, generator), "validation": _columns(name, 9, generator)}
         splits = {split: datasets.Dataset.from_dict(columns) for split, columns in splits.items()}
         datasets.DatasetDict(splits).save_to_disk(str(folder / name))
         fast.save_pretrained(folder / name / "tokenizer")
@@ -169,12 +187,23 @@ def _columns(name: str, rows: int, generator: np.random.Generator) -> dict[str, 
     return {"input_ids": tokens.tolist(), "labels": np.where(generator.random(tokens.shape) < 0.3, -100, tokens).tolist()}
 
 
+def _halves(name: str, split: str, generator: np.random.Generator) -> dict[str, list[list[int]]]:
+    """Rows of the lower half of the vocabulary; of `high` the validation rows and some others are of the upper half."""
+    rows, upper = (200, 16) if split == "train" else (9, 9)
+    tokens = generator.integers(1, 66, (rows, CONTEXT))
+    if name == "high":
+        tokens[:upper] += 65
+    return {"input_ids": tokens.tolist()}
+
+
 def what_of(model: str, data: str, folder: Path, seed: int) -> dict[str, Any]:
     """The flags that say what is trained: always the same for the same arguments."""
     generator = random.Random(f"{seed} {model} {data}")
     flags = {name: generator.choice(values) for name, values in WHAT.items()}
     if data in ("rows", "best_fit") and generator.random() < 0.5:
         flags["max_step"] = None  # one epoch, of which the last step is a part of a batch
+    if data == "forgetting":
+        flags["freeze"] = None
     if flags["freeze"] == "embeddings":
         flags["freeze"] = "transformer.wte*" if model == "gpt2" else "*embed_tokens*"
     elif flags["freeze"] is not None and model in ("gpt2", "gemma3"):
@@ -252,7 +281,6 @@ def factors() -> dict[str, list[Any]]:
     return {"model": list(MODELS), "data": list(DATA), **drawn}
 
 
-Row = dict[str, Any]  # factor -> value, without those that have no effect beside the others
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
@@ -319,7 +347,8 @@ class Array:
         for _ in range(tries):
             row = {name: self.generator.choice(values) for name, values in self.factors.items()}
             row |= dict(self.generator.choice(left)) if left else {}
-            row = effective({**row, **(toys or {})})
+            row |= toys or {}
+            row = effective({**row, **DATA[row["data"]].pinned})
             if self.is_refused(row):
                 continue
             if (new := len(pairs_of(row) - self.covered)) > most:
@@ -513,7 +542,7 @@ def run_row(
         if generator.random() < 0.5:
             moves = True
             row = array.draw({name: row[name] for name in KEPT if name in row})
-    outcome.differences += differences(run, reference(what, row, folder))
+    outcome.differences += differences(run, reference(what, row, folder, root))
     if outcome.interruptions and not moves and not outcome.differences:
         twin, outcome.has_twin = run.with_name(f"{run.name}-twin"), True
         piece = Piece(row, "", command(row, what, folder, twin, resumes=False))
@@ -528,16 +557,38 @@ MOST_REFUSED = 20  # for one row
 _references: dict[str, plain_trainer.Found] = {}
 
 
-def reference(what: dict[str, Any], row: Row, folder: Path) -> plain_trainer.Found:
+def reference(what: dict[str, Any], row: Row, folder: Path, root: Path = ROOT) -> plain_trainer.Found:
     data = DATA[row["data"]]
+    if data.pinned:
+        return _undisturbed(what, {"data": row["data"], **data.pinned}, folder, root)
     kept = {name: what[name] for name in [*WHAT, "model_name", "global_batch_size"] if what[name] is not None}
     kept |= {"max_step": what["max_step"], "document_masking": what.get("document_masking") == "true"}
-    kept |= {name: row[name] for name in ("ema_decay", "ema_every") if name in row}
+    kept |= {name: row[name] for name in ("ema_decay", "ema_every") if row.get(name) is not None}
     sources, beside = ({name: str(folder / one) for name, one in each.items()} for each in (data.sources, {"beside": BESIDE}))
     name = json.dumps([kept, sources], sort_keys=True)
     if name not in _references:
         _references[name] = plain_trainer.train(kept, sources, data.stages, beside)
     return _references[name]
+
+
+def _undisturbed(what: dict[str, Any], row: Row, folder: Path, root: Path) -> plain_trainer.Found:
+    """What a run with few flags, on one device, without interruptions has given."""
+    run = folder / "undisturbed" / str(row["data"])
+    if not run.is_dir():
+        run.parent.mkdir(exist_ok=True)
+        row = {**row, "devices": 1, "micro_batch_size": 8, "log_step_interval": 1}
+        piece = Piece(row, "", command(row, what, folder, run, resumes=False))
+        start(piece, run, root)
+        assert piece.code == DONE, f"{piece}\n{piece.said}"
+    steps, evaluations = {}, {}
+    for line in lines_of(run):
+        if "loss" in line:
+            steps[line["step"]] = {name: line[name] for name in ("loss", "lr", "grad_norm")}
+        if "eval" in line:
+            evaluations[line["step"]] = {name: one["loss"] for name, one in line["eval"].items()} | {"": line["eval_loss"]}
+    weights = weights_of(run / f"step-{max(steps):08d}")
+    moved = {name: torch.full((), 1e-4) for name in weights if name != "lm_head.weight"}
+    return plain_trainer.Found(steps, evaluations, weights, moved)
 
 
 def last_words(said: str) -> str:
@@ -578,8 +629,8 @@ def differences(run: Path, plain: plain_trainer.Found) -> list[str]:
                 if name in of_sets:
                     found += _apart(f"step {step}: loss of {name}", one["loss"], of_sets[name], LOSS)
             found += _apart(f"step {step}: eval_loss", line["eval_loss"], of_sets.get(""), LOSS)
-            if "eval_loss_ema" in line and step > 0:
-                found += _apart(f"step {step}: loss of the average", line["eval_loss_ema"], of_sets.get("ema"), LOSS)
+            if "eval_loss_ema" in line and "ema" in of_sets:
+                found += _apart(f"step {step}: loss of the average", line["eval_loss_ema"], of_sets["ema"], LOSS)
     found += [f"{place} is logged {count} times" for place, count in seen.items() if count > 1]
     if last not in seen or max(step for step in seen if isinstance(step, int)) != last:
         found.append(f"the last step, {last}, isn't logged")
@@ -600,10 +651,10 @@ def differences(run: Path, plain: plain_trainer.Found) -> list[str]:
 
 def _apart(what: str, here: Optional[float], there: Optional[float], most: float) -> list[str]:
     if here is None or there is None:
-        return [f"{what} is {here}, and {there} of the plain trainer"]
+        return [f"{what} is {here}, not {there}"]
     if math.isclose(here, there, rel_tol=most, abs_tol=1e-30):
         return []
-    return [f"{what} is {here:.9g}, and {there:.9g} of the plain trainer ({abs(here / there - 1):.1e} apart)"]
+    return [f"{what} is {here:.9g}, not {there:.9g} ({abs(here / there - 1):.1e} apart)"]
 
 
 def unlike(run: Path, twin: Path) -> list[str]:
