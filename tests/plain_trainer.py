@@ -25,7 +25,7 @@ DEFAULTS = {
     **{"max_step": None, "number_epochs": 1, "global_batch_size": 8, "seed": 1234, "document_masking": True, "freeze": ""},
     **{"lr": 2e-5, "min_lr": 0.0, "lr_schedule": "cosine", "warmup_steps": 0, "decay_steps": None, "decay_shape": "sqrt"},
     **{"cooldown_steps": None, "constant_lr": None, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0},
-    **{"ema_decay": 0.5, "ema_every": 1},
+    **{"ema_decay": None, "ema_every": 1},
 }
 Document = tuple[torch.Tensor, torch.Tensor]  # ids and labels, each [1, tokens]
 
@@ -218,14 +218,14 @@ def train(flags: dict[str, Any], sources: dict[str, str], stages: dict[str, dict
                 size = (second[name] / (1 - b2 ** (step + 1))).sqrt() + 1e-8
                 p.sub_(lr * first[name] / (1 - b1 ** (step + 1)) / size)
                 uncertain[name].add_(lr * (g != 0) * (ROUNDING * g.abs().max() / size).clamp(max=1.0))
-            for name, p in params.items() if (step + 1) % flags["ema_every"] == 0 else ():
+            for name, p in params.items() if flags["ema_decay"] and (step + 1) % flags["ema_every"] == 0 else ():
                 ema[name].lerp_(p, 1 - flags["ema_decay"] ** flags["ema_every"])
         model.zero_grad()
         found.steps[step + 1] = {"loss": total, "lr": lr, "grad_norm": norm}
         found.evaluations[step + 1] = evaluate(read[-1][2])
         found.weights.update({name: p.detach().clone() for name, p in model.state_dict().items()})
-        for name, p in params.items():
-            p.data.copy_(ema[name])
-        found.evaluations[step + 1]["ema"] = evaluate(read[-1][2])[""]
-        model.load_state_dict(found.weights)
+        if flags["ema_decay"]:
+            model.load_state_dict(ema, strict=False)
+            found.evaluations[step + 1]["ema"] = evaluate(read[-1][2])[""]
+            model.load_state_dict(found.weights)
     return found

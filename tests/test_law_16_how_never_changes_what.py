@@ -11,15 +11,17 @@ from pathlib import Path
 
 import law_16
 import pytest
+from ranks import train_ranks
 
 from arguments import Arguments
 from fabric_llm.base.command_line import Flag
 
 ROWS = 10  # of the longer suite
-# What the README's command runs: no pairs, but what each of them needs.
+# What the README's command runs, on forked ranks. ranks, flags that say how.
 QUICK = {
-    "packed": {"model": "llama", "data": "best_fit", "micro_batch_size": 4, "eval_step_interval": 3, "log_step_interval": 1},
-    "mixed": {"model": "mixtral", "data": "replay", "activation_checkpointing": "full", "save_step_interval": 2},
+    "packed": (1, {"model": "llama", "data": "best_fit", "micro_batch_size": 4, "eval_step_interval": 3}),
+    "mixed": (2, {"model": "mixtral", "data": "replay", "strategy": "fsdp2", "activation_checkpointing": "full"}),
+    "windows": (2, {"model": "gemma3_text", "data": "stages", "strategy": "ddp", "loss": "chunked", "num_workers": 0}),
 }
 
 
@@ -92,11 +94,9 @@ def test_a_refused_row_goes_on_without_what_the_sentence_names():
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_run_is_that_of_a_plain_trainer(folder, tmp_path, name):
-    row = QUICK[name]
+    ranks, row = QUICK[name]
     what = law_16.what_of(row["model"], row["data"], folder, seed=0)
-    piece = law_16.Piece(row, "", law_16.command(row, what, folder, tmp_path / "run", resumes=False))
-    law_16.start(piece, tmp_path / "run")
-    assert piece.code == 0, f"{piece}\n{piece.said}"
+    train_ranks(ranks, *law_16.command(row, what, folder, tmp_path / "run", resumes=False)[1:])
     assert law_16.differences(tmp_path / "run", law_16.reference(what, row, folder)) == []
 
 
