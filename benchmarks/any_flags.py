@@ -55,7 +55,7 @@ def main(argv: Optional[list[str]] = None) -> int:
             page.progress(f"  repeat, in {options.root}:\n{outcome.commands}")
             differing.append({"differences": outcome.differences, "commands": outcome.commands})
         else:
-            for run in (folder / "runs").glob(f"row-{number}*"):
+            for run in (folder / "runs").glob(f"seed-{options.seed}-row-{number}*"):
                 shutil.rmtree(run) if run.is_dir() else run.unlink()
     write(options, array, counts, differing, (time.monotonic() - began) / 60)
     if options.folder is None and not differing:

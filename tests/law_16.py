@@ -449,7 +449,7 @@ def _layer_class(model: str) -> str:
     return next(type(one).__name__ for one in modules if type(one).__name__.endswith(("DecoderLayer", "Block")))
 
 
-def start(piece: Piece, run: Path, root: Path = ROOT, seconds: float = 400) -> None:
+def start(piece: Piece, run: Path, root: Path = ROOT, seconds: float = 900) -> None:
     """Run the piece to its end or its interruption. Sets its code and what it said."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
@@ -674,7 +674,7 @@ def rows_until(end: float, array: Array, folder: Path, seed: int, root: Path = R
     """Run rows until the time.monotonic() `end`. Yields their numbers, and what came of them."""
     number = 0
     while time.monotonic() < end:
-        run = folder / "runs" / f"row-{number}"
+        run = folder / "runs" / f"seed-{seed}-row-{number}"
         run.parent.mkdir(exist_ok=True)
         cuts = array.generator.choice([0, 1, 1, 2])
         yield number, run_row(array, array.draw(), folder, run, seed, cuts, root)
