@@ -521,6 +521,7 @@ def run_row(
     while True:
         cut = interruption(generator, row.get("devices", 1)) if left else ""
         piece = Piece(row, cut, command(row, what, folder, run, resumes=bool(outcome.pieces)))
+        trained = steps_logged(run)
         start(piece, run, root)
         if piece.code == BAD_INPUT and "Traceback" not in piece.said:
             outcome.refused.append(next((one for one in piece.said.splitlines() if "error:" in one), last_words(piece.said)))
@@ -542,6 +543,14 @@ def run_row(
         if generator.random() < 0.5:
             moves = True
             row = array.draw({name: row[name] for name in KEPT if name in row})
+    if outcome.interruptions and steps_logged(run) == trained:
+        # What came last was an evaluation that a stop had cut off: nothing is left to do.
+        before, piece = lines_of(run), Piece(row, "", command(row, what, folder, run, resumes=True))
+        start(piece, run, root)
+        outcome.pieces.append(piece)
+        if piece.code != DONE or lines_of(run) != before:
+            said = last_words(piece.said)
+            outcome.differences.append(f"started again after its end: code {piece.code}, {said}")
     outcome.differences += differences(run, reference(what, row, folder, root))
     if outcome.interruptions and not moves and not outcome.differences:
         twin, outcome.has_twin = run.with_name(f"{run.name}-twin"), True
@@ -602,7 +611,12 @@ LOSS, NORM, WEIGHT = 1e-5, 1e-4, 1e-5  # relative; of weights to the largest of 
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    file = run / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def steps_logged(run: Path) -> list[int]:
+    return [line["step"] for line in lines_of(run) if "loss" in line]
 
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
