@@ -295,7 +295,7 @@ def _columns(name: str, rows: int, generator: np.random.Generator) -> dict[str, 
 
 
 def _halves(name: str, split: str, generator: np.random.Generator) -> dict[str, list[list[int]]]:
-    """Rows of the lower half of the vocabulary; of `high` some, and for validation all, of the upper."""
+    """Rows of half of the vocabulary: the lower; of `high` some, and all in validation, upper."""
     rows, upper = (200, 16) if split == "train" else (9, 9)
     tokens = generator.integers(1, 66, (rows, CONTEXT))
     if name == "high":

@@ -102,7 +102,7 @@ def train(
     """Train, and evaluate whole validation splits before step 1 and after each step.
 
     flags: those of train.py that say what, but for the data. sources, beside: name -> dataset, to
-    train on, and to evaluate as well. stages: part of the run at which it begins -> shares of sources.
+    train on, and to evaluate as well. stages: from which part of the run -> shares of sources.
     """
     flags = {**DEFAULTS, **flags}
     how = {"dtype": torch.float32, "attn_implementation": "eager"}
