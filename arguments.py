@@ -24,9 +24,10 @@ from fabric_llm.training.schedule import DECAYS, SCHEDULES
 
 ROOT = Path(__file__).resolve().parent
 DEMO_CONFIG = ROOT / "configs" / "demo.yaml"
-# Each flag of train.py says what is trained, or how. Most of the latter may have another value in a resumed run.
+# Each flag of train.py says what is trained, or how. Most of the latter may change in a resumed run.
 what, setting = partial(flag, how=False), partial(flag, how=True, may_change=True)
-basic, basic_setting = partial(what, basic=True), partial(setting, basic=True)  # those that a first run needs
+# Those that a first run needs.
+basic, basic_setting = partial(what, basic=True), partial(setting, basic=True)
 
 
 # --------------------------------------------------------------------------- train.py

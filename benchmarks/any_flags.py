@@ -1,9 +1,10 @@
-"""Draw flags that say how is trained, interrupt the runs, and compare each with a plain trainer, until the time is over.
+"""Draw flags that say how is trained, interrupt the runs, compare each with a plain trainer.
 
     python benchmarks/any_flags.py --minutes 120 --seed 1 --output any_flags.json
 
-Law 16 at length: rows, toys and comparisons are those of tests/law_16.py. Each row is `python train.py` on a toy model, one at a
-time, on at most two ranks. What differs is printed at once, with the commands that repeat it in the toys' --folder.
+Law 16 at length: rows, toys and comparisons are those of tests/law_16.py. Each row is
+`python train.py` on a toy model, one at a time, on at most two ranks, until the time is over. What
+differs is printed at once, with the commands that repeat it with the toys in --folder.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ MOST_SHOWN = 8  # differences of a row
 def main(argv: Optional[list[str]] = None) -> int:
     parser = page.parser(__doc__)
     parser.add_argument("--minutes", type=float, default=120, help="no row begins after these")
-    parser.add_argument("--seed", type=int, default=1, help="of rows, interruptions and toys' flags")
-    parser.add_argument("--folder", type=Path, help="for toys and runs, kept (default: a temporary one, kept if a row differs)")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of rows, interruptions and toys' flags"
+    )
+    parser.add_argument("--folder", type=Path, help="for toys and runs (default: a temporary one)")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout whose train.py runs")
     options = page.parse(parser, argv)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="any_flags-"))
@@ -42,7 +45,9 @@ def main(argv: Optional[list[str]] = None) -> int:
     counts: Counter[str] = Counter()
     differing: list[dict[str, Any]] = []
     began = time.monotonic()
-    rows = law_16.rows_until(began + 60 * options.minutes, array, folder, options.seed, options.root.resolve())
+    rows = law_16.rows_until(
+        began + 60 * options.minutes, array, folder, options.seed, options.root.resolve()
+    )
     for number, outcome in rows:
         took(outcome, counts)
         for sentence in outcome.refused:
@@ -51,11 +56,13 @@ def main(argv: Optional[list[str]] = None) -> int:
         page.progress(f"row {number}: {state}; {len(array.covered):,} of {len(array.all):,} pairs")
         if outcome.differences:
             shown = outcome.differences[:MOST_SHOWN]
-            page.progress(f"DIFFERENT, in {len(outcome.differences)} ways:\n  " + "\n  ".join(shown))
+            page.progress(
+                f"DIFFERENT, in {len(outcome.differences)} ways:\n  " + "\n  ".join(shown)
+            )
             page.progress(f"  repeat, in {options.root}:\n{outcome.commands}")
             differing.append({"differences": outcome.differences, "commands": outcome.commands})
         else:
-            for run in (folder / "runs").glob(f"row-{number}*"):
+            for run in (folder / "runs").glob(f"seed-{options.seed}-row-{number}*"):
                 shutil.rmtree(run) if run.is_dir() else run.unlink()
     write(options, array, counts, differing, (time.monotonic() - began) / 60)
     if options.folder is None and not differing:
@@ -73,12 +80,20 @@ def took(outcome: law_16.Outcome, counts: Counter[str]) -> None:
 
 
 def write(
-    options: Any, array: law_16.Array, counts: Counter[str], differing: list[dict[str, Any]], minutes: float
+    options: Any,
+    array: law_16.Array,
+    counts: Counter[str],
+    differing: list[dict[str, Any]],
+    minutes: float,
 ) -> None:
     kinds: dict[str, list[str]] = {}
     for values, one in array.refused.items():
-        named = " ".join(f"--{name} {value}" for name, value in sorted(values, key=str) if len(values) < 12)
-        kinds.setdefault(law_16.kind_of(one.sentence), []).append(f"{named or 'a whole row'} ({len(one.beside)} x)")
+        named = " ".join(
+            f"--{name} {value}" for name, value in sorted(values, key=str) if len(values) < 12
+        )
+        kinds.setdefault(law_16.kind_of(one.sentence), []).append(
+            f"{named or 'a whole row'} ({len(one.beside)} x)"
+        )
     covered, never = array.covered & set(array.all), array.pairs_never()
     table = page.table(
         ["", ""],
@@ -93,14 +108,23 @@ def write(
     )
     refused = [f"- {kind} With `{'`, `'.join(given)}`." for kind, given in sorted(kinds.items())]
     idle = [f"- `--{name}`: {why}." for name, why in law_16.NOT_DRAWN.items()]
-    found = [f"{', '.join(one['differences'][:3])}\n\n```\n{one['commands']}\n```" for one in differing]
+    found = [
+        f"{', '.join(one['differences'][:3])}\n\n```\n{one['commands']}\n```" for one in differing
+    ]
     body = "\n\n".join(
         [
             *(table, "## Refused\n\n" + "\n".join(refused or ["Nothing."])),
-            *("## Not drawn\n\n" + "\n".join(idle), "## What differs\n\n" + "\n\n".join(found or ["Nothing."])),
+            *(
+                "## Not drawn\n\n" + "\n".join(idle),
+                "## What differs\n\n" + "\n\n".join(found or ["Nothing."]),
+            ),
         ]
     )
-    rows = {"counts": counts, "pairs": [len(covered), len(never), len(array.all)], "differing": differing}
+    rows = {
+        "counts": counts,
+        "pairs": [len(covered), len(never), len(array.all)],
+        "differing": differing,
+    }
     rows |= {"refused": kinds}
     page.write("any_flags.py", "Any flags: how never changes what", [], options, body, rows)
 

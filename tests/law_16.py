@@ -1,8 +1,9 @@
-"""Law 16, drawn: flags that say how never change what. Rows of flags, runs of them with stops and kills, what they must equal.
+"""Law 16, drawn: rows of flags that say how, their runs, and what these must equal.
 
-arguments.py declares which flags say how. A row gives each of them a value; together rows hold every pair of values of two flags.
-Each row trains a toy model with `python train.py`, is interrupted at random and goes on, half of the time with the flags of
-another row, and must agree with tests/plain_trainer.py. What the program refuses is counted, and its sentences are kept.
+arguments.py declares which flags say how. A row gives each of them a value; together rows hold
+every pair of values of two flags. Each row trains a toy model with `python train.py`, is stopped or
+killed at random and goes on, half of the time with the flags of another row, and must agree with
+tests/plain_trainer.py. What the program refuses is counted, and its sentences are kept.
 """
 
 from __future__ import annotations
@@ -39,41 +40,105 @@ from fabric_llm.base.faults import BAD_INPUT, DONE, PEER_LOST, STOPPED
 from fabric_llm.model.tensor_files import Tensors
 
 ROOT = Path(__file__).resolve().parents[1]
-VOCABULARY, CONTEXT, END, ROWS = 131, 32, 0, 44  # an odd vocabulary; rows that aren't a multiple of the global batch
+VOCABULARY, CONTEXT, END = 131, 32, 0  # odd, so that shards are uneven
+ROWS = 44  # not a multiple of the global batch
 
 # ------------------------------------------------------------------------------- what is trained
 
-_SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 _SHAPE |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
-_TEXT = {"vocab_size": VOCABULARY, "bos_token_id": END, "eos_token_id": END, "pad_token_id": None, "initializer_range": 0.1}
-_WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
-_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, "factor": 4.0}
+_TEXT = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": END,
+    "eos_token_id": END,
+    "pad_token_id": None,
+    "initializer_range": 0.1,
+}
+_WINDOWS = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 8,
+}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 16,
+    "factor": 4.0,
+}
 _LONG |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
-_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 _VISION |= {"image_size": 8, "patch_size": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_SHAPE, **_TEXT},
     "gpt2": {
-        **{"model_type": "gpt2", **_TEXT, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},  # what is drawn depends on the ranks
+        **{
+            "model_type": "gpt2",
+            **_TEXT,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+        },
+        **{
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },  # what is drawn depends on the ranks
     },
     "gemma3_text": {"model_type": "gemma3_text", **_SHAPE, **_TEXT, **_WINDOWS},
     "qwen3": {"model_type": "qwen3", **_SHAPE, **_TEXT},
     "mixtral": {
-        **{"model_type": "mixtral", **_SHAPE, **_TEXT, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{
+            "model_type": "mixtral",
+            **_SHAPE,
+            **_TEXT,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
         **{"output_router_logits": True, "router_aux_loss_coef": 0.1},
     },
-    "phi3": {"model_type": "phi3", **_SHAPE, **_TEXT, "original_max_position_embeddings": 16, "rope_parameters": _LONG},
+    "phi3": {
+        "model_type": "phi3",
+        **_SHAPE,
+        **_TEXT,
+        "original_max_position_embeddings": 16,
+        "rope_parameters": _LONG,
+    },
+    "forgetful": {"model_type": "llama", **_SHAPE, **_TEXT, "initializer_range": 0.02},
     "dynamic": {  # the frequencies depend on the longest row so far
         **{"model_type": "llama", **_SHAPE, **_TEXT, "max_position_embeddings": 16},
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     },
     "gemma3": {  # with a tower for pictures, which text gives no gradient
-        **{"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **_SHAPE, **_TEXT, **_WINDOWS}},
-        **{"vision_config": {"model_type": "siglip_vision_model", **_VISION}, "mm_tokens_per_image": 4},
-        **{"boi_token_index": 128, "eoi_token_index": 129, "image_token_index": 130, "initializer_range": 0.1},
+        **{
+            "model_type": "gemma3",
+            "text_config": {"model_type": "gemma3_text", **_SHAPE, **_TEXT, **_WINDOWS},
+        },
+        **{
+            "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+            "mm_tokens_per_image": 4,
+        },
+        **{
+            "boi_token_index": 128,
+            "eoi_token_index": 129,
+            "image_token_index": 130,
+            "initializer_range": 0.1,
+        },
     },
 }
+
+# Name of a toy or of a flag that says how -> value, without flags that have no effect beside these.
+Row = dict[str, Any]
 
 
 class Data(NamedTuple):
@@ -81,7 +146,9 @@ class Data(NamedTuple):
 
     flags: dict[str, str]
     sources: dict[str, str]  # name -> dataset
-    stages: dict[str, dict[str, str]] = {"0": {"validation": "1"}}  # from which part of the run on: name -> share
+    # From which part of the run on: name -> share.
+    stages: dict[str, dict[str, str]] = {"0": {"validation": "1"}}
+    pinned: Row = {}  # what a row has with it; the run is compared with one of these flags alone
 
 
 PACKED = {"document_masking": "true"}
@@ -91,9 +158,14 @@ DATA = {
     "labels": Data({"train_data_dir": "{folder}/labels"}, {"validation": "labels"}),
     "best_fit": Data({"train_data_dir": "{folder}/best_fit", **PACKED}, {"validation": "best_fit"}),
     "concat": Data({"train_data_dir": "{folder}/concat", **PACKED}, {"validation": "concat"}),
-    "unmasked": Data({"train_data_dir": "{folder}/best_fit", "document_masking": "false"}, {"validation": "best_fit"}),
+    "unmasked": Data(
+        {"train_data_dir": "{folder}/best_fit", "document_masking": "false"},
+        {"validation": "best_fit"},
+    ),
     "mixture": Data(
-        {"data_mix": "a={folder}/best_fit:0.7,b={folder}/second:0.3", **PACKED}, TWO, {"0": {"a": "0.7", "b": "0.3"}}
+        {"data_mix": "a={folder}/best_fit:0.7,b={folder}/second:0.3", **PACKED},
+        TWO,
+        {"0": {"a": "0.7", "b": "0.3"}},
     ),
     "stages": Data(
         {"data_mix": "{folder}/stages.yaml"},
@@ -101,9 +173,46 @@ DATA = {
         {"0": {"a": "0.6", "b": "0.4"}, "0.5": {"a": "0.25", "b": "0.75"}},
     ),
     "replay": Data(
-        {"train_data_dir": "{folder}/best_fit", "replay": "{folder}/second", "replay_fraction": "0.25", **PACKED},
+        {
+            "train_data_dir": "{folder}/best_fit",
+            "replay": "{folder}/second",
+            "replay_fraction": "0.25",
+            **PACKED,
+        },
         {"new": "best_fit", "replay": "second"},
         {"0": {"new": "0.75", "replay": "0.25"}},
+    ),
+    # Goes back to the last checkpoint with room, and on with more replay. When that is depends on
+    # what is evaluated and saved when, which therefore says what. The plain trainer can't go back.
+    "forgetting": Data(
+        {
+            **{
+                "train_data_dir": "{folder}/low",
+                "replay": "{folder}/high",
+                "replay_fraction": "0.0625",
+                "lr": "3e-3",
+            },
+            **{
+                "max_step": "12",
+                "lr_schedule": "constant",
+                "grad_clip": "1",
+                "weight_decay": "0.1",
+                "warmup_steps": "0",
+            },
+            **{
+                "forgetting_budget": "replay:0.1",
+                "forgetting_action": "rewind",
+                "beta2": "0.95",
+                "seed": "1234",
+            },
+        },
+        {"new": "low", "replay": "high"},
+        pinned={
+            "model": "forgetful",
+            "eval_step_interval": 1,
+            "save_step_interval": 1,
+            "eval_iters": 40,
+        },
     ),
 }
 STAGES = """sources:
@@ -139,14 +248,27 @@ def write_toys(folder: Path) -> Path:
         config = AutoConfig.for_model(**said)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         fast.save_pretrained(folder / name)
-    for number, name in enumerate(("rows", "more", "labels", "best_fit", "second", "concat")):
+    for number, name in enumerate(
+        ("rows", "more", "labels", "best_fit", "second", "concat", "low", "high")
+    ):
         generator = np.random.default_rng(number)
-        splits = {"train": _columns(name, ROWS, generator), "validation": _columns(name, 9, generator)}
+        if name in ("low", "high"):
+            splits = {split: _halves(name, split, generator) for split in ("train", "validation")}
+        else:
+            splits = {
+                "train": _columns(name, ROWS, generator),
+                "validation": _columns(name, 9, generator),
+            }
         splits = {split: datasets.Dataset.from_dict(columns) for split, columns in splits.items()}
         datasets.DatasetDict(splits).save_to_disk(str(folder / name))
         fast.save_pretrained(folder / name / "tokenizer")
         if name in ("best_fit", "second", "concat"):
-            manifest = {"packed": True, "context_length": CONTEXT, "max_token_id": VOCABULARY - 1, "eos_token_id": END}
+            manifest = {
+                "packed": True,
+                "context_length": CONTEXT,
+                "max_token_id": VOCABULARY - 1,
+                "eos_token_id": END,
+            }
             manifest["packing"] = "concat" if name == "concat" else "best_fit"
             (folder / name / "manifest.json").write_text(json.dumps(manifest))
     (folder / "stages.yaml").write_text(STAGES.replace("FOLDER", str(folder)))
@@ -166,7 +288,19 @@ def _columns(name: str, rows: int, generator: np.random.Generator) -> dict[str, 
                 row[ends[ends < CONTEXT][-1] :] = END
     if name != "labels":
         return {"input_ids": tokens.tolist()}
-    return {"input_ids": tokens.tolist(), "labels": np.where(generator.random(tokens.shape) < 0.3, -100, tokens).tolist()}
+    return {
+        "input_ids": tokens.tolist(),
+        "labels": np.where(generator.random(tokens.shape) < 0.3, -100, tokens).tolist(),
+    }
+
+
+def _halves(name: str, split: str, generator: np.random.Generator) -> dict[str, list[list[int]]]:
+    """Rows of half of the vocabulary: the lower; of `high` some, and all in validation, upper."""
+    rows, upper = (200, 16) if split == "train" else (9, 9)
+    tokens = generator.integers(1, 66, (rows, CONTEXT))
+    if name == "high":
+        tokens[:upper] += 65
+    return {"input_ids": tokens.tolist()}
 
 
 def what_of(model: str, data: str, folder: Path, seed: int) -> dict[str, Any]:
@@ -175,18 +309,22 @@ def what_of(model: str, data: str, folder: Path, seed: int) -> dict[str, Any]:
     flags = {name: generator.choice(values) for name, values in WHAT.items()}
     if data in ("rows", "best_fit") and generator.random() < 0.5:
         flags["max_step"] = None  # one epoch, of which the last step is a part of a batch
+    if data == "forgetting":
+        flags["freeze"] = None
     if flags["freeze"] == "embeddings":
         flags["freeze"] = "transformer.wte*" if model == "gpt2" else "*embed_tokens*"
     elif flags["freeze"] is not None and model in ("gpt2", "gemma3"):
-        flags["freeze"] = "transformer.h.0.*" if model == "gpt2" else "model.language_model.layers.0.*"
+        flags["freeze"] = (
+            "transformer.h.0.*" if model == "gpt2" else "model.language_model.layers.0.*"
+        )
     flags |= {"model_name": str(folder / model), "global_batch_size": 8, "precision": "32-true"}
     return flags | {name: value.format(folder=folder) for name, value in DATA[data].flags.items()}
 
 
 # ------------------------------------------------------------------------------- how it is trained
 
-# Values to draw of flags whose types don't say them, and of some of which they say too many. {folder}, {data_set} and {layer}: of
-# the row's toys.
+# Values to draw of flags whose types don't say them, or say too many. {folder}, {data_set} and
+# {layer} are those of the row's toys.
 VALUES: dict[str, list[Any]] = {
     "devices": [1, 2],
     "context_parallel": [1, 2],
@@ -235,29 +373,31 @@ def flags_of_how() -> dict[str, Flag]:
 
 
 def values_of(name: str, one: Flag) -> list[Any]:
-    """The values to draw of a flag. Raises ValueError where neither its type nor VALUES says them."""
+    """The values to draw of a flag. Raises ValueError if neither its type nor VALUES says them."""
     words = [word for kind in one.kinds for word in (["false", "true"] if kind is bool else [kind])]
     found = VALUES.get(name, words)
     if len(found) < 2 or any(isinstance(value, type) for value in found):
         raise ValueError(
-            f"--{name} says how is trained, so law 16 draws it, but its type doesn't say values: give two or more in VALUES of "
-            "tests/law_16.py, or say in NOT_DRAWN why there is one; or declare it by `what` in arguments.py."
+            f"--{name} says how is trained, so law 16 draws it, but its type doesn't say values: "
+            "give two or more in VALUES of tests/law_16.py, or say in NOT_DRAWN why there is one; "
+            "or declare it by `what` in arguments.py."
         )
     return found
 
 
 def factors() -> dict[str, list[Any]]:
     """What a row draws: name -> values; toys first."""
-    drawn = {name: values_of(name, one) for name, one in flags_of_how().items() if name not in NOT_DRAWN}
+    drawn = {
+        name: values_of(name, one) for name, one in flags_of_how().items() if name not in NOT_DRAWN
+    }
     return {"model": list(MODELS), "data": list(DATA), **drawn}
 
 
-Row = dict[str, Any]  # factor -> value, without those that have no effect beside the others
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
 def effective(row: Row) -> Row:
-    """The row without flags that have no effect beside its other values, by what they are declared to need."""
+    """The row without flags that have no effect, by what they are declared to need."""
     flags, row = Arguments.declared(), dict(row)
     while True:
         known = {name: row.get(name, one.default) for name, one in flags.items()}
@@ -290,16 +430,22 @@ class Refusal:
     """Values that the program has refused together."""
 
     sentence: str
-    beside: set[tuple[Any, ...]] = field(default_factory=set)  # the values of BESIDE_REFUSAL with which they were
+    # The values of BESIDE_REFUSAL with which they were.
+    beside: set[tuple[Any, ...]] = field(default_factory=set)
 
 
-BESIDE_REFUSAL = ("model", "data", "devices", "strategy")  # on which it may depend without naming it
+BESIDE_REFUSAL = (
+    "model",
+    "data",
+    "devices",
+    "strategy",
+)  # on which it may depend without naming it
 ENOUGH_REFUSALS = 3  # and none accepted: whatever is beside
 
 
 @dataclass
 class Array:
-    """A covering array that grows by rows, each of which covers many pairs that no row before it has."""
+    """A covering array that grows by rows, each with many pairs that no row before it has."""
 
     generator: random.Random
     factors: dict[str, list[Any]] = field(default_factory=factors)
@@ -313,13 +459,14 @@ class Array:
         self.all = [pair for one, other in combinations(values, 2) for pair in product(one, other)]
 
     def draw(self, toys: Optional[Row] = None, tries: int = 40) -> Row:
-        """The best of some random rows. toys: values that it has, such as the model of a run that goes on."""
+        """The best of some random rows. toys: what it has, as the model of a run that goes on."""
         best, most = {}, -1
         left = [pair for pair in self.all if pair not in self.covered]
         for _ in range(tries):
             row = {name: self.generator.choice(values) for name, values in self.factors.items()}
             row |= dict(self.generator.choice(left)) if left else {}
-            row = effective({**row, **(toys or {})})
+            row |= toys or {}
+            row = effective({**row, **DATA[row["data"]].pinned})
             if self.is_refused(row):
                 continue
             if (new := len(pairs_of(row) - self.covered)) > most:
@@ -331,7 +478,10 @@ class Array:
         self.accepted.append(row)
 
     def refuse(self, row: Row, sentence: str) -> Row:
-        """Keep that the values which a sentence names don't go together. Returns the row without the first of them."""
+        """Keep that the values which a sentence names don't go together.
+
+        Returns the row without the first of them.
+        """
         named = {name: row[name] for name in re.findall(r"--(\w+)", sentence) if name in row}
         values = frozenset((named or row).items())
         self.refused.setdefault(values, Refusal(sentence)).beside.add(self._beside(row))
@@ -346,14 +496,20 @@ class Array:
 
     def _never(self, together: set[tuple[str, Any]]) -> bool:
         """Whether some of these values were refused often, and never accepted together."""
-        found = (values for values, one in self.refused.items() if values <= together and len(one.beside) >= ENOUGH_REFUSALS)
-        return any(not any(values <= accepted.items() for accepted in self.accepted) for values in found)
+        found = (
+            values
+            for values, one in self.refused.items()
+            if values <= together and len(one.beside) >= ENOUGH_REFUSALS
+        )
+        return any(
+            not any(values <= accepted.items() for accepted in self.accepted) for values in found
+        )
 
     def _beside(self, row: Row) -> tuple[Any, ...]:
         return tuple(row.get(name) for name in BESIDE_REFUSAL)
 
     def pairs_never(self) -> set[Pair]:
-        """Pairs that no row can have: their values are refused, or one value leaves the other flag without effect."""
+        """Pairs that no row can have: refused, or one leaves the other without effect."""
         flags = Arguments.declared()
 
         def idle(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
@@ -368,13 +524,31 @@ def kind_of(sentence: str) -> str:
     return re.sub(r"'[^']*'|\d+|/\S+", "_", sentence.partition("error: ")[2] or sentence).strip()
 
 
-# ------------------------------------------------------------------------------- a run and its interruptions
+# --------------------------------------------------------------------- a run and its interruptions
 
 # Places of base/failpoints.py, and how often a short run reaches them at most.
-PLACES = {"between_steps": 6, "optimizer_step": 12, "forward": 12, "between_micro_batches": 12, "read_data": 6}
-PLACES |= {"evaluate": 20, "save.begin": 3, "save.parts": 3, "save.hash": 3, "publish.before_rename": 3, "publish.done": 3}
+PLACES = {
+    "between_steps": 6,
+    "optimizer_step": 12,
+    "forward": 12,
+    "between_micro_batches": 12,
+    "read_data": 6,
+}
+PLACES |= {
+    "evaluate": 20,
+    "save.begin": 3,
+    "save.parts": 3,
+    "save.hash": 3,
+    "publish.before_rename": 3,
+    "publish.done": 3,
+}
 PLACES |= {"prune.begin": 2, "prune.renamed": 2, "metrics.replace": 2, "set_up": 1}
-OUTSIDE = ("stop", "save_now", "SIGTERM", "SIGKILL")  # a file in the run directory, or a signal to rank 0
+OUTSIDE = (
+    "stop",
+    "save_now",
+    "SIGTERM",
+    "SIGKILL",
+)  # a file in the run directory, or a signal to rank 0
 
 
 @dataclass
@@ -382,14 +556,19 @@ class Piece:
     """One start of a run."""
 
     row: Row
-    interruption: str  # a failpoint, or `WORD after SECONDS`, counted from the run's first line; "" for none
+    interruption: (
+        str  # a failpoint, or `WORD after SECONDS`, counted from the run's first line; "" for none
+    )
     command: list[str] = field(default_factory=list)
     code: Optional[int] = None
     said: str = ""
 
     def __str__(self) -> str:
-        before = f"FABRIC_LLM_FAILPOINT={self.interruption} " if self.interruption and " " not in self.interruption else ""
-        after = f"   # {self.interruption}" * (" " in self.interruption)
+        is_outside = " " in self.interruption
+        before = f"FABRIC_LLM_FAILPOINT={self.interruption} " * bool(
+            self.interruption and not is_outside
+        )
+        after = f"   # {self.interruption}" * is_outside
         return f"{before}python {shlex.join(self.command)}{after}   # code {self.code}"
 
 
@@ -407,7 +586,8 @@ def command(row: Row, what: dict[str, Any], folder: Path, run: Path, resumes: bo
     *_, data_set = DATA[row["data"]].sources
     how = {name: value for name, value in row.items() if name not in ("model", "data")}
     how = {"eval_iters": 40, **how, "output_dir": run.parent, "run_name": run.name}
-    words = {name: str(value).format(folder=folder, layer=layer, data_set=data_set) for name, value in how.items() if value is not None}
+    toys = {"folder": folder, "layer": layer, "data_set": data_set}
+    words = {name: str(value).format(**toys) for name, value in how.items() if value is not None}
     words |= {name: str(value) for name, value in what.items() if value is not None}
     words |= {"resume": "auto"} if resumes else {}
     return ["train.py", *(word for name, value in words.items() for word in (f"--{name}", value))]
@@ -417,12 +597,21 @@ def _layer_class(model: str) -> str:
     config = AutoConfig.from_pretrained(model)
     with torch.device("meta"):
         modules = AutoModelForCausalLM.from_config(config).modules()
-    return next(type(one).__name__ for one in modules if type(one).__name__.endswith(("DecoderLayer", "Block")))
+    return next(
+        type(one).__name__
+        for one in modules
+        if type(one).__name__.endswith(("DecoderLayer", "Block"))
+    )
 
 
-def start(piece: Piece, run: Path, root: Path = ROOT, seconds: float = 400) -> None:
+def start(piece: Piece, run: Path, root: Path = ROOT, seconds: float = 900) -> None:
     """Run the piece to its end or its interruption. Sets its code and what it said."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+    }
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     word, _, delay = piece.interruption.partition(" after ")
     if word and not delay:
@@ -430,13 +619,20 @@ def start(piece: Piece, run: Path, root: Path = ROOT, seconds: float = 400) -> N
     output = run.parent / f"{run.name}.out"
     with output.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *piece.command], cwd=root, env=environment, stdout=file, stderr=file, start_new_session=True
+            [sys.executable, *piece.command],
+            cwd=root,
+            env=environment,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
         deadline = time.monotonic() + seconds
         if delay:
             size = (run / "metrics.jsonl").stat().st_size if (run / "metrics.jsonl").exists() else 0
             while process.poll() is None and time.monotonic() < deadline:
-                if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > size:
+                if (run / "metrics.jsonl").exists() and (
+                    run / "metrics.jsonl"
+                ).stat().st_size > size:
                     break
                 time.sleep(0.02)
             time.sleep(float(delay))
@@ -480,9 +676,15 @@ class Outcome:
 
 
 def run_row(
-    array: Array, row: Row, folder: Path, run: Path, seed: int, interruptions: int, root: Path = ROOT
+    array: Array,
+    row: Row,
+    folder: Path,
+    run: Path,
+    seed: int,
+    interruptions: int,
+    root: Path = ROOT,
 ) -> Outcome:
-    """Run a row with so many interruptions at most, and compare. What is refused is left out of the row.
+    """Run a row with so many interruptions at most, and compare. What is refused is left out.
 
     seed: of what is trained.
     """
@@ -492,9 +694,15 @@ def run_row(
     while True:
         cut = interruption(generator, row.get("devices", 1)) if left else ""
         piece = Piece(row, cut, command(row, what, folder, run, resumes=bool(outcome.pieces)))
+        trained = steps_logged(run)
         start(piece, run, root)
         if piece.code == BAD_INPUT and "Traceback" not in piece.said:
-            outcome.refused.append(next((one for one in piece.said.splitlines() if "error:" in one), last_words(piece.said)))
+            outcome.refused.append(
+                next(
+                    (one for one in piece.said.splitlines() if "error:" in one),
+                    last_words(piece.said),
+                )
+            )
             row = array.refuse(row, outcome.refused[-1])
             if len(outcome.refused) > MOST_REFUSED:
                 outcome.differences.append("refused again and again: " + piece.said[-300:])
@@ -502,7 +710,9 @@ def run_row(
             continue
         outcome.pieces.append(piece)
         array.accept(row)
-        may_end_with = {DONE} if not cut else {DONE, STOPPED, PEER_LOST, -signal.SIGKILL, -signal.SIGTERM}
+        may_end_with = (
+            {DONE} if not cut else {DONE, STOPPED, PEER_LOST, -signal.SIGKILL, -signal.SIGTERM}
+        )
         if piece.code not in may_end_with or "Traceback" in piece.said:
             outcome.differences.append(f"code {piece.code}: {last_words(piece.said)}")
             return outcome
@@ -513,7 +723,15 @@ def run_row(
         if generator.random() < 0.5:
             moves = True
             row = array.draw({name: row[name] for name in KEPT if name in row})
-    outcome.differences += differences(run, reference(what, row, folder))
+    if outcome.interruptions and steps_logged(run) == trained:
+        # What came last was an evaluation that a stop had cut off: now nothing is left to do.
+        piece = Piece(row, "", command(row, what, folder, run, resumes=True))
+        start(piece, run, root)
+        outcome.pieces.append(piece)
+        if piece.code != DONE or "validation loss" in piece.said:
+            said = last_words(piece.said)
+            outcome.differences.append(f"started again after its end: code {piece.code}, {said}")
+    outcome.differences += differences(run, reference(what, row, folder, root))
     if outcome.interruptions and not moves and not outcome.differences:
         twin, outcome.has_twin = run.with_name(f"{run.name}-twin"), True
         piece = Piece(row, "", command(row, what, folder, twin, resumes=False))
@@ -528,16 +746,52 @@ MOST_REFUSED = 20  # for one row
 _references: dict[str, plain_trainer.Found] = {}
 
 
-def reference(what: dict[str, Any], row: Row, folder: Path) -> plain_trainer.Found:
+def reference(
+    what: dict[str, Any], row: Row, folder: Path, root: Path = ROOT
+) -> plain_trainer.Found:
     data = DATA[row["data"]]
-    kept = {name: what[name] for name in [*WHAT, "model_name", "global_batch_size"] if what[name] is not None}
-    kept |= {"max_step": what["max_step"], "document_masking": what.get("document_masking") == "true"}
-    kept |= {name: row[name] for name in ("ema_decay", "ema_every") if name in row}
-    sources, beside = ({name: str(folder / one) for name, one in each.items()} for each in (data.sources, {"beside": BESIDE}))
+    if data.pinned:
+        return _undisturbed(what, {"data": row["data"], **data.pinned}, folder, root)
+    kept = {
+        name: what[name]
+        for name in [*WHAT, "model_name", "global_batch_size"]
+        if what[name] is not None
+    }
+    kept |= {
+        "max_step": what["max_step"],
+        "document_masking": what.get("document_masking") == "true",
+    }
+    kept |= {name: row[name] for name in ("ema_decay", "ema_every") if row.get(name) is not None}
+    sources, beside = (
+        {name: str(folder / one) for name, one in each.items()}
+        for each in (data.sources, {"beside": BESIDE})
+    )
     name = json.dumps([kept, sources], sort_keys=True)
     if name not in _references:
         _references[name] = plain_trainer.train(kept, sources, data.stages, beside)
     return _references[name]
+
+
+def _undisturbed(what: dict[str, Any], row: Row, folder: Path, root: Path) -> plain_trainer.Found:
+    """What a run with few flags, on one device, without interruptions has given."""
+    run = folder / "undisturbed" / str(row["data"])
+    if not run.is_dir():
+        run.parent.mkdir(exist_ok=True)
+        row = {**row, "devices": 1, "micro_batch_size": 8, "log_step_interval": 1}
+        piece = Piece(row, "", command(row, what, folder, run, resumes=False))
+        start(piece, run, root)
+        assert piece.code == DONE, f"{piece}\n{piece.said}"
+    steps, evaluations = {}, {}
+    for line in lines_of(run):
+        if "loss" in line:
+            steps[line["step"]] = {name: line[name] for name in ("loss", "lr", "grad_norm")}
+        if "eval" in line:
+            evaluations[line["step"]] = {
+                name: one["loss"] for name, one in line["eval"].items()
+            } | {"": line["eval_loss"]}
+    weights = weights_of(run / f"step-{max(steps):08d}")
+    moved = {name: torch.full((), 1e-4) for name in weights if name != "lm_head.weight"}
+    return plain_trainer.Found(steps, evaluations, weights, moved)
 
 
 def last_words(said: str) -> str:
@@ -551,7 +805,12 @@ LOSS, NORM, WEIGHT = 1e-5, 1e-4, 1e-5  # relative; of weights to the largest of 
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    file = run / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def steps_logged(run: Path) -> list[int]:
+    return [line["step"] for line in lines_of(run) if "loss" in line]
 
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -570,16 +829,22 @@ def differences(run: Path, plain: plain_trainer.Found) -> list[str]:
         if "loss" in line:
             seen[step] += 1
             for name, most in (("loss", LOSS), ("lr", 1e-12), ("grad_norm", NORM)):
-                found += _apart(f"step {step}: {name}", line[name], plain.steps.get(step, {}).get(name), most)
+                found += _apart(
+                    f"step {step}: {name}", line[name], plain.steps.get(step, {}).get(name), most
+                )
         if "eval_loss" in line:
             seen["evaluation", step] += 1
             of_sets = plain.evaluations.get(step, {})
             for name, one in line["eval"].items():
                 if name in of_sets:
-                    found += _apart(f"step {step}: loss of {name}", one["loss"], of_sets[name], LOSS)
+                    found += _apart(
+                        f"step {step}: loss of {name}", one["loss"], of_sets[name], LOSS
+                    )
             found += _apart(f"step {step}: eval_loss", line["eval_loss"], of_sets.get(""), LOSS)
-            if "eval_loss_ema" in line and step > 0:
-                found += _apart(f"step {step}: loss of the average", line["eval_loss_ema"], of_sets.get("ema"), LOSS)
+            if "eval_loss_ema" in line and "ema" in of_sets:
+                found += _apart(
+                    f"step {step}: loss of the average", line["eval_loss_ema"], of_sets["ema"], LOSS
+                )
     found += [f"{place} is logged {count} times" for place, count in seen.items() if count > 1]
     if last not in seen or max(step for step in seen if isinstance(step, int)) != last:
         found.append(f"the last step, {last}, isn't logged")
@@ -592,7 +857,10 @@ def differences(run: Path, plain: plain_trainer.Found) -> list[str]:
             apart = (weights[name].float() - tensor).abs()
             most = WEIGHT * tensor.abs().max() + plain.uncertain.get(name, 0.0)
             if bool((apart > most).any()):
-                found.append(f"weights {name}: {float(apart.max()):.2e} apart, of {float(tensor.abs().max()):.2e}")
+                found.append(
+                    f"weights {name}: {float(apart.max()):.2e} apart, "
+                    f"of {float(tensor.abs().max()):.2e}"
+                )
     if missing := [name for name in plain.uncertain if name not in weights]:
         found.append(f"{checkpoint.name} lacks {', '.join(missing[:3])}")
     return found
@@ -600,30 +868,40 @@ def differences(run: Path, plain: plain_trainer.Found) -> list[str]:
 
 def _apart(what: str, here: Optional[float], there: Optional[float], most: float) -> list[str]:
     if here is None or there is None:
-        return [f"{what} is {here}, and {there} of the plain trainer"]
+        return [f"{what} is {here}, not {there}"]
     if math.isclose(here, there, rel_tol=most, abs_tol=1e-30):
         return []
-    return [f"{what} is {here:.9g}, and {there:.9g} of the plain trainer ({abs(here / there - 1):.1e} apart)"]
+    return [f"{what} is {here:.9g}, not {there:.9g} ({abs(here / there - 1):.1e} apart)"]
 
 
 def unlike(run: Path, twin: Path) -> list[str]:
     """How two runs differ in any bit of their losses and last weights."""
     found = []
     for key in ("loss", "grad_norm", "eval_loss", "eval_loss_ema"):
-        one, other = ({line["step"]: line[key] for line in lines_of(each) if key in line} for each in (run, twin))
-        if differing := sorted(step for step in one.keys() | other.keys() if one.get(step) != other.get(step)):
+        one, other = (
+            {line["step"]: line[key] for line in lines_of(each) if key in line}
+            for each in (run, twin)
+        )
+        if differing := sorted(
+            step for step in one.keys() | other.keys() if one.get(step) != other.get(step)
+        ):
             step = differing[0]
-            found.append(f"{key} of {len(differing)} steps, of step {step} {one.get(step)}, not {other.get(step)}")
+            found.append(
+                f"{key} of {len(differing)} steps, of step {step} {one.get(step)}, "
+                f"not {other.get(step)}"
+            )
     one, other = (weights_of(max(each.glob("step-*[0-9]"))) for each in (run, twin))
     names = [name for name in one if not torch.equal(one[name], other[name])]
     return found + ([f"weights: {len(names)} tensors, first {names[0]}"] if names else [])
 
 
-def rows_until(end: float, array: Array, folder: Path, seed: int, root: Path = ROOT) -> Iterator[tuple[int, Outcome]]:
+def rows_until(
+    end: float, array: Array, folder: Path, seed: int, root: Path = ROOT
+) -> Iterator[tuple[int, Outcome]]:
     """Run rows until the time.monotonic() `end`. Yields their numbers, and what came of them."""
     number = 0
     while time.monotonic() < end:
-        run = folder / "runs" / f"row-{number}"
+        run = folder / "runs" / f"seed-{seed}-row-{number}"
         run.parent.mkdir(exist_ok=True)
         cuts = array.generator.choice([0, 1, 1, 2])
         yield number, run_row(array, array.draw(), folder, run, seed, cuts, root)

@@ -1,7 +1,8 @@
 """Law 16: flags that say how never change what.
 
-Rows of all flags that say how, drawn so that they cover pairs of values, stopped, killed and resumed, agree with a plain trainer
-that shares no code with the package. `python benchmarks/any_flags.py` goes on where this ends.
+Rows of all flags that say how, drawn so that they cover pairs of values, stopped, killed and
+resumed, agree with a plain trainer that shares no code with the package.
+`python benchmarks/any_flags.py` goes on where this ends.
 """
 
 import ast
@@ -11,15 +12,37 @@ from pathlib import Path
 
 import law_16
 import pytest
+from ranks import train_ranks
 
 from arguments import Arguments
 from fabric_llm.base.command_line import Flag
 
 ROWS = 10  # of the longer suite
-# What the README's command runs: no pairs, but what each of them needs.
+# Rows on forked ranks, as in other tests: their number, and flags that say how.
 QUICK = {
-    "packed": {"model": "llama", "data": "best_fit", "micro_batch_size": 4, "eval_step_interval": 3, "log_step_interval": 1},
-    "mixed": {"model": "mixtral", "data": "replay", "activation_checkpointing": "full", "save_step_interval": 2},
+    "packed": (
+        1,
+        {"model": "llama", "data": "best_fit", "micro_batch_size": 4, "eval_step_interval": 3},
+    ),
+    "mixed": (
+        2,
+        {
+            "model": "mixtral",
+            "data": "replay",
+            "strategy": "fsdp2",
+            "activation_checkpointing": "full",
+        },
+    ),
+    "windows": (
+        2,
+        {
+            "model": "gemma3_text",
+            "data": "stages",
+            "strategy": "ddp",
+            "loss": "chunked",
+            "num_workers": 0,
+        },
+    ),
 }
 
 
@@ -30,14 +53,18 @@ def folder(tmp_path_factory):
 
 def test_every_flag_of_train_says_whether_it_says_what_or_how():
     undecided = [name for name, one in Arguments.declared().items() if one.how is None]
-    assert not undecided, f"declare {undecided} in arguments.py by `what`, `setting`, or `flag` with how=True or False"
+    assert not undecided, (
+        f"declare {undecided} in arguments.py by `what`, `setting`, or `flag` with how=True"
+    )
 
 
 def test_every_flag_that_says_how_is_drawn_or_left_out_by_name():
     drawn = law_16.factors()
     how = set(law_16.flags_of_how())
     assert drawn.keys() - {"model", "data"} == how - law_16.NOT_DRAWN.keys()
-    assert law_16.VALUES.keys() | law_16.NOT_DRAWN.keys() <= how, "flags that are gone, or that say what"
+    assert law_16.VALUES.keys() | law_16.NOT_DRAWN.keys() <= how, (
+        "flags that are gone, or that say what"
+    )
     assert not law_16.VALUES.keys() & law_16.NOT_DRAWN.keys()
 
 
@@ -48,12 +75,17 @@ def test_a_new_flag_takes_part_by_its_type_or_asks_for_values():
 
 
 def test_the_plain_trainer_shares_no_code_with_the_package():
-    text = Path(law_16.plain_trainer.__file__).read_text()
-    names = {node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
-    names |= {alias.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for alias in node.names}
+    names = set()
+    for file in ("plain_trainer.py", "plain_order.py"):
+        text = Path(__file__).with_name(file).read_text()
+        assert len(text.splitlines()) < 200
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom):
+                names.add(node.module)
+            elif isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
     others = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names)
-    assert others == {"torch", "transformers", "datasets", "numpy"}
-    assert sum(bool(line.strip()) for line in text.splitlines()) < 200
+    assert others == {"torch", "transformers", "datasets", "numpy", "plain_order"}
 
 
 def drawn(count, seed=16):
@@ -76,9 +108,18 @@ def test_rows_cover_pairs_and_hold_what_has_an_effect():
 
 def test_a_refused_row_goes_on_without_what_the_sentence_names():
     array = law_16.Array(random.Random(0))
-    row = {"model": "gpt2", "data": "rows", "devices": 1, "cpu_offload": "true", "strategy": "ddp", "num_workers": 3}
+    row = {
+        "model": "gpt2",
+        "data": "rows",
+        "devices": 1,
+        "cpu_offload": "true",
+        "strategy": "ddp",
+        "num_workers": 3,
+    }
     without = {name: value for name, value in row.items() if name != "cpu_offload"}
-    sentence = "train.py: error: --cpu_offload true needs --strategy fsdp or fsdp2; here it is single."
+    sentence = (
+        "train.py: error: --cpu_offload true needs --strategy fsdp or fsdp2; here it is single."
+    )
     for model in ("gpt2", "llama", "qwen3"):
         assert not array.is_refused({**row, "model": model})
         assert array.refuse({**row, "model": model}, sentence) == {**without, "model": model}
@@ -90,21 +131,23 @@ def test_a_refused_row_goes_on_without_what_the_sentence_names():
     assert not array.is_refused({**row, "model": "mixtral"})
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", ["packed", "mixed", pytest.param("windows", marks=pytest.mark.longer)]
+)
 def test_a_run_is_that_of_a_plain_trainer(folder, tmp_path, name):
-    row = QUICK[name]
+    ranks, row = QUICK[name]
     what = law_16.what_of(row["model"], row["data"], folder, seed=0)
-    piece = law_16.Piece(row, "", law_16.command(row, what, folder, tmp_path / "run", resumes=False))
-    law_16.start(piece, tmp_path / "run")
-    assert piece.code == 0, f"{piece}\n{piece.said}"
+    train_ranks(ranks, *law_16.command(row, what, folder, tmp_path / "run", resumes=False)[1:])
     assert law_16.differences(tmp_path / "run", law_16.reference(what, row, folder)) == []
 
 
 @pytest.mark.longer
 @pytest.mark.parametrize("number", range(ROWS))
 def test_rows_of_any_flags_agree_with_a_plain_trainer(folder, tmp_path, number):
-    """Each row is interrupted up to twice, and goes on with its flags or with those of another one."""
+    """Each row is interrupted up to twice, and goes on with its flags or those of another one."""
     *before, row = drawn(number + 1)
     array = law_16.Array(random.Random(number), accepted=before)
-    outcome = law_16.run_row(array, row, folder, tmp_path / "run", seed=16, interruptions=number % 3)
+    outcome = law_16.run_row(
+        array, row, folder, tmp_path / "run", seed=16, interruptions=number % 3
+    )
     assert not outcome.differences, "\n".join([*outcome.differences[:8], outcome.commands])

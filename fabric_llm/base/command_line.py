@@ -52,7 +52,7 @@ class Flag:
     above: Optional[float] = None  # the range of a number
     at_least: Optional[float] = None
     below: Optional[float] = None
-    how: Optional[bool] = None  # whether it says how is trained, which changes no number, or what; None: not of train.py
+    how: Optional[bool] = None  # of train.py: whether it says how is trained, or what
     may_change: bool = False  # a resumed run may have another value
     fixed: bool = False  # a resumed run has the same value, whatever --resume_override says
     kept: bool = True  # in arguments.yaml; False if it names the run, or concerns a single start of it
