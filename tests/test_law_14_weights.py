@@ -22,11 +22,17 @@ from fabric_llm.model.loading import build_skeleton, has_weights, load_config, o
 from fabric_llm.model.weights import units
 
 QUICK = ("llama", "gpt2", "mixtral", "qwen3", "gemma3_text", "qwen3_next")
-ALL = [family if family in QUICK else pytest.param(family, marks=pytest.mark.longer) for family in FAMILIES]
+ALL = [
+    family if family in QUICK else pytest.param(family, marks=pytest.mark.longer)
+    for family in FAMILIES
+]
 SEEDS = [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.longer) for seed in range(24)]
 LEFT_OUT = {  # what transformers leaves out by name, though it is in files of these families
     "gpt2": ["h.1.attn.bias", "h.0.attn.bias"],
-    "llama": ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.1.self_attn.rotary_emb.inv_freq"],
+    "llama": [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.1.self_attn.rotary_emb.inv_freq",
+    ],
     "qwen3_next": ["mtp.fc.weight", "mtp.layers.0.mlp.gate.weight", "mtp.norm.weight"],
     "deepseek_v3": ["model.layers.61.embed_tokens.weight", "model.layers.61.mlp.gate.weight"],
 }
@@ -46,7 +52,11 @@ def whole(tmp_path_factory):
 
 
 def tensors_of(folder):
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def numbers(tensors):
@@ -58,7 +68,11 @@ def opened(folder):
     """(what the source reads, what it has left out). Raises what reading raises."""
     config = load_config(str(folder))
     source = open_weights(str(folder), config, torch.float32)
-    read = [tensor for unit in units(build_skeleton(config, torch.float32)) for tensor in source.read(unit).values()]
+    read = [
+        tensor
+        for unit in units(build_skeleton(config, torch.float32))
+        for tensor in source.read(unit).values()
+    ]
     return read, source.left_out
 
 
@@ -72,19 +86,26 @@ def refusal(folder):
 @pytest.mark.parametrize("family", ALL)
 def test_what_is_in_the_files_is_in_the_model(whole, family):
     read, left_out = opened(whole(family))
-    assert left_out == [] and np.array_equal(numbers(read), numbers(tensors_of(whole(family)).values()))
+    assert left_out == [] and np.array_equal(
+        numbers(read), numbers(tensors_of(whole(family)).values())
+    )
 
 
 # ------------------------------------------------------------------------------- odd tensors, drawn
 
 
 def bias_beside(tensors, draw):
-    matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2 and name.endswith("weight")]
+    matrices = [
+        name for name, tensor in tensors.items() if tensor.ndim == 2 and name.endswith("weight")
+    ]
     return {draw.choice(matrices).removesuffix("weight") + "extra_bias": torch.randn(7)}
 
 
 def a_tower(tensors, draw):
-    return {f"vision_tower.blocks.{number}.weight": torch.randn(3, 5) for number in range(draw.randint(1, 30))}
+    return {
+        f"vision_tower.blocks.{number}.weight": torch.randn(3, 5)
+        for number in range(draw.randint(1, 30))
+    }
 
 
 def more_layers(tensors, draw):
@@ -93,12 +114,18 @@ def more_layers(tensors, draw):
     return {
         name.replace(found[0], f".{number}.", 1): tensors[name].clone()
         for name, found in numbered.items()
-        if found and found[1] == "0" and not any(part in name for part in (".experts.", "attn.bias"))
+        if found
+        and found[1] == "0"
+        and not any(part in name for part in (".experts.", "attn.bias"))
     }
 
 
 def scales(tensors, draw):
-    return {f"{name}_scale_inv": torch.rand(1, 1) for name in list(tensors)[:: draw.randint(1, 3)] if name.endswith("proj.weight")}
+    return {
+        f"{name}_scale_inv": torch.rand(1, 1)
+        for name in list(tensors)[:: draw.randint(1, 3)]
+        if name.endswith("proj.weight")
+    }
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -106,7 +133,9 @@ def test_tensors_that_the_model_does_not_take_are_refused_by_name(whole, tmp_pat
     draw = random.Random(seed)
     folder = shutil.copytree(whole(draw.choice(QUICK)), tmp_path / "model")
     tensors = tensors_of(folder)
-    added = draw.choice([bias_beside, a_tower, more_layers, scales])(tensors, draw) or a_tower(tensors, draw)
+    added = draw.choice([bias_beside, a_tower, more_layers, scales])(tensors, draw) or a_tower(
+        tensors, draw
+    )
     save_file({**tensors, **added}, folder / "model.safetensors", {"format": "pt"})
     said = refusal(folder)
     assert f"{len(added)} of the tensors in the files" in said
@@ -146,13 +175,34 @@ def test_one_tensor_under_two_names_is_refused(whole, tmp_path):
 
 # ------------------------------------------------------------------------------- a configuration of another model
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 131}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+}
 OTHER = {  # what the files hold, and what config.json is made to say
-    "14 biases": ({"model_type": "llama", "mlp_bias": True, "num_hidden_layers": 4}, {"mlp_bias": False}),
-    "q_norm and k_norm": ({"model_type": "qwen3", "head_dim": 8, "num_hidden_layers": 2}, {"model_type": "llama"}),
-    "half of the layers": ({"model_type": "llama", "num_hidden_layers": 6}, {"num_hidden_layers": 3}),
-    "biases of attention": ({"model_type": "qwen2", "num_hidden_layers": 2}, {"model_type": "llama"}),
-    "an untied head": ({"model_type": "llama", "num_hidden_layers": 1}, {"model_type": "opt", "ffn_dim": 48}),
+    "14 biases": (
+        {"model_type": "llama", "mlp_bias": True, "num_hidden_layers": 4},
+        {"mlp_bias": False},
+    ),
+    "q_norm and k_norm": (
+        {"model_type": "qwen3", "head_dim": 8, "num_hidden_layers": 2},
+        {"model_type": "llama"},
+    ),
+    "half of the layers": (
+        {"model_type": "llama", "num_hidden_layers": 6},
+        {"num_hidden_layers": 3},
+    ),
+    "biases of attention": (
+        {"model_type": "qwen2", "num_hidden_layers": 2},
+        {"model_type": "llama"},
+    ),
+    "an untied head": (
+        {"model_type": "llama", "num_hidden_layers": 1},
+        {"model_type": "opt", "ffn_dim": 48},
+    ),
 }
 
 
@@ -173,7 +223,9 @@ def test_a_configuration_that_is_not_that_of_the_weights(tmp_path, kind):
 # ------------------------------------------------------------------------------- what isn't a number
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_weights_in_a_dtype_that_needs_scales_are_refused(whole, tmp_path, family, dtype):
     folder = shutil.copytree(whole(family), tmp_path / "model")
@@ -183,7 +235,11 @@ def test_weights_in_a_dtype_that_needs_scales_are_refused(whole, tmp_path, famil
         tensors[name] = (tensors[name] * 100).to(dtype)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     said = refusal(folder)
-    assert f"{len(scaled)} of them are" in said and any(name in said for name in scaled) and "quantization_config" in said
+    assert (
+        f"{len(scaled)} of them are" in said
+        and any(name in said for name in scaled)
+        and "quantization_config" in said
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS[:8])
@@ -285,7 +341,11 @@ def train(toys, folder, tmp_path):
 def test_a_run_does_not_start_from_part_of_its_weights(toys, tmp_path):
     folder = shutil.copytree(toys / "llama", tmp_path / "model")
     tensors = tensors_of(folder)
-    added = {f"model.layers.{layer}.mlp.{name}_proj.bias": torch.ones(32) for layer in (0, 1) for name in ("up", "down")}
+    added = {
+        f"model.layers.{layer}.mlp.{name}_proj.bias": torch.ones(32)
+        for layer in (0, 1)
+        for name in ("up", "down")
+    }
     save_file({**tensors, **added}, folder / "model.safetensors", {"format": "pt"})
     code, said = train(toys, folder, tmp_path)
     assert code == 2 and all(name in said for name in added) and "Traceback" not in said
@@ -304,9 +364,26 @@ def test_a_run_says_what_transformers_leaves_out_and_the_card_as_well(toys, tmp_
     named = "model.layers.*.self_attn.rotary_emb.inv_freq (2)"
     assert code == 0 and said.count(named) == 1 and "2 tensors in the files of" in said
     checkpoint = keep.checkpoint_at(next(path.parent for path in tmp_path.rglob("arguments.yaml")))
-    given = type("Given", (), {"push_to_hub": None, "output": tmp_path / "hf", "dtype": "auto", "ema": False, "max_shard_size": "5GB"})
-    export(checkpoint, tmp_path / "hf", describe=lambda made, proof: card.write(made, proof, checkpoint, given))
-    assert f"since transformers leaves them out: `{named}`." in (tmp_path / "hf" / "README.md").read_text()
+    given = type(
+        "Given",
+        (),
+        {
+            "push_to_hub": None,
+            "output": tmp_path / "hf",
+            "dtype": "auto",
+            "ema": False,
+            "max_shard_size": "5GB",
+        },
+    )
+    export(
+        checkpoint,
+        tmp_path / "hf",
+        describe=lambda made, proof: card.write(made, proof, checkpoint, given),
+    )
+    assert (
+        f"since transformers leaves them out: `{named}`."
+        in (tmp_path / "hf" / "README.md").read_text()
+    )
 
 
 def test_nan_in_the_base_ends_a_run_before_its_first_step(toys, tmp_path):
@@ -315,6 +392,8 @@ def test_nan_in_the_base_ends_a_run_before_its_first_step(toys, tmp_path):
     tensors["model.embed_tokens.weight"][5] = float("inf")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     code, said = train(toys, folder, tmp_path)
-    assert code == 2 and "hold NaN or infinity, in model.embed_tokens.weight" in said and "causal" not in said
-
-
+    assert (
+        code == 2
+        and "hold NaN or infinity, in model.embed_tokens.weight" in said
+        and "causal" not in said
+    )

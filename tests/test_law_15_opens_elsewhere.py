@@ -43,7 +43,16 @@ def run(tmp_path_factory):
     tokenizer.save_pretrained(folder / "base")
     (folder / "base" / "tokenizer.model").write_bytes(b"of SentencePiece")
     make_dataset(folder / "data", default_rng(0))
-    flags = ("--model_name", folder / "base", "--train_data_dir", folder / "data", "--output_dir", folder, "--eval_iters", 0)
+    flags = (
+        "--model_name",
+        folder / "base",
+        "--train_data_dir",
+        folder / "data",
+        "--output_dir",
+        folder,
+        "--eval_iters",
+        0,
+    )
     train_ranks(1, *flags, "--run_name", "run", "--max_step", 1, "--precision", "32-true")
     checkpoint = keep.checkpoint_at(folder / "run")
     exporting.export(checkpoint, folder / "hf")
@@ -60,12 +69,33 @@ def test_the_configuration_that_is_saved_makes_the_same_model(tmp_path, family):
     whole.write_configuration(tmp_path, skeleton, None)
     again = AutoConfig.from_pretrained(tmp_path)
     assert type(again) is type(skeleton.config)
-    assert getattr(again, "rope_parameters", None) == getattr(skeleton.config, "rope_parameters", None)
+    assert getattr(again, "rope_parameters", None) == getattr(
+        skeleton.config, "rope_parameters", None
+    )
 
 
-VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "attention_heads": 2, "image_size": 8, "patch_size": 4}
-SIZES = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 64}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "max_position_embeddings": 64,
+}
 NOT_AGAIN = {
     "mllama": {"text_config": {**SIZES, "cross_attention_layers": []}, "vision_config": VISION},
     "emu3": {"text_config": SIZES, "vocabulary_map": {"<image>": 5}},
@@ -75,10 +105,19 @@ NOT_AGAIN = {
 @pytest.mark.parametrize("model_type", NOT_AGAIN)
 def test_what_could_not_be_opened_again_is_refused_before_step_1(toys, tmp_path, model_type):
     AutoConfig.for_model(model_type, **NOT_AGAIN[model_type]).save_pretrained(tmp_path / "model")
-    flags = ("--model_name", tmp_path / "model", "--train_data_dir", toys / "data", "--output_dir", tmp_path / "out")
+    flags = (
+        "--model_name",
+        tmp_path / "model",
+        "--train_data_dir",
+        toys / "data",
+        "--output_dir",
+        tmp_path / "out",
+    )
     job = Job(1, *flags, "--run_name", "run", "--max_step", 1, "--eval_iters", 0)
     [code] = job.wait(120)
-    assert code == 2 and "could be trained and saved, but not resumed or exported" in job.output[0], job.output[0]
+    assert (
+        code == 2 and "could be trained and saved, but not resumed or exported" in job.output[0]
+    ), job.output[0]
     assert not list((tmp_path / "out").rglob("step-*"))
 
 
@@ -88,15 +127,23 @@ def test_the_tokenizer_says_nothing_of_this_machine_and_keeps_its_files(run):
         assert not {"is_local", "local_files_only", "name_or_path"} & said.keys()
         assert said["tokenizer_class"] == "PreTrainedTokenizerFast"
         assert (folder / "tokenizer.model").read_bytes() == b"of SentencePiece"
-        assert AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"] == AutoTokenizer.from_pretrained(run[0])(TEXT)["input_ids"]
-        assert AutoTokenizer.from_pretrained(folder).all_special_tokens == ["<|endoftext|>", "<question>"]
+        assert (
+            AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
+            == AutoTokenizer.from_pretrained(run[0])(TEXT)["input_ids"]
+        )
+        assert AutoTokenizer.from_pretrained(folder).all_special_tokens == [
+            "<|endoftext|>",
+            "<question>",
+        ]
 
 
 def test_older_names_of_positions_are_written_beside_the_new_ones(run):
     for folder in run:
         said = json.loads((folder / "config.json").read_text())
         assert said["rope_parameters"] == LLAMA3 and said["rope_theta"] == 500000.0
-        assert said["rope_scaling"] == {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
+        assert said["rope_scaling"] == {
+            name: value for name, value in LLAMA3.items() if name != "rope_theta"
+        }
 
 
 # ------------------------------------------------------------------------------- another user
@@ -104,7 +151,12 @@ def test_older_names_of_positions_are_written_beside_the_new_ones(run):
 
 def test_all_files_have_the_mode_of_a_new_file(run, tmp_path):
     (tmp_path / "new").touch()
-    modes = {path: path.stat().st_mode & 0o777 for folder in run for path in folder.rglob("*") if path.is_file()}
+    modes = {
+        path: path.stat().st_mode & 0o777
+        for folder in run
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     assert set(modes.values()) == {(tmp_path / "new").stat().st_mode & 0o777}, modes
 
 
@@ -153,7 +205,12 @@ print("FOUND" + json.dumps([transformers.__version__, found]))
 POSITIONS = {
     "llama": LLAMA3,
     "mistral": {"rope_type": "default", "rope_theta": 1e6},
-    "qwen2": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16},
+    "qwen2": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
     "qwen3": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
     "phi": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.25},
     "gpt_neox": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
@@ -178,12 +235,16 @@ def with_positions(family, folder):
     config = load_config(str(folder / "base" / family))
     source = open_weights(str(folder / "base" / family), config, torch.float32)
     made = folder / family
-    exporting.write_model(made, folder / "base" / family, build_skeleton(config, torch.float32), source)
+    exporting.write_model(
+        made, folder / "base" / family, build_skeleton(config, torch.float32), source
+    )
     return made
 
 
 @pytest.mark.longer
-@pytest.mark.skipif(not OTHERS, reason="FABRIC_LLM_OTHER_TRANSFORMERS names no other environment (docs/testing.md)")
+@pytest.mark.skipif(
+    not OTHERS, reason="FABRIC_LLM_OTHER_TRANSFORMERS names no other environment (docs/testing.md)"
+)
 @pytest.mark.parametrize("python", OTHERS)
 def test_other_versions_of_transformers_read_the_same_model(run, tmp_path, python):
     ids = (torch.arange(CONTEXT) * 7 % 131).tolist()
@@ -196,7 +257,9 @@ def test_other_versions_of_transformers_read_the_same_model(run, tmp_path, pytho
     for folder in folders:
         assert not isinstance(found[folder], str), (version, folder, found[folder])
         with torch.no_grad():
-            ours = AutoModelForCausalLM.from_pretrained(folder).eval()(torch.tensor([ids])).logits[0]
+            ours = (
+                AutoModelForCausalLM.from_pretrained(folder).eval()(torch.tensor([ids])).logits[0]
+            )
         difference = ((torch.tensor(found[folder]) - ours).abs().mean() / ours.std()).item()
         assert difference < 1e-5, (version, folder, difference)
     tokenizer = AutoTokenizer.from_pretrained(run[1])

@@ -104,7 +104,7 @@ def _write_config(folder: Path, skeleton: PreTrainedModel) -> None:
 
 
 def require_opens(skeleton: PreTrainedModel) -> None:
-    """Raises ValueError where the configuration that would be saved doesn't make this model again."""
+    """Raises ValueError where the configuration that would be saved makes this model no more."""
     problem = None
     with TemporaryDirectory() as folder:
         _write_config(Path(folder), skeleton)
@@ -116,8 +116,9 @@ def require_opens(skeleton: PreTrainedModel) -> None:
             problem = f"makes no model ({one_line(error).replace(folder, 'it')[:200].rstrip('.')})"
     if problem is not None:
         raise ValueError(
-            f"{type(skeleton).__name__} could be trained and saved, but not resumed or exported: of the configuration that is "
-            f"saved with it ({skeleton.config.model_type!r}), AutoModelForCausalLM {problem}. Take a model of text alone."
+            f"{type(skeleton).__name__} could be trained and saved, but not resumed or exported: of "
+            f"the configuration that is saved with it ({skeleton.config.model_type!r}), "
+            f"AutoModelForCausalLM {problem}. Take a model of text alone."
         )
 
 

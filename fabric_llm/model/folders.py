@@ -22,11 +22,11 @@ from fabric_llm.base.names import command, hub_name
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-# What may stand beside a configuration that random weights are drawn for: whatever else there is may be weights.
+# What may stand beside a configuration that random weights are drawn for: anything else may be weights.
 NO_WEIGHTS = re.compile(
-    r".*\.(json|jsonl|ya?ml|toml|txt|md|rst|html|csv|tsv|jinja|py|ipynb|sh|log|lock|metadata|png|jpe?g|gif|svg|pdf"
-    r"|arrow|parquet|model|spm|vocab|bpe|merges|tiktoken|sha256|tag)"
-    r"|(license|licence|notice|readme|copying|authors|makefile|dockerfile|\.git\w*|\.ds_store)[^.]*",
+    r".*\.(json|jsonl|ya?ml|toml|txt|md|rst|html|csv|tsv|jinja|py|ipynb|sh|log|lock|metadata|tag"
+    r"|png|jpe?g|gif|svg|pdf|arrow|parquet|model|spm|vocab|bpe|merges|tiktoken|sha256)"
+    r"|(licen[cs]e|notice|readme|copying|authors|makefile|dockerfile|\.git\w*|\.ds_store)[^.]*",
     re.IGNORECASE,
 )
 
@@ -81,20 +81,26 @@ def check_model_folder(name: str, flag: str = "--model_name") -> None:
 
 
 def _require_none_that_may_be_weights(folder: Path) -> None:
-    """Raises ValueError, Fault (77) for a pickle, where a folder without safetensors has weights in another form, or part of them."""
+    """Raises ValueError, Fault (77) for a pickle, where a folder without safetensors has weights in
+    another form, or a part of them.
+    """
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(set(folders) - {".git"})
-        links = [name for name in folders if Path(place, name).is_symlink()]  # which aren't followed
+        links = [name for name in folders if Path(place, name).is_symlink()]  # aren't followed
         for name in sorted([*names, *links]):
-            path = Path(place, name)
-            if name in links or not NO_WEIGHTS.fullmatch(name) or name.endswith(".index.json"):
-                said = f"{str(folder)!r} has no model.safetensors, and {str(path.relative_to(folder))!r}"
-                if name.endswith(PICKLES):
-                    raise Fault(f"{said} is a pickle, which can run code when opened: refused.", REFUSED)
-                raise ValueError(
-                    f"{said} may be weights, or a part of them: convert them, or download the model as safetensors. A run that "
-                    "is to begin with random weights takes a folder with config.json and a tokenizer alone."
-                )
+            is_index = name.endswith(".index.json")
+            if NO_WEIGHTS.fullmatch(name) and name not in links and not is_index:
+                continue
+            inside = str(Path(place, name).relative_to(folder))
+            said = f"{str(folder)!r} has no model.safetensors, and {inside!r}"
+            if name.endswith(PICKLES):
+                sentence = f"{said} is a pickle, which can run code when opened: refused."
+                raise Fault(sentence, REFUSED)
+            raise ValueError(
+                f"{said} may be weights, or a part of them: convert them, or download the model as "
+                "safetensors. A run that is to begin with random weights takes a folder with "
+                "config.json and a tokenizer alone."
+            )
 
 
 def weights_name(name: Any, where: Path) -> None:

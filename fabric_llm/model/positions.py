@@ -97,14 +97,17 @@ def _frequencies(config: Any) -> list[list[float]]:
 
 
 def with_older_names(config: Any, document: dict[str, Any]) -> dict[str, Any]:
-    """`document`, config.json of `config`, with rotary positions also by the names that transformers 4 reads, and other programs.
+    """`document`, config.json of `config`, with rotary positions also by the names that
+    transformers 4 and other programs read, and the number of experts.
 
-    They pass over what they don't know without a word, and compute with a base of 10000 and no scaling. Only where transformers 5
-    reads the same with both. Likewise the number of experts.
+    They pass over what they don't know without a word, and compute with a base of 10000 and no
+    scaling. Only where transformers 5 reads the same with both.
     """
-    parts = {name: getattr(config, name, None) for name in config.sub_configs if isinstance(document.get(name), dict)}
-    inner = {name: with_older_names(part, document[name]) for name, part in parts.items() if hasattr(part, "sub_configs")}
-    document = {**document, **inner}
+    document = dict(document)
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(document.get(name), dict) and hasattr(part, "sub_configs"):
+            document[name] = with_older_names(part, document[name])
     if (experts := config.attribute_map.get("num_experts")) in document:
         document["num_experts"] = document[experts]
     rope = getattr(config, "rope_parameters", None) or {}
@@ -114,17 +117,16 @@ def with_older_names(config: Any, document: dict[str, Any]) -> dict[str, Any]:
     base, part = "rope_theta", "partial_rotary_factor"
     if config.model_type.startswith("gpt_neox"):
         base, part = "rotary_emb_base", "rotary_pct"
-    scaling = {name: value for name, value in full.items() if name not in ("rope_theta", "partial_rotary_factor")}
-    older: dict[str, Any] = {base: full["rope_theta"]}
-    if scaling != {"rope_type": "default"}:
-        older["rope_scaling"] = scaling
+    older: dict[str, Any] = {"rope_parameters": rope, base: full["rope_theta"]}
+    names = full.keys() - {"rope_theta", "partial_rotary_factor"}
+    if names != {"rope_type"} or full["rope_type"] != "default":
+        older["rope_scaling"] = {name: full[name] for name in sorted(names)}
     if "partial_rotary_factor" in full:
         older[part] = full["partial_rotary_factor"]
     if "sliding_attention" in rope:
         older["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-    older["rope_parameters"] = rope
     read = None
-    # A family that no older version has may warn of these names, or raise whatever its class makes of them.
+    # A family that no older version has may warn of these names, or raise whatever its class does.
     with suppress(Exception), warnings.catch_warnings(category=FutureWarning, action="ignore"):
         read = type(config).from_dict(deepcopy({**config.to_dict(), **older})).rope_parameters
     return {**document, **older} if read == rope else document

@@ -42,11 +42,15 @@ class Source(Protocol):
 class Stored:
     """Weights in files, under the names and in the layout that transformers' conversions of the model's class take."""
 
-    def __init__(self, skeleton: PreTrainedModel, slices: Slices, dtype: torch.dtype, of: str, code: int) -> None:
-        """skeleton: the model on the meta device, for the source alone. of: the files, in words. code: of a Fault in `read`.
+    def __init__(
+        self, skeleton: PreTrainedModel, slices: Slices, dtype: torch.dtype, of: str, code: int
+    ) -> None:
+        """skeleton: the model on the meta device, for the source alone. of: the files, in words.
+        code: of a Fault in `read`.
 
-        Raises ValueError where the files don't hold all weights of the model, in its shapes, as numbers, or hold others that
-        transformers doesn't leave out by their names, before a tensor is read.
+        Raises ValueError where the files don't hold all weights of the model, in its shapes, as
+        numbers, or hold others that transformers doesn't leave out by their names, before a tensor
+        is read.
         """
         self.skeleton, self.slices, self.first = skeleton, slices, first_names(skeleton)
         self.of, self.code = of, code
@@ -59,7 +63,10 @@ class Stored:
         self.keys = self._keys_of_units(named)
 
     def _names(self, conversions: list[Any]) -> dict[str, list[str]]:
-        """Name in memory -> the names in the files of what it is made from. Raises ValueError for what is there twice."""
+        """Name in memory -> the names in the files of what it is made from.
+
+        Raises ValueError for what is there twice.
+        """
         renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
         converters = [one for one in conversions if isinstance(one, WeightConverter)]
         expected, prefix = self.skeleton.state_dict(), self.skeleton.base_model_prefix
@@ -91,12 +98,19 @@ class Stored:
         return found
 
     def _require_numbers(self, named: dict[str, list[str]]) -> None:
-        """Raises ValueError for integers, and for numbers of 8 bits, that mean something only together with their scales."""
-        taken = [key for name, tensor in self.skeleton.state_dict().items() if tensor.is_floating_point() for key in named.get(name, ())]
+        """Raises ValueError for integers and numbers of 8 bits, which mean nothing without scales."""
+        expected = self.skeleton.state_dict()
+        taken = [
+            key
+            for name, keys in named.items()
+            if name in expected and expected[name].is_floating_point()
+            for key in keys
+        ]
         if scaled := [key for key in taken if self.slices[key].get_dtype() not in NUMBERS]:
             raise ValueError(
-                f"{len(scaled)} of them are {self.slices[scaled[0]].get_dtype()}, such as {scaled[0]}, which are numbers only "
-                "with their scales, and config.json has no quantization_config that says how: take the model in 16 or 32 bits"
+                f"{len(scaled)} of them are {self.slices[scaled[0]].get_dtype()}, such as "
+                f"{scaled[0]}, which are numbers only with their scales, and config.json has no "
+                "quantization_config that says how: take the model in 16 or 32 bits"
             )
 
     def _try_without_memory(self, named: dict[str, list[str]]) -> list[str]:
@@ -111,13 +125,20 @@ class Stored:
         said.missing_keys = {name for name in said.missing_keys if self.first.get(name, name) not in loaded}
         self.skeleton._adjust_missing_and_unexpected_keys(said)
         wrong = [*said.missing_keys, *(str(key) for key in said.mismatched_keys), *said.conversion_errors]
-        unused = {key: name for name in named.keys() - self.skeleton.state_dict().keys() for key in named[name]}
+        expected = self.skeleton.state_dict()
+        unused = {key: name for name in named.keys() - expected.keys() for key in named[name]}
         foreign = sorted(key for key, name in unused.items() if name in said.unexpected_keys)
-        problems = [f"{len(wrong)} of the model's weights are missing or have another shape: {_first(wrong)}"] * bool(wrong)
+        problems = []
+        if wrong:
+            missing = f"{len(wrong)} of the model's weights are missing or have another shape"
+            problems.append(f"{missing}: {_first(wrong)}")
         if foreign:
-            whose = f"{len(foreign)} of the tensors in the files have no place in {type(self.skeleton).__name__}"
-            advice = "correct config.json where it isn't that of these weights, or take a model that transformers has whole"
-            problems.append(f"{whose} as config.json describes it, and would be dropped: {_first(foreign)}; {advice}")
+            problems.append(
+                f"{len(foreign)} of the tensors in the files have no place in "
+                f"{type(self.skeleton).__name__} as config.json describes it, and would be dropped: "
+                f"{_first(foreign)}; correct config.json where it isn't that of these weights, or "
+                "take a model that transformers has whole"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         return sorted(unused.keys() - foreign)
@@ -126,8 +147,10 @@ class Stored:
         """Raises Fault where they hold NaN or infinity."""
         wanted = {key: self.slices[key] for key in self.keys[unit]}
         convert_and_load_state_dict_in_model(self.skeleton, wanted, self.how)
-        found = {self.first.get(name, name): tensor for name, tensor in _taken(self.skeleton).items()}
-        if bad := [name for name, tensor in found.items() if tensor.is_floating_point() and not is_finite(tensor)]:
+        taken = _taken(self.skeleton).items()
+        found = {self.first.get(name, name): tensor for name, tensor in taken}
+        numbers = {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
+        if bad := [name for name, tensor in numbers.items() if not is_finite(tensor)]:
             raise Fault(f"{self.of} hold NaN or infinity, in {_first(bad)}: take others.", self.code)
         return found
 

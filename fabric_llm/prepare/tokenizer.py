@@ -44,9 +44,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """As `save_pretrained`, but so that transformers 4 reads it as well, without what is said of where it was read.
+    """As `save_pretrained`, but so that transformers 4 reads it too, and without where it was read.
 
-    The SentencePiece model that it was read beside, which converters for other programs ask for, goes with it.
+    The SentencePiece model beside which it was read, which converters ask for, goes with it.
     """
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"

@@ -35,7 +35,9 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     cached = re.search(r"models--([^/]+)/snapshots/([0-9a-f]{40})/", config_file)
     base, commit = (cached[1].replace("--", "/"), cached[2]) if cached else (None, None)
     data, lines, name = sources(progress, manifest), logged(run, progress), given.push_to_hub or given.output
-    title = given.push_to_hub or Path(given.output).resolve().name  # a path of this machine says nothing elsewhere
+    # A path of this machine says nothing elsewhere.
+    title = given.push_to_hub or Path(given.output).resolve().name
+    events = run_directory.read_events(run)
     evaluations, reached = [line for line in lines if "eval" in line], progress["progress"]["step"]
     is_of_these_weights = evaluations and evaluations[-1]["step"] == reached and not proof.of_ema
     now = evaluations[-1]["eval"] if is_of_these_weights else {}
@@ -56,14 +58,14 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
         name=name,
         title=title,
         commit=commit,
-        left_out=[tensor for event in run_directory.read_events(run) for tensor in event.get("tensors", ())],
+        left_out=[name for event in events for name in event.get("tensors", ())],
         given=given,
         source=source,
         progress=progress,
         data=data,
         evaluations=evaluations,
         measures=MEASURES,
-        is_random=any(event.get("random") for event in run_directory.read_events(run)),
+        is_random=any(event.get("random") for event in events),
         model_class=loading.causal_lm_class(loading.load_config(str(folder))),
         there=[file.name for file in folder.iterdir()],
         proof=proof,
@@ -78,7 +80,8 @@ def rename(folder: Path, name: str) -> None:
     """Give a card, whatever was written into it since, the name of the repository that it is pushed to."""
     if (card := folder / "README.md").is_file():
         text = card.read_text("utf-8", "replace")
-        loads, title = re.search(r"AutoModelForCausalLM(\.from_pretrained\(\".*\"\))", text), re.search(r"\n# (.*)\n", text)
+        loads = re.search(r"AutoModelForCausalLM(\.from_pretrained\(\".*\"\))", text)
+        title = re.search(r"\n# (.*)\n", text)
         if loads and title:
             text = text.replace(loads[1], f".from_pretrained({as_text(name)})")
             for place in ("\n# %s\n", "\n- name: %s\n"):

@@ -86,11 +86,12 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Option
 
 
 def _say_left_out(plan: Plan, names: list[str]) -> None:
-    """Print what the files hold beside the weights of the model, and keep it for the card of what is exported."""
+    """Print what the files hold beside the weights of the model, and keep it for the card."""
     alike = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
     shown = [f"{name} ({count})" if count > 1 else name for name, count in alike.items()]
-    where = f"{plan.model.source} beside the weights of this model, which transformers leaves out by their names"
-    print(f"{len(names)} tensors in the files of {where}: {', '.join(shown)}.", flush=True)
+    where = f"the files of {plan.model.source} beside the weights of this model"
+    said = f"{len(names)} tensors in {where}, which transformers leaves out by their names"
+    print(f"{said}: {', '.join(shown)}.", flush=True)
     run_directory.record_event(plan.run_directory, "left_out", plan.start.step, tensors=shown)
 
 

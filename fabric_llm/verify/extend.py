@@ -64,7 +64,7 @@ def extend(model_name: str, corpus: Corpus, output: Path, tokens: int) -> list[s
     with replacing(output, skeleton, "The extended model") as folder:
         write_model(folder, model_name, skeleton, longer)
         save_tokenizer(tokenizer, folder)
-        (folder / SENTENCEPIECE).unlink(missing_ok=True)  # which doesn't have the new words
+        (folder / SENTENCEPIECE).unlink(missing_ok=True)  # has no new words
         new = loading.tokenizer_beside(str(folder)).backend_tokenizer
         return [
             f"{len(learned)} tokens more: {first} -> {first + len(learned)} tokens, {rows} -> {now} embeddings.",
