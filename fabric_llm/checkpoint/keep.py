@@ -85,8 +85,8 @@ def _logged_losses(log: Path, progress: Progress) -> dict[str, Any]:
         at, sets = (line.get("step"), line.get("position", progress.position)), line.get("eval")
         if at == (progress.step, progress.position) and isinstance(sets, dict):
             losses = {name: one.get("loss") for name, one in sets.items() if isinstance(one, dict)}
-            for name in [name for name, loss in losses.items() if loss is None]:
-                losses[name] = math.nan  # JSON has none
+            for name, loss in losses.items():
+                losses[name] = loss if isinstance(loss, float) else math.nan  # JSON has no NaN
             return {"eval_loss": line.get("eval_loss"), "eval_losses": losses}
     return {}
 
