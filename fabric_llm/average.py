@@ -9,6 +9,7 @@ budgets, 77 refused for security.
 """
 
 import math
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -128,7 +129,9 @@ def main(argv: Optional[list[str]] = None) -> None:
             raise ValueError(f"--output {str(output)!r} is one of the parts; take another.")
         exported_output(output, given.overwrite)
         files.writable(output)
-        from fabric_llm.verify import average, line  # import torch, for which --help and mistakes don't wait
+        # These import torch, for which --help and mistakes don't wait.
+        from fabric_llm.report import card
+        from fabric_llm.verify import average, line
 
         parts = average.open_parts(folders)
         if not weights:
@@ -137,7 +140,8 @@ def main(argv: Optional[list[str]] = None) -> None:
         for folder, weight in zip(folders, weights):
             print(f"  {weight:.4f}  {folder}", flush=True)
         how = {"weights": given.forgetting_budget or given.weights, **more}
-        print(average.average(parts, weights, how, output, given.dtype, given.max_shard_size), flush=True)
+        verified, better = average.average(parts, weights, how, output, given.dtype, given.max_shard_size), None
+        print(verified, flush=True)
         ending.left = f"{output} is complete"
         if more:
             try:
@@ -145,8 +149,12 @@ def main(argv: Optional[list[str]] = None) -> None:
             except Fault as fault:
                 print(f"Not drawn: {fault}", flush=True)
         elif given.evaluate:
-            average.compare(parts, output)
-        print(f"Next: AutoModelForCausalLM.from_pretrained({str(output)!r})", flush=True)
+            better = average.compare(parts, output)
+        card.write_of_average(output, verified)
+        following = f"AutoModelForCausalLM.from_pretrained({str(output if better is None else better.path)!r})"
+        if better is not None and better.progress is not None:
+            following = f"python export_hf.py {shlex.quote(str(better.path))} --output hf/NAME exports that part"
+        print(f"Next: {following}", flush=True)
 
 
 if __name__ == "__main__":

@@ -382,3 +382,49 @@ def test_help_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--last" in done.stdout and "--weights" in done.stdout
+
+
+# ------------------------------------------------------------------------------- what it is worth
+
+
+def card(folder):
+    return (folder / "README.md").read_text()
+
+
+def test_an_average_that_is_worse_than_a_part_says_so_and_names_that_part(runs, tmp_path, run_average):
+    """Of a trained model and one with large random weights."""
+    full, bad = runs / "full", tmp_path / "bad"
+    AutoModelForCausalLM.from_config(TOY_CONFIGS["llama"]).save_pretrained(bad)
+    tensors = {name: 5 * tensor for name, tensor in stored(bad).items()}
+    save_file(tensors, bad / "model.safetensors", metadata={"format": "pt"})
+    code, out, _ = run_average(bad, full / "step-00000006", evaluate="true")
+    note = json.loads((tmp_path / "hf" / "average.json").read_text())
+    losses = [one["eval_loss"]["validation"] for one in (note, *note["parts"])]
+    assert code == 0 and losses[0] > losses[2] < losses[1], "else this tests nothing"
+    assert f"Warning: the average, {losses[0]:.4f}, is worse than full/step-00000006, {losses[2]:.4f}.\n" in out
+    following = f"python export_hf.py {full / 'step-00000006'} --output hf/NAME exports that part"
+    assert out.splitlines()[-1] == f"Next: {following}"
+    assert f"| the average | | {losses[0]:.4f} |" in card(tmp_path / "hf")
+
+
+def test_its_card_says_what_it_is_of(runs, toys, tmp_path, run_average):
+    code, out, _ = run_average(runs / "full", "--last", 2, evaluate="true")
+    note, said = json.loads((tmp_path / "hf" / "average.json").read_text()), card(tmp_path / "hf")
+    assert code == 0 and "An average of 2 models" in said and said.startswith("---\n") and "- merge\n" in said
+    for part in note["parts"]:
+        assert f"| `{part['path']}` | 0.5000 | {part['eval_loss']['validation']:.4f} |\n" in said
+    assert "of 8 of 10 rows of validation, evenly spread, as the run" in said and "Verified with plain transformers" in said
+    assert run_average(toys / "llama", "--overwrite", "true")[0] == 0
+    assert "Nothing was evaluated." in card(tmp_path / "hf")
+
+
+def test_a_float16_model_is_evaluated(runs, tmp_path, run_average):
+    AutoModelForCausalLM.from_pretrained(runs / "full" / "step-00000004", dtype=torch.float16).save_pretrained(tmp_path / "half")
+    parts = (tmp_path / "half", runs / "full" / "step-00000004")
+    assert run_average(*parts, "--dtype", "float16", evaluate="true")[0] == 0
+    note = json.loads((tmp_path / "hf" / "average.json").read_text())
+    half, full = (part["eval_loss"]["validation"] for part in note["parts"])
+    assert half == pytest.approx(full, abs=1e-3) == note["eval_loss"]["validation"]
+    budget = ("--forgetting_budget", "copy:9", "--dtype", "float16", "--overwrite", "true")
+    code, out, error = run_average(tmp_path / "half", runs / "full", *budget, evaluate="true")
+    assert code == 0 and "Chosen of" in out, error

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import jinja2
 from huggingface_hub import EvalResult, ModelCardData
@@ -31,9 +31,7 @@ ALWAYS = {"library_name": "transformers", "pipeline_tag": "text-generation", "ta
 def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     """Write README.md and curves.png into `folder`, an export of checkpoint `source`. given: the command's flags."""
     progress, manifest, run = keep.read_progress(source), files.read(source), source.resolve().parent
-    config_file = progress.get("config_file") or f"{progress['model_name']}/config.json"  # of older checkpoints
-    cached = re.search(r"models--([^/]+)/snapshots/([0-9a-f]{40})/", config_file)
-    base, commit = (cached[1].replace("--", "/"), cached[2]) if cached else (None, None)
+    of_base, commit = begun_with(progress)
     data, lines, name = sources(progress, manifest), logged(run, progress), given.push_to_hub or given.output
     # A path of this machine says nothing elsewhere.
     title = given.push_to_hub or Path(given.output).resolve().name
@@ -43,17 +41,16 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
     now = evaluations[-1]["eval"] if is_of_these_weights else {}
     measured = [(of, m, numbers[m]) for of, numbers in now.items() for m in MEASURES if numbers.get(m) is not None]
     front = ModelCardData(
-        **({"base_model": base, "base_model_relation": "finetune"} if base else {}),
-        **licence(Path(config_file).with_name("README.md")),
+        **of_base,
         datasets=sorted({its.partition(":")[0] for one in data for its in one.get("from_hub", ())}) or None,
         eval_results=[EvalResult("text-generation", of, of, *number) for of, *number in measured] or None,
         model_name=title if measured else None,
         **ALWAYS,
     )
     draw(lines, folder / "curves.png")
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {"quoted": lambda value: shlex.quote(str(value)), "as_text": as_text}
-    card = environment.from_string(Path(__file__).with_name("card.md").read_text("utf-8")).render(
+    fill_in(
+        folder,
+        "card.md",
         front=front,
         name=name,
         title=title,
@@ -73,7 +70,33 @@ def write(folder: Path, proof: Proof, source: Path, given: Any) -> None:
         versions={name: (then, keep.versions()[name]) for name, then in manifest["versions"].items()},
         arguments=(run / "arguments.yaml").read_text("utf-8", "replace") if (run / "arguments.yaml").is_file() else "",
     )
+
+
+def write_of_average(folder: Path, verified: str) -> None:
+    """Write README.md into `folder`, an average of models, by its average.json. verified: what was, in a sentence."""
+    note = json.loads((folder / "average.json").read_bytes())
+    checkpoints = [Path(part["path"]) for part in note["parts"] if part["step"] is not None]
+    of_base, _ = begun_with(keep.read_progress(checkpoints[-1])) if checkpoints else ({}, None)
+    front = ModelCardData(**{**of_base, **ALWAYS, "tags": [*ALWAYS["tags"], "merge"]})
+    fill_in(folder, "average.md", front=front, name=folder, note=note, verified=verified)
+
+
+def fill_in(folder: Path, template: str, **facts: Any) -> None:
+    """Write README.md into `folder`."""
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {"quoted": lambda value: shlex.quote(str(value)), "as_text": as_text}
+    card = environment.from_string(Path(__file__).with_name(template).read_text("utf-8")).render(**facts)
     (folder / "README.md").write_text(card, "utf-8", "replace")
+
+
+def begun_with(progress: Mapping[str, Any]) -> tuple[dict[str, Any], Optional[str]]:
+    """(the base model of a run and its licence as front matter, as far as they are known, the base's commit)."""
+    config_file = progress.get("config_file") or f"{progress['model_name']}/config.json"  # of older checkpoints
+    found, commit = licence(Path(config_file).with_name("README.md")), None
+    if cached := re.search(r"models--([^/]+)/snapshots/([0-9a-f]{40})/", config_file):
+        found |= {"base_model": cached[1].replace("--", "/"), "base_model_relation": "finetune"}
+        commit = cached[2]
+    return found, commit
 
 
 def rename(folder: Path, name: str) -> None:

@@ -23,6 +23,7 @@ from fabric_llm.checkpoint.keep import Progress
 from fabric_llm.checkpoint.whole import layout_of_files
 from fabric_llm.data import mixture_text
 from fabric_llm.data.batches import Batches
+from fabric_llm.data.sources import ONE_SET
 from fabric_llm.model import fast_paths, gate, loading
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.reference import load_reference
@@ -165,24 +166,35 @@ def add(total: Tensor, tensor: Tensor, weight: float) -> None:
         sums += block.double() * weight
 
 
-def compare(parts: Sequence[Part], output: Path) -> None:
-    """Print the validation loss of each part and of the average, and write them into the note, or say why there are none."""
+def compare(parts: Sequence[Part], output: Path) -> Optional[Part]:
+    """Print the validation loss of each part and of the average, and write them into the note, or say why there are none.
+
+    Returns the best part, if it is better than the average, of which a line then warns. What counts is the loss of the run's
+    training data, of a mixture the mean over its sources.
+    """
     try:
         plan, flags, sets = as_in_run(parts)
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"Not evaluated: {one_line(error)}", flush=True)
-        return
+        return None
     run, computing = plan.run_directory, computing_as(flags["precision"])
-    note = {**json.loads((output / NOTE).read_text()), "evaluated_as_in": str(run)}
+    note = {**json.loads((output / NOTE).read_text()), "evaluated_as_in": str(run), "rows": rows_in_words(sets)}
     models = [(part.name, part.path, part.dtype, said) for part, said in zip(parts, note["parts"])]
     models.append(("average", output, loading.load_config(str(output)).dtype, note))
-    print(f"Validation loss, as in {run}, of {rows_in_words(sets)}:", flush=True)
+    print(f"Validation loss, as in {run}, of {note['rows']}:", flush=True)
     for name, folder, dtype, said in models:
         config = loading.load_config(str(folder))
         weights = loading.open_weights(str(folder), config, dtype)
         said["eval_loss"] = losses_of(computing, config, weights, dtype, sets)  # nats, by the names of the sets
         print(f"  {name}", *(f"{of} {loss:.4f}" for of, loss in said["eval_loss"].items()), sep="  ", flush=True)
     files.write_atomically(output / NOTE, json.dumps(note, indent=2) + "\n")
+    of_training = list(plan.data.sources) or [ONE_SET]
+    *of_parts, whole = (sum(said["eval_loss"][of] for of in of_training) / len(of_training) for *_, said in models)
+    best = min(range(len(parts)), key=of_parts.__getitem__)
+    if not of_parts[best] < whole:
+        return None
+    print(f"Warning: the average, {whole:.4f}, is worse than {parts[best].name}, {of_parts[best]:.4f}.", flush=True)
+    return parts[best]
 
 
 def as_in_run(parts: Sequence[Part], budgets: Mapping[str, float] = {}) -> tuple[Plan, dict[str, Any], dict[str, Batches]]:
@@ -234,6 +246,7 @@ def losses_of(
     fabric, precision = computing
     config._attn_implementation = loading.resolve_attention(config, "auto", fabric.device.type)
     model = load_reference(loading.build_skeleton(config, dtype), weights)
+    model = model.float() if dtype == torch.float16 else model  # exact, and not too narrow for what is computed
     masks = any(batches.document_end is not None for batches in sets.values())
     packs = masks and gate.takes_packed_attention(model)
     with gate.attention(model, fast_paths.PACKED) if packs else nullcontext():

@@ -125,7 +125,8 @@ def choose(parts: Sequence[Part], budgets: Mapping[str, float], dtype: str) -> t
     print(f"Chosen of {len(points)} points: {share:.3f}. Nats above the base model: {rises}.{end}", flush=True)
     line = [{"weight_of_run": share, "eval_loss": points[share]} for share in sorted(points)]
     note = {"eval_loss": losses, "forgetting_budget": dict(budgets), "line": line}
-    return weights_at(share), {**note, "evaluated_as_in": str(plan.run_directory)}
+    note |= {"evaluated_as_in": str(plan.run_directory), "rows": rows_in_words(sets)}
+    return weights_at(share), note
 
 
 def weights_at(share: float) -> list[float]:
