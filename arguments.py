@@ -302,7 +302,7 @@ class EvaluationArguments:
     eval_batch_size: int = setting(8, above=0, needs="eval_iters", also="per_device_eval_batch_size val_batch_size")
     """sequences per device in one forward pass"""
     eval_iters: int = setting(50, at_least=0, also="limit_val_batches max_eval_steps val_iters")
-    """batches per evaluation, over all devices together; 0: no evaluation"""
+    """batches per evaluation, over all devices together, of rows spread evenly over the split; 0: no evaluation"""
     eval_step_interval: Optional[int] = basic_setting(
         None, above=0, needs="eval_iters", also="eval_every eval_freq eval_steps val_interval validation_interval"
     )

@@ -74,7 +74,11 @@ def main(argv: Optional[list[str]] = None) -> None:
             raise ValueError(f"{str(folder)!r} is sharded: export it first, {exporting}.")
         if given.prompt is None and (sys.stdin is None or sys.stdin.isatty()):
             raise ValueError("There is no text to go on from: give --prompt TEXT, or pass it on standard input.")
-        write(str(folder), sys.stdin.read().removesuffix("\n") if given.prompt is None else given.prompt, given)
+        try:
+            text = sys.stdin.read().removesuffix("\n") if given.prompt is None else given.prompt
+        except UnicodeDecodeError as error:
+            raise ValueError("The text on standard input isn't UTF-8.") from error
+        write(str(folder), text, given)
 
 
 if __name__ == "__main__":
