@@ -492,6 +492,15 @@ def test_copies_go_where_a_text_is_kept_and_what_a_dataset_has_in_both_is_said(
     assert "2 documents of validation are in a split that is trained on, too" in summary(manifest)
 
 
+def test_few_texts_of_many_copies_make_two_splits(make, tmp_path):
+    some = [f"document {number} " * (20 + number) for number in range(7)]
+    for count in (7, 2):
+        path = write_lines(tmp_path / f"{count}.jsonl", [{"text": text} for text in some[:count] * 50])
+        manifest = make(path, output=tmp_path / f"out-{count}", validation_fraction=0.01)
+        documents = [split["documents"] for split in manifest["splits"].values()]
+        assert documents == [50 * (count - 1), 50]
+
+
 def test_one_more_file_draws_no_other_document_anew(make, tmp_path):
     some = [f"document number {number} of a corpus" for number in range(300)]
     path = write_lines(tmp_path / "b.jsonl", [{"text": text} for text in some])

@@ -93,11 +93,17 @@ def drawn(
             in_validation[copies] = True
             room -= size
     kept = in_validation[~left_out]
-    if fraction and len(kept) >= 2 and kept.all() == kept.any():
-        for copies in _by_text(np.flatnonzero(may_move), texts, np.abs(numbers - fraction)):
-            if lengths[copies].sum() <= most_tokens:
-                in_validation[copies] = ~in_validation[copies]
-                break
+    if fraction and len(kept) >= 2 and kept.all() == kept.any() and may_move.any():
+        _, place = np.unique(texts, return_inverse=True)
+        copies = np.bincount(place, may_move)[place]
+        sizes = np.bincount(place, lengths * may_move)[place]  # tokens of all copies
+        movable = may_move & (copies < len(kept))
+        fitting = movable & (sizes <= most_tokens)
+        # Of few texts with many copies none may fit: then the one with the fewest tokens moves.
+        order = np.abs(numbers - fraction) if fitting.any() else sizes
+        chosen = np.where(fitting if fitting.any() else movable, order, np.inf).argmin()
+        moved = movable & (texts == texts[chosen])
+        in_validation[moved] = ~in_validation[moved]
     return in_validation
 
 
