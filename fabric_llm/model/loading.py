@@ -234,8 +234,7 @@ def open_weights(model_name: str, config: PretrainedConfig, dtype: torch.dtype, 
         if (quantized := getattr(config, "quantization_config", None)) is not None:
             method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
             raise ValueError(f"they are quantized ({method}), and only weights in 16 or 32 bits are trained")
-        of, code = f"The weights of {model_name!r}", _code_of(model_name)
-        return weights.Stored(skeleton, _slices(model_name, config, skeleton), dtype, of, code)
+        return weights.Stored(skeleton, _slices(model_name, config, skeleton), dtype, model_name)
     except Fault:
         raise
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, ImportError, SafetensorError) as error:
