@@ -251,8 +251,7 @@ def open_weights(model_name: str, config: PretrainedConfig, dtype: torch.dtype, 
     try:
         if (how := quantized(config)) is not None:
             raise ValueError(f"they are {how}")
-        of, code = f"The weights of {model_name!r}", _code_of(model_name)
-        return weights.Stored(skeleton, _slices(model_name, config, skeleton), dtype, of, code)
+        return weights.Stored(skeleton, _slices(model_name, config, skeleton), dtype, model_name)
     except Fault:
         raise
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, ImportError, SafetensorError) as error:

@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import Fault
+from fabric_llm.base.faults import NON_FINITE, Fault
 from fabric_llm.base.ranks import alone, from_rank_zero, waits_for_others
 from fabric_llm.model.strategy import PREFIX, communication_device, local_part, original_name, repeated_layers, shards
 
@@ -43,17 +43,17 @@ class Stored:
     """Weights in files, under the names and in the layout that transformers' conversions of the model's class take."""
 
     def __init__(
-        self, skeleton: PreTrainedModel, slices: Slices, dtype: torch.dtype, of: str, code: int
+        self, skeleton: PreTrainedModel, slices: Slices, dtype: torch.dtype, model_name: str
     ) -> None:
-        """skeleton: the model on the meta device, for the source alone. of: the files, in words.
-        code: of a Fault in `read`.
+        """skeleton: the model on the meta device, for the source alone. model_name: whose weights
+        they are, for what is said.
 
         Raises ValueError where the files don't hold all weights of the model, in its shapes, as
         numbers, or hold others that transformers doesn't leave out by their names, before a tensor
         is read.
         """
         self.skeleton, self.slices, self.first = skeleton, slices, first_names(skeleton)
-        self.of, self.code = of, code
+        self.model_name = model_name
         conversions = get_model_conversion_mapping(skeleton, None, None)
         plan = skeleton._get_dtype_plan(dtype)  # routers and the like that stay float32
         self.how = LoadStateDictConfig(dtype=dtype, dtype_plan=plan, weight_mapping=conversions)
@@ -144,14 +144,15 @@ class Stored:
         return sorted(unused.keys() - foreign)
 
     def read(self, unit: str) -> dict[str, Tensor]:
-        """Raises Fault where they hold NaN or infinity."""
+        """Raises Fault (76) where they hold NaN or infinity."""
         wanted = {key: self.slices[key] for key in self.keys[unit]}
         convert_and_load_state_dict_in_model(self.skeleton, wanted, self.how)
         taken = _taken(self.skeleton).items()
         found = {self.first.get(name, name): tensor for name, tensor in taken}
         numbers = {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
         if bad := [name for name, tensor in numbers.items() if not is_finite(tensor)]:
-            raise Fault(f"{self.of} hold NaN or infinity, in {_first(bad)}: take others.", self.code)
+            sentence = f"{self.model_name!r} holds NaN or infinity in {_first(bad)}."
+            raise Fault(sentence, NON_FINITE)
         return found
 
 
