@@ -123,13 +123,13 @@ def logged(run: Path, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
     lines = [line for _, line in there if type(line.get("step")) is int and line["step"] <= step]
     said = {0: progress["guard"]["before"], step: progress["eval_losses"] or {}}
     losses = {line["step"]: {name: one["loss"] for name, one in line["eval"].items()} for line in lines if "eval" in line}
-    found = losses.get(step, {})
-    if lines and found.keys() == said[step].keys() and all(found[name] in (loss, None) for name, loss in said[step].items()):
+    here = losses.get(step, {})
+    if lines and here.keys() == said[step].keys() and all(here[name] in (loss, None) for name, loss in said[step].items()):
         return lines
     rows = {0: progress.get("measured_on", {}), step: progress.get("evaluated_on", {})}  # see Plan.measured_on
     found = []
-    for at, losses in said.items():
-        sets = {name: {"loss": loss, **part_read(rows[at].get(name, ()))} for name, loss in losses.items()}
+    for at, of_sets in said.items():
+        sets = {name: {"loss": loss, **part_read(rows[at].get(name, ()))} for name, loss in of_sets.items()}
         found += [{"step": at, "eval": sets}] if sets else []
     return found
 
