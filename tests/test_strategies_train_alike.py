@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from conftest import TOY_CONFIGS
 from ranks import train_ranks
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, FalconConfig, Gemma3Config, LlamaConfig, LlamaForCausalLM
 
 VOCABULARY, ROWS, CONTEXT, STEPS, LR, DECAY = 131, 4, 24, 3, 1e-2, 0.1
 RARE = 125  # a token that none of the package's probes holds
@@ -62,11 +62,17 @@ def often_idle() -> LlamaConfig:
     return OftenIdleConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes)
 
 
+def falcon() -> FalconConfig:
+    """With ALiBi, which transformers' SDPA scales otherwise than its eager attention."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}
+    return FalconConfig(vocab_size=VOCABULARY, new_decoder_architecture=False, **sizes)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A folder with models and a dataset of ROWS rows."""
     folder = tmp_path_factory.mktemp("alike")
-    for name, config in (("gemma3", gemma3()), ("often_idle", often_idle())):
+    for name, config in (("gemma3", gemma3()), ("often_idle", often_idle()), ("falcon", falcon())):
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
     for name in ("llama", "tied"):
@@ -86,7 +92,8 @@ def rows_of(folder: Path) -> torch.Tensor:
 
 def plain(model_folder: Path, data: Path, frozen: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
     """The weights after STEPS steps of a loop as in a textbook. frozen: names in those of frozen parameters."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
+    of_files = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(model_folder, **of_files).train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(word in name for word in frozen))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -165,3 +172,8 @@ def test_frozen_embeddings_of_an_unsharded_model_stay_parameters(made, tmp_path,
     more = ("--strategy", "fsdp", "--freeze", "embeddings", "--eval_iters", 2, *more)
     found = by_train_py(made / model, made / "data", tmp_path, ranks, *more)
     assert_alike(found, plain(made / model, made / "data", ("embed_tokens", "lm_head")))
+
+
+def test_a_model_whose_sdpa_is_another_model_starts_with_defaults(made, tmp_path):
+    found = by_train_py(made / "falcon", made / "data", tmp_path, 1)
+    assert_alike(found, plain(made / "falcon", made / "data"))

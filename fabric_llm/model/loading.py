@@ -155,6 +155,7 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
     model_class = causal_lm_class(config)
     # SDPA has no soft-capping: up to 5.20 transformers leaves it out without a word.
     is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    has_alibi = getattr(config, "alibi", False)  # Falcon's SDPA scales them otherwise than its eager attention
     has = {
         "packed": fast_paths.takes_documents(model_class),
         "sdpa": model_class._supports_sdpa and not is_capped,
@@ -164,7 +165,7 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
         "eager": True,
     }
     if attention == "auto":
-        return "sdpa" if has["sdpa"] else "eager"
+        return "sdpa" if has["sdpa"] and not has_alibi else "eager"
     if not has[attention]:
         known = " and ".join(name for name, there in has.items() if there)
         raise ValueError(f"--attention {attention}: {model_class.__name__} has {known}; auto takes the best.")
