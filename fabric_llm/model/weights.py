@@ -39,6 +39,12 @@ class Source(Protocol):
         """The parameters and saved buffers of a unit, on the CPU, by their first names in memory."""
 
 
+class NotFinite(Fault):
+    """Weights hold NaN or infinity, in those of `names`."""
+
+    names = ""
+
+
 class Stored:
     """Weights in files, under the names and in the layout that transformers' conversions of the model's class take."""
 
@@ -144,14 +150,17 @@ class Stored:
         return sorted(unused.keys() - foreign)
 
     def read(self, unit: str) -> dict[str, Tensor]:
-        """Raises Fault where they hold NaN or infinity."""
+        """Raises NotFinite."""
         wanted = {key: self.slices[key] for key in self.keys[unit]}
         convert_and_load_state_dict_in_model(self.skeleton, wanted, self.how)
         taken = _taken(self.skeleton).items()
         found = {self.first.get(name, name): tensor for name, tensor in taken}
         numbers = {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
         if bad := [name for name, tensor in numbers.items() if not is_finite(tensor)]:
-            raise Fault(f"{self.of} hold NaN or infinity, in {_first(bad)}: take others.", self.code)
+            names = _first(bad)
+            error = NotFinite(f"{self.of} hold NaN or infinity, in {names}: take others.", self.code)
+            error.names = names
+            raise error
         return found
 
 

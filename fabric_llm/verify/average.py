@@ -29,7 +29,7 @@ from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.reference import load_reference
 from fabric_llm.model.strategy import make_fabric
 from fabric_llm.model.strategy_rules import Placement, Sharding
-from fabric_llm.model.weights import Source, is_finite
+from fabric_llm.model.weights import NotFinite, Source, is_finite
 from fabric_llm.plan.make_plan import evaluated_probes, open_eval_data, open_here, open_sources
 from fabric_llm.plan.plan import DataPlan, Plan
 from fabric_llm.run.build import evaluated_sets
@@ -135,9 +135,12 @@ class Average:
         """Raises Fault (76) for NaN or infinity, in a part or because float16 is too narrow."""
         sums: dict[str, Tensor] = {}
         for part, weight in zip(self.parts, self.weights):
-            for name, tensor in part.weights.read(unit).items():
-                if not is_finite(tensor):
-                    raise Fault(f"{str(part.path)!r} holds NaN or infinity in {name}.", NON_FINITE)
+            try:
+                read = part.weights.read(unit)
+            except NotFinite as error:
+                said = f"{str(part.path)!r} holds NaN or infinity in {error.names}."
+                raise Fault(said, NON_FINITE) from error
+            for name, tensor in read.items():
                 if tensor.is_floating_point():
                     if name not in sums:  # with 0.0, a -0.0 would lose its sign
                         sums[name] = torch.full(tensor.shape, -0.0, dtype=torch.float64)
