@@ -166,6 +166,7 @@ def test_yaml_keys(refused, tmp_path):
     config.write_text("# " + "ñ" * 2**15 + "\nlr: 1e-4\n")  # whose end isn't read
     assert "has more than 64 KiB" in refused("--config", config)
     assert "--run_name 'a\\udcf1' isn't UTF-8 text." in refused("--run_name", "a\udcf1")
+    assert "--output_dir 'a\\udcf1' isn't UTF-8 text." in refused("--output_dir", "a\udcf1")
     config.write_text("lr: quick\n")
     assert "line 1 of {config}: lr takes a number, not 'quick'".format(config=config) in refused("--config", config)
 

@@ -220,8 +220,9 @@ def parse(
     for name, one in flags.items():
         if wrong := one.out_of_range(values[name]):
             fail(program, f"{named(name)} {wrong}")
-        # Python reads bytes that aren't UTF-8 as halves of surrogate pairs. Names of files may have them.
-        if not one.path and isinstance(values[name], str) and re.search("[\ud800-\udfff]", values[name]):
+        # Python reads bytes that aren't UTF-8 as halves of surrogate pairs. Libraries don't open
+        # such names of files either, but `input`, a list, is opened here.
+        if isinstance(values[name], str) and re.search("[\ud800-\udfff]", values[name]):
             fail(program, f"{named(name)} {ascii(values[name][:60])} isn't UTF-8 text.")
         if one.path and values[name] is not None:
             values[name] = at_home(values[name])

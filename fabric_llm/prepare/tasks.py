@@ -83,12 +83,12 @@ def _loaded(tasks: str) -> dict[str, Any]:
     unknown = [name for name in names if not found[name][0].is_file()]
     described = _described([file for name in names if name not in unknown for file in found[name]])
     if twice := [name for name in unknown if name in described]:
-        file = str(described[twice[0]][0])
-        raise ValueError(f"--tasks has {twice[0]!r} twice: by its name, and in {file!r}")
+        path = str(described[twice[0]][0])
+        raise ValueError(f"--tasks has {twice[0]!r} twice: by its name, and in {path!r}")
     members = {member for _, content in described.values() for member in _members(content)}
     own: dict[str, Any] = {}
-    for file, content in described.values():
-        TaskIndex.process_cfg(content, file, own)
+    for path, content in described.values():
+        TaskIndex.process_cfg(content, path, own)
     # lm_eval's own tasks are thousands of files, which take a while to list.
     manager = TaskManager(include_defaults=bool(unknown) or not members <= own.keys())
     for name in unknown:
@@ -100,8 +100,8 @@ def _loaded(tasks: str) -> dict[str, Any]:
     lacking = "".join(f", with {name!r}, which isn't known," for name in sorted(members - index.keys()))
     for member in members & index.keys():
         members |= index[member].tags  # which are tasks, if it is a tag
-    names_in = {file: name for name, (file, _) in described.items()}
-    specs = dict.fromkeys(names_in.get(file, name) for name in names for file in found[name])
+    name_in = {path: name for name, (path, _) in described.items()}
+    specs = dict.fromkeys(name_in.get(path, name) for name in names for path in found[name])
     reach_hub()
     random.seed(0)  # as lm_eval.simple_evaluate does, for tasks that shuffle their choices
     np.random.seed(SEED)
