@@ -76,7 +76,8 @@ def main(argv: Optional[list[str]] = None) -> None:
             raise ValueError("There is no text to go on from: give --prompt TEXT, or pass it on standard input.")
         try:
             text = sys.stdin.read().removesuffix("\n") if given.prompt is None else given.prompt
-        except UnicodeDecodeError as error:
+            text.encode()  # in the locale C, Python reads any bytes
+        except UnicodeError as error:
             raise ValueError("The text on standard input isn't UTF-8.") from error
         write(str(folder), text, given)
 

@@ -158,8 +158,17 @@ def test_yaml_keys(refused, tmp_path):
     assert "can't be read as YAML" in refused("--config", config)
     config.write_text("- lr\n")
     assert "flag: value" in refused("--config", config)
+    config.write_bytes("lr: 1e-4\noutput_dir: señor\n".encode("latin-1"))
+    assert "mine.yaml' isn't UTF-8 text, in line 2." in refused("--config", config)
+    config.write_bytes("a: {path: señor}\n".encode("latin-1"))
+    said = refused("--train_data_dir", "null", "--data_mix", config)
+    assert "--data_mix: " in said and "mine.yaml' isn't UTF-8 text, in line 1." in said
+    config.write_text("# " + "ñ" * 2**15 + "\nlr: 1e-4\n")  # whose end isn't read
+    assert "has more than 64 KiB" in refused("--config", config)
+    assert "--run_name 'a\\udcf1' isn't UTF-8 text." in refused("--run_name", "a\udcf1")
+    assert "--output_dir 'a\\udcf1' isn't UTF-8 text." in refused("--output_dir", "a\udcf1")
     config.write_text("lr: quick\n")
-    assert "--lr takes a number, not 'quick'" in refused("--config", config)
+    assert "line 1 of {config}: lr takes a number, not 'quick'".format(config=config) in refused("--config", config)
 
 
 def test_model_and_data_belong_together(refused):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -118,6 +119,19 @@ def test_mistakes_are_told_in_one_sentence(toy, toys, runs, tmp_path, capsys, wo
         main(words.format(**places).split())
     error = capsys.readouterr().err
     assert ended.value.code == code and sentence.format(**places) in error and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])  # in C, Python reads any bytes
+def test_text_that_is_not_utf8_is_told_in_one_sentence(toy, locale):
+    def of(words, given=b""):
+        command = [sys.executable, "-m", "fabric_llm.generate", toy, *words]
+        environment = {**os.environ, "LC_ALL": locale}
+        ended = subprocess.run(command, input=given, env=environment, capture_output=True)
+        assert ended.returncode == 2 and ended.stderr.count(b"\n") == 1, ended.stderr
+        return ended.stderr.decode()
+
+    assert "The text on standard input isn't UTF-8." in of([], b"w1 se\xf1or")
+    assert "--prompt 'w1 se\\udcf1or' isn't UTF-8 text." in of(["--prompt", b"w1 se\xf1or"])
 
 
 def test_nothing_is_asked_on_a_terminal(toy, capsys, monkeypatch):

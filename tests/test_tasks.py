@@ -293,3 +293,84 @@ def test_a_run_refuses_tasks_as_text_and_those_of_another_tokenizer(world, tmp_p
     prepare_data.main([str(flag) for flag in flags])
     job = Job(1, *run_of(world / "model", world / "data", tmp_path, "run", "--eval_data", f"tasks={tmp_path / 'tasks'}"))
     assert job.wait() == [2] and "was made with another tokenizer" in job.output[0]
+
+
+def group_of(folder, name, *tasks, **more):
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({"group": name, "task": list(tasks), **more}))
+    return path
+
+
+def counts_of(folder):
+    return json.loads((folder / "tasks.json").read_text())
+
+
+@LM_EVAL
+def test_a_group_in_a_folder_or_alone_is_its_tasks(world, tmp_path):
+    folder = tmp_path / "yaml"
+    for name in ("first", "second", "third"):
+        write_task(folder, name, tag=["tagged"] if name == "third" else None)
+    group_of(folder, "a_group", "first", {"task": "second", "num_fewshot": 2, "fewshot_split": "train"})
+    group_of(folder, "outer", "a_group", "tagged")
+    counts = counts_of(prepare(world, folder, "grouped"))
+    assert counts == {"first": QUESTIONS, "second": QUESTIONS, "third": QUESTIONS}
+    rows = datasets.load_from_disk(str(world / "grouped"))["validation"]
+    many = {name: max(sum(map(bool, row["input_ids"])) for row in rows if row["task"] == name) for name in counts}
+    assert many["second"] > 2 * many["third"], "as the group has it, with two examples"
+    assert counts_of(prepare(world, f"{folder / 'a_group.yaml'},{folder / 'first.yaml'},{folder / 'second.yaml'}", "g")) == {
+        "first": QUESTIONS,
+        "second": QUESTIONS,
+    }
+
+
+@LM_EVAL
+def test_no_task_disappears_beside_another_of_its_name(world, tmp_path, capsys):
+    flags = ("--tokenizer", world / "model", "--output", tmp_path / "out")
+    folder = tmp_path / "yaml"
+    write_task(folder, "first", task="mine")
+    write_task(folder, "second", task="mine")
+    said = refused(capsys, prepare_data, "--tasks", folder, *flags)
+    assert f"'{folder}/first.yaml' and '{folder}/second.yaml' have the same name, 'mine'" in said
+    write_task(folder, "first", task="first")
+    write_task(folder / "below", "second", task="mine")
+    said = refused(capsys, prepare_data, "--tasks", folder, *flags)
+    assert f"'{folder}/below/second.yaml' and '{folder}/second.yaml' have the same name" in said, "of folders inside"
+    write_task(tmp_path, "alone", task="hellaswag")
+    said = refused(capsys, prepare_data, "--tasks", f"hellaswag,{tmp_path / 'alone.yaml'}", *flags)
+    assert f"has 'hellaswag' twice: by its name, and in '{tmp_path}/alone.yaml'" in said
+
+
+@LM_EVAL
+def test_what_is_no_task_or_group(world, tmp_path, capsys, monkeypatch):
+    import lm_eval.tasks
+
+    def of(path):
+        return refused(
+            capsys, prepare_data, "--tasks", path, "--tokenizer", world / "model", "--output", tmp_path / "out"
+        )
+
+    assert "no task, but a group without tasks" in of(group_of(tmp_path, "empty"))
+    assert "no task, but a group without tasks" in of(write_task(tmp_path, "of_old", group="older"))
+    (tmp_path / "shared.yaml").write_text("num_fewshot: 2\n")
+    assert "shared.yaml' names no task or group; if others include it" in of(tmp_path / "shared.yaml")
+    (tmp_path / "latin.yaml").write_bytes("task: señor\n".encode("latin-1"))
+    assert "latin.yaml' can't be read: " in of(tmp_path / "latin.yaml")
+    path = write_task(tmp_path, "data")
+    (tmp_path / "data.jsonl").write_bytes((tmp_path / "data.jsonl").read_bytes() + '{"question": "señor"}'.encode("latin-1"))
+    assert "data.yaml: lm_eval can't load this: " in (said := of(path)) and "utf-8" in said.lower()
+    manager = lm_eval.tasks.TaskManager  # lists only what is given: its own tasks take a while
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **_: manager(include_defaults=False))
+    assert "with 'elsewhere', which isn't known" in of(group_of(tmp_path, "of_nothing", "elsewhere"))
+
+
+@LM_EVAL
+@pytest.mark.parametrize("sampler", ["default", "first_n"])
+def test_more_examples_than_documents(world, tmp_path, capsys, sampler):
+    def of(examples, split):
+        config = {"sampler": sampler, "split": split}
+        path = write_task(tmp_path, "many", num_fewshot=examples, fewshot_config=config)
+        return ["--tasks", path, "--tokenizer", world / "model", "--output", tmp_path / "out"]
+
+    said = refused(capsys, prepare_data, *of(QUESTIONS, "train"))
+    assert f"'many' has num_fewshot {QUESTIONS}, drawn from {QUESTIONS} documents, of which one is asked itself" in said
+    prepare_data.main([str(flag) for flag in [*of(QUESTIONS - 1, "train"), "--context_length", 64]])

@@ -220,6 +220,10 @@ def parse(
     for name, one in flags.items():
         if wrong := one.out_of_range(values[name]):
             fail(program, f"{named(name)} {wrong}")
+        # Python reads bytes that aren't UTF-8 as halves of surrogate pairs. Libraries don't open
+        # such names of files either, but `input`, a list, is opened here.
+        if isinstance(values[name], str) and re.search("[\ud800-\udfff]", values[name]):
+            fail(program, f"{named(name)} {ascii(values[name][:60])} isn't UTF-8 text.")
         if one.path and values[name] is not None:
             values[name] = at_home(values[name])
     return values
@@ -329,7 +333,14 @@ def _text_of(path: Path) -> str:
     if path.exists() and not path.is_file():  # a pipe would block, a device has no end
         raise ValueError(f"{str(path)!r} isn't a file")
     with path.open("rb") as file:
-        return file.read(MOST_YAML_BYTES + 1).decode(errors="replace")
+        content = file.read(MOST_YAML_BYTES + 1)
+    if len(content) > MOST_YAML_BYTES:
+        return content.decode("latin-1")  # as many characters as bytes, which are too many
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{str(path)!r} isn't UTF-8 text, in line {line}") from error
 
 
 def _load_value(text: str) -> Any:

@@ -6,7 +6,8 @@ The harness itself builds the requests, encodes them, and says which choices are
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
@@ -67,29 +68,91 @@ def prepare_tasks(tasks: str, tokenizer: str, context_length: int, output: str) 
 
 
 def _loaded(tasks: str) -> dict[str, Any]:
-    """{name: task of lm_eval}, of its own names and groups, of YAML files and folders of them. Raises ValueError."""
+    """{name: task of lm_eval}, of its own names and groups, of YAML files and folders of them. Raises ValueError.
+
+    A task that a group of these files names is as the group has it, and isn't loaded a second time.
+    """
     try:
         from lm_eval.tasks import TaskManager
+        from lm_eval.tasks._index import TaskIndex
     except ImportError as error:
         raise ValueError(f"--tasks needs lm_eval: pip install 'fabric_llm[tasks]' ({one_line(error)})") from error
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    inside = {name: sorted(map(str, Path(name).glob("*.yaml"))) for name in names}  # of folders
-    unknown = [name for name in names if not inside[name] and not Path(name).is_file()]
-    # Its own tasks are thousands of files, which take a while to list.
-    manager = TaskManager(include_path=[name for name in names if inside[name]], include_defaults=bool(unknown))
+    found = {name: sorted(Path(name).rglob("*.yaml")) or [Path(name)] for name in names}
+    unknown = [name for name in names if not found[name][0].is_file()]
+    described = _described([file for name in names if name not in unknown for file in found[name]])
+    if twice := [name for name in unknown if name in described]:
+        path = str(described[twice[0]][0])
+        raise ValueError(f"--tasks has {twice[0]!r} twice: by its name, and in {path!r}")
+    members = {member for _, content in described.values() for member in _members(content)}
+    own: dict[str, Any] = {}
+    for path, content in described.values():
+        TaskIndex.process_cfg(content, path, own)
+    # lm_eval's own tasks are thousands of files, which take a while to list.
+    manager = TaskManager(include_defaults=bool(unknown) or not members <= own.keys())
     for name in unknown:
         if name not in manager.all_tasks:
             meant = "".join(f" Did you mean {close!r}?" for close in nearest(name, manager.all_tasks))
             raise ValueError(f"--tasks: lm_eval has no task {name!r}, and there is no such file.{meant}")
+    index = manager.task_index
+    index.update(own)
+    lacking = "".join(f", with {name!r}, which isn't known," for name in sorted(members - index.keys()))
+    for member in members & index.keys():
+        members |= index[member].tags  # which are tasks, if it is a tag
+    name_in = {path: name for name, (path, _) in described.items()}
+    specs = dict.fromkeys(name_in.get(path, name) for name in names for path in found[name])
     reach_hub()
     random.seed(0)  # as lm_eval.simple_evaluate does, for tasks that shuffle their choices
     np.random.seed(SEED)
+    with _said_of_lm_eval(f"--tasks {tasks}{lacking}: lm_eval can't load this"):
+        loaded = manager.load([name for name in specs if name not in members])["tasks"]
+    if not loaded:
+        raise ValueError(f"--tasks {tasks}: this is no task, but a group without tasks")
+    return loaded
+
+
+def _described(paths: Iterable[Path]) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """{name: (file, what is in it)} of the tasks and groups that files describe. Raises ValueError."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    described: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for path in dict.fromkeys(paths):
+        with _said_of_lm_eval(f"--tasks: {str(path)!r} can't be read"):
+            content = load_yaml(path, resolve_func=False)
+        name = content.get("group", content.get("task"))
+        if not isinstance(name, str):
+            ending = "if others include it, let its name end otherwise"
+            raise ValueError(f"--tasks: {str(path)!r} names no task or group; {ending}")
+        if name in described:
+            both = f"{str(described[name][0])!r} and {str(path)!r}"
+            raise ValueError(f"--tasks: {both} have the same name, {name!r}")
+        described[name] = path, content
+    return described
+
+
+def _members(content: dict[str, Any]) -> Iterator[str]:
+    """Names of what a group consists of, none of a task."""
+    if isinstance(members := content.get("task"), list):
+        for member in members:
+            if isinstance(member, dict):
+                yield from _members(member)
+                member = member.get("group", member.get("task"))
+            if isinstance(member, str):
+                yield member
+
+
+@contextmanager
+def _said_of_lm_eval(said: str) -> Iterator[None]:
+    """Raise ValueError where lm_eval fails: of the harness, YAML, functions that a task names, datasets, the hub."""
     try:
-        return manager.load([one for name in names for one in inside[name] or [name]])["tasks"]
-    except Exception as error:  # of the harness, YAML, functions that a task names, datasets and the hub
-        said = f"{type(error).__name__}: {one_line(error).rstrip('.')}"
-        raise ValueError(f"--tasks {tasks}: lm_eval can't load this: {said}") from error
+        yield
+    except Exception as error:
+        cause = error
+        while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
+            cause = cause.__cause__  # datasets raises its own error from that of a file
+        words = f"{type(cause).__name__}: {one_line(cause).rstrip('.')}"
+        raise ValueError(f"{said}: {words}") from error
 
 
 def _documents(tasks: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[float, list[dict[str, Any]]]]:
@@ -111,7 +174,7 @@ def _documents(tasks: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Ite
         if kind not in KINDS or own or "acc" not in metrics or "acc_mutual_info" in metrics:
             raise ValueError(f"--tasks: {name!r} ({kind}) doesn't judge answers by their likelihood alone, as acc does")
         task.set_fewshot_seed(SEED)
-        task.build_all_requests()
+        _build_requests(name, task)
         encoded = zip(task.instances, Encoder().loglikelihood(task.instances, disable_tqdm=True))
         documents = [list(requests) for _, requests in groupby(encoded, lambda each: each[0].doc_id)]
         has_answers = False
@@ -127,3 +190,17 @@ def _documents(tasks: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Ite
             yield number / len(documents), rows
         if not has_answers:  # as of a test split whose labels aren't published
             raise ValueError(f"--tasks: {name!r} says of no answer that it is right")
+
+
+def _build_requests(name: str, task: Any) -> None:
+    """Have lm_eval build the requests of a task. Raises ValueError."""
+    try:
+        with _said_of_lm_eval(f"--tasks: lm_eval can't build the requests of {name!r}"):
+            task.build_all_requests()
+    except ValueError as error:
+        examples, there = task.config.num_fewshot or 0, len(task.sampler.fewshot_docs())
+        own = task.fewshot_cfg.split == task.config.test_split  # a document isn't its own example
+        if examples + own <= there:
+            raise
+        drawn = f"{there} documents" + (", of which one is asked itself" if own else "")
+        raise ValueError(f"--tasks: {name!r} has num_fewshot {examples}, drawn from {drawn}") from error
