@@ -148,6 +148,7 @@ def test_auto_takes_sdpa_where_the_model_has_it():
     [
         ("bloom", "sdpa", "--attention sdpa: BloomForCausalLM has eager; auto takes the best."),
         ("mamba", "flex_attention", "--attention flex_attention: MambaForCausalLM has eager; auto takes the best."),
+        ("llama", "flex_attention", "--attention flex_attention needs a GPU: on a CPU torch has no"),
         ("gpt2", "flash_attention_2", "--attention flash_attention_2 needs a GPU and the package flash_attn"),
         (
             "gpt_oss",

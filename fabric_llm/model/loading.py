@@ -171,6 +171,8 @@ def resolve_attention(config: PretrainedConfig, attention: str, kind: str) -> st
         raise ValueError(f"--attention {attention}: {model_class.__name__} has {known}; auto takes the best.")
     if attention == "flash_attention_2" and not (kind == "cuda" and is_flash_attn_2_available()):
         raise ValueError(f"--attention {attention} needs a GPU and the package flash_attn, which aren't both here.")
+    if attention == "flex_attention" and kind == "cpu":
+        raise ValueError(f"--attention {attention} needs a GPU: on a CPU torch has no gradients of it.")
     return attention
 
 
