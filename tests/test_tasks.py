@@ -273,6 +273,9 @@ def test_mistakes(world, tmp_path, capsys, monkeypatch):
     assert "an answer of" in of("--tasks", world / "yaml" / "first.yaml", *tokenizer, "--context_length", 4)
     (tmp_path / "broken.yaml").write_text("task: broken\ndataset_path: nowhere/at_all\n")
     assert "lm_eval can't load this" in of("--tasks", tmp_path / "broken.yaml", *tokenizer)
+    of_the_second = "{{question if choices|length == 3 else question.of.nothing}}"
+    template = write_task(tmp_path, "template", doc_to_text=of_the_second)
+    assert "can't build the requests of 'template': UndefinedError" in of("--tasks", template, *tokenizer)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     assert "pip install 'fabric_llm[tasks]'" in of("--tasks", "hellaswag", *tokenizer)
 
@@ -317,10 +320,8 @@ def test_a_group_in_a_folder_or_alone_is_its_tasks(world, tmp_path):
     rows = datasets.load_from_disk(str(world / "grouped"))["validation"]
     many = {name: max(sum(map(bool, row["input_ids"])) for row in rows if row["task"] == name) for name in counts}
     assert many["second"] > 2 * many["third"], "as the group has it, with two examples"
-    assert counts_of(prepare(world, f"{folder / 'a_group.yaml'},{folder / 'first.yaml'},{folder / 'second.yaml'}", "g")) == {
-        "first": QUESTIONS,
-        "second": QUESTIONS,
-    }
+    alone = ",".join(str(folder / f"{name}.yaml") for name in ("a_group", "first", "second"))
+    assert counts_of(prepare(world, alone, "alone")) == {"first": QUESTIONS, "second": QUESTIONS}
 
 
 @LM_EVAL
@@ -356,7 +357,8 @@ def test_what_is_no_task_or_group(world, tmp_path, capsys, monkeypatch):
     (tmp_path / "latin.yaml").write_bytes("task: señor\n".encode("latin-1"))
     assert "latin.yaml' can't be read: " in of(tmp_path / "latin.yaml")
     path = write_task(tmp_path, "data")
-    (tmp_path / "data.jsonl").write_bytes((tmp_path / "data.jsonl").read_bytes() + '{"question": "señor"}'.encode("latin-1"))
+    with (tmp_path / "data.jsonl").open("ab") as file:
+        file.write('{"question": "señor"}'.encode("latin-1"))
     assert "data.yaml: lm_eval can't load this: " in (said := of(path)) and "utf-8" in said.lower()
     manager = lm_eval.tasks.TaskManager  # lists only what is given: its own tasks take a while
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **_: manager(include_defaults=False))

@@ -83,8 +83,8 @@ def _loaded(tasks: str) -> dict[str, Any]:
     unknown = [name for name in names if not found[name][0].is_file()]
     described = _described([file for name in names if name not in unknown for file in found[name]])
     if twice := [name for name in unknown if name in described]:
-        path = str(described[twice[0]][0])
-        raise ValueError(f"--tasks has {twice[0]!r} twice: by its name, and in {path!r}")
+        there = str(described[twice[0]][0])
+        raise ValueError(f"--tasks has {twice[0]!r} twice: by its name, and in {there!r}")
     members = {member for _, content in described.values() for member in _members(content)}
     own: dict[str, Any] = {}
     for path, content in described.values():
@@ -198,7 +198,10 @@ def _build_requests(name: str, task: Any) -> None:
         with _said_of_lm_eval(f"--tasks: lm_eval can't build the requests of {name!r}"):
             task.build_all_requests()
     except ValueError as error:
-        examples, there = task.config.num_fewshot or 0, len(task.sampler.fewshot_docs())
+        examples = task.config.num_fewshot or 0
+        if not examples or not hasattr(task, "sampler"):
+            raise
+        there = len(task.sampler.fewshot_docs())
         own = task.fewshot_cfg.split == task.config.test_split  # a document isn't its own example
         if examples + own <= there:
             raise
