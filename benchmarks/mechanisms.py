@@ -266,8 +266,8 @@ class Mechanism:
 
 
 MECHANISMS = [Mechanism(*entry) for entry in [
-    ("kill", "log is cut back to the checkpoint", "run.metrics:_step_of", KILLS, "named_point and between_steps",
-     gives(0)),
+    ("kill", "log is cut back to the checkpoint", "run.metrics:is_before", KILLS, "named_point and between_steps",
+     gives(True)),
     ("kill", "optimizer state is loaded", "checkpoint.reading:load_optimizer",
      KILLS, "named_point and between_steps and full"),
     ("kill", "randomness follows the step", "training.step:seed_step", KILLS, "named_point and between_steps and full"),

@@ -112,7 +112,9 @@ def test_text_that_yaml_1_1_takes_for_a_number(refused, tmp_path):
         (tmp_path / "flags.yaml").write_text(f"profile: {text}\nmax_step: 2\n")
         assert "--profile 3:5: the run ends at step 2" in refused("--config", tmp_path / "flags.yaml")
     (tmp_path / "flags.yaml").write_text("max_hours: 1:30\n")
-    assert refused("--config", tmp_path / "flags.yaml") == "--max_hours takes a number, not '1:30'."
+    where = f"line 1 of {tmp_path / 'flags.yaml'}: "
+    sentence = refused("--config", tmp_path / "flags.yaml")
+    assert sentence == f"{where}max_hours takes a number, not '1:30'."
 
 
 @pytest.mark.parametrize(
