@@ -154,6 +154,7 @@ def test_progress_json_says_where_the_run_is(runs):
     assert (schedule["lr"], schedule["max_step"], schedule["global_batch_size"]) == (1e-2, 3, 4)
     assert len(document["fixed"].pop("train_fingerprint")) == 64
     measured = document.pop("measured_on")
+    assert document.pop("evaluated_on") == measured
     assert set(measured) == {"validation", "copy"} and measured["copy"] == measured["validation"][:2]
     assert len(measured["validation"][0]) == 64
     assert measured["validation"][1:] == [0, 10], "rows of all, without evaluations"
