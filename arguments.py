@@ -47,7 +47,7 @@ class DeviceArguments:
     """so many ranks side by side share each row, of which each holds a part (docs/long_context.md)"""
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = setting("auto", also="device device_type")
     """auto: cuda where there is a GPU, else cpu"""
-    oversubscribe: bool = flag(False, kept=False)
+    oversubscribe: bool = flag(False, kept=False, how=True)
     """start more processes on CPUs than four for each core"""
     hang_timeout: float = setting(1800.0, above=0, also="ddp_timeout nccl_timeout")
     """seconds that a rank may take for a step, a batch of an evaluation, a save, or set-up; then the run ends with code 71"""

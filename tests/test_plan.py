@@ -227,8 +227,8 @@ def test_a_step_takes_the_time_to_tell_a_device_what_to_do(toys):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "is a pointer of git-lfs, not weights"),
-        (b"<!DOCTYPE html><html>", "is a page of HTML, not weights"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "is a pointer of git-lfs, not the file itself"),
+        (b"<!DOCTYPE html><html>", "is a web page, such as one that asks for a login, not the file itself"),
     ],
 )
 def test_what_is_no_weights_is_refused(toys, tmp_path, capsys, content, sentence):

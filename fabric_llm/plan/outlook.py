@@ -247,7 +247,6 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
     config = loading.load_config(asked.model_name)
     if (quantized := loading.quantized(config)) is not None:
         raise Fault(f"The weights of {asked.model_name!r} are {quantized}.")
-    _require_no_pointers(Path(asked.model_name))
     packs = asked.attention in ("auto", "packed") and flags.data.document_masking is not False
     packs = packs and fast_paths.takes_documents(loading.causal_lm_class(config))
     attention = asked.attention.replace("flash_attention_2", "auto")
@@ -271,17 +270,6 @@ def _model(flags: Flags, kind: str) -> tuple[ModelPlan, Any]:
             raise Fault(f"--loss chunked: {error}; take --loss auto.") from None
         loss = "full"
     return replace(model, loss=loss), skeleton
-
-
-def _require_no_pointers(folder: Path) -> None:
-    """Raises Fault where a download has left something else in the place of weights."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            begin = opened.read(64).lower()
-        if begin.startswith(b"version https://git-lfs"):
-            raise Fault(f"{str(file)!r} is a pointer of git-lfs, not weights: run git lfs pull in {str(folder)!r}.")
-        if begin.lstrip().startswith((b"<!doctype", b"<html")):
-            raise Fault(f"{str(file)!r} is a page of HTML, not weights: download it again.")
 
 
 def _host(flags: Flags, placement: Placement, skeleton: Any, memory: Memory, average: Optional[str]) -> dict[str, int]:

@@ -25,7 +25,7 @@ from fabric_llm.plan.plan import Plan
 
 Expected = tuple[Optional[gate.Outputs], Optional[gate.Gradients]]  # what the reference makes of the probe, on rank 0
 TURN_OFF = (
-    "To find out which part it is, turn them off: --loss full, --compile false, --attention eager, "
+    "To find out which part it is, turn them off: --loss full, --compile false, --attention sdpa or eager, "
     "--activation_checkpointing none."
 )
 # Measured on the reference: whether it keeps documents apart, attention, loss, modules that --tiled_mlp concerns, and
