@@ -9,7 +9,6 @@ budgets, 77 refused for security.
 """
 
 import math
-import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from fabric_llm.base import files
 from fabric_llm.base.command_line import flag, parse
 from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import MANIFEST
-from fabric_llm.base.names import nearest_of
+from fabric_llm.base.names import command, nearest_of
 from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.plan.checks import exported_output
 from fabric_llm.report.__main__ import page_module
@@ -153,7 +152,8 @@ def main(argv: Optional[list[str]] = None) -> None:
         card.write_of_average(output, verified)
         following = f"AutoModelForCausalLM.from_pretrained({str(output if better is None else better.path)!r})"
         if better is not None and better.progress is not None:
-            following = f"python export_hf.py {shlex.quote(str(better.path))} --output hf/NAME exports that part"
+            exports = command("python", "export_hf.py", better.path, output="hf/NAME")
+            following = f"{exports} exports that part"
         print(f"Next: {following}", flush=True)
 
 

@@ -799,7 +799,8 @@ def leftover_of_an_export_that_is_a_link(scene):
 @attack(0)
 def leftover_of_a_preparation_that_is_a_link(scene):
     (scene.work / ".prepared.preparing-evil").symlink_to(scene.outside)
-    (scene.work / "text.jsonl").write_text('{"text": "1 2 3 4 5 6 7 8 9"}\n' * 9)
+    lines = (f'{{"text": "{n} 2 3 4 5 6 7 8 9"}}\n' for n in range(9))
+    (scene.work / "text.jsonl").write_text("".join(lines))
     return scene.prepare("--input", scene.work / "text.jsonl")
 
 

@@ -32,7 +32,7 @@ def warned(flags, **facts):
         placement=Has(strategy=known.strategy, kind=known.kind, devices=known.devices, num_nodes=known.num_nodes),
         schedule=Has(max_step=known.max_step, global_batch_size=known.sequences or 1),
         start=Has(step=known.start_step),
-        data=Has(dataset=Has(context_length=known.context_length)),
+        data=Has(dataset=Has(context_length=known.context_length), budgets={}),
         model=Has(source="m", config=Has(get_text_config=lambda: config)),
         epochs=dict,
         shifted_labels=lambda: known.shifted,

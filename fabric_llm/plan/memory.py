@@ -143,7 +143,7 @@ def _traced_step(work: Work, left_out: Collection[int]) -> dict[str, Counter[str
         except RuntimeError as error:
             said = one_line(error)[:200].rstrip(".")
             raise ValueError(f"{work.model.name!r} can't be planned: its code can't run here: {said}.") from error
-    for _, held in ledger.peaks.values():
+    for _, held in ledger.peaks.values() if trace.LAYERS not in work.elsewhere else ():
         held[trace.ACTIVATIONS] += held.pop(trace.LAYERS, 0)
     ledger.most[OPERATIONS] = ledger.operations
     return {ELSEWHERE: ledger.most, **{moment: held for moment, (_, held) in ledger.peaks.items()}}
