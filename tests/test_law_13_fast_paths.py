@@ -4,6 +4,7 @@ import contextlib
 import io
 import pickle
 import re
+import weakref
 
 import pytest
 import torch
@@ -304,6 +305,20 @@ def test_what_is_offloaded_is_the_input_of_each_layer(name, monkeypatch):
     found = gradients(LanguageModel(model), inputs)
     assert [tensor.shape for tensor in waiting] == [(*inputs["input_ids"].shape, model.config.hidden_size)] * 2
     assert all(torch.equal(one, other) for one, other in zip(found[1], plain[1], strict=True))
+
+
+def test_nothing_holds_an_input_that_is_offloaded(monkeypatch):
+    """Autograd keeps the hooks of what it saves: what they hold would stay on the device."""
+    model, inputs = causal_lm("llama").train(), batch()
+    monkeypatch.setattr(offload.Inputs, "put", lambda _, hidden, tensor: [tensor.clone()])
+    monkeypatch.setattr(offload.Inputs, "get", lambda _, kept: kept[0])
+    layers.checkpoint_activations(model, "offload")
+    seen = []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0])))
+    loss = LanguageModel(model)(**inputs)
+    assert len(seen) == 2 and [one() for one in seen] == [None, None]
+    loss.sum().backward()
 
 
 def graphs_of_recomputed_layers(which, shares):

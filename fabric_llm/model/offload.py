@@ -6,6 +6,7 @@ https://arxiv.org/abs/1910.02054, section 6.1, and ALST, https://arxiv.org/abs/2
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Optional
@@ -40,9 +41,12 @@ class Inputs:
         self.stream: Optional[torch.cuda.Stream] = None
         self.last: Optional[Waiting] = None
 
-    def put(self, hidden: Tensor, tensor: Tensor) -> Any:
-        """What is kept in place of `tensor`. All but `hidden`, the input of a layer, stay where they are, and all do on a CPU."""
-        if not tensor.is_cuda or tensor.data_ptr() != hidden.data_ptr():
+    def put(self, hidden: weakref.ref[Tensor], tensor: Tensor) -> Any:
+        """What is kept in place of `tensor`. All but `hidden`, the input of a layer, stay where they are, and all do on a CPU.
+
+        Autograd keeps this hook as long as what it returns, so it mustn't hold the input.
+        """
+        if not tensor.is_cuda or tensor.data_ptr() != hidden().data_ptr():
             return tensor
         self.stream = self.stream or torch.cuda.Stream(tensor.device)
         self.last = Waiting(tensor, self.stream, self.last)
@@ -72,7 +76,7 @@ def offloading(checkpoint: Callable[..., Any], compiles: bool) -> Callable[..., 
 
     def call(layer: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
         # What the layer keeps goes to the hooks of `checkpoint`, which are inside of these.
-        with saved_tensors_hooks(partial(inputs.put, hidden), inputs.get):
+        with saved_tensors_hooks(partial(inputs.put, weakref.ref(hidden)), inputs.get):
             return checkpoint(partial(run, layer), hidden, *others)
 
     return call

@@ -310,7 +310,7 @@ def _as_on_devices(work: Work, fabric: Any) -> Iterator[None]:
             patches.enter_context(patch.object(fast_paths, "_tokens_at_once", lambda *_: most))
             inputs = patch.multiple(  # what waits in the host's memory is a shape here
                 offload.Inputs,
-                put=lambda self, hidden, tensor: (tensor.shape, tensor.dtype) if tensor.shape == hidden.shape else tensor,
+                put=lambda self, hidden, tensor: (tensor.shape, tensor.dtype) if tensor.shape == hidden().shape else tensor,
                 get=lambda self, kept: kept if isinstance(kept, Tensor) else torch.empty(kept[0], dtype=kept[1]),
             )
             patches.enter_context(inputs)
