@@ -663,7 +663,7 @@ def test_documents_that_are_not_accounted_for_end_the_preparation(
     make, tmp_path, texts, monkeypatch
 ):
     monkeypatch.setattr(
-        "fabric_llm.prepare.prepare.split_documents", lambda *given: forgetful(*given)
+        "fabric_llm.prepare.prepare.split_documents", lambda *given, row: forgetful(*given, row)
     )
 
     def forgetful(*given):
@@ -974,7 +974,7 @@ def test_corpus_without_text(make, tmp_path):
 @pytest.mark.parametrize(
     "lengths, split, advice",
     [
-        ([300] * 20 + [1], "validation", "a larger --validation_fraction"),
+        ([300, 1], "validation", "a larger --validation_fraction"),  # more would be over half
         ([1] + [300] * 20, "train", "a smaller --validation_fraction"),
     ],
 )
@@ -1061,3 +1061,15 @@ def test_tokenizer_without_eos(make, tmp_path, texts, bpe):
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="tokenizer .* has no EOS token to end documents with: set eos_token"):
         make(write_texts(tmp_path / "in", texts), tokenizer=str(tmp_path / "tokenizer"))
+
+
+def test_validation_fills_a_row_where_there_is_text_for_it():
+    """Of a few short texts one alone wouldn't: the next ones move as well, but not half of all."""
+    lengths = np.full(40, 14)
+    texts = np.arange(40, dtype=np.uint64) * np.uint64(2**40 + 7)
+    drawn_anew, kept = np.full(40, rows_module.DRAWN), np.zeros(40, bool)
+    for row, documents in ((0, 1), (14, 1), (16, 2), (100, 8), (10_000, 20)):
+        inside = rows_module.drawn(lengths, texts, drawn_anew, kept, 1, 1e-9, row)
+        assert inside.sum() == documents, row
+    kept_apart = np.where(np.arange(40) < 1, rows_module.TO_VALIDATION, rows_module.DRAWN)
+    assert rows_module.drawn(lengths, texts, kept_apart, kept, 1, 1e-9, 100).sum() == 1

@@ -287,7 +287,12 @@ def _make_dataset(
     shortest = options.min_document_tokens
     paths = [folder / name for name in pieces]
     documents = split_documents(
-        paths, options.seed, options.validation_fraction, deduplicate, shortest
+        paths,
+        options.seed,
+        options.validation_fraction,
+        deduplicate,
+        shortest,
+        row=0 if options.packing == "best_fit" else options.context_length,
     )
     lengths = documents.lengths[documents.lengths < shortest]
     again = documents.lengths[documents.repeated & (documents.lengths >= shortest)]

@@ -66,6 +66,7 @@ def drawn(
     left_out: np.ndarray,
     seed: int,
     fraction: float,
+    row: int = 0,
 ) -> np.ndarray:
     """The documents of the validation split, bool [documents].
 
@@ -74,7 +75,8 @@ def drawn(
 
     Validation may hold twice its fraction of the tokens, so that one huge document doesn't fill it. Where that is less than two
     documents of average length, it may hold these, but not more than half of all tokens. If all documents fall into one split,
-    the text whose number is nearest to the fraction, of those that may move, moves to the other.
+    the text whose number is nearest to the fraction, of those that may move, moves to the other. Then the next ones move to
+    validation until it fills `row` tokens, but not more than half of all tokens.
     """
     numbers = document_hashes(seed, texts)
     in_validation = goes == TO_VALIDATION
@@ -104,6 +106,13 @@ def drawn(
         chosen = np.where(fitting if fitting.any() else movable, order, np.inf).argmin()
         moved = movable & (texts == texts[chosen])
         in_validation[moved] = ~in_validation[moved]
+    held = int(lengths[in_validation & ~left_out].sum())
+    if fraction and held < row and not (goes == TO_VALIDATION).any():
+        for copies in _by_text(np.flatnonzero(may_move & ~in_validation), texts, numbers):
+            size = int(lengths[copies].sum())
+            if held < row and held + size <= tokens // 2:
+                in_validation[copies] = True
+                held += size
     return in_validation
 
 
@@ -127,11 +136,16 @@ def repeated(hashes: np.ndarray) -> np.ndarray:
 
 
 def split_documents(
-    pieces: list[Path], seed: int, fraction: float, deduplicate: bool, shortest: int = 0
+    pieces: list[Path],
+    seed: int,
+    fraction: float,
+    deduplicate: bool,
+    shortest: int = 0,
+    row: int = 0,
 ) -> Documents:
     """Divide the documents of pieces into the splits `train` and `validation`.
 
-    shortest: tokens; documents of fewer are in none. Takes about 50 bytes of memory a document, and
+    shortest: tokens; documents of fewer are in none. row: tokens that validation should fill. Takes about 50 bytes of memory a document, and
     70 where they are compared with each other.
     """
     found = [np.fromfile(piece.with_suffix(".documents"), DOCUMENT) for piece in pieces]
@@ -141,7 +155,7 @@ def split_documents(
     lengths, goes, texts = found["tokens"].copy(), found["goes"].copy(), found["hash"][:, 0].copy()
     del found  # most of the memory
     left_out = again | (lengths < shortest)
-    in_validation = drawn(lengths, texts, goes, left_out, seed, fraction) & ~left_out
+    in_validation = drawn(lengths, texts, goes, left_out, seed, fraction, row) & ~left_out
     in_train = ~in_validation & ~left_out
     in_both = (
         int(np.isin(texts[in_validation], texts[in_train]).sum())
