@@ -11,7 +11,7 @@ from typing import Any, Optional
 from arguments import PlanArguments, parse_plan
 from fabric_llm.base import files, names
 from fabric_llm.base.faults import Fault
-from fabric_llm.base.program import in_one_sentence, plain_output
+from fabric_llm.base.program import in_one_sentence, plain_output, without_collection
 from fabric_llm.report.__main__ import page_module
 
 OWN = [field.name for field in fields(PlanArguments)]
@@ -23,7 +23,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     with in_one_sentence("plan.py"):
         own, flags = parse_plan(words)
-        from fabric_llm.plan import changes, sweep  # import torch
+        with without_collection():
+            from fabric_llm.plan import changes, sweep  # import torch
 
         if (sizes := sizes_of_preset(words)) is not None:
             flags = changes.changed(flags, {"model_name": str(sizes)})

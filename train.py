@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Optional
 
 from arguments import Arguments, parse_train
 from fabric_llm.base.command_line import is_rank_zero
-from fabric_llm.base.program import outlast_readers, plain_output
+from fabric_llm.base.program import outlast_readers, plain_output, without_collection
 from fabric_llm.plan import checks
-from fabric_llm.plan.start import leave_at_once, start, told_in_one_sentence, without_collection
+from fabric_llm.plan.start import leave_at_once, start, told_in_one_sentence
 from fabric_llm.processes import launch
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.training.schedule import arguments_of, lr_at

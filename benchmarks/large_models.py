@@ -158,8 +158,7 @@ def watch(folder: Path, words: list[str]) -> Watched:
     marks, trace = folder / "marks", []
     marks.write_text("")
     with (folder / "output.txt").open("w+") as output:
-        # Large models have no tensor that malloc keeps.
-        settings = {**memory.returning(2**19), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         code = memory.watched(
             [sys.executable, __file__, "--marks", str(marks), *words],
             EVERY_SECONDS,

@@ -5,6 +5,7 @@ A program ends with one sentence and an exit code of docs/faults.md. train.py, w
 
 import ctypes
 import errno
+import gc
 import logging
 import math
 import os
@@ -31,6 +32,8 @@ SAFE_CHARACTERS = 1000  # a pipe that is writable has room for 4096 bytes
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # errors of writing, never of an input
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # prctl(2)
+M_MMAP_THRESHOLD = -3  # mallopt(3)
+KEPT_BLOCK = 2**19  # bytes
 
 
 class Lasting:
@@ -134,12 +137,37 @@ def _words(file: Path) -> list[str]:
         return []
 
 
+def return_freed_memory() -> None:
+    """Have malloc return blocks of more than `KEPT_BLOCK` bytes to the system once they are freed. For glibc alone.
+
+    By itself it keeps those of up to 32 MiB once one of them was freed, between which a rank that gathers
+    and frees layers leaves holes. What the environment says (`MALLOC_MMAP_THRESHOLD_`) stays.
+    """
+    if sys.platform.startswith("linux") and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        with suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, KEPT_BLOCK)
+
+
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when `parent`, which started it, ends for any reason. Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has ended already
             os._exit(1)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Around imports: switch the garbage collector off, because none of the million objects that they make is garbage."""
+    if not gc.isenabled() or "torch" in sys.modules:  # imported already: nothing to gain
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()  # later collections leave these objects out, too
+        gc.enable()
 
 
 @contextmanager

@@ -9,9 +9,11 @@ import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional, Union
+from unittest.mock import patch
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,6 +35,7 @@ from fabric_llm.model.tensor_files import Slice, Tensors
 from fabric_llm.prepare.tokenizer import load_tokenizer
 
 MOST_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever
+DRAWING = ("kaiming_uniform_", "normal_", "uniform_", "xavier_normal_", "xavier_uniform_")  # of torch.nn.init
 DTYPES = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.float32, "16-mixed": torch.float32, "32-true": torch.float32}
 
 
@@ -201,7 +204,9 @@ def folder_of(model_name: str) -> Path:
 
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model on the meta device: names, shapes, dtypes and ties, no memory."""
-    with torch.device("meta"):
+    # There is nothing to fill with random numbers, which would take half of the time.
+    filled = patch.multiple(nn.init, **dict.fromkeys(DRAWING, lambda tensor, *args, **more: tensor))
+    with torch.device("meta"), filled:
         return _keep_float32(AutoModelForCausalLM.from_config(config, dtype=dtype), dtype).train()
 
 

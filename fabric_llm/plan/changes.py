@@ -36,7 +36,7 @@ def until_it_fits(own: Flags, flags: Flags, outlook: Outlook) -> list[tuple[Chan
     The last one is the first that takes less than `CLOSE` of a device or, if none does, the first that fits. None may fit.
     """
     found: list[tuple[Change, Outlook]] = []
-    for change in _cheapest_first(lambda: flags):
+    for change in _cheapest_first(lambda: (flags, outlook)):
         tried = _attempt(own, changed(flags, change))
         if tried is None or tried.memory.peak >= outlook.memory.peak:
             continue
@@ -136,10 +136,23 @@ def _of_the_same_batch(flags: Flags, size: int, world_size: int, sharing: Option
     return {"micro_batch_size": size, "gradient_accumulation_steps": count, "global_batch_size": batch}
 
 
-def _cheapest_first(now: Callable[[], Flags]) -> Iterator[Change]:
-    """Changes that may need less memory. now: the flags with those that were taken."""
-    model, fsdp = now().model, now().fsdp
-    if model.loss == "full":
+def _cheapest_first(now: Callable[[], tuple[Flags, Outlook]]) -> Iterator[Change]:
+    """Changes that may need less memory. now: the flags with those that were taken, and their outlook.
+
+    Where the model and its optimizer don't fit by themselves, fewer activations don't help before they do.
+    """
+    if not now()[1].state_fits:
+        for change in _of_the_state(lambda: now()[0]):
+            yield change
+            if now()[1].state_fits:
+                break
+    yield from _of_activations(lambda: now()[0])
+    yield from _of_the_state(lambda: now()[0])
+
+
+def _of_activations(now: Callable[[], Flags]) -> Iterator[Change]:
+    fsdp = now().fsdp
+    if now().model.loss == "full":
         yield {"loss": "chunked"}
     size, _, devices, nodes = _sizes(now())
     while size % 2 == 0 and not fsdp.cpu_offload:
@@ -152,17 +165,19 @@ def _cheapest_first(now: Callable[[], Flags]) -> Iterator[Change]:
         yield {"activation_checkpointing": "full"}
     if checkpointing != "offload":
         yield {"activation_checkpointing": "offload"}
-    if fsdp.strategy == "ddp":
-        yield {"strategy": "fsdp"}
-    if fsdp.sharding_strategy != "FULL_SHARD":
-        yield {"sharding_strategy": "FULL_SHARD"}
-    size = _sizes(now())[0]
     for sharing in (2, 4, 8):
         if devices % sharing == 0 and sharing > now().devices.context_parallel:
             yield {"context_parallel": sharing, **_of_the_same_batch(now(), size, devices * nodes, sharing)}
-    if model.precision != "bf16-true":
+
+
+def _of_the_state(now: Callable[[], Flags]) -> Iterator[Change]:
+    if now().fsdp.strategy == "ddp":
+        yield {"strategy": "fsdp"}
+    if now().fsdp.sharding_strategy != "FULL_SHARD":
+        yield {"sharding_strategy": "FULL_SHARD"}
+    if now().model.precision != "bf16-true":
         yield {"precision": "bf16-true"}
-    size = _sizes(now())[0]
+    size, _, devices, nodes = _sizes(now())
     for count in (2, 4, 8):
         if count > devices:
             yield {"devices": count, **_of_the_same_batch(now(), size, count * nodes)}

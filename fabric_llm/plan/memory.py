@@ -36,6 +36,7 @@ SLACK = 0.03  # assumed: of the peak, what the caching allocator can't use of it
 LONG = 2**16  # tokens of a row: from here on each one more adds the same
 MOST_MASKED = 2**20  # where that isn't so
 OPERATIONS = "operations"  # in place of bytes: how many a micro-batch takes
+UPDATE = "the update"  # the last moment of a step
 ELSEWHERE = "elsewhere"  # beside the moments of a step: the most that the host has in any of them
 # SDPA of causal rows without a mask, which transformers would make wherever it sees fake tensors.
 UNMASKED = "unmasked"
@@ -62,6 +63,7 @@ class Memory:
 
     parts: dict[str, int]  # at the peak
     moment: str  # of the peak
+    least: int  # at the update, when no activation is there: whatever is recomputed, a step takes that much
     elsewhere: dict[str, int] = field(default_factory=dict)  # the most that is in the host's memory instead
     operations: int = 0  # of tensors, of a micro-batch: what a device is told one by one
 
@@ -83,11 +85,10 @@ def predict(work: Work) -> Memory:
         for moment, held in moments.items()
     }
     moment = max(here, key=lambda name: sum(here[name].values()))
-    found = here[moment]
-    if work.placement.kind == "cuda":
+    for found in (here[name] for name in {moment, UPDATE} if work.placement.kind == "cuda"):
         found["allocator's slack (assumed)"] = int(SLACK * sum(found.values()))
         found["CUDA context (assumed)"] = CONTEXT_BYTES
-    return Memory(found, moment, dict(most), operations)
+    return Memory(here[moment], moment, sum(here[UPDATE].values()), dict(most), operations)
 
 
 def _moments(work: Work) -> dict[str, Counter[str]]:
@@ -208,7 +209,7 @@ def _step(work: Work, skeleton: Any, left_out: Collection[int], fabric: Any, led
     if sums is not None:
         ledger.label, ledger.moment = trace.SUMS, "the last sum of gradients"
         sums.add(last=True)
-    ledger.label, ledger.moment = trace.OPTIMIZER, "the update"
+    ledger.label, ledger.moment = trace.OPTIMIZER, UPDATE
     widest = max((strategy.local_part(parameter).numel() for parameter in trained), default=0)
     torch.empty(min(widest, gate.SQUARED_AT_ONCE), dtype=torch.float64)  # of the gradient norm
 

@@ -67,6 +67,11 @@ class Outlook:
         return self.used <= NO
 
     @property
+    def state_fits(self) -> bool:
+        """Whether the model and its optimizer leave room for activations."""
+        return not self.device_bytes or self.memory.least <= CLOSE * self.device_bytes
+
+    @property
     def verdict(self) -> str:
         if not self.fits:
             return "does not fit"

@@ -4,7 +4,6 @@ Importing torch takes seconds, which all ranks then spend at the same time. Here
 nothing else can count them.
 """
 
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any, NoReturn, Optional
 
 from fabric_llm.base.command_line import Flags, fail, is_rank_zero
 from fabric_llm.base.faults import DONE, UNEXPECTED, Fault, as_mistake
-from fabric_llm.base.program import cores
+from fabric_llm.base.program import cores, return_freed_memory
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.plan import run_directory
@@ -121,6 +120,8 @@ def start(flags: Flags) -> ThisRank:
     A problem with the run directory ends the run before a rank is started.
     """
     placement = place(flags)
+    if placement.kind == "cpu":  # where tensors are malloc's
+        return_freed_memory()
     by_other, has_ranks = launch.started_by_other(), placement.world_size > 1 and not flags.devices.tpu
     starts = has_ranks and not by_other
     if starts:
@@ -173,17 +174,3 @@ def leave_at_once(fault: Fault) -> NoReturn:
         fail("train.py", str(fault), fault.code)
     finally:
         os._exit(launch.for_launcher(fault.code))
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Around imports: switch the garbage collector off, because none of the million objects that they make is garbage."""
-    if not gc.isenabled() or "torch" in sys.modules:  # imported already: nothing to gain
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()  # later collections leave these objects out, too
-        gc.enable()

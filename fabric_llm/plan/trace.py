@@ -70,13 +70,14 @@ class Ledger(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.see(local_part(tensor).untyped_storage(), made)
-        tensors = [one for one in tree_leaves((args, result)) if isinstance(one, Tensor)]
-        storages = {local_part(tensor).untyped_storage()._cdata for tensor in tensors}
         is_sum = operation is torch.ops.aten.add.Tensor and result.shape == self.stream
-        if is_sum and storages & self.multiplied:
-            self.sums.append(result)
-        if operation in KEPT or is_sum and storages & self.multiplied:
-            self.multiplied |= storages
+        if operation in KEPT or is_sum:
+            tensors = (one for one in tree_leaves((args, result)) if isinstance(one, Tensor))
+            storages = {local_part(tensor).untyped_storage()._cdata for tensor in tensors}
+            if is_sum and storages & self.multiplied:
+                self.sums.append(result)
+            if operation in KEPT or storages & self.multiplied:
+                self.multiplied |= storages
         return result
 
     def see(self, storage: Any, is_empty: bool = False) -> None:
@@ -232,6 +233,8 @@ class Layers:
         compiles: see `_measured`. offloads: the inputs of layers are on no device.
         """
         self.ledger, self.layers, self.compiles = ledger, [*repeated_layers(model).values()], compiles
+        self.kinds = [kind(layer) if compiles else None for layer in self.layers]
+        self.keeps: dict[Any, Keeps] = {}  # of each kind
         self.offloads = offloads
         self.is_forward = True
         self.wrapped = model
@@ -253,7 +256,8 @@ class Layers:
         ledger.label, ledger.moment = LAYERS, f"the forward pass of layer {number + 1}"
         if self.compiles:
             hidden = _hidden_states(args, more)
-            keeps = self._measured(layer, hidden, forward)
+            if (keeps := self.keeps.get(self.kinds[number])) is None:
+                keeps = self.keeps[self.kinds[number]] = self._measured(layer, hidden, forward)
             parameters = (getattr(module, name) for module, name in places)
             output = self.wrap(_CompiledLayer.apply(keeps, hidden, *parameters))
         else:
