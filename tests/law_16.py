@@ -211,7 +211,7 @@ DATA = {
             "model": "forgetful",
             "eval_step_interval": 1,
             "save_step_interval": 1,
-            "eval_iters": 40,
+            "eval_iters": 64,
         },
     ),
 }
@@ -339,7 +339,7 @@ VALUES: dict[str, list[Any]] = {
     "ema_decay": [None, 0.5],
     "ema_every": [1, 2],
     "eval_batch_size": [1, 2, 8],
-    "eval_iters": [0, 40],  # none, or all rows
+    "eval_iters": [0, 64],  # none, or all rows, of which a probe has 64
     "eval_step_interval": [None, 1, 2, 3],
     "eval_data": [None, f"beside={{folder}}/{BESIDE}"],
     "probes": [None, "copy", "copy,retrieval"],
@@ -585,7 +585,7 @@ def command(row: Row, what: dict[str, Any], folder: Path, run: Path, resumes: bo
     layer = _layer_class(str(what["model_name"]))
     *_, data_set = DATA[row["data"]].sources
     how = {name: value for name, value in row.items() if name not in ("model", "data")}
-    how = {"eval_iters": 40, **how, "output_dir": run.parent, "run_name": run.name}
+    how = {"eval_iters": 64, **how, "output_dir": run.parent, "run_name": run.name}
     toys = {"folder": folder, "layer": layer, "data_set": data_set}
     words = {name: str(value).format(**toys) for name, value in how.items() if value is not None}
     words |= {name: str(value) for name, value in what.items() if value is not None}
