@@ -42,7 +42,7 @@ def test_throughput(tmp_path, words):
         assert row["error"] is None or "installed" in row["error"], row
 
 
-@pytest.mark.longer
+@pytest.mark.slow
 def test_loss_head(tmp_path):
     said, document = run("fast_paths.py", tmp_path, "--dtypes", "float32", "bfloat16")
     assert "| chunked |" in said and "64x32x128 in bfloat16" in said
@@ -52,7 +52,7 @@ def test_loss_head(tmp_path):
         assert full["seconds"] and chunked["losses"][0] == pytest.approx(full["losses"][0], rel=limit)
 
 
-@pytest.mark.longer
+@pytest.mark.slow
 def test_attention(tmp_path):
     said, document = run("steps.py", tmp_path, "attention")
     assert "Context 32, float32" in said and "times as fast as masked" in said
@@ -63,7 +63,7 @@ def test_attention(tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5) and abs(losses[0] - losses[2]) > 1e-5
 
 
-@pytest.mark.longer
+@pytest.mark.slow
 def test_scaling(tmp_path):
     said, document = run("steps.py", tmp_path, "scaling", "--only", "context", "ranks")
     assert header(steps.EXPONENTS) in said and "Growth isn't what theory says: " in said

@@ -57,7 +57,7 @@ def test_a_run_goes_on_bit_for_bit_and_is_the_model_that_is_published(toys, tmp_
     assert (logits - probe["logits"]).abs().mean() < 0.02 * logits.std()
 
 
-@pytest.mark.longer
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_learns_as_without(toys, tmp_path, recipe):
     found = {}
