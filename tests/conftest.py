@@ -312,9 +312,10 @@ QUICK = {
 }
 
 
-# Tests of all families, or of all combinations of values: of each, every fourth case is `longer`, others of each
+# Tests of all families, or of all combinations of values: of each, every fifth case is `longer`, others of each
 # test, so that each family is in some. The others are `slow`.
 SPREAD = (
+    "test_a_family_trains_resumes_and_exports_on_one_device_and_two",
     "test_sharded_rows_hold_half_and_whole_rows_hold_all",
     "test_a_few_layers_say_what_all_say",
     "test_a_good_start_passes_and_says_so",
@@ -364,7 +365,7 @@ SPREAD = (
     "test_what_no_family_has",
     "test_whole_weights_are_the_files_of_save_pretrained",
 )
-PART = 4
+PART = 5
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -381,7 +382,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.name.partition("[")[0]
         if name in QUICK and not (QUICK[name] and re.search(QUICK[name], item.name)):
             item.add_marker("longer")
-        if name in SPREAD and item.get_closest_marker("longer"):
+        if name in SPREAD and any(map(item.get_closest_marker, ("longer", "families"))):
             cases[name] += 1
             if (cases[name] + SPREAD.index(name)) % PART:
                 item.add_marker("slow")

@@ -29,7 +29,7 @@ def header(titles):
     return "| " + " | ".join(titles) + " |"
 
 
-@pytest.mark.longer
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("--packed", "--only", "fabric_llm", "bare loop")], ids=["plain", "packed"])
 def test_throughput(tmp_path, words):
     said, document = run("throughput.py", tmp_path, *words)
