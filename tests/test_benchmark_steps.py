@@ -11,6 +11,8 @@ import torch
 
 from benchmarks import one_step, page, steps
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(steps.__file__)
 SHARDED = ("fsdp, no wrapping", "fsdp, by layer", "fsdp2, by layer")
 WHOLE = ("ddp", "fsdp, by layer, NO_SHARD")

@@ -51,6 +51,7 @@ def test_the_demo_runs_says_what_it_is_and_what_comes_next(tmp_path):
     assert tokenizer.decode(tokenizer("def f(x):")["input_ids"]) == "def f(x):"
 
 
+@pytest.mark.slow
 def test_the_demo_runs_on_several_devices(tmp_path):
     """Two CPUs for four GPUs; each run takes another directory."""
     run("python train.py --max_step 1 --eval_iters 0", tmp_path)

@@ -502,7 +502,13 @@ PLAIN = ("--loss", "full", "--attention", "sdpa", "--compile", "false", "--verif
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
 @pytest.mark.parametrize(
     ("strategy", "ranks", "kind"),
-    [("auto", 1, "full"), ("ddp", 2, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 2, "sharded"), ("fsdp2", 2, "full")],
+    [
+        ("auto", 1, "full"),
+        *(
+            pytest.param(strategy, 2, kind, marks=pytest.mark.slow)
+            for strategy, kind in (("ddp", "full"), ("fsdp", "sharded"), ("fsdp2", "sharded"), ("fsdp2", "full"))
+        ),
+    ],
 )
 def test_laws_1_to_4_hold_on_all_fast_paths(toys, tmp_path, packed_data, strategy, ranks, kind):
     steps, half = 8, 4
