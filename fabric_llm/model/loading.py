@@ -205,8 +205,8 @@ def folder_of(model_name: str) -> Path:
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model on the meta device: names, shapes, dtypes and ties, no memory."""
     # There is nothing to fill with random numbers, which would take half of the time.
-    filled = patch.multiple(nn.init, **dict.fromkeys(DRAWING, lambda tensor, *args, **more: tensor))
-    with torch.device("meta"), filled:
+    unfilled: dict[str, Any] = dict.fromkeys(DRAWING, lambda tensor, *args, **more: tensor)
+    with torch.device("meta"), patch.multiple(nn.init, **unfilled):
         return _keep_float32(AutoModelForCausalLM.from_config(config, dtype=dtype), dtype).train()
 
 
