@@ -164,6 +164,17 @@ def test_what_transformers_leaves_out_by_name_is_named(whole, tmp_path, family):
     assert left_out == sorted(added) and np.array_equal(numbers(read), numbers(tensors.values()))
 
 
+def test_one_tensor_in_two_files_is_refused_where_its_values_differ(whole, tmp_path):
+    tensors, folder = tensors_of(whole("llama")), tmp_path / "sharded"
+    AutoModelForCausalLM.from_pretrained(whole("llama")).save_pretrained(folder, max_shard_size="20KB")
+    first, *_, last = sorted(folder.glob("model-*.safetensors"))
+    name = sorted(load_file(first))[0]
+    save_file({**load_file(last), name: tensors[name]}, last, {"format": "pt"})
+    assert np.array_equal(numbers(opened(folder)[0]), numbers(tensors.values()))
+    save_file({**load_file(last), name: tensors[name] + 1}, last, {"format": "pt"})
+    assert f"{first.name} and {last.name} hold {name} with different values" in refusal(folder)
+
+
 def test_one_tensor_under_two_names_is_refused(whole, tmp_path):
     folder = shutil.copytree(whole("llama"), tmp_path / "model")
     tensors = tensors_of(folder)

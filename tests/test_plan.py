@@ -16,7 +16,7 @@ import plan
 from arguments import parse_plan
 from benchmarks import plan as published
 from fabric_llm.model.strategy_rules import Placement
-from fabric_llm.plan import trace
+from fabric_llm.plan import changes, trace
 from fabric_llm.plan.accelerators import KNOWN, accelerator, message_bytes, of_device
 from fabric_llm.plan.outlook import ROW
 from fabric_llm.run.forecast import Forecast, Planner
@@ -90,6 +90,16 @@ def test_changes_go_on_to_four_fifths_where_that_is_reached(toys):
     assert found[0]["used"] == pytest.approx(0.9) and found[-1]["used"] <= 0.8 and len(found) > 1
     found = said(*words, "--device_memory", peaks[-1] / 0.9 / 2**30)["changes"]
     assert 0.8 < found[-1]["used"] <= 0.95 and not any(one["fits"] for one in found[:-1])
+
+
+def test_micro_batches_of_any_size_become_smaller(toys):
+    words = ["--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "45", "--global_batch_size", "90"]
+    _, flags = parse_plan(words)
+    sizes = [one["micro_batch_size"] for one in changes._of_activations(lambda: flags) if "micro_batch_size" in one]
+    assert sizes == [15, 5, 1]
+    words = ["--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "1", "--global_batch_size", "12"]
+    _, flags = parse_plan(words)
+    assert [one["devices"] for one in changes._of_the_state(lambda: flags) if "devices" in one] == [2, 3, 4, 6]
 
 
 def test_auto_finds_the_shortest_step_below_four_fifths(toys):

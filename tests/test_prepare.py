@@ -234,6 +234,22 @@ def test_a_tokenizer_of_four_letters_has_a_convention():
     assert (found["before"], found["after"]) == ([], [4])
 
 
+@pytest.mark.parametrize("padding", [{}, {"length": 64}, {"pad_to_multiple_of": 8}])
+@pytest.mark.parametrize("longest", [None, 1, 2])
+def test_padding_and_truncation_of_a_tokenizer_are_no_convention(padding, longest):
+    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate("ACGT")}, []))
+    backend.add_special_tokens(["<end>", "<begin>", "<pad>"])
+    backend.post_processor = processors.TemplateProcessing(single="<begin> $A <end>", special_tokens=[("<begin>", 5), ("<end>", 4)])
+    if padding:
+        backend.enable_padding(pad_id=6, pad_token="<pad>", **padding)
+    if longest:
+        backend.enable_truncation(longest + 1)
+    before = backend.to_str()
+    found = convention(backend, PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"))
+    assert (found["before"], found["after"]) == ([5], [4])
+    assert backend.to_str() == before
+
+
 def test_saved_tokenizer_gives_the_tokens_of_the_rows(make, tmp_path, texts, bos_bpe):
     make(write_texts(tmp_path / "in", texts), tokenizer=bos_bpe)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")

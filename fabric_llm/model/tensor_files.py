@@ -41,7 +41,19 @@ class Tensors(Mapping[str, Tensor]):
                     offsets = tuple(places[name][SAVED_OFFSETS_KEY] if places else [0] * len(shape))
                     end = tuple(first + length for first, length in zip(offsets, shape, strict=True))
                     self.shapes[name] = tuple(map(max, end, self.shapes.get(name, end)))
-                    self.parts.setdefault(name, {})[offsets] = path, shape
+                    parts = self.parts.setdefault(name, {})
+                    if offsets in parts and not places:  # the same part in two files
+                        self._require_equal(name, parts[offsets][0], path)
+                    parts[offsets] = path, shape
+
+    def _require_equal(self, name: str, *paths: Path) -> None:
+        """Raises ValueError where two files hold a tensor with other values: nothing says which is meant."""
+        found = []
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                found.append(file.get_tensor(name))
+        if not torch.equal(*found):
+            raise ValueError(f"{paths[0].name} and {paths[1].name} hold {name} with different values")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.parts)

@@ -155,8 +155,8 @@ def _of_activations(now: Callable[[], Flags]) -> Iterator[Change]:
     if now().model.loss == "full":
         yield {"loss": "chunked"}
     size, _, devices, nodes = _sizes(now())
-    while size % 2 == 0 and not fsdp.cpu_offload:
-        size //= 2
+    while size > 1 and not fsdp.cpu_offload:
+        size = next(part for part in range(size // 2, 0, -1) if size % part == 0)
         yield _of_the_same_batch(now(), size, devices * nodes)
     checkpointing = activation_checkpointing(fsdp.activation_checkpointing)
     if checkpointing == "none":
@@ -178,10 +178,10 @@ def _of_the_state(now: Callable[[], Flags]) -> Iterator[Change]:
     if now().model.precision != "bf16-true":
         yield {"precision": "bf16-true"}
     size, _, devices, nodes = _sizes(now())
-    for count in (2, 4, 8):
-        if count > devices:
-            yield {"devices": count, **_of_the_same_batch(now(), size, count * nodes)}
+    for count in (2, 3, 4, 6, 8):
+        if count > devices and (same := _of_the_same_batch(now(), size, count * nodes)):
+            yield {"devices": count, **same}
     devices = _sizes(now())[2]
     for count in (2, 4, 8, 16):
-        if count > nodes:
-            yield {"num_nodes": count, **_of_the_same_batch(now(), size, devices * count)}
+        if count > nodes and (same := _of_the_same_batch(now(), size, devices * count)):
+            yield {"num_nodes": count, **same}

@@ -150,8 +150,9 @@ def cut_text(file: BinaryIO, part: Part) -> Iterator[tuple[int, Optional[bytes]]
                 yield begin, buffer if begin == place else None
             return
         if len(buffer) > RECORD_BYTES:  # its beginning isn't needed any more, but a separator may have begun
-            place += len(buffer) - LONGEST_SEPARATOR
-            buffer = buffer[-LONGEST_SEPARATOR:]
+            longest = 2 * LONGEST_SEPARATOR  # with \r\n for each \n
+            place += len(buffer) - longest
+            buffer = buffer[-longest:]
 
 
 def read_block(file: BinaryIO, size: int) -> tuple[bytes, Optional[Exception]]:
@@ -183,6 +184,8 @@ def _text_of(record: Any, text_field: str, number: int, place: str = "field") ->
 
 def _document(number: int, content: str | bytes) -> Record:
     """A document, if it is valid UTF-8. A str isn't where JSON has half of a surrogate pair, such as "\\ud800"."""
+    if isinstance(content, bytes) and 3 * content.count(0) > len(content):
+        return Bad(number, "is UTF-16 or binary, as its NUL bytes say: save it as UTF-8")
     try:
         text = content.decode() if isinstance(content, bytes) else content
     except UnicodeError:

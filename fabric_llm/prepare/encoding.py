@@ -43,6 +43,7 @@ from fabric_llm.prepare.tokenizer_bounds import without_panic
 # Many documents in a batch keep all threads of the tokenizer busy. Its working memory is about 120 bytes a character.
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 1_000_000
+CHARACTERS_BEFORE = 1000  # of the section before, with which one is encoded
 MAX_NAMED = 20  # bad records
 MAX_MESSAGE = 2000  # characters
 TOKEN_BYTES = "token_bytes.npy"  # in the work folder: bytes_of_tokens of the tokenizer
@@ -221,12 +222,36 @@ def _encode_documents(piece: Piece, job: Job, out: PieceFiles) -> None:
 def _encoded(texts: list[str], backend: Tokenizer) -> list[np.ndarray]:
     """The tokens of each text of a batch, uint32. A long one stands alone, and is encoded in sections."""
     if len(texts) == 1 and len(parts := list(sections(texts[0]))) > 1:
-        return [np.concatenate([_encoded([part], backend)[0] for part in parts])]
+        return [_joined(parts, backend)]
     # The backend makes no attention masks and offsets, and doesn't warn of long documents. numpy takes an array.array
     # three times as fast as a list of int.
+    return [np.frombuffer(ids, dtype=np.uint32) for ids in _ids(texts, backend)]
+
+
+def _joined(parts: Sequence[str], backend: Tokenizer) -> np.ndarray:
+    """The tokens of a text in sections, as those of the whole: each section is encoded behind the end of the one before.
+
+    A tokenizer may put a space before a text, take one away, or join what stands on both sides of a cut. Only in a word
+    that is longer than a section do the two not meet: there each has its own tokens.
+    """
+    found, before = array("I"), ""
+    for part in parts:
+        before = before[-CHARACTERS_BEFORE:]
+        alone, both = _ids([before, before + part], backend)
+        same = next((n for n, pair in enumerate(zip(alone, both)) if len({*pair}) > 1), len(alone))
+        others = len(found) - (len(alone) - same)  # from here on the section before has other tokens in the whole
+        if found[others:] == alone[same:]:
+            found = found[:others] + both[same:]
+        else:
+            found += _ids([part], backend)[0]
+        before = part
+    return np.frombuffer(found, dtype=np.uint32)
+
+
+def _ids(texts: list[str], backend: Tokenizer) -> list[array]:
     with without_panic():
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-    return [np.frombuffer(array("I", encoding.ids), dtype=np.uint32) for encoding in encodings]
+    return [array("I", encoding.ids) for encoding in encodings]
 
 
 def _batches(piece: Piece, job: Job) -> Iterator[list[tuple[int, Record]]]:

@@ -69,7 +69,10 @@ def prepared_output(output: Path, overwrite: bool) -> None:
 
 
 def separator(given: Optional[str]) -> Optional[str]:
-    """--document_separator as a regular expression: None if it wasn't given, "" for `none`."""
+    """--document_separator as a regular expression: None if it wasn't given, "" for `none`.
+
+    A line may end with \\r\\n in a text where the separator has \\n.
+    """
     if given in (None, "none"):
         return None if given is None else ""
     escapes = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
@@ -83,7 +86,7 @@ def separator(given: Optional[str]) -> Optional[str]:
     text = re.sub(r"\\([ntr\\])", lambda found: escapes[found[1]], given)
     if not 0 < len(text.encode()) <= LONGEST_SEPARATOR:
         raise ValueError(f"document_separator must have 1 to {LONGEST_SEPARATOR} bytes, or be none, got {given!r}")
-    return re.escape(text)
+    return re.escape(text) if "\r" in text else r"\r?\n".join(map(re.escape, text.split("\n")))
 
 
 def work_folder_of(output: Path) -> Path:

@@ -166,7 +166,8 @@ def _fault(run: Run, reason: str, forgot: bool = False) -> Fault:
         following = f"Go on more gently: the same command with {more}"
     latest = files.latest(folder)
     merge = ""
-    if forgot and latest is not None and run.flags.model.rope is None:  # which makes another model of the base
+    has_learned = latest is not None and latest != step_directory(folder, 0)
+    if forgot and has_learned and run.flags.model.rope is None:  # which makes another model of the base
         base, budget = loading.folder_of(run.flags.model.model_name), run.flags.evaluation.forgetting_budget
         merging = command("python", "-m", "fabric_llm.average", Path(base), folder, forgetting_budget=budget)
         merge = f"Next: {merging} merges it with its base model inside the budget. Or: "
