@@ -304,7 +304,7 @@ QUICK = {
 }
 
 
-# Tests of all families, or of all combinations of values: of each, every fifth case is `longer`, others of each
+# Tests of all families, or of all combinations of values: of each, every eighth case is `longer`, others of each
 # test, so that each family is in some. The others are `slow`.
 SPREAD = (
     "test_a_family_trains_resumes_and_exports_on_one_device_and_two",
@@ -355,7 +355,7 @@ SPREAD = (
     "test_what_no_family_has",
     "test_whole_weights_are_the_files_of_save_pretrained",
 )
-PART = 5
+PART = 8
 
 
 def pytest_configure(config: pytest.Config) -> None:
