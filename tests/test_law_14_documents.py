@@ -276,7 +276,10 @@ class Seen:
             for line in data.decode().splitlines()[1:]:
                 self.add(line.split("\t")[1])
         else:
-            for row in [*csv.reader(io.StringIO(data.decode(), newline=""))][1:]:
+            rows = [*csv.reader(io.StringIO(data.decode(), newline=""))][1:]
+            if not is_whole and data.count(b'"') % 2:  # the last row's field isn't complete
+                rows.pop()
+            for row in rows:
                 if len(row) == 2:
                     self.add(row[1])
                 else:
