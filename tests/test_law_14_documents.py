@@ -265,10 +265,12 @@ class Seen:
             return
         if not is_whole:  # what isn't complete is lost with what comes after it
             data, rest = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
-            data += rest if kind == ".json" and rest.endswith(b"},") else b""
+            data += rest if kind == ".json" and (rest.endswith(b"},") or rest == b"]") else b""
         if kind in (".jsonl", ".json"):
             lines = [line for line in data.split(b"\n") if line.strip()]
             if kind == ".json":
+                if not is_whole and lines and lines[-1] != b"]" and not lines[-1].endswith(b","):
+                    lines.pop()  # an element is whole where a comma or the end of the array follows
                 lines = [line.removesuffix(b",") for line in lines if line not in (b"[", b"]")]
             for line in lines:
                 self.line_of_json(line)
