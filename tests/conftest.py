@@ -308,7 +308,6 @@ QUICK = {
 # test, so that each family is in some. The others are `slow`.
 SPREAD = (
     "test_a_family_trains_resumes_and_exports_on_one_device_and_two",
-    "test_a_few_layers_say_what_all_say",
     "test_a_good_start_passes_and_says_so",
     "test_a_hostile_model_or_tokenizer_is_refused_at_once",
     "test_a_model_filled_unit_by_unit_is_what_from_pretrained_makes",

@@ -564,7 +564,7 @@ def laws_7_and_9(argv):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    [("fsdp", 2), ("fsdp2", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("auto", 1), ("ddp", 2)))],
+    [("fsdp2", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("auto", 1), ("ddp", 2), ("fsdp", 2)))],
 )
 def test_laws_5_7_and_9_hold_on_all_fast_paths(toys, tmp_path, packed_data, strategy, ranks):
     words = [*flags(toys, tmp_path, packed_data, strategy, "--precision", "32-true", *FAST), "--micro_batch_size", 1]
@@ -577,11 +577,11 @@ def test_laws_5_7_and_9_hold_on_all_fast_paths(toys, tmp_path, packed_data, stra
     assert verify.main([str(tmp_path / "run")]) == 0, "the rows that were read are those of two whole epochs"
 
 
-@pytest.mark.longer
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    [("auto", 1), *(pytest.param(strategy, 2, marks=pytest.mark.slow) for strategy in ("ddp", "fsdp", "fsdp2"))],
+    [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)],
 )
 def test_law_10_holds_with_compiled_layers_and_chunks(toys, tmp_path, strategy, ranks):
     fp32, _ = final_loss(toys, tmp_path, "fp32", ranks, "--strategy", strategy, "--precision", "32-true")

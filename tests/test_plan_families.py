@@ -114,7 +114,7 @@ DDP = ("--devices", 2, "--strategy", "ddp", "--ema_decay", 0.9, "--ema_device", 
         ("llama", (*HOW["compiled"], *DDP)),
         ("falcon_h1", HOW["compiled"]),
         *(
-            pytest.param(name, (*how, *strategy), marks=pytest.mark.longer)
+            pytest.param(name, (*how, *strategy), marks=pytest.mark.slow)
             for name in ("llama", "mixtral", "gemma3", "pictures", "falcon_h1", "jamba", "deepseek_v3")
             for how in HOW.values()
             for strategy in ((), FSDP, FSDP2)
