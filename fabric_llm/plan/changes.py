@@ -129,11 +129,21 @@ def _of_the_same_batch(flags: Flags, size: int, world_size: int, sharing: Option
 
     sharing: ranks that share each row; None: as many as the flags say.
     """
-    batch = _sizes(flags)[1]
-    count, rest = divmod(batch, size * world_size // (sharing or flags.devices.context_parallel))
-    if rest:
+    batch, groups = _sizes(flags)[1], world_size // (sharing or flags.devices.context_parallel)  # each reads other rows
+    if not groups or batch % (size * groups):
         return {}
+    count = batch // (size * groups)
     return {"micro_batch_size": size, "gradient_accumulation_steps": count, "global_batch_size": batch}
+
+
+def _on_more(flags: Flags, world_size: int) -> Change:
+    """The largest micro-batches, of those that the present ones can be divided into, that keep a step's batch on so many devices.
+
+    {} where none do.
+    """
+    size = _sizes(flags)[0]
+    parts = (part for part in range(size, 0, -1) if size % part == 0)
+    return next(filter(None, (_of_the_same_batch(flags, part, world_size) for part in parts)), {})
 
 
 def _cheapest_first(now: Callable[[], tuple[Flags, Outlook]]) -> Iterator[Change]:
@@ -177,11 +187,12 @@ def _of_the_state(now: Callable[[], Flags]) -> Iterator[Change]:
         yield {"sharding_strategy": "FULL_SHARD"}
     if now().model.precision != "bf16-true":
         yield {"precision": "bf16-true"}
-    size, _, devices, nodes = _sizes(now())
+    _, _, devices, nodes = _sizes(now())
     for count in (2, 3, 4, 6, 8):
-        if count > devices and (same := _of_the_same_batch(now(), size, count * nodes)):
+        same = _on_more(now(), count * nodes)
+        if count > devices and (same or count % 3):  # thirds where they keep the batch
             yield {"devices": count, **same}
     devices = _sizes(now())[2]
     for count in (2, 4, 8, 16):
-        if count > nodes and (same := _of_the_same_batch(now(), size, devices * count)):
-            yield {"num_nodes": count, **same}
+        if count > nodes:
+            yield {"num_nodes": count, **_on_more(now(), devices * count)}
