@@ -85,7 +85,8 @@ def predict(work: Work) -> Memory:
         for moment, held in moments.items()
     }
     moment = max(here, key=lambda name: sum(here[name].values()))
-    for found in (here[name] for name in {moment, UPDATE} if work.placement.kind == "cuda"):
+    for name in {moment, UPDATE} if work.placement.kind == "cuda" else ():
+        found = here[name]
         found["allocator's slack (assumed)"] = int(SLACK * sum(found.values()))
         found["CUDA context (assumed)"] = CONTEXT_BYTES
     return Memory(here[moment], moment, sum(here[UPDATE].values()), dict(most), operations)

@@ -241,7 +241,8 @@ def _joined(parts: Sequence[str], backend: Tokenizer) -> np.ndarray:
         same = next((n for n, pair in enumerate(zip(alone, both)) if len({*pair}) > 1), len(alone))
         others = len(found) - (len(alone) - same)  # from here on the section before has other tokens in the whole
         if found[others:] == alone[same:]:
-            found = found[:others] + both[same:]
+            del found[others:]
+            found += both[same:]
         else:
             found += _ids([part], backend)[0]
         before = part
