@@ -1013,11 +1013,11 @@ def test_retention(toys, tmp_path):
 
 
 def test_what_a_kill_in_the_last_prune_leaves_is_swept_though_nothing_is_left_to_do(toys, tmp_path):
-    more = ("--keep_last", 1, "--eval_iters", 0)
-    job = Job(2, *flags(toys, tmp_path, *more), failpoint="prune.renamed:rank=0:count=2")
+    more = ("--save_step_interval", STEPS // 2, "--keep_last", 1, "--eval_iters", 0)
+    job = Job(2, *flags(toys, tmp_path, *more), failpoint="prune.renamed:rank=0")
     assert job.wait() == [-9, 71], job.output
     [left] = leftovers(tmp_path / "run")
-    assert left.startswith(".trash-step-00000006-") and saved(tmp_path / "run") == [STEPS]
+    assert left.startswith(f".trash-step-{STEPS // 2:08}-") and saved(tmp_path / "run") == [STEPS]
     (tmp_path / "run" / ".tmp-step-00000003-01234567").mkdir()
     job = Job(2, *flags(toys, tmp_path, *more, "--resume", "auto"))
     assert job.wait() == [0, 0] and "nothing is left to do" in job.output[0], job.output

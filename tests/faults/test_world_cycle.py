@@ -41,7 +41,7 @@ def watch(folder):
         micro_batch, load = fabric_llm.data.batches.Batches._micro_batch, reading.load_optimizer
 
         def logged(self, positions, rows):
-            if self.shuffle:
+            if self.picked is None:  # an evaluation picks its rows
                 with (folder / f"rows-{self.rank}").open("a") as file:
                     for position, row in zip(positions.flatten().tolist(), rows.flatten().tolist()):
                         if self.end is None or position < self.end:
