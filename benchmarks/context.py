@@ -1,11 +1,12 @@
 """The memory of a step against the tokens of a row, measured and by plan.py, for ranks that share rows and what saves memory.
 
 A real step on real ranks: on a GPU what its allocator counts, on a CPU the storages of all tensors. The slope is that between
-the first and the last length. On a CPU the host is the device: `offload` is for GPUs.
+the first and the last length that was measured; what plan.py says doesn't fit is left empty. On a CPU the host is the device: `offload` is for GPUs.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +24,7 @@ MORE = {"vocab_size": 4096, "num_key_value_heads": 4, "max_position_embeddings":
 CONTEXTS = {"cpu": (4096, 8192, 16384), "cuda": (16384, 32768, 65536)}
 FULL = "--activation_checkpointing full"
 WAYS = ["", FULL, f"{FULL} --tiled_mlp true", "--activation_checkpointing offload --tiled_mlp true"]
+FILLED = 0.9  # of a device's memory: what plan.py says needs more isn't tried
 DOCUMENT_TOKENS = 512  # so that attention takes no time
 
 
@@ -33,6 +35,7 @@ def main(argv: Optional[list[str]] = None) -> None:
     options = turns.resolve(parser, argv)
     contexts = (256, 512) if options.smoke else CONTEXTS[options.kind]
     rows: list[page.Row] = []
+    notes = [f"A Llama of {SHAPES[options.kind]}, in bf16-true; packed documents of {DOCUMENT_TOKENS} tokens on average"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inputs.write_llama(folder / "model", **SHAPES["cpu" if options.smoke else options.kind], **MORE)
@@ -40,21 +43,22 @@ def main(argv: Optional[list[str]] = None) -> None:
             inputs.write_rows(folder / str(context), MORE["vocab_size"], context, 8, DOCUMENT_TOKENS)
         for way in WAYS[: 3 if options.kind == "cpu" else None]:
             for sharing in options.sharing:
-                row: page.Row = {"flags": way or "none", "ranks": sharing, "measured": [], "planned": []}
+                row: page.Row = {"flags": way or "none", "ranks": sharing, "measured": [], "planned": [], "errors": []}
                 for context in contexts:
                     sizes = {"devices": sharing, "context_parallel": sharing, "micro_batch_size": 1, "lr": 1e-5}
                     flags = inputs.training(folder, "model", str(context), options.kind, "bf16-true", **sizes) + way.split()
                     store = {"ranks": sharing, "store": folder / f"store-{len(rows)}-{context}"}
                     contender = turns.Contender(options, store, measure, flags, options.kind)
-                    report = contender.ask("time", 1, within_seconds=540)
-                    assert report is not None, contender.row["error"]
-                    contender.close()
-                    row["measured"].append(report["bytes"])
                     row["planned"].append(planned(flags, context))
+                    fits = row["planned"][-1] < FILLED * options.device.get("memory_bytes", math.inf)
+                    report = contender.ask("time", 1, within_seconds=540) if fits else None
+                    contender.close()
+                    row["measured"].append(report and report["bytes"])
+                    row["errors"] += [contender.row["error"]] if contender.row["error"] else []
                 page.progress(f"{row}")
                 rows.append(row)
-    notes = [f"A Llama of {SHAPES[options.kind]}, in bf16-true; packed documents of {DOCUMENT_TOKENS} tokens on average"]
-    page.write("context.py", "Memory of longer rows", notes, options, body(rows, contexts), rows)
+                text = page.keep("context.py", "Memory of longer rows", notes, options, body(rows, contexts), rows)
+    print(text)
 
 
 def measure(contender: Any, flags: list[str], kind: str) -> None:
@@ -94,11 +98,17 @@ def body(rows: list[page.Row], contexts: tuple[int, ...]) -> str:
     titles += ["slope, bytes a token", "by plan.py", "measured / planned"]
     lines = []
     for row in rows:
-        slopes = [(row[key][-1] - row[key][0]) / (contexts[-1] - contexts[0]) for key in ("measured", "planned")]
-        sizes = [f"{one / page.MIB:.1f}" for one in row["measured"]]
-        ratio = f"{slopes[0] / slopes[1]:.3f}"
-        lines.append([f"`{row['flags']}`", row["ranks"], *sizes, *(f"{slope:,.0f}" for slope in slopes), ratio])
-    return page.table(titles, lines)
+        sizes = ["" if one is None else f"{one / page.MIB:.1f}" for one in row["measured"]]
+        sizes += [""] * (len(contexts) - len(sizes))
+        there = [place for place, one in enumerate(row["measured"]) if one is not None]
+        line, (first, last) = [f"`{row['flags']}`", row["ranks"], *sizes], (there[0], there[-1]) if there else (0, 0)
+        if first < last:
+            steps = contexts[last] - contexts[first]
+            slopes = [(row[key][last] - row[key][first]) / steps for key in ("measured", "planned")]
+            line += [*(f"{slope:,.0f}" for slope in slopes), f"{slopes[0] / slopes[1]:.3f}"]
+        lines.append(line)
+    errors = [f"{row['flags']}: {error}" for row in rows for error in row["errors"]]
+    return "\n\n".join([page.table(titles, lines), *errors])
 
 
 if __name__ == "__main__":

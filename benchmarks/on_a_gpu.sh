@@ -1,19 +1,22 @@
 #!/usr/bin/env bash
-# All that a GPU has to show, the most valuable first: `bash benchmarks/on_a_gpu.sh [FOLDER]`.
-# Each part ends within nine minutes and leaves its page, its numbers and its log in the folder. A part that is done isn't done
-# again, so that the command can be given as often as the machine is lent. Parts that fail are named at the end.
+# All that a GPU has to show, the most valuable first: `bash benchmarks/on_a_gpu.sh [FOLDER [MINUTES]]`.
+# No part begins after the minutes, nine unless they are given, and one that isn't done then is stopped. Each leaves its page, its
+# numbers and its log in the folder. A part that is done isn't done again, so that the command can be given as often as the machine
+# is lent. Parts that fail are named at the end.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=$(realpath -m "${1:-gpu_results}") failed=()
+out=$(realpath -m "${1:-gpu_results}") ends=$((SECONDS + $(python -c "print(round(60 * ${2:-9}))"))) failed=()
 mkdir -p "$out"
 
 part() {  # NAME COMMAND...
-    local name=$1
+    local name=$1 began=$SECONDS
     shift
     [ -e "$out/$name.done" ] && return
+    [ $((ends - SECONDS)) -lt 15 ] && { failed+=("$name (not begun)"); return; }
     echo "+ $*"
-    if timeout 540 "$@" >"$out/$name.log" 2>&1; then touch "$out/$name.done"; else failed+=("$name"); fi
+    if timeout -s INT -k 10 $((ends - SECONDS)) "$@" >"$out/$name.log" 2>&1; then touch "$out/$name.done"; else failed+=("$name"); fi
     tail -n 3 "$out/$name.log"
+    echo "  $((SECONDS - began)) s"
 }
 
 page() {  # NAME SCRIPT OPTIONS...
@@ -22,22 +25,25 @@ page() {  # NAME SCRIPT OPTIONS...
     part "$name" python "benchmarks/$script" "$@" --markdown "$out/$name.md" --output "$out/$name.json"
 }
 
-model="--model_name configs/models/smollm2-135m --context_length 1024"
-part tests python -m pytest -m gpu -q
-page speed gpu.py --shapes 1B 8B --minutes 8.5
-page throughput throughput.py --accelerator cuda --dtypes bfloat16 --packed --compile
-page optimizer optimizer.py --accelerator cuda --sizes 30M 135M 1B
+train() {  # NAME OPTIONS...
+    local name=$1
+    shift
+    part "$name" python train.py --model_name configs/models/llama3.2-1b --train_data_dir "$out/data" --lr 2e-5 \
+        --output_dir "$out/runs" --run_name "$name" --micro_batch_size 4 --eval_iters 2 "$@"
+}
+
+library=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
+page speed gpu.py --shapes 1B 8B --minutes 2
+part tests python -m pytest -m gpu -v -n 12
+page optimizer optimizer.py --accelerator cuda --sizes 135M 1B
+page throughput throughput.py --accelerator cuda --dtypes bfloat16 --packed --compile --rounds 5
+part data python prepare_data.py --input "$library"/{asyncio,email,json,unittest} --pattern '*.py' --train_tokenizer 16384 \
+    --context_length 4096 --output "$out/data"
+train profile --max_step 12 --profile 5:8
+page speed_more gpu.py --minutes 8.5
 page context context.py --sharing 1
-page speed_more gpu.py --shapes 3B --minutes 8.5
 page loss_head fast_paths.py --accelerator cuda
-page attention steps.py attention --accelerator cuda
-part data python prepare_data.py --input "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" \
-    --train_tokenizer 49152 --context_length 1024 --output "$out/data"
-part profile python train.py $model --train_data_dir "$out/data" --output_dir "$out/runs" --run_name profile --max_step 12 \
-    --micro_batch_size 16 --profile 5:8
-part float8 python train.py $model --train_data_dir "$out/data" --output_dir "$out/runs" --run_name float8 --max_step 30 \
-    --micro_batch_size 16 --float8 rowwise
-part plain python train.py $model --train_data_dir "$out/data" --output_dir "$out/runs" --run_name plain --max_step 30 \
-    --micro_batch_size 16
+page attention steps.py attention --accelerator cuda --dtypes bfloat16
+train float8 --max_step 30 --float8 rowwise
 echo "Pages, numbers and logs: $out"
-[ ${#failed[@]} -eq 0 ] || { echo "Failed or not finished: ${failed[*]}"; exit 1; }
+[ ${#failed[@]} -eq 0 ] || { printf 'Failed or not finished: %s\n' "${failed[*]}"; exit 1; }

@@ -36,6 +36,7 @@ COLUMNS = {
     "bytes a parameter, at least": lambda row: str(row["bytes"]),
     **{"GB/s": page.number("rate", ".1f", 1e9), "of a copy's": page.number("of_copy", ".0%")},
 }
+MOST_COPIED = 2**28  # float32 numbers, far more than a cache holds
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -107,7 +108,7 @@ def timing(size: str, device: torch.device, rounds: int) -> str:
         elif row.kernel == "plain":
             optimizer.elements = 0
         steps[row.name] = optimizer.step
-    source = torch.randn(count, device=device)
+    source = torch.randn(min(count, MOST_COPIED), device=device)
     steps["copy"] = lambda target=torch.empty_like(source): target.copy_(source)
     times = seconds_in_turns(steps, rounds, device.type)
     copied = 2 * source.numel() * 4 / statistics.median(times["copy"])
@@ -129,11 +130,11 @@ def shapes(hidden: int, wide: int, key_values: int, layers: int, vocabulary: int
 
 
 def random_parameters(size: str, dtype: torch.dtype, device: torch.device) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
+    given = {"generator": torch.Generator(device).manual_seed(0), "device": device}
     params = []
     for shape in shapes(*SHAPES[size]):
-        params.append(nn.Parameter((0.02 * torch.randn(shape, generator=generator)).to(device, dtype)))
-        params[-1].grad = torch.randn(shape, generator=generator).to(device, dtype)
+        params.append(nn.Parameter((0.02 * torch.randn(shape, **given)).to(dtype)))
+        params[-1].grad = torch.randn(shape, **given).to(dtype)
     return params
 
 

@@ -28,6 +28,7 @@ from benchmarks.page import Row, progress
 
 DTYPES = {"float32": "32-true", "bfloat16": "bf16-true"}  # and what --precision calls them
 PRELOADED = ["fabric_llm.base.fabric", "transformers.models.llama.modeling_llama", "datasets", "benchmarks.one_step"]
+REST = ("rest", 0)
 FORGET = "the peak so far is forgotten"
 Each = TypeVar("Each")
 
@@ -58,8 +59,10 @@ def resolve(options: argparse.ArgumentParser, argv: Optional[list[str]]) -> argp
     given.kind = "cuda" if given.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
     given.dtypes = given.dtypes or (list(DTYPES) if given.kind == "cuda" else ["float32"])
     if given.kind == "cuda":  # another process asks: a context takes memory of the GPU
-        ask = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
-        given.device = {"name": subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()}
+        ask = [sys.executable, "-c", "import torch; p = torch.cuda.get_device_properties(0); print(p.total_memory, p.name)"]
+        answer = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
+        memory, given.device["name"] = answer.strip().split(maxsplit=1)
+        given.device["memory_bytes"] = int(memory)
     return given
 
 
@@ -82,6 +85,13 @@ def seconds_in_turns(steps: dict[str, Callable[[], Any]], rounds: int, kind: str
         synchronize(kind)
         times[name].append(time.perf_counter() - began)
     return times
+
+
+def _give_memory_back() -> None:
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def synchronize(kind: str) -> None:
@@ -108,7 +118,9 @@ class Turns:
             if self.left:
                 return True
             self.pipe.send(("done", self._report()))
-        request = self.pipe.recv()
+        while (request := self.pipe.recv()) == REST:
+            _give_memory_back()
+            self.pipe.send(("done", {}))
         if request is None:
             return False
         self.what, self.asked = request
@@ -288,13 +300,24 @@ class Contender:
 
 
 def in_turns(contenders: list[Contender], options: argparse.Namespace) -> list[Row]:
-    """The rows, with `seconds` of a step in each round, losses of the first turn and the memory of one more step."""
+    """The rows, with `seconds` of a step in each round, losses of the first turn and the memory of one more step.
+
+    On a GPU, where all have their weights, whoever waits gives back what its allocator keeps for the next step, and takes it
+    again in a step that isn't timed.
+    """
+    on_gpu = options.kind == "cuda"
     for contender in contenders:
         report = contender.ask("time", max(1, options.warm_up))
         contender.row.update(report and {"losses": report["losses"]} or {})
+        if on_gpu:
+            contender.ask(*REST)
     for contender in alternate(contenders, options.rounds):
+        if on_gpu:
+            contender.ask("time", 1)
         if (report := contender.ask("time", options.steps)) is not None:
             contender.row["seconds"].append(report["seconds"])
+        if on_gpu:
+            contender.ask(*REST)
     for contender in contenders:
         report = contender.ask("memory", 1) or {}
         contender.row.update({key: value for key, value in report.items() if key not in ("seconds", "losses")})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES
 from test_law_13_fast_paths import batch, causal_lm, gradients, packed
 
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
@@ -42,6 +43,9 @@ def errors(model, exact, inputs, compiles=False, **more):
         ("gpt2", {}),
         ("mistral", {"sliding_window": 3}),
         ("gemma3_text", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("llama", {"head_dim": 20}),  # no multiple of 8
+        ("llama", {"head_dim": 320}),  # more than the kernel takes
+        ("deepseek_v3", {**FAMILIES["deepseek_v3"], "head_dim": FAMILIES["deepseek_v3"]["qk_rope_head_dim"]}),  # values have fewer dimensions than queries
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from conftest import documents
+from families import FAMILIES
 from ranks import built, metrics, run_ranks, toy_run, train_ranks
 from test_law_9_packed_documents import packed_batch
 from test_law_10_bf16_learns import final_loss
@@ -699,3 +700,29 @@ def test_flash_attention_3_is_taken_where_it_is_there(monkeypatch, capability, i
     with pytest.warns(UserWarning, match="isn't used: old") if problem else contextlib.nullcontext():
         assert fast_paths.takes_flash_attention_3() == taken
     assert asked == ["FA3"] * (capability == (9, 0) and installed)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("llama", {"head_dim": 20}), ("deepseek_v3", {**FAMILIES["deepseek_v3"], "head_dim": FAMILIES["deepseek_v3"]["qk_rope_head_dim"]}), ("llama", {"head_dim": 320})],
+)
+def test_the_kernel_of_gpus_gets_the_head_sizes_that_it_takes(name, more, monkeypatch):
+    """The kernel's conditions, with PyTorch's own attention in its place."""
+    called = []
+
+    def kernel(query, key, value, ends, ends_too, longest, longest_too, *, scale, window_size, **options):
+        sizes = {tensor.shape[-1] for tensor in (query, key, value)}
+        assert len(sizes) == 1 and max(sizes) % 8 == 0 and max(sizes) <= 256
+        called.append(sizes)
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+        return fast_paths._one_by_one([query, key, value], ends, scale, 0.0, None)
+
+    monkeypatch.setattr(fast_paths, "varlen_attn", kernel)
+    monkeypatch.setattr(fast_paths, "_has_kernel", lambda query, head_size: head_size <= 256)
+    model = causal_lm(name, **more)
+    expected = gradients(LanguageModel(model), packed())
+    with gate.attention(model, fast_paths.PACKED):
+        found = gradients(LanguageModel(model), packed())
+    assert bool(called) == (more.get("head_dim") != 320)
+    for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

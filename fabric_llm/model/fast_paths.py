@@ -34,6 +34,7 @@ from fabric_llm.base.faults import one_line
 LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**28}
 PACKED = "packed"
 HOPPER = (9, 0)  # compute capability of an H100 or H200
+HEAD_SIZES, MOST_HEAD_SIZE = 8, 256  # of varlen_attn: multiples of the one, up to the other
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 NOT_HERE = ("softcap", "s_aux", "position_bias")  # of some models' attention: what isn't computed here
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits [tokens, vocabulary], targets int64 [tokens] -> sum, scalar
@@ -206,7 +207,8 @@ def packed_attention(
     if cu_seq_lens_q is None:
         cu_seq_lens_q = torch.arange(0, rows * context + 1, context, dtype=torch.int32, device=query.device)
         max_length_q = context
-    is_flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout
+    sizes = query.shape[-1], value.shape[-1]
+    is_flash = _has_kernel(query, max(sizes)) and not dropout
     if groups > 1 and not (is_flash and KNOWS_GROUPS):
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]  # [tokens, heads, head size]
@@ -214,10 +216,21 @@ def packed_attention(
         ends, longest = cu_seq_lens_q.to(query.device), max_length_q or context
         options: dict[str, Any] = {"enable_gqa": True} if groups > 1 and KNOWS_GROUPS else {}
         options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
-        out = varlen_attn(*flat, ends, ends, longest, longest, scale=scaling, **options)
+        flat, scaling = _of_one_size(flat), sizes[0] ** -0.5 if scaling is None else scaling
+        out = varlen_attn(*flat, ends, ends, longest, longest, scale=scaling, **options)[..., : sizes[1]]
     else:
         out = _one_by_one(flat, cu_seq_lens_q, scaling, dropout, sliding_window)
     return out.unflatten(0, (rows, context)), None
+
+
+def _has_kernel(query: Tensor, head_size: int) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and head_size <= MOST_HEAD_SIZE
+
+
+def _of_one_size(flat: list[Tensor]) -> list[Tensor]:
+    """[tokens, heads, head size], filled up with zeros to the one head size that varlen_attn takes: they add nothing to a score."""
+    wanted = -(-max(tensor.shape[-1] for tensor in flat) // HEAD_SIZES) * HEAD_SIZES
+    return [tensor if tensor.shape[-1] == wanted else F.pad(tensor, (0, wanted - tensor.shape[-1])) for tensor in flat]
 
 
 def share_rows(attention: Callable[..., Tensor], group: ProcessGroup, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
