@@ -118,7 +118,7 @@ def main(argv: Optional[list[str]] = None) -> int:
                 text = written(options, rows, began)
                 page.progress(text.splitlines()[-1])
     print(written(options, rows, began))
-    return 0
+    return int(all(row["error"] for row in rows))
 
 
 def measured(output: Optional[Path]) -> dict[tuple[str, str], page.Row]:

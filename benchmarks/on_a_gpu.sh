@@ -33,10 +33,10 @@ train() {  # NAME OPTIONS...
 }
 
 library=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
+part tests python -m pytest -m gpu -v -n 16 --dist worksteal
 page speed gpu.py --shapes 1B 8B --minutes 2
-part tests python -m pytest -m gpu -v -n 12
-page optimizer optimizer.py --accelerator cuda --sizes 135M 1B
 page throughput throughput.py --accelerator cuda --dtypes bfloat16 --packed --compile --rounds 5
+page optimizer optimizer.py --accelerator cuda --sizes 135M 1B
 part data python prepare_data.py --input "$library"/{asyncio,email,json,unittest} --pattern '*.py' --train_tokenizer 16384 \
     --context_length 4096 --output "$out/data"
 train profile --max_step 12 --profile 5:8

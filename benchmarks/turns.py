@@ -244,8 +244,11 @@ class Contender:
     def __init__(self, options: argparse.Namespace, row: Row, function: Callable[..., None], *args: Any) -> None:
         """row: what is known of it; "ranks" in it are so many processes, which meet in the file "store"."""
         self.row = {"error": None, "seconds": [], **row}
-        context = multiprocessing.get_context("forkserver")  # imports once; unlike fork it goes with CUDA
-        context.set_forkserver_preload(PRELOADED)
+        # A server that is forked imports once, but some packages, such as torchao, ask for GPUs when they are imported, and no
+        # process that is forked after that can have one.
+        context = multiprocessing.get_context("spawn" if options.kind == "cuda" else "forkserver")
+        if options.kind == "cpu":
+            context.set_forkserver_preload(PRELOADED)
         ranks, self.processes = row.get("ranks", 1), {}
         for rank in range(ranks):
             ours, theirs = context.Pipe()
