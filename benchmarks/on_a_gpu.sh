@@ -33,7 +33,7 @@ train() {  # NAME OPTIONS...
 }
 
 library=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
-part tests python -m pytest -m gpu -v -n 16 --dist worksteal
+part tests python -m pytest -m gpu -v -n 16 --dist worksteal -p no:benchmark tests/test_gpu.py
 page speed gpu.py --shapes 1B 8B --minutes 2
 page throughput throughput.py --accelerator cuda --dtypes bfloat16 --packed --compile --rounds 5
 page optimizer optimizer.py --accelerator cuda --sizes 135M 1B

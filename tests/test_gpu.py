@@ -45,7 +45,7 @@ def errors(model, exact, inputs, compiles=False, **more):
         ("gemma3_text", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}),
         ("llama", {"head_dim": 20}),  # no multiple of 8
         ("llama", {"head_dim": 320}),  # more than the kernel takes
-        ("deepseek_v3", {**FAMILIES["deepseek_v3"], "head_dim": FAMILIES["deepseek_v3"]["qk_rope_head_dim"]}),  # values have fewer dimensions than queries
+        ("deepseek_v3", {**FAMILIES["deepseek_v3"], "head_dim": 4, "first_k_dense_replace": 2}),  # smaller values; no experts
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -139,11 +139,13 @@ def run(*words):
     return done.stdout
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch 2.11's compiler asks for it and hides its warning
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 def test_inputs_of_layers_wait_on_the_host(compiles):
     """The same gradients, bit for bit, over several passes, and less memory by the inputs of all layers but a few."""
     found, peaks = [], []
-    inputs = {name: torch.randint(1, 60, (4, 4096), device=GPU) for name in ("input_ids", "labels")}
+    # Of longer rows the kernel adds up gradients of queries in any order.
+    inputs = {name: torch.randint(1, 60, (128, 128), device=GPU) for name in ("input_ids", "labels")}
     for how in ("full", "offload"):
         model = causal_lm("llama", torch.bfloat16, num_hidden_layers=12, hidden_size=256, max_position_embeddings=4096)
         layers.checkpoint_activations(model.to(GPU).train(), how, compiles)

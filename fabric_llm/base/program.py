@@ -79,6 +79,8 @@ def plain_output() -> None:
     # transformers imports torchao where it is installed, which warns of its libraries for inference, and torch of it.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # Of the compiler, about a kernel that it chooses: nothing that a user could change.
+    warnings.filterwarnings("ignore", message="\\s*Online softmax is disabled")
     # Lightning replaces formatwarning when it is imported, so showwarning is set.
     warnings.showwarning = lambda message, *_, **__: print(f"Warning: {one_line(message)}", file=sys.stderr, flush=True)
     if sys.stderr is None or not sys.stderr.isatty():
