@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fabric_llm.model.folders import check_model_folder
-from fabric_llm.model.loading import build_skeleton, has_weights, load_config, open_weights
+from fabric_llm.model.loading import build_skeleton, has_weights, load_config, open_weights, unread_weights
 from fabric_llm.model.weights import units
 
 QUICK = ("llama", "gpt2", "mixtral", "qwen3", "gemma3_text", "qwen3_next")
@@ -371,9 +371,11 @@ def test_a_run_says_what_transformers_leaves_out_and_the_card_as_well(toys, tmp_
     folder = shutil.copytree(toys / "llama", tmp_path / "model")
     tensors = tensors_of(folder) | {name: torch.ones(4) for name in LEFT_OUT["llama"]}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "consolidated.safetensors")
     code, said = train(toys, folder, tmp_path)
     named = "model.layers.*.self_attn.rotary_emb.inv_freq (2)"
     assert code == 0 and said.count(named) == 1 and "2 tensors in the files of" in said
+    assert said.count(" are its weights: consolidated.safetensors.") == 1
     checkpoint = keep.checkpoint_at(next(path.parent for path in tmp_path.rglob("arguments.yaml")))
     given = type(
         "Given",
@@ -408,3 +410,19 @@ def test_nan_in_the_base_ends_a_run_before_its_first_step(toys, tmp_path):
         and "holds NaN or infinity in model.embed_tokens.weight" in said
         and "causal" not in said
     )
+
+
+@pytest.mark.parametrize("read", ["model.safetensors", "model.safetensors.index.json"])
+def test_weight_files_that_are_not_read_are_named(toys, tmp_path, read):
+    model = AutoModelForCausalLM.from_pretrained(toys / "llama")
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    shards = sorted(path.name for path in (tmp_path / "model").glob("model-*.safetensors"))
+    assert len(shards) > 1
+    shutil.copy(toys / "llama" / "model.safetensors", tmp_path / "model" / "consolidated.safetensors")
+    expected = ["consolidated.safetensors"]
+    if read == "model.safetensors":
+        shutil.copy(toys / "llama" / "model.safetensors", tmp_path / "model")
+        expected += [*shards, "model.safetensors.index.json"]
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    assert unread_weights(str(tmp_path / "model"), config) == sorted(expected)
+    assert unread_weights(str(toys / "llama"), config) == []

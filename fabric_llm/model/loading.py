@@ -266,6 +266,17 @@ def open_weights(model_name: str, config: PretrainedConfig, dtype: torch.dtype, 
         raise _unreadable("The weights", model_name, error) from error
 
 
+def unread_weights(model_name: str, config: PretrainedConfig) -> list[str]:
+    """Names of the files in a model's folder that hold weights, and which `open_weights` doesn't read."""
+    folder = Path(model_name)
+    if not folder.is_dir() or not has_weights(model_name) or _code_of(model_name) != NO_CHECKPOINT:
+        return []
+    read = [path.name for path in _weight_files(model_name, config)]
+    there = (*folder.glob("*.safetensors"), *(folder / name for name in folders.WEIGHT_FILES[1:]))
+    unread = {path.name for path in there if path.is_file()} - set(read)
+    return sorted(unread if read == [folders.WEIGHT_FILES[0]] else unread - set(folders.WEIGHT_FILES))
+
+
 def _slices(model_name: str, config: PretrainedConfig, skeleton: PreTrainedModel) -> weights.Slices:
     """Those of a model's safetensors files. Raises ValueError where those of a sharded checkpoint hold another model."""
     is_sharded = _is_sharded(Path(model_name))

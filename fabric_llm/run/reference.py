@@ -50,6 +50,8 @@ def load(plan: Plan, source: str, seed: int, model_flags: Flags) -> tuple[Option
         opened = open_weights(plan, source, seed)
         if isinstance(opened, weights.Stored) and opened.left_out:
             _say_left_out(plan, opened.left_out)
+        if unread := loading.unread_weights(source, config):
+            print(f"Not read, since others in {source!r} are its weights: {', '.join(unread)}.", flush=True)
         skeleton = loading.build_skeleton(on_cpu, dtype)
         freezing.freeze(skeleton, plan.model.frozen)  # so that the probe makes no gradients of what doesn't train
         # Memory that nothing else will need before the reference is gone: the weights come to the devices after it.
