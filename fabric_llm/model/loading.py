@@ -269,7 +269,8 @@ def open_weights(model_name: str, config: PretrainedConfig, dtype: torch.dtype, 
 def unread_weights(model_name: str, config: PretrainedConfig) -> list[str]:
     """Names of the files in a model's folder that hold weights, and which `open_weights` doesn't read."""
     folder = Path(model_name)
-    if not folder.is_dir() or not has_weights(model_name) or _code_of(model_name) != NO_CHECKPOINT:
+    is_checkpoint = (folder / MANIFEST).is_file()
+    if not folder.is_dir() or is_checkpoint or not has_weights(model_name):
         return []
     read = [path.name for path in _weight_files(model_name, config)]
     there = (*folder.glob("*.safetensors"), *(folder / name for name in folders.WEIGHT_FILES[1:]))
