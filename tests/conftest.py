@@ -95,6 +95,7 @@ MIXTRAL_CONFIG = MixtralConfig(  # experts, and an auxiliary loss that is worth 
 # Of tests with many cases, those that the README's command runs: a regular expression that finds them in the case's name. The
 # others, and all cases where it is None, have the marker `longer` (docs/testing.md).
 QUICK = {
+    "test_the_kernel_of_packed_attention_gets_what_it_takes": r"\[(gpt2|deepseek_v3|gemma3_text)\]|heads of|192",
     "test_a_missing_package_is_named": r"words0|words4",
     "test_a_command_outside_of_its_environment_says_so": r"train|average",
     "test_an_old_python_is_told_in_one_sentence": r"3, 8",

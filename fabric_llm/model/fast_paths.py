@@ -34,7 +34,9 @@ from fabric_llm.base.faults import one_line
 LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**28}
 PACKED = "packed"
 HOPPER = (9, 0)  # compute capability of an H100 or H200
-HEAD_SIZES, MOST_HEAD_SIZE = 8, 256  # of varlen_attn: multiples of the one, up to the other
+# What varlen_attn, PyTorch's kernel for packed documents on GPUs, takes: heads of one size, a multiple of the one number and up to
+# the other, and GPUs of this compute capability. See pytorch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+HEAD_SIZES, MOST_HEAD_SIZE, LEAST_CAPABILITY = 8, 256, (8, 0)
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 NOT_HERE = ("softcap", "s_aux", "position_bias")  # of some models' attention: what isn't computed here
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits [tokens, vocabulary], targets int64 [tokens] -> sum, scalar
@@ -155,6 +157,21 @@ def of_documents(ends: Tensor, longest: int, group: Optional[ProcessGroup]) -> d
     return given if group is None else {**given, "context_group": group}
 
 
+def no_kernel(capability: tuple[int, int], precision: str, head_size: int, dropout: float) -> Optional[str]:
+    """Why a GPU of this compute capability has no kernel for packed documents, in words; None where it has one.
+
+    head_size, dropout: the largest that the model's attention has in training.
+    """
+    if precision == "32-true":
+        return "it takes 16 bits"
+    if capability < LEAST_CAPABILITY:
+        needed, here = (".".join(map(str, one)) for one in (LEAST_CAPABILITY, capability))
+        return f"it needs a GPU of compute capability {needed}, and this one has {here}"
+    if head_size > MOST_HEAD_SIZE:
+        return f"it takes heads of up to {MOST_HEAD_SIZE} dimensions, not of {head_size}"
+    return "it has no dropout, and the model has" if dropout else None
+
+
 def takes_flash_attention_3() -> bool:
     """Whether packed attention and SDPA have the kernels of flash attention 3 from here on, in place of PyTorch's own.
 
@@ -224,6 +241,7 @@ def packed_attention(
 
 
 def _has_kernel(query: Tensor, head_size: int) -> bool:
+    """GPUs that are too old for it never get here, see run/reference.py."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and head_size <= MOST_HEAD_SIZE
 
 

@@ -294,6 +294,22 @@ def takes_packed_attention(reference: PreTrainedModel) -> bool:
     return is_same and seen == set(windows(text_config)) and has_window <= any(seen)
 
 
+def heads_in_training(reference: PreTrainedModel) -> tuple[int, float]:
+    """The largest (size of a head, dropout) that the attention of the model has in training."""
+    sizes, dropouts = [0], [0.0]
+
+    def watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any) -> Any:
+        sizes.extend([query.shape[-1], value.shape[-1]])
+        dropouts.append(more.get("dropout") or 0.0)
+        return fast_paths.packed_attention(module, query, key, value, *args, **more)
+
+    watching = patch.dict(AttentionInterface._global_mapping, {fast_paths.PACKED: watched})
+    with attention(reference, fast_paths.PACKED), watching, torch.no_grad(), torch.random.fork_rng(devices=[]):
+        LanguageModel(reference.train())(_rows(reference))
+    reference.eval()
+    return max(sizes), max(dropouts)
+
+
 def _makes_the_same(reference: PreTrainedModel, fast: Callable[..., Tensor], **given: Tensor) -> bool:
     """Whether the logits of a fast path are those of the plain one but for rounding; False for NaN."""
     reference.eval()

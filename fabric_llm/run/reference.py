@@ -121,13 +121,20 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
         raise ValueError(f"--loss chunked: {name} in {plan.model.precision} can't; take --loss auto.")
     if sharing > 1:
         attention = fast_paths.PACKED
+        if (why := no_kernel(reference, plan)) is not None:
+            if fast_paths.LEAST_CAPABILITY > torch.cuda.get_device_capability():
+                raise ValueError(f"--context_parallel {sharing}: attention has no kernel here: {why}.")
+            print(f"Warning: attention has no kernel for packed documents, and takes one after the other: {why}.")
     elif model_flags.attention == "auto" and asked == "sdpa" and document_end is not None and not plan.data.pads_before_text():
-        # torch's kernel for GPUs takes 16 bits.
-        kernel = plan.placement.kind == "cpu" or plan.model.precision != "32-true"
-        if kernel and gate.takes_packed_attention(reference):
-            attention = fast_paths.PACKED
+        if gate.takes_packed_attention(reference):
+            if (why := no_kernel(reference, plan)) is None:
+                attention = fast_paths.PACKED
+            else:
+                print(f"Attention has a mask in place of PyTorch's kernel for packed documents: {why}.")
     elif asked == fast_paths.PACKED and not gate.takes_packed_attention(reference):
         raise ValueError(f"--attention packed: {name} can't; take --attention auto.")
+    elif asked == fast_paths.PACKED and (why := no_kernel(reference, plan)) is not None:
+        raise ValueError(f"--attention packed: PyTorch's kernel for it can't be used: {why}. Take --attention auto.")
     elif asked == fast_paths.PACKED and plan.data.pads_before_text():
         raise ValueError("--attention packed: rows have padding before their text, which it would see; take --attention auto.")
     if masks or sharing > 1:
@@ -157,6 +164,14 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
     if whole:
         print(f"Warning: --tiled_mlp: {len(whole)} of {len(measured)} modules aren't tiled, such as {whole[0]}.")
     return masks, attention, "chunked" if chunks else "full", tiled, gate.idle_parameters(reference)
+
+
+def no_kernel(reference: PreTrainedModel, plan: Plan) -> Optional[str]:
+    """Why the kernel of GPUs for packed documents can't be used, in words; None where it can, and on CPUs, which have none."""
+    if plan.placement.kind != "cuda":
+        return None
+    heads = gate.heads_in_training(reference)
+    return fast_paths.no_kernel(torch.cuda.get_device_capability(), plan.model.precision, *heads)
 
 
 def compares_gradients(plan: Plan) -> bool:
