@@ -125,8 +125,12 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Of all elements of the gradients, float64 scalar on their device."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    if gradients[0].is_cuda:  # one launch, which reads them once: `square` makes float64 copies of parts of them
-        return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
+    if gradients[0].is_cuda:  # one launch for a dtype, which reads them once: of several at once, and in `square`, copies are made
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in gradients:
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        norms = [norm for same in by_dtype.values() for norm in torch._foreach_norm(same, 2, dtype=torch.float64)]
+        return torch.stack(norms).square().sum()
     return torch.stack([square(gradient) for gradient in gradients]).sum()
 
 
