@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,18 @@ def test_gpu_on_a_cpu(tmp_path):
     assert all(case["error"] is None and case["tokens_per_second"] > 0 for case in cases), cases
     assert all(f"| {case['name']} |" in said for case in cases)
     assert "needs a GPU" in last["error"]  # the others have run all the same
+
+
+@pytest.mark.slow
+def test_all_that_a_gpu_has_to_show_is_rehearsed(tmp_path):
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", "benchmarks/on_a_gpu.sh", "--rehearse", tmp_path, "60"]
+    done = subprocess.run(command, cwd=FOLDER.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "Failed" not in done.stdout, done.stdout
+    parts = "tests speed throughput optimizer data profile speed_more context loss_head attention float8".split()
+    assert {path.stem for path in tmp_path.glob("*.done")} == set(parts)
+    for page in ("speed", "throughput", "optimizer", "context", "loss_head", "attention"):
+        assert "|" in (tmp_path / f"{page}.md").read_text()
 
 
 def test_a_row_that_failed_stays_in_the_table():
