@@ -201,6 +201,7 @@ def parse(
     given = [word.partition("=")[0] for word in words if re.match(r"-+[A-Za-z][^ ]*(=|$)", word)]
     if others := [name for name in given if name.removeprefix("--") not in flags]:
         fail(program, unknown("flag", {name.lstrip("-"): name for name in others}, flags, elsewhere))
+    _tell_of_repeated(program, argv, {"config": CONFIG, **flags})
     lines: dict[str, int] = {}  # of the flags that the file alone gives
     if known.config is not None:
         config = at_home(known.config)
@@ -227,6 +228,28 @@ def parse(
         if one.path and values[name] is not None:
             values[name] = at_home(values[name])
     return values
+
+
+def _tell_of_repeated(program: str, argv: list[str], flags: dict[str, Flag]) -> None:
+    """Warn of a flag that is given again, since its last value counts. Exit with code 2 where it takes several values or files."""
+    values: dict[str, list[str]] = {}
+    for word, following in pairwise([*argv, ""]):
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in flags:
+            values.setdefault(name, []).append(value if equals else following)
+    for name, (*before, last) in values.items():
+        one = flags[name]
+        if not before or set(before) == {last} and one.kinds != [list[str]]:
+            continue
+        if one.kinds == [list[str]]:
+            fail(program, f"--{name} is given {len(before) + 1} times: give all its values behind one --{name}.")
+        if "comma-separated" in one.values + one.help:
+            fail(program, f"--{name} is given {len(before) + 1} times: give all its values in one --{name}, with commas.")
+        if one is CONFIG:
+            fail(program, f"--config is given {len(before) + 1} times: take one file, and flags for what differs.")
+        if is_rank_zero():
+            said = f"Warning: --{name} is given {len(before) + 1} times; {last} counts, not {', '.join(before)}."
+            print(printable(said), file=sys.stderr, flush=True)
 
 
 def _check_config(program: str, config: str, flags: dict[str, Flag], elsewhere: Mapping[str, str]) -> dict[str, int]:

@@ -35,6 +35,9 @@ from fabric_llm.plan.start import batch_sizes
 from fabric_llm.training.guard import parse_budgets
 
 
+SAMPLE = "The Quick  brown fox's 12,345\n\tÉtés: naïve 你好"  # that tokenizers of other rules make other tokens of
+
+
 def make_plan(flags: Flags, placement: Placement, directory: Path, resume_from: Optional[Path]) -> Plan:
     """The plan of a run in `directory`, new or resumed from the checkpoint `resume_from`. Raises ValueError."""
     resumed = {} if resume_from is None else keep.verified(resume_from)
@@ -75,6 +78,7 @@ def _plan_model(flags: Flags, source: str, data: DataPlan, kind: str) -> tuple[M
                 f"{str(dataset.folder)!r} was made with another tokenizer than that of {source!r}{differing}; "
                 f"make it with {command('prepare_data.py', tokenizer=source)}."
             )
+        _require_known_end(dataset, of_model, config, source)
         tokenizer = tokenizer or of_data
     model = replace(model_plan(flags, config, skeleton, kind), source=source, tokenizer=tokenizer, rope=rope)
     if model.compiles and (missing := layers.no_compiler(kind)) is not None:
@@ -351,10 +355,31 @@ def _require_one_tokenizer(first: TokenDataset, other: TokenDataset, both: str) 
 
 
 def differing_tokens(one: Any, other: Any) -> str:
-    """The first tokens whose ids differ between two tokenizers, as a part of a sentence; "" if there are none."""
+    """The first tokens whose ids differ between two tokenizers, or that they make of a text, as a part of a sentence; "" if all agree."""
     ids, others = one.get_vocab(), other.get_vocab()
     differing = sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))
     words = ", ".join(
         f"{token!r} is {others.get(token, 'none')}, not {ids.get(token, 'none')}" for token in differing[:MOST_DIFFERENCES]
     )
-    return f": {len(differing)} tokens differ: {words}" if differing else ""
+    if differing:
+        return f": {len(differing)} tokens differ: {words}"
+    # Other merges, normalizers or templates, such as with and without BOS.
+    made, made_there = (tokenizer(SAMPLE)["input_ids"] for tokenizer in (one, other))
+    return "" if made == made_there else f": {SAMPLE!r} is {made_there[:8]} ..., not {made[:8]} ..."
+
+
+def _require_known_end(dataset: TokenDataset, tokenizer: Any, config: Any, source: str) -> None:
+    """Raises ValueError where documents end with a token that ends no text of the model; warns where its configuration has another."""
+    end, of_config = dataset.manifest.get("eos_token_id"), config.get_text_config().eos_token_id
+    of_config = [of_config] if isinstance(of_config, int) else of_config or []
+    of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
+    if end is None or end in of_config or of_tokenizer is None and not of_config:
+        return
+    said = f"Documents of {str(dataset.folder)!r} end with token {end}"
+    if of_tokenizer is not None and end != of_tokenizer:
+        raise ValueError(
+            f"{said}, and texts of {source!r} with {of_tokenizer}: make the data with {command('prepare_data.py', tokenizer=source)}."
+        )
+    if of_config and is_rank_zero():
+        ids = ", ".join(map(str, of_config))
+        print(f"Warning: {said}, but in the configuration of {source!r} {ids} ends a text: what is generated won't stop there.")
