@@ -802,6 +802,7 @@ def last_words(said: str) -> str:
 # ------------------------------------------------------------------------------- what it must equal
 
 LOSS, NORM, WEIGHT = 1e-5, 1e-4, 1e-5  # relative; of weights to the largest of their tensor
+SHAKEN = 4  # trainings with gradients that are rounded otherwise
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
@@ -852,6 +853,16 @@ def differences(run: Path, plain: plain_trainer.Found) -> list[str]:
     if not checkpoint.is_dir():
         return [*found, f"{checkpoint.name} is missing"]
     weights = weights_of(checkpoint)
+    if (apart := weights_apart(weights, plain)) and plain.again is not None:
+        apart = weights_apart(weights, plain._replace(uncertain=shaken(plain)))
+    found += apart
+    if missing := [name for name in plain.uncertain if name not in weights]:
+        found.append(f"{checkpoint.name} lacks {', '.join(missing[:3])}")
+    return found
+
+
+def weights_apart(weights: dict[str, torch.Tensor], plain: plain_trainer.Found) -> list[str]:
+    found = []
     for name, tensor in plain.weights.items():
         if name in weights and tensor.is_floating_point():
             apart = (weights[name].float() - tensor).abs()
@@ -861,9 +872,20 @@ def differences(run: Path, plain: plain_trainer.Found) -> list[str]:
                     f"weights {name}: {float(apart.max()):.2e} apart, "
                     f"of {float(tensor.abs().max()):.2e}"
                 )
-    if missing := [name for name in plain.uncertain if name not in weights]:
-        found.append(f"{checkpoint.name} lacks {', '.join(missing[:3])}")
     return found
+
+
+def shaken(plain: plain_trainer.Found) -> dict[str, torch.Tensor]:
+    """How far rounding may have moved each weight, by its own gradients and by other weights.
+
+    A weight whose gradient is next to nothing goes another way, up to a whole update, and then all
+    gradients are those of another model. Trainings whose gradients are rounded otherwise show that.
+    """
+    others = [plain.again(shaken=seed).weights for seed in range(SHAKEN)]
+    return {
+        name: own + torch.stack([(one[name] - plain.weights[name]).abs() for one in others]).amax(0)
+        for name, own in plain.uncertain.items()
+    }
 
 
 def _apart(what: str, here: Optional[float], there: Optional[float], most: float) -> list[str]:
