@@ -6,6 +6,7 @@ resumed, agree with a plain trainer that shares no code with the package.
 """
 
 import ast
+import json
 import random
 import sys
 from pathlib import Path
@@ -129,6 +130,43 @@ def test_a_refused_row_goes_on_without_what_the_sentence_names():
     assert (("cpu_offload", "true"), ("strategy", "ddp")) in array.pairs_never()
     array.accept({**row, "model": "phi3"})
     assert not array.is_refused({**row, "model": "mixtral"})
+
+
+def test_another_row_is_drawn_where_what_is_trained_is_refused():
+    array = law_16.Array(random.Random(0))
+    row = {"model": "phi3", "data": "best_fit", "num_workers": 3}
+    sentence = "train.py: error: Take shorter rows, or --document_masking false."
+    for devices in (1, 2):
+        other = array.refuse({**row, "devices": devices}, sentence)
+        assert (other["model"], other["data"]) != ("phi3", "best_fit")
+    assert array.is_refused({**row, "devices": 1, "num_workers": 0})
+    assert not array.is_refused({**row, "model": "llama"})
+
+
+def test_rows_go_on_to_be_drawn_where_many_values_are_refused():
+    array = law_16.Array(random.Random(0))
+    for name in ("accelerator", "attention", "strategy", "context_parallel"):
+        *refused, _ = array.factors[name]
+        for value in refused:
+            sentence = f"train.py: error: --{name} {value}"
+            for model in ("llama", "gpt2", "qwen3"):
+                array.refuse({"model": model, "data": "rows", name: value}, sentence)
+    for row in (array.draw(tries=5) for _ in range(20)):
+        assert len(row) > 10 and not array.is_refused(row)
+
+
+def test_a_resumed_run_may_log_more_steps_than_its_twin_and_no_others(tmp_path, monkeypatch):
+    run, twin = tmp_path / "run", tmp_path / "twin"
+    for folder, steps in ((run, {1: 5.0, 3: 4.0, 4: 3.0}), (twin, {1: 5.0, 3: 4.0})):
+        (folder / "step-00000003").mkdir(parents=True)
+        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in steps.items()]
+        (folder / "metrics.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(law_16, "weights_of", lambda checkpoint: {})
+    found = law_16.unlike
+    assert found(run, twin) == []
+    assert found(twin, run) == ["loss of 1 steps, of step 4 None, not 3.0"]
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}')
+    assert found(run, twin) == ["loss of 2 steps, of step 1 5.5, not 5.0"]
 
 
 @pytest.mark.parametrize(
