@@ -180,6 +180,20 @@ def test_a_run_is_that_of_a_plain_trainer(folder, tmp_path, name):
 
 
 @pytest.mark.longer
+def test_rounding_explains_what_a_weight_that_moves_others_makes_and_no_more(folder):
+    """A weight whose gradient is next to nothing is off, and by it the gradients of all others."""
+    row = {"model": "llama", "data": "replay"}
+    plain = law_16.reference(law_16.what_of(**row, folder=folder, seed=1126), row, folder)
+    rounded = plain.again(shaken=law_16.SHAKEN).weights
+    bounds = plain._replace(uncertain=law_16.shaken(plain))
+    assert law_16.weights_apart(rounded, plain), "by a weight's own gradients alone"
+    assert law_16.weights_apart(rounded, bounds) == []
+    for name, tensor in plain.weights.items():
+        decayed = {name: tensor * (1 - 5e-5)}
+        assert law_16.weights_apart(decayed, bounds), name
+
+
+@pytest.mark.longer
 @pytest.mark.parametrize("number", range(ROWS))
 def test_rows_of_any_flags_agree_with_a_plain_trainer(folder, tmp_path, number):
     """Each row is interrupted up to twice, and goes on with its flags or those of another one."""
