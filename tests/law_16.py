@@ -894,7 +894,8 @@ def weights_apart(weights: dict[str, torch.Tensor], plain: plain_trainer.Found) 
     for name, tensor in plain.weights.items():
         if name in weights and tensor.is_floating_point():
             apart = (weights[name].float() - tensor).abs()
-            most = WEIGHT * tensor.abs().max() + plain.uncertain.get(name, 0.0)
+            uncertain = plain.uncertain.get(plain.tied.get(name, name), 0.0)
+            most = WEIGHT * tensor.abs().max() + uncertain
             if bool((apart > most).any()):
                 found.append(
                     f"weights {name}: {float(apart.max()):.2e} apart, "

@@ -36,6 +36,7 @@ class Found(NamedTuple):
     weights: dict[str, torch.Tensor]
     # How far rounding of each weight's own gradients may have moved it.
     uncertain: dict[str, torch.Tensor]
+    tied: dict[str, str] = {}  # any name of a parameter -> its first
     again: Optional[Callable[..., Any]] = None  # trains again; shaken=0, 1 ...: otherwise rounded
 
 
@@ -132,7 +133,9 @@ def train(
     last = flags["max_step"] or math.ceil(end / batch)
     begins = [(round(Fraction(p) * last) * batch, whole(s, list(rows))) for p, s in stages.items()]
     reads = order(flags["seed"], rows, begins)
-    found = Found({}, {}, {}, uncertain, partial(train, flags, sources, stages, beside))
+    names = {p: name for name, p in model.named_parameters()}
+    tied = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False)}
+    found = Found({}, {}, {}, uncertain, tied, partial(train, flags, sources, stages, beside))
 
     def documents_of(name: str, split: str, row: int) -> list[Document]:
         return documents(opened[name][split][row], manifests[name], flags["document_masking"])

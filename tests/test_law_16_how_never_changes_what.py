@@ -13,6 +13,8 @@ from pathlib import Path
 
 import law_16
 import pytest
+import torch
+from plain_trainer import Found
 from ranks import train_ranks
 
 from arguments import Arguments
@@ -177,6 +179,15 @@ def test_a_run_is_that_of_a_plain_trainer(folder, tmp_path, name):
     what = law_16.what_of(row["model"], row["data"], folder, seed=0)
     train_ranks(ranks, *law_16.command(row, what, folder, tmp_path / "run", resumes=False)[1:])
     assert law_16.differences(tmp_path / "run", law_16.reference(what, row, folder)) == []
+
+
+def test_tied_weights_are_as_uncertain_as_each_other():
+    weights = {"embed": torch.ones(2), "head": torch.ones(2)}
+    uncertain = {"embed": torch.tensor([0.0, 0.1])}
+    plain = Found({}, {}, weights, uncertain, tied={"embed": "embed", "head": "embed"})
+    for moved, names in (([1.0, 1.05], []), ([1.05, 1.0], ["weights embed", "weights head"])):
+        found = law_16.weights_apart(dict.fromkeys(weights, torch.tensor(moved)), plain)
+        assert [one.partition(":")[0] for one in found] == names
 
 
 @pytest.mark.longer
