@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations, product
 from pathlib import Path
@@ -466,12 +466,20 @@ class Array:
             row = {name: self.generator.choice(values) for name, values in self.factors.items()}
             row |= dict(self.generator.choice(left)) if left else {}
             row |= toys or {}
-            row = effective({**row, **DATA[row["data"]].pinned})
-            if self.is_refused(row):
-                continue
-            if (new := len(pairs_of(row) - self.covered)) > most:
+            row = self._mended(effective({**row, **DATA[row["data"]].pinned}))
+            if row and (new := len(pairs_of(row) - self.covered)) > most:
                 best, most = row, new
         return best or {"model": "llama", "data": "rows", **(toys or {})}
+
+    def _mended(self, row: Row) -> Row:
+        """The row without flags that the program has refused in it; {} if what is left was."""
+        toys = {*KEPT, "devices", *DATA[row["data"]].pinned}
+        while (values := self._refused(row)) is not None:
+            first = next((name for name, _ in sorted(values, key=str) if name not in toys), None)
+            if first is None:
+                return {}
+            row = effective({name: value for name, value in row.items() if name != first})
+        return row
 
     def accept(self, row: Row) -> None:
         self.covered |= pairs_of(row)
@@ -480,9 +488,15 @@ class Array:
     def refuse(self, row: Row, sentence: str) -> Row:
         """Keep that the values which a sentence names don't go together.
 
-        Returns the row without the first of them.
+        Returns the row without the first of them; another one of other toys if it names what is
+        trained, as documents that this model can't keep apart.
         """
-        named = {name: row[name] for name in re.findall(r"--(\w+)", sentence) if name in row}
+        words = re.findall(r"--(\w+)", sentence)
+        named = {name: row[name] for name in words if name in row}
+        if not named and DATA[row["data"]].flags.keys() & set(words):
+            toys = frozenset({"model": row["model"], "data": row["data"]}.items())
+            self.refused.setdefault(toys, Refusal(sentence)).beside.add(self._beside(row))
+            return self.draw()
         values = frozenset((named or row).items())
         self.refused.setdefault(values, Refusal(sentence)).beside.add(self._beside(row))
         first = next((name for name in named if name not in (*KEPT, "devices")), None)
@@ -491,15 +505,21 @@ class Array:
         return effective({name: value for name, value in row.items() if name != first})
 
     def is_refused(self, row: Row) -> bool:
-        here = [one for values, one in self.refused.items() if values <= row.items()]
-        return any(self._beside(row) in one.beside for one in here) or self._never(set(row.items()))
+        return self._refused(row) is not None
 
-    def _never(self, together: set[tuple[str, Any]]) -> bool:
+    def _refused(self, row: Row) -> Optional[frozenset[tuple[str, Any]]]:
+        """Values of this row that were refused together, beside such others or often."""
+        for values, one in self.refused.items():
+            if values <= row.items() and (self._beside(row) in one.beside or self._never(values)):
+                return values
+        return None
+
+    def _never(self, together: Collection[tuple[str, Any]]) -> bool:
         """Whether some of these values were refused often, and never accepted together."""
         found = (
             values
             for values, one in self.refused.items()
-            if values <= together and len(one.beside) >= ENOUGH_REFUSALS
+            if values.issubset(together) and len(one.beside) >= ENOUGH_REFUSALS
         )
         return any(
             not any(values <= accepted.items() for accepted in self.accepted) for values in found
@@ -703,7 +723,11 @@ def run_row(
                     last_words(piece.said),
                 )
             )
-            row = array.refuse(row, outcome.refused[-1])
+            toys, row = what_is_trained(row), array.refuse(row, outcome.refused[-1])
+            if what_is_trained(row) != toys:
+                if outcome.pieces:
+                    return outcome  # killed before it was refused
+                what = what_of(row["model"], row["data"], folder, seed)
             if len(outcome.refused) > MOST_REFUSED:
                 outcome.differences.append("refused again and again: " + piece.said[-300:])
                 return outcome
@@ -739,6 +763,10 @@ def run_row(
         outcome.pieces.append(piece)
         outcome.differences += [f"uninterrupted: {one}" for one in unlike(run, twin)]
     return outcome
+
+
+def what_is_trained(row: Row) -> tuple[str, str]:
+    return row["model"], row["data"]
 
 
 KEPT = ("model", "data", "ema_decay", "ema_every", "ema_device")  # belong to the run
@@ -802,6 +830,7 @@ def last_words(said: str) -> str:
 # ------------------------------------------------------------------------------- what it must equal
 
 LOSS, NORM, WEIGHT = 1e-5, 1e-4, 1e-5  # relative; of weights to the largest of their tensor
+SHAKEN = 4  # trainings with gradients that are rounded otherwise
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
@@ -852,18 +881,40 @@ def differences(run: Path, plain: plain_trainer.Found) -> list[str]:
     if not checkpoint.is_dir():
         return [*found, f"{checkpoint.name} is missing"]
     weights = weights_of(checkpoint)
+    if (apart := weights_apart(weights, plain)) and plain.again is not None:
+        apart = weights_apart(weights, plain._replace(uncertain=shaken(plain)))
+    found += apart
+    if missing := [name for name in plain.uncertain if name not in weights]:
+        found.append(f"{checkpoint.name} lacks {', '.join(missing[:3])}")
+    return found
+
+
+def weights_apart(weights: dict[str, torch.Tensor], plain: plain_trainer.Found) -> list[str]:
+    found = []
     for name, tensor in plain.weights.items():
         if name in weights and tensor.is_floating_point():
             apart = (weights[name].float() - tensor).abs()
-            most = WEIGHT * tensor.abs().max() + plain.uncertain.get(name, 0.0)
+            uncertain = plain.uncertain.get(plain.tied.get(name, name), 0.0)
+            most = WEIGHT * tensor.abs().max() + uncertain
             if bool((apart > most).any()):
                 found.append(
                     f"weights {name}: {float(apart.max()):.2e} apart, "
                     f"of {float(tensor.abs().max()):.2e}"
                 )
-    if missing := [name for name in plain.uncertain if name not in weights]:
-        found.append(f"{checkpoint.name} lacks {', '.join(missing[:3])}")
     return found
+
+
+def shaken(plain: plain_trainer.Found) -> dict[str, torch.Tensor]:
+    """How far rounding may have moved each weight, by its own gradients and by other weights.
+
+    A weight whose gradient is next to nothing goes another way, up to a whole update, and then all
+    gradients are those of another model. Trainings whose gradients are rounded otherwise show that.
+    """
+    others = [plain.again(shaken=seed).weights for seed in range(SHAKEN)]
+    return {
+        name: own + torch.stack([(one[name] - plain.weights[name]).abs() for one in others]).amax(0)
+        for name, own in plain.uncertain.items()
+    }
 
 
 def _apart(what: str, here: Optional[float], there: Optional[float], most: float) -> list[str]:
@@ -875,15 +926,19 @@ def _apart(what: str, here: Optional[float], there: Optional[float], most: float
 
 
 def unlike(run: Path, twin: Path) -> list[str]:
-    """How two runs differ in any bit of their losses and last weights."""
+    """How a run differs from its twin in any bit of their losses and last weights.
+
+    Steps of its own are those that a process logged as its last or first one.
+    """
     found = []
     for key in ("loss", "grad_norm", "eval_loss", "eval_loss_ema"):
         one, other = (
             {line["step"]: line[key] for line in lines_of(each) if key in line}
             for each in (run, twin)
         )
+        own = one.keys() if key.startswith("eval") else set()
         if differing := sorted(
-            step for step in one.keys() | other.keys() if one.get(step) != other.get(step)
+            step for step in other.keys() | own if one.get(step) != other.get(step)
         ):
             step = differing[0]
             found.append(

@@ -7,8 +7,9 @@ import json
 import math
 from fnmatch import fnmatchcase
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple, Optional
 
 import datasets
 import numpy as np
@@ -33,7 +34,10 @@ class Found(NamedTuple):
     steps: dict[int, dict[str, float]]  # loss, lr and grad_norm of each step
     evaluations: dict[int, dict[str, float]]  # loss of each set, of all "", of the average "ema"
     weights: dict[str, torch.Tensor]
-    uncertain: dict[str, torch.Tensor]  # how far rounding of gradients may have moved each weight
+    # How far rounding of each weight's own gradients may have moved it.
+    uncertain: dict[str, torch.Tensor]
+    tied: dict[str, str] = {}  # any name of a parameter -> its first
+    again: Optional[Callable[..., Any]] = None  # trains again; shaken=0, 1 ...: otherwise rounded
 
 
 def documents(columns: dict[str, Any], manifest: dict[str, Any], masks: bool) -> list[Document]:
@@ -98,11 +102,13 @@ def train(
     sources: dict[str, str],
     stages: dict[str, dict[str, str]],
     beside: dict[str, str],
+    shaken: Optional[int] = None,
 ) -> Found:
     """Train, and evaluate whole validation splits before step 1 and after each step.
 
     flags: those of train.py that say what, but for the data. sources, beside: name -> dataset, to
     train on, and to evaluate as well. stages: from which part of the run -> shares of sources.
+    shaken: seed of signs by which each gradient is moved, as far as rounding may; no evaluations.
     """
     flags = {**DEFAULTS, **flags}
     how = {"dtype": torch.float32, "attn_implementation": "eager"}
@@ -126,7 +132,10 @@ def train(
     end = math.inf if flags["max_step"] else once
     last = flags["max_step"] or math.ceil(end / batch)
     begins = [(round(Fraction(p) * last) * batch, whole(s, list(rows))) for p, s in stages.items()]
-    reads, found = order(flags["seed"], rows, begins), Found({}, {}, {}, uncertain)
+    reads = order(flags["seed"], rows, begins)
+    names = {p: name for name, p in model.named_parameters()}
+    tied = {name: names[p] for name, p in model.named_parameters(remove_duplicate=False)}
+    found = Found({}, {}, {}, uncertain, tied, partial(train, flags, sources, stages, beside))
 
     def documents_of(name: str, split: str, row: int) -> list[Document]:
         return documents(opened[name][split][row], manifests[name], flags["document_masking"])
@@ -141,7 +150,9 @@ def train(
         together = sum(losses[name] * weight for name, weight in zip(rows, weights))
         return {**losses, "": together / sum(weights)}
 
-    found.evaluations[0] = evaluate(begins[0][1])
+    signs = torch.Generator().manual_seed(shaken or 0)
+    if shaken is None:
+        found.evaluations[0] = evaluate(begins[0][1])
     for step in range(last):
         read = [next(reads) for _ in range(min(batch, end - step * batch))]
         of_rows, total = [documents_of(name, "train", row) for name, row, _ in read], 0.0
@@ -158,6 +169,9 @@ def train(
         with torch.no_grad():
             for name, gradient in gradients.items():
                 p, g = params[name], gradient * scale
+                if shaken is not None:
+                    sign = torch.randint(0, 2, g.shape, generator=signs) * 2 - 1
+                    g = g + sign * (g != 0) * ROUNDING * g.abs().max()
                 p.mul_(1 - lr * flags["weight_decay"] * (p.ndim >= 2))
                 first[name].lerp_(g, 1 - b1)
                 second[name].mul_(b2).addcmul_(g, g, value=1 - b2)
@@ -170,8 +184,10 @@ def train(
                     ema[name].lerp_(p, 1 - flags["ema_decay"] ** flags["ema_every"])
         model.zero_grad()
         found.steps[step + 1] = {"loss": total, "lr": lr, "grad_norm": norm}
-        found.evaluations[step + 1] = evaluate(read[-1][2])
         found.weights.update({name: p.detach().clone() for name, p in model.state_dict().items()})
+        if shaken is not None:
+            continue
+        found.evaluations[step + 1] = evaluate(read[-1][2])
         if flags["ema_decay"]:
             model.load_state_dict(ema, strict=False)
             found.evaluations[step + 1]["ema"] = evaluate(read[-1][2])[""]

@@ -190,6 +190,19 @@ def test_nothing_is_compiled_again_after_the_second_step(compiled_graphs, attent
     assert len(compiled_graphs) == before
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_layers_are_compiled_beside_gradients_that_fsdp_keeps_split(compiled_graphs):
+    """As FSDP1 has it in each micro-batch but the first of a step: the unit is whole, its gradient the part of a rank."""
+    model = LanguageModel(causal_lm("llama"))
+    layers.compile_layers(model)
+    norm = model.causal_lm.model.layers[0].input_layernorm
+    flat = torch.nn.Parameter(torch.ones(16))
+    flat.grad, flat.data = torch.ones(16), norm._parameters.pop("weight").data
+    norm.weight = flat.view(32)
+    model(**batch())
+    assert compiled_graphs
+
+
 def test_an_evaluation_makes_no_gradients(seven_tokens, monkeypatch):
     model, made = causal_lm("gemma2"), []
     monkeypatch.setattr(torch.autograd, "grad", lambda *args, **more: made.append(args))

@@ -6,12 +6,15 @@ resumed, agree with a plain trainer that shares no code with the package.
 """
 
 import ast
+import json
 import random
 import sys
 from pathlib import Path
 
 import law_16
 import pytest
+import torch
+from plain_trainer import Found
 from ranks import train_ranks
 
 from arguments import Arguments
@@ -131,6 +134,43 @@ def test_a_refused_row_goes_on_without_what_the_sentence_names():
     assert not array.is_refused({**row, "model": "mixtral"})
 
 
+def test_another_row_is_drawn_where_what_is_trained_is_refused():
+    array = law_16.Array(random.Random(0))
+    row = {"model": "phi3", "data": "best_fit", "num_workers": 3}
+    sentence = "train.py: error: Take shorter rows, or --document_masking false."
+    for devices in (1, 2):
+        other = array.refuse({**row, "devices": devices}, sentence)
+        assert (other["model"], other["data"]) != ("phi3", "best_fit")
+    assert array.is_refused({**row, "devices": 1, "num_workers": 0})
+    assert not array.is_refused({**row, "model": "llama"})
+
+
+def test_rows_go_on_to_be_drawn_where_many_values_are_refused():
+    array = law_16.Array(random.Random(0))
+    for name in ("accelerator", "attention", "strategy", "context_parallel"):
+        *refused, _ = array.factors[name]
+        for value in refused:
+            sentence = f"train.py: error: --{name} {value}"
+            for model in ("llama", "gpt2", "qwen3"):
+                array.refuse({"model": model, "data": "rows", name: value}, sentence)
+    for row in (array.draw(tries=5) for _ in range(20)):
+        assert len(row) > 10 and not array.is_refused(row)
+
+
+def test_a_resumed_run_may_log_more_steps_than_its_twin_and_no_others(tmp_path, monkeypatch):
+    run, twin = tmp_path / "run", tmp_path / "twin"
+    for folder, steps in ((run, {1: 5.0, 3: 4.0, 4: 3.0}), (twin, {1: 5.0, 3: 4.0})):
+        (folder / "step-00000003").mkdir(parents=True)
+        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in steps.items()]
+        (folder / "metrics.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(law_16, "weights_of", lambda checkpoint: {})
+    found = law_16.unlike
+    assert found(run, twin) == []
+    assert found(twin, run) == ["loss of 1 steps, of step 4 None, not 3.0"]
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}')
+    assert found(run, twin) == ["loss of 2 steps, of step 1 5.5, not 5.0"]
+
+
 @pytest.mark.parametrize(
     "name", ["packed", "mixed", pytest.param("windows", marks=pytest.mark.longer)]
 )
@@ -139,6 +179,29 @@ def test_a_run_is_that_of_a_plain_trainer(folder, tmp_path, name):
     what = law_16.what_of(row["model"], row["data"], folder, seed=0)
     train_ranks(ranks, *law_16.command(row, what, folder, tmp_path / "run", resumes=False)[1:])
     assert law_16.differences(tmp_path / "run", law_16.reference(what, row, folder)) == []
+
+
+def test_tied_weights_are_as_uncertain_as_each_other():
+    weights = {"embed": torch.ones(2), "head": torch.ones(2)}
+    uncertain = {"embed": torch.tensor([0.0, 0.1])}
+    plain = Found({}, {}, weights, uncertain, tied={"embed": "embed", "head": "embed"})
+    for moved, names in (([1.0, 1.05], []), ([1.05, 1.0], ["weights embed", "weights head"])):
+        found = law_16.weights_apart(dict.fromkeys(weights, torch.tensor(moved)), plain)
+        assert [one.partition(":")[0] for one in found] == names
+
+
+@pytest.mark.longer
+def test_rounding_explains_what_a_weight_that_moves_others_makes_and_no_more(folder):
+    """A weight whose gradient is next to nothing is off, and by it the gradients of all others."""
+    row = {"model": "llama", "data": "replay"}
+    plain = law_16.reference(law_16.what_of(**row, folder=folder, seed=1126), row, folder)
+    rounded = plain.again(shaken=law_16.SHAKEN).weights
+    bounds = plain._replace(uncertain=law_16.shaken(plain))
+    assert law_16.weights_apart(rounded, plain), "by a weight's own gradients alone"
+    assert law_16.weights_apart(rounded, bounds) == []
+    for name, tensor in plain.weights.items():
+        decayed = {name: tensor * (1 - 5e-5)}
+        assert law_16.weights_apart(decayed, bounds), name
 
 
 @pytest.mark.longer

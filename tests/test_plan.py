@@ -457,6 +457,15 @@ def test_a_run_asks_what_to_recompute(toys, tmp_path):
         assert run_ranks(1, asked_on_a_gpu, [str(word) for word in argv], gib) == [expected]
 
 
+def test_a_run_without_a_plan_says_why_in_one_sentence(tmp_path):
+    planner = Planner.__new__(Planner)
+    said = "E1126 fake_tensor.py:3090] Traceback (most recent call last):\nplan.py: error: it can't.\n"
+    planner.file = tmp_path / "flags.yaml"
+    planner.process = SimpleNamespace(communicate=lambda timeout: ("", said), kill=lambda: None)
+    with pytest.warns(UserWarning, match=r"^The run isn't compared with its plan: plan.py: error: it can't\.$"):
+        assert planner.forecast is None
+
+
 def test_bytes_that_are_sent():
     def sent(strategy, how, devices, nodes):
         from fabric_llm.model.strategy_rules import Sharding

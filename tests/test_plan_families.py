@@ -71,6 +71,18 @@ def test_a_family_that_was_a_traceback(family, tmp_path):
     assert_planned(family, tmp_path)
 
 
+def in_both_precisions(folder):
+    families.warn_only()
+    deep("mixtral").save_pretrained(folder)
+    return [looked(folder, *HOW["eager"], "--precision", one) for one in ("32-true", "bf16-true")]
+
+
+def test_experts_are_planned_in_float32(tmp_path):
+    [(found, half)] = run_ranks(1, in_both_precisions, tmp_path)
+    assert not isinstance(found, str), found
+    assert found.memory.parts["parameters"] == pytest.approx(2 * half.memory.parts["parameters"], rel=1e-3)
+
+
 @pytest.mark.families
 @pytest.mark.parametrize("family", sorted(families.FAMILIES.keys() - set(QUICK)))
 def test_any_family_is_planned(family, tmp_path):

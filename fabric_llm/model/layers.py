@@ -11,6 +11,7 @@ from typing import Any, Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import meta_utils
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
@@ -33,6 +34,9 @@ KEPT = (  # by selective checkpointing: what costs most to compute again
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
+
+
+_gradient = meta_utils.safe_grad
 
 
 def checkpoint_activations(model: PreTrainedModel, which: str, compiles: bool = False) -> None:
@@ -85,9 +89,21 @@ def compile_layers(model: nn.Module, recomputed: str = "none") -> None:
 def compiling() -> Iterator[None]:
     """Around each torch.compile."""
     torch._dynamo.config.recompile_limit = MOST_SHAPES
+    meta_utils.safe_grad = _gradient_like
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the compiler imports parts of torch that go away
         yield
+
+
+def _gradient_like(tensor: Any) -> Any:
+    """The gradient that the compiler copies with a tensor, None where the two aren't alike.
+
+    FSDP1 keeps the gradients of earlier micro-batches split beside a unit that is whole, and torch's own function ends in a
+    RuntimeError there (pytorch issue 111317): whenever a later micro-batch is the first of its kind, as with another mask.
+    """
+    gradient = _gradient(tensor)
+    alike = gradient is not None and (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
+    return gradient if alike else None
 
 
 def compile_loss(model: LanguageModel) -> None:

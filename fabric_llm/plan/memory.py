@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.fsdp import _flat_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface
+from transformers.integrations import moe
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -307,6 +308,9 @@ def _as_on_devices(work: Work, fabric: Any) -> Iterator[None]:
         # FSDP1 asks addresses, which are 0 of fake tensors, what is there, and whether somebody has moved it.
         has_data = patch.object(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0)
         patches.enter_context(has_data)
+        # Without memory torch multiplies grouped matrices in bfloat16 alone; transformers' own way makes the same tensors.
+        is_bf16 = patch.object(moe, "_can_use_grouped_mm", lambda hidden, weight, offs: weight.dtype == torch.bfloat16)
+        patches.enter_context(is_bf16)
         if work.placement.kind == "cuda":
             most = max(1, fast_paths.LOGITS_AT_ONCE["cuda"] // work.model.config.get_text_config().vocab_size)
             patches.enter_context(patch.object(fast_paths, "_tokens_at_once", lambda *_: most))

@@ -70,7 +70,8 @@ class Planner:
             numbers = json.loads(said)
         except (subprocess.TimeoutExpired, ValueError):
             self.process.kill()
-            why = one_line(error).rstrip(".") or f"it took more than {SECONDS_TO_PLAN} seconds"
+            *_, last = error.strip().splitlines() or [""]  # what comes before may be torch's log
+            why = one_line(last).rstrip(".") or f"it took more than {SECONDS_TO_PLAN} seconds"
             warnings.warn(f"The run isn't compared with its plan: {why}.", stacklevel=2)
             return None
         finally:
