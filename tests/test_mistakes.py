@@ -329,11 +329,16 @@ OTHERS = [
 
 
 def test_mistakes_are_told_before_torch_is_imported(place):
-    table = [("train", (*GOOD, *flags.split()), code, words) for flags, code, words in TRAIN]
+    def beside_good(flags):  # which give no flag twice
+        names = {word.partition("=")[0] for word in flags.split()}
+        pairs = zip(GOOD[::2], GOOD[1::2], strict=True)
+        return (*(word for pair in pairs if pair[0] not in names for word in pair), *flags.split())
+
+    table = [("train", beside_good(flags), code, words) for flags, code, words in TRAIN]
     table += [(program, flags.split(), code, words) for program, flags, code, words in OTHERS]
     found = answers([(program, flags) for program, flags, _, _ in table], place)
     for (program, flags, code, words), (got, said) in zip(table, found, strict=True):
-        assert got == code and words in said, (program, " ".join(flags[4:]) or flags, got, said)
+        assert got == code and words in said, (program, flags, got, said)
         assert len(said.splitlines()) == 1 and "error: " in said, said
 
 
@@ -485,3 +490,23 @@ def test_ranks_far_beyond_the_cores_are_refused(monkeypatch, ranks, cores, kind,
     with pytest.raises(ValueError, match=f"--devices {ranks}: so many .* {cores} CPU cores .*--devices {cores}, at most 8"):
         start.require_cores(flags, placement)
     assert "oversubscribe" not in flags.kept(), "the next machine is another one"
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "sentence"),
+    [
+        ("prepare_data.py", "--input a --input b --output c", "--input is given 2 times: give all its values behind one --input."),
+        ("prepare_data.py", "--input a --pattern *.md --pattern=*.txt --output c", "--pattern is given 2 times"),
+        ("train.py", "--freeze a --freeze b", "--freeze is given 2 times: give all its values in one --freeze, with commas."),
+        ("train.py", "--eval_data=a=b --eval_data c=d", "--eval_data is given 2 times"),
+        ("train.py", "--config a.yaml --config b.yaml", "--config is given 2 times: take one file"),
+    ],
+)
+def test_a_flag_of_several_values_that_is_given_again_is_refused(script, words, sentence, tmp_path):
+    done = subprocess.run([sys.executable, ROOT / script, *words.split()], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and sentence in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_flag_that_is_given_again_is_told(capsys):
+    assert parse_train("--model_name m --train_data_dir d --lr 1e-3 --max_step 5 --lr 2e-3 --max_step 5".split()).training.lr == 2e-3
+    assert capsys.readouterr().err == "Warning: --lr is given 2 times; 2e-3 counts, not 1e-3.\n"

@@ -301,7 +301,8 @@ def _one_sentence(message: str, flags: dict[str, Flag], named: Callable[[str], s
     if wrong := re.match(r'Parser key "(\w+)":.*(?:Got value|Given value): (.*)', message, re.S):
         return f"{named(wrong[1])} takes {flags[wrong[1]].values}, not {wrong[2].strip()!r}."
     if (bare := re.match(r"argument --(\w+): expected one argument", message)) and bare[1] in flags:
-        return f"--{bare[1]} takes {flags[bare[1]].values}, and nothing is given."
+        dash = f" A value that begins with a dash is written --{bare[1]}=VALUE." if str in flags[bare[1]].kinds else ""
+        return f"--{bare[1]} takes {flags[bare[1]].values}, and nothing is given.{dash}"
     if missing := re.search(r'(?:Key|key) "(\w+)" is required', message):
         return f"--{missing[1]} is required."
     return " ".join(message.split()).removeprefix("argument ").rstrip(".") + "."

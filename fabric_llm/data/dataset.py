@@ -36,6 +36,7 @@ class TokenDataset:
     context_length: int  # tokens per sequence
     max_token_id: int
     manifest: dict[str, Any]  # what prepare_data.py wrote, {} for a dataset made elsewhere
+    unread: tuple[str, ...] = ()  # names of its other columns
 
     @property
     def document_end(self) -> Optional[int]:
@@ -86,7 +87,7 @@ def open_dataset(folder: str | Path, verify: str = "auto", parts: Sequence[str] 
     files.check_files(folder, entries, hashed, f"Dataset {str(folder)!r} is damaged", BAD_INPUT)
     said = (manifest["context_length"], manifest["max_token_id"]) if manifest.get("packed") else None
     padding = manifest["eos_token_id"] if manifest.get("packing") == "best_fit" else NO_PADDING
-    splits, kinds, largest = [], [], 0
+    splits, kinds, largest, unread = [], [], 0, dict[str, None]()
     for name in (*parts[:-1], validation_name):
         if name not in names:
             missing = f"{str(folder)!r} has no split {name!r}, only {', '.join(map(repr, names))}."
@@ -104,13 +105,14 @@ def open_dataset(folder: str | Path, verify: str = "auto", parts: Sequence[str] 
             flat = {name: batch.column(name).flatten().to_numpy(zero_copy_only=False) for name in columns}
             chunks.append({name: values.reshape(len(batch), length) for name, values in flat.items()})
         splits.append(Rows(chunks, [padding] * len(chunks)))
+        unread |= dict.fromkeys(name for name in split.column_names if name not in columns)
         kinds.append(f"{', '.join(columns)} in rows of {length} tokens")
         largest = max(largest, max_token_id)
     if kinds[0] != kinds[-1]:
         raise ValueError(f"The splits of {str(folder)!r} must be alike: 'train' has {kinds[0]}, the other {kinds[-1]}.")
     if length < 2:
         raise ValueError(f"Rows of {str(folder)!r} hold {length} token; at least 2 are needed to predict one.")
-    return TokenDataset(folder, splits[0], splits[-1], length, largest, manifest)
+    return TokenDataset(folder, splits[0], splits[-1], length, largest, manifest, tuple(unread))
 
 
 # ------------------------------------------------------------------------------- files

@@ -26,6 +26,7 @@ from transformers.utils import CONFIG_NAME, cached_file, is_flash_attn_2_availab
 from transformers.utils.hub import get_checkpoint_shard_files
 from transformers.utils.logging import disable_progress_bar  # noqa: F401
 
+from fabric_llm.base.command_line import is_rank_zero
 from fabric_llm.base.faults import BAD_INPUT, NO_CHECKPOINT, REFUSED, Fault, one_line
 from fabric_llm.base.files import MANIFEST, check_name
 from fabric_llm.base.names import reach_hub
@@ -136,10 +137,16 @@ def set_generation_config(skeleton: PreTrainedModel, model_name: str) -> None:
             return
         raise _unreadable("generation_config.json", model_name, error) from error
     for do_sample in (config.do_sample, True):  # Llama 2: a temperature without do_sample, read but not written
-        config.do_sample = do_sample
+        was, config.do_sample = config.do_sample, do_sample
         with suppress(ValueError):
             config.validate(strict=True)
             skeleton.generation_config = config
+            if do_sample != was and is_rank_zero():
+                print(
+                    f"generation_config.json of {model_name!r} has values for sampling without do_sample, which transformers "
+                    "doesn't save: with do_sample in what is saved.",
+                    flush=True,
+                )
             return
 
 

@@ -178,8 +178,11 @@ class Plan:
 
     def shifted_labels(self) -> list[str]:
         """The folders of datasets whose labels stand at the place before their tokens."""
-        opened = [*(self.data.sources.values() or [self.data.dataset]), *self.data.eval_data.values()]
-        return [repr(str(one.folder)) for one in opened if any(map(shifts_labels, (one.train, one.validation)))]
+        return [repr(str(one.folder)) for one in self.datasets() if any(map(shifts_labels, (one.train, one.validation)))]
+
+    def datasets(self) -> list[Any]:
+        """All that are read, those of --eval_data last."""
+        return [*(self.data.sources.values() or [self.data.dataset]), *self.data.eval_data.values()]
 
     def validation_splits(self) -> dict[str, Any]:
         """What is evaluated, by name."""

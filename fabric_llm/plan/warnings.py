@@ -38,6 +38,12 @@ def warnings_of(flags: Flags, plan: Plan) -> Iterator[str]:
             f"the labels of {', '.join(shifted)} are already shifted, each the token after its own place. A model shifts them itself, "
             "so it learns the token after next: write labels that equal input_ids where there is a target, or leave the column out."
         )
+    for dataset in plan.datasets():
+        if unread := getattr(dataset, "unread", ()):
+            yield (
+                f"columns of {str(dataset.folder)!r} that aren't read: {', '.join(unread)}. What isn't a target has -100 in labels, "
+                "or 0 in attention_mask (data/README.md)."
+            )
     if flat["cpu_offload"] and on_cpu:
         yield "--cpu_offload has no effect on a CPU, whose memory is the host's."
     sharded = placement.strategy in ("fsdp", "fsdp2")
