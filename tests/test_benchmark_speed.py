@@ -93,8 +93,8 @@ def test_all_that_a_gpu_has_to_show_is_rehearsed(tmp_path):
     assert done.returncode == 0 and "Failed" not in done.stdout, done.stdout
     parts = "tests speed throughput optimizer data profile speed_more context loss_head attention float8".split()
     assert {path.stem for path in tmp_path.glob("*.done")} == set(parts)
-    for page in ("speed", "throughput", "optimizer", "context", "loss_head", "attention"):
-        assert "|" in (tmp_path / f"{page}.md").read_text()
+    for name in ("speed", "throughput", "optimizer", "context", "loss_head", "attention"):
+        assert "|" in (tmp_path / f"{name}.md").read_text()
 
 
 def test_a_row_that_failed_stays_in_the_table():

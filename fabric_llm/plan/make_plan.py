@@ -34,7 +34,6 @@ from fabric_llm.plan.run_directory import MOST_DIFFERENCES
 from fabric_llm.plan.start import batch_sizes
 from fabric_llm.training.guard import parse_budgets
 
-
 SAMPLE = "The Quick  brown fox's 12,345\n\tÉtés: naïve 你好"  # that tokenizers of other rules make other tokens of
 
 
