@@ -230,6 +230,13 @@ def built(argv: Any) -> tuple[Any, Any, Any, Any]:
     return fabric, run.plan, run.model, run.optimizer
 
 
+def instead(flags, more):
+    """The flags, each with its value, in which those of `more` take the place of their own."""
+    names = {str(word).partition("=")[0] for word in more}
+    pairs = [pair for pair in zip(flags[::2], flags[1::2], strict=True) if str(pair[0]) not in names]
+    return (*(word for pair in pairs for word in pair), *more)
+
+
 def toy_run(toys: Path, output: Path, *, model: str = "llama", data: str = "data") -> tuple[Any, ...]:
     """The flags of train.py that every run needs; `toys` is conftest's folder."""
     return ("--model_name", toys / model, "--train_data_dir", toys / data, "--output_dir", output)

@@ -12,7 +12,7 @@ import datasets
 import pytest
 import torch
 from conftest import CONTEXT, ROWS, VOCABULARY
-from ranks import toy_run, train_ranks
+from ranks import instead, toy_run, train_ranks
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -38,9 +38,9 @@ def refused(toys, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", never)
 
     def call(*flags, good=True, code=2):
-        base = toy_run(toys, tmp_path / "runs")
+        base = toy_run(toys, tmp_path / "runs") if good else ()
         with pytest.raises(SystemExit) as exit:
-            train.main([str(word) for word in [*(base if good else []), *flags]])
+            train.main([str(word) for word in instead(base, flags)])
         error = capsys.readouterr().err
         assert exit.value.code == code
         lines = error.strip().splitlines()
@@ -437,7 +437,8 @@ def finished(toys, tmp_path_factory):
 def test_a_run_that_is_there_already(refused, finished, flags, words):
     files = [finished / "run" / name for name in ("STATUS.json", "events.jsonl", "metrics.jsonl", "arguments.yaml")]
     before = [file.read_bytes() for file in files]
-    sentence = refused("--output_dir", finished, "--run_name", "run", "--global_batch_size", 4, "--max_step", 9, *flags)
+    given = ("--output_dir", finished, "--run_name", "run", "--global_batch_size", 4, "--max_step", 9)
+    sentence = refused(*instead(given, flags))
     assert all(word in sentence for word in words), sentence
     assert [file.read_bytes() for file in files] == before, "it stays done"
 

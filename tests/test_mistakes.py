@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from ranks import instead
 
 from arguments import ROOT, parse_train
 from fabric_llm.plan import start
@@ -329,12 +330,7 @@ OTHERS = [
 
 
 def test_mistakes_are_told_before_torch_is_imported(place):
-    def beside_good(flags):  # which give no flag twice
-        names = {word.partition("=")[0] for word in flags.split()}
-        pairs = zip(GOOD[::2], GOOD[1::2], strict=True)
-        return (*(word for pair in pairs if pair[0] not in names for word in pair), *flags.split())
-
-    table = [("train", beside_good(flags), code, words) for flags, code, words in TRAIN]
+    table = [("train", instead(GOOD, flags.split()), code, words) for flags, code, words in TRAIN]
     table += [(program, flags.split(), code, words) for program, flags, code, words in OTHERS]
     found = answers([(program, flags) for program, flags, _, _ in table], place)
     for (program, flags, code, words), (got, said) in zip(table, found, strict=True):
