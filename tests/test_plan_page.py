@@ -118,7 +118,7 @@ def test_doubts_are_shown(toys, tmp_path):
 def test_mistakes_are_those_of_train(toys, tmp_path, capsys, flags, code, words):
     with pytest.raises(SystemExit) as ended:
         plan.main(["--html", str(tmp_path / "x.html"), *map(str, (*toy_run(toys, tmp_path), *flags))])
-    said = [line for line in capsys.readouterr().err.splitlines() if "is given 2 times; " not in line]
+    said = [line for line in capsys.readouterr().err.splitlines() if "is given 2 times: " not in line]
     assert ended.value.code == code and len(said) == 1 and words in said[0]
 
 

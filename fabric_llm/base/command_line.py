@@ -231,24 +231,21 @@ def parse(
 
 
 def _tell_of_repeated(program: str, argv: list[str], flags: dict[str, Flag]) -> None:
-    """Warn of a flag that is given again, since its last value counts. Exit with code 2 where it takes several values or files."""
+    """Warn of a flag that is given again, since its last value counts. Exit with code 2 where it takes a list, or is --config."""
     values: dict[str, list[str]] = {}
     for word, following in pairwise([*argv, ""]):
         name, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--") and name in flags:
             values.setdefault(name, []).append(value if equals else following)
     for name, (*before, last) in values.items():
-        one = flags[name]
-        if not before or set(before) == {last} and one.kinds != [list[str]]:
-            continue
-        if one.kinds == [list[str]]:
-            fail(program, f"--{name} is given {len(before) + 1} times: give all its values behind one --{name}.")
-        if "comma-separated" in one.values + one.help:
-            fail(program, f"--{name} is given {len(before) + 1} times: give all its values in one --{name}, with commas.")
-        if one is CONFIG:
-            fail(program, f"--config is given {len(before) + 1} times: take one file, and flags for what differs.")
-        if is_rank_zero():
-            said = f"Warning: --{name} is given {len(before) + 1} times; {last} counts, not {', '.join(before)}."
+        one, many = flags[name], f"--{name} is given {len(values[name])} times"
+        if before and one.kinds == [list[str]]:
+            fail(program, f"{many}: give all its values behind one --{name}.")
+        if before and one is CONFIG:
+            fail(program, f"{many}: take one file, and flags for what differs.")
+        if {*before} - {last} and is_rank_zero():
+            all_of_them = ". It takes all of them in one, with commas" if "comma-separated" in one.values + one.help else ""
+            said = f"Warning: {many}: {last} counts, not {', '.join(before)}{all_of_them}."
             print(printable(said), file=sys.stderr, flush=True)
 
 
