@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCABULARY, make_dataset
-from ranks import metrics, toy_run, train_ranks
+from ranks import instead, metrics, toy_run, train_ranks
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -38,7 +38,7 @@ def data(tmp_path_factory):
 
 
 def flags(toys, data, output, *more):
-    return [str(w) for w in (*toy_run(toys, output), "--train_data_dir", data, *FLAGS, *more)]
+    return [str(w) for w in instead(toy_run(toys, output), ("--train_data_dir", data, *FLAGS, *more))]
 
 
 def sampled(data):
@@ -127,7 +127,7 @@ def test_a_bad_file_is_one_sentence(toys, data, tmp_path, capsys, name, content,
 
 def test_no_tokenizer_is_one_sentence(toys, data, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        train.main([*map(str, toy_run(toys, tmp_path)), *map(str, sampled(data)), "--max_step", "1"])
+        train.main([*map(str, instead(toy_run(toys, tmp_path), sampled(data))), "--max_step", "1"])
     assert ended.value.code == 2 and "needs a tokenizer" in capsys.readouterr().err
 
 

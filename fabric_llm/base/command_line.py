@@ -231,7 +231,10 @@ def parse(
 
 
 def _tell_of_repeated(program: str, argv: list[str], flags: dict[str, Flag]) -> None:
-    """Warn of a flag that is given again, since its last value counts. Exit with code 2 where it takes a list, or is --config."""
+    """Exit with code 2 where a list is given again, or --config; warn where a folder of what is trained on or a text with commas is.
+
+    Of any other flag the last value counts without a word, as elsewhere.
+    """
     values: dict[str, list[str]] = {}
     for word, following in pairwise([*argv, ""]):
         name, equals, value = word.removeprefix("--").partition("=")
@@ -243,8 +246,9 @@ def _tell_of_repeated(program: str, argv: list[str], flags: dict[str, Flag]) -> 
             fail(program, f"{many}: give all its values behind one --{name}.")
         if before and one is CONFIG:
             fail(program, f"{many}: take one file, and flags for what differs.")
-        if {*before} - {last} and is_rank_zero():
-            all_of_them = ". It takes all of them in one, with commas" if "comma-separated" in one.values + one.help else ""
+        has_commas, is_what = "comma-separated" in one.values + one.help, one.path and one.how is False
+        if {*before} - {last} and (has_commas or is_what) and is_rank_zero():
+            all_of_them = ". It takes all of them in one, with commas" if has_commas else ""
             said = f"Warning: {many}: {last} counts, not {', '.join(before)}{all_of_them}."
             print(printable(said), file=sys.stderr, flush=True)
 
