@@ -295,6 +295,16 @@ def test_spelling_that_the_model_itself_takes_for_eos_is_an_error(make, tmp_path
     assert sum(split["documents"] for split in manifest["splits"].values()) == 3
 
 
+def test_dropout_set_in_the_tokenizer_is_not_obeyed(make, tmp_path, texts, bpe):
+    folder = write_texts(tmp_path / "in", texts)
+    tokenizer = AutoTokenizer.from_pretrained(bpe)
+    tokenizer.backend_tokenizer.model.dropout = 0.5
+    tokenizer.save_pretrained(tmp_path / "dropout")
+    make(folder, output=tmp_path / "a", tokenizer=str(tmp_path / "dropout"))
+    make(folder, output=tmp_path / "b")
+    assert tokens_of(tmp_path / "a", "train") == tokens_of(tmp_path / "b", "train")
+
+
 def test_truncation_set_in_the_tokenizer_is_not_obeyed(make, tmp_path, texts):
     backend = train_byte_level_bpe(texts, vocab_size=300).backend_tokenizer
     backend.enable_truncation(5)

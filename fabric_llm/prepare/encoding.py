@@ -38,7 +38,7 @@ from fabric_llm.base.names import shown
 from fabric_llm.base.program import die_with
 from fabric_llm.prepare.corpus import Piece
 from fabric_llm.prepare.documents import Bad, Record, read_part, sections, where
-from fabric_llm.prepare.tokenizer_bounds import without_panic
+from fabric_llm.prepare.tokenizer_bounds import encode_all_alike, without_panic
 
 # Many documents in a batch keep all threads of the tokenizer busy. Its working memory is about 120 bytes a character.
 BATCH_DOCUMENTS = 1024
@@ -149,8 +149,7 @@ def lock(descriptor: int, taken: str) -> None:
 def _load_backend(path: str, modified_ns: int) -> Tokenizer:
     """The tokenizer as it is saved in the work folder, and so in the dataset, with its hash in the manifest."""
     backend = Tokenizer.from_file(path)
-    backend.no_truncation()  # which tokenizer.json may ask for
-    backend.no_padding()
+    encode_all_alike(backend)
     backend.encode_special_tokens = True  # transformers' split_special_tokens
     return backend
 

@@ -101,8 +101,7 @@ def convention(backend: Tokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> dic
     """What stands around the tokens of a document, and what mustn't be among them: arguments of `encoding.Job`."""
     eos = hf_tokenizer.eos_token_id
     backend = Tokenizer.from_str(backend.to_str())  # `packing_tokenizer`'s stays as its file has it
-    backend.no_truncation()  # which tokenizer.json may ask for
-    backend.no_padding()
+    tokenizer_bounds.encode_all_alike(backend)
     for word in ("a", *sorted(backend.get_vocab(with_added_tokens=False))):  # such as those of DNA
         with tokenizer_bounds.without_panic():
             probe = backend.encode(word, add_special_tokens=True)
