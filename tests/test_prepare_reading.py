@@ -704,3 +704,24 @@ def test_separators_that_are_none(tmp_path, make, given):
 def test_a_separator_that_is_not_utf8_is_named(tmp_path, make):
     with pytest.raises(ValueError, match=r"document_separator 'a\\udce9' isn't UTF-8, as texts are"):
         make(write(tmp_path / "a.txt", b"x"), document_separator="a\udce9")
+
+
+@pytest.mark.parametrize(
+    ("names", "noted"),
+    [
+        (["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl"], 2),
+        (["train/a.jsonl", "test/a.jsonl"], 1),
+        (["training.jsonl", "test.jsonl"], 0),
+        (["train.md", "test.md"], 0),  # text, of which a name says nothing
+        (["test.jsonl", "more.jsonl"], 0),
+    ],
+)
+def test_files_that_are_named_as_splits_are_noted(tmp_path, names, noted):
+    for name in names:
+        path = tmp_path / "downloaded" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"text": name}) + "\n")
+    found = inputs.find_sources([tmp_path / "downloaded"], pattern=inputs.DEFAULT_PATTERNS, output=tmp_path / "out")
+    corpus.plan(found, None)
+    notes = [note for note in found.notes if "named as a split to measure with" in note]
+    assert len(notes) == bool(noted) and (noted < 2 or " and 1 more is named" in notes[0])

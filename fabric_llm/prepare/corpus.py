@@ -54,6 +54,7 @@ def plan(found: inputs.Found, separator: Optional[str]) -> list[Piece]:
 
     Raises ValueError for a dataset or table that can't be opened.
     """
+    _note_files_named_as_splits(found)
     total = sum(source.bytes or 0 for source in found.sources)
     # in steps, so that pieces stay as they are when a file is added or taken away
     piece_bytes = SMALL_PIECE_BYTES
@@ -74,6 +75,22 @@ def plan(found: inputs.Found, separator: Optional[str]) -> list[Piece]:
             parts.append(part)
             size += part_bytes
     return [*pieces, Piece(size, parts)] if parts else pieces
+
+
+def _note_files_named_as_splits(found: inputs.Found) -> None:
+    """As of a dataset that was downloaded as files. They are read as any other: a name alone doesn't say what a file is for."""
+    named = {}  # file of records -> the split that it, or its folder, is named as
+    for source in found.sources:
+        names = [source.name.rpartition(os.sep)[2].split(".")[0], source.name.split(os.sep)[-2:][0]]
+        splits = [re.sub(r"-\d+(-of-\d+)?$", "", name.lower()) for name in names]
+        if inputs.KINDS.get(inputs.suffix(source.name), "text") != "text":
+            named[source.name] = next((split for split in splits if split in (*OWN_VALIDATION, *NOT_TRAINING, "train")), "")
+    apart = [name for name, split in named.items() if split not in ("", "train")]
+    if apart and "train" in named.values():
+        found.notes.append(
+            f"{shown(apart[0])}{f' and {len(apart) - 1} more' if apart[1:] else ''} is named as a split to measure with, and read as the "
+            "others are: leave it out by --exclude"
+        )
 
 
 def _parts_of(

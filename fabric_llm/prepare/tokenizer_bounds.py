@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.files import instead_of_content
 
@@ -96,7 +94,7 @@ def _objects(value: Any, name: str, levels: int) -> Iterator[dict[str, Any]]:
         yield from _objects(part, name, levels - 1)
 
 
-def encode_all_alike(backend: Tokenizer) -> None:
+def encode_all_alike(backend: Any) -> None:
     """Switch off what tokenizer.json may ask for: truncation, padding, and the dropout of merges, which is random."""
     backend.no_truncation()
     backend.no_padding()
