@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from ranks import instead
 from test_house import PACKAGE, SOURCES
 
 import plan
@@ -68,9 +69,10 @@ def flags_of(program):
 
 def parsed(program, words):
     group, parser, needed = PROGRAMS[program]
+    words = list(instead(needed, words))
     if parser is None:
-        return parse(program, "", [group], [*needed, *words])
-    found = parser([*needed, *words])
+        return parse(program, "", [group], words)
+    found = parser(words)
     return found.flat() if group is Arguments else vars(found)
 
 
