@@ -415,6 +415,7 @@ def load_and_save(name, updates, source, target, steps):
     return kinds
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("updates", UPDATES)
 def test_checkpoints_keep_every_bit_on_other_ranks(toys, tmp_path, updates):
     """Written by one strategy, read and written again by the next: state and weights never change."""
@@ -438,6 +439,8 @@ def test_checkpoints_keep_every_bit_on_other_ranks(toys, tmp_path, updates):
         source = target
 
 
+@pytest.mark.quick_cases(r"stochastic-(single|fsdp2)")
+@pytest.mark.every_eighth(2)
 @pytest.mark.parametrize(("name", "ranks"), [("fsdp", 2), ("fsdp2", 2), ("ddp", 2), ("single", 1)])
 @pytest.mark.parametrize("updates", UPDATES)
 def test_resume_is_bit_for_bit(toys, tmp_path, name, ranks, updates):

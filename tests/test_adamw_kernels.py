@@ -140,6 +140,7 @@ def train(count, threads):
     return torch.stack([param.detach(), *list(optimizer.state[param].values())[1:]])
 
 
+@pytest.mark.longer
 @needs_compiler
 @pytest.mark.parametrize("threads", [1, 2])
 def test_large_models_take_the_compiled_update_with_the_same_bits(forgetful, monkeypatch, threads):

@@ -105,6 +105,7 @@ def test_help_all_lists_every_flag_in_its_group():
     assert sorted(flag for _, flag in found) == sorted(flat(*MODEL_AND_DATA)), "each flag once"
 
 
+@pytest.mark.quick_cases(r"-80")
 @pytest.mark.parametrize("columns", [20, 80, 100, 120, 300])
 @pytest.mark.parametrize(("script", "most_lines"), [("train.py", 42), ("plan.py", 48)])
 def test_the_short_help_has_a_line_for_each_flag_of_a_first_run(script, most_lines, columns):
@@ -128,6 +129,7 @@ def test_the_short_help_has_a_line_for_each_flag_of_a_first_run(script, most_lin
     assert f"Training ({sum(not one.basic for one in declared(TrainingArguments).values())} more: --help training)" in lines
 
 
+@pytest.mark.quick_cases(r"FSDP|plan")
 @pytest.mark.parametrize("word", ["fsdp", "FSDP", "--fsd", "trainin", "Trainning", "nan", "plan"])
 def test_help_of_a_group_shows_its_flags_alone(word):
     group = {"t": "Training", "n": "NaN and spikes", "p": "Plan"}.get(word[0].lower(), "FSDP")
@@ -321,6 +323,7 @@ def test_arguments_yaml_repeats_the_run(finished):
     assert again == first
 
 
+@pytest.mark.longer
 def test_arguments_yaml_repeats_the_run_on_other_ranks(finished):
     """It holds the global batch, not how one number of devices came by it."""
     flags = ("--run_name", "two", "--micro_batch_size", 1, "--strategy", "ddp", "--precision", "32-true")
@@ -330,6 +333,7 @@ def test_arguments_yaml_repeats_the_run_on_other_ranks(finished):
     )
 
 
+@pytest.mark.longer
 def test_a_run_that_gave_only_accumulation_goes_on_on_more_devices(toys, tmp_path):
     flags = (*toy_run(toys, tmp_path), "--run_name", "run", "--gradient_accumulation_steps", 4, "--max_step", 2)
     train_ranks(1, *flags)

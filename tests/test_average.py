@@ -80,6 +80,7 @@ def expected(folders, weights, dtype):
 # ------------------------------------------------------------------------------- the average
 
 
+@pytest.mark.quick_cases(r"sharded.*inverse_sqrt")
 @pytest.mark.parametrize(
     ("weights", "counted"),
     [("equal", [1 / 3] * 3), ("7,1,2", [0.7, 0.1, 0.2])],
@@ -103,6 +104,7 @@ def test_is_the_plain_average(runs, tmp_path, run_average, run, dtype, weights, 
     assert [part["weight"] for part in note["parts"]] == pytest.approx(counted)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("run", ["full", "sharded"])
 def test_one_part_is_its_own_average(runs, tmp_path, run_average, run):
     code, out, _ = run_average(runs / run)
@@ -144,6 +146,7 @@ def test_tied_weights_are_stored_once(runs, tmp_path, run_average):
     assert "lm_head.weight" not in stored(tmp_path / "hf")
 
 
+@pytest.mark.quick_cases(r"sharded")
 @pytest.mark.parametrize("run", ["full", "sharded"])
 def test_files_have_a_largest_size_and_another_dtype(runs, tmp_path, run_average, run):
     assert run_average(runs / run, "--last", 2, "--max_shard_size", "20KB", "--dtype", "float16")[0] == 0
@@ -233,6 +236,7 @@ def test_last_takes_the_newest_of_each_run(runs):
 # ------------------------------------------------------------------------------- evaluation
 
 
+@pytest.mark.longer
 def test_losses_of_the_parts_are_those_of_the_run(runs, tmp_path, run_average):
     code, out, _ = run_average(runs / "full", "--last", 3, evaluate="true")
     assert code == 0
@@ -253,6 +257,7 @@ def test_a_sharded_bf16_run_of_two_ranks_is_evaluated_as_it_was(runs, tmp_path, 
     assert note["eval_loss"]["validation"] == pytest.approx(metrics(runs / "sharded", "eval_loss")[-1], abs=1e-2)
 
 
+@pytest.mark.longer
 def test_a_set_that_is_not_packed_is_evaluated_as_the_run_did(toys, packed_data, tmp_path, run_average):
     """The token that ends documents of the training data is a word like others there."""
     flags = ("--model_name", toys / "llama", "--train_data_dir", packed_data, "--eval_data", f"plain={toys / 'data'}")
@@ -407,6 +412,7 @@ def test_an_average_that_is_worse_than_a_part_says_so_and_names_that_part(runs, 
     assert f"| the average | | {losses[0]:.4f} |" in card(tmp_path / "hf")
 
 
+@pytest.mark.longer
 def test_its_card_says_what_it_is_of(runs, toys, tmp_path, run_average):
     code, out, _ = run_average(runs / "full", "--last", 2, evaluate="true")
     note, said = json.loads((tmp_path / "hf" / "average.json").read_text()), card(tmp_path / "hf")
@@ -418,8 +424,11 @@ def test_its_card_says_what_it_is_of(runs, toys, tmp_path, run_average):
     assert "Nothing was evaluated." in card(tmp_path / "hf")
 
 
+@pytest.mark.longer
 def test_a_float16_model_is_evaluated(runs, tmp_path, run_average):
-    AutoModelForCausalLM.from_pretrained(runs / "full" / "step-00000004", dtype=torch.float16).save_pretrained(tmp_path / "half")
+    AutoModelForCausalLM.from_pretrained(runs / "full" / "step-00000004", dtype=torch.float16).save_pretrained(
+        tmp_path / "half"
+    )
     parts = (tmp_path / "half", runs / "full" / "step-00000004")
     assert run_average(*parts, "--dtype", "float16", evaluate="true")[0] == 0
     note = json.loads((tmp_path / "hf" / "average.json").read_text())

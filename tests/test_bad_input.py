@@ -300,9 +300,7 @@ def test_a_folder_that_is_no_dataset(refused, tmp_path):
     datasets.Dataset.from_dict({"input_ids": [ROW]}).save_to_disk(str(tmp_path / "one"))
     assert "it has no dataset_dict.json" in refused("--train_data_dir", tmp_path / "one")
     for name in ("train", "valid"):
-        datasets.Dataset.from_dict({"input_ids": [ROW] * 3}).save_to_disk(
-            str(tmp_path / "two" / name)
-        )
+        datasets.Dataset.from_dict({"input_ids": [ROW] * 3}).save_to_disk(str(tmp_path / "two" / name))
     sentence = refused("--train_data_dir", tmp_path / "two")
     command = re.search(r"(echo .*) writes it", sentence)[1]
     subprocess.run(command, shell=True, check=True)
@@ -312,12 +310,8 @@ def test_a_folder_that_is_no_dataset(refused, tmp_path):
 @pytest.mark.longer
 def test_a_dataset_with_a_test_split_is_made_one_that_trains(refused, tmp_path):
     for name, splits in {"a": ["train", "test"], "b": ["test"]}.items():
-        _, folder = dataset(
-            tmp_path / name, **{split: {"input_ids": [ROW] * 200} for split in splits}
-        )
-        words = shlex.split(
-            re.search(r"python (-c .*) makes", refused("--train_data_dir", folder))[1]
-        )
+        _, folder = dataset(tmp_path / name, **{split: {"input_ids": [ROW] * 200} for split in splits})
+        words = shlex.split(re.search(r"python (-c .*) makes", refused("--train_data_dir", folder))[1])
         subprocess.run([sys.executable, *words], check=True, capture_output=True)
         made = open_dataset(f"{folder}-splits")
         assert len(made.train) + len(made.validation) == 200 * len(splits)

@@ -4,6 +4,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from arguments import ROOT
 from benchmarks.mechanisms import MECHANISMS, is_stale
 
@@ -13,6 +15,7 @@ def test_no_entry_is_stale():
     assert len({m.key for m in MECHANISMS}) == len(MECHANISMS)
 
 
+@pytest.mark.longer
 def test_each_entry_has_a_test():
     files = sorted({f"tests/{m.tests}" for m in MECHANISMS})
     words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *files]

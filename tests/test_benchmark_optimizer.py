@@ -1,10 +1,12 @@
 """benchmarks/optimizer.py at toy size: every row is there. No test here looks at a clock."""
 
+import pytest
 import torch
 
 from benchmarks import optimizer
 
 
+@pytest.mark.longer
 def test_the_page_has_every_row(tmp_path, capsys):
     threads = torch.get_num_threads()
     page = tmp_path / "page.md"

@@ -34,6 +34,7 @@ def branch(trunk, schedule, step, *more):
     return (*decaying(step), "--checkpoint", checkpoint, "--output_dir", trunk, *more)
 
 
+@pytest.mark.longer
 def test_a_branch_decays_to_min_lr_and_is_stopped_and_resumed_bit_for_bit(toys, trunk):
     for name, ranks in (("whole", 1), ("stopped", 1)):
         more = ("--run_name", name, "--save_step_interval", 1)
@@ -51,6 +52,7 @@ def test_a_branch_decays_to_min_lr_and_is_stopped_and_resumed_bit_for_bit(toys, 
     assert verify.main([str(whole)]) == 0
 
 
+@pytest.mark.longer
 def test_a_restart_of_the_same_command_goes_on(toys, trunk):
     words = branch(trunk, "wsd", 4, "--run_name", "restarted", "--save_step_interval", 2, "--resume", "auto")
     assert Job(1, *words, failpoint="between_steps:count=3").wait() == [-9]
@@ -60,6 +62,7 @@ def test_a_restart_of_the_same_command_goes_on(toys, trunk):
     assert metrics(trunk / "restarted", "loss") == metrics(trunk / "undisturbed", "loss")
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("decays", [True, False])
 def test_a_branch_that_is_stopped_before_its_first_step_is_named_as_it_is(toys, tmp_path, decays):
     """Its checkpoint owes an evaluation, in which the branch is asked to stop as well."""
@@ -78,6 +81,7 @@ def test_a_branch_that_is_stopped_before_its_first_step_is_named_as_it_is(toys, 
         assert metrics(tmp_path / "branch", key) == metrics(tmp_path / "undisturbed", key)
 
 
+@pytest.mark.longer
 def test_a_branch_of_an_infinite_schedule_decays_from_its_constant_rate(trunk):
     constant = (1e-2 + 1e-3) / 2
     train_ranks(1, *branch(trunk, "infinite", 8, "--run_name", "from-infinite", "--lr", constant))

@@ -85,6 +85,7 @@ def block(card, title, language):
 # ------------------------------------------------------------------------------- what it says
 
 
+@pytest.mark.longer
 def test_the_front_matter_is_that_of_the_hub(made):
     said = made[0].data.to_dict()
     assert (said["base_model"], said["base_model_relation"]) == ("org/base", "finetune")
@@ -216,6 +217,7 @@ def test_the_title_is_no_path_and_a_licence_that_is_missing_can_be_had(made, wor
     assert f"`hf download org/base README.md --revision {COMMIT}`" in said and "https://huggingface.co/org/base" in said
 
 
+@pytest.mark.longer
 def test_what_a_checkpoint_has_begun_with_goes_on_in_later_runs(made, work):
     shutil.copytree(work / "checkpoints" / "run", work / "checkpoints" / "resumed")
     shutil.rmtree(work / "checkpoints" / "resumed" / "step-00000006")
@@ -229,6 +231,7 @@ def test_what_a_checkpoint_has_begun_with_goes_on_in_later_runs(made, work):
     assert "The run began with" in card.text
 
 
+@pytest.mark.longer
 def test_losses_of_other_weights_are_not_said_to_be_its_own(made, work, tmp_path):
     base = work / "models--org--base" / "snapshots" / COMMIT
     train(work, base, "between", "--save_step_interval", 1, "--eval_step_interval", 2)

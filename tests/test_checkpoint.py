@@ -619,6 +619,8 @@ def optimizer_after_loading(flags):
     return {original_name(name): {k: v.clone() for k, v in state[p].items()} for name, p in model.named_parameters()}
 
 
+@pytest.mark.longer
+@pytest.mark.every_eighth(2)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "kind"),
     [("ddp", 2, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 3, "full"), ("fsdp", 3, "full")],

@@ -37,6 +37,7 @@ def readme_commands(*words):
     return [line for line in lines if all(word in line for word in words)]
 
 
+@pytest.mark.longer
 def test_the_demo_runs_says_what_it_is_and_what_comes_next(tmp_path):
     [command] = [c for c in readme_commands("install", "train.py")]
     main_job = command.split("&&")[-1].strip().removeprefix(".venv/bin/")
@@ -64,6 +65,7 @@ def test_the_demo_runs_on_several_devices(tmp_path):
         assert (tmp_path / "checkpoints" / f"demo_llama-demo-{number}" / "step-00000001").is_dir()
 
 
+@pytest.mark.longer
 def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     """The README's second block, with a small model and text instead of Llama 3 and a hub."""
     corpus = tmp_path / "corpus"
@@ -116,6 +118,7 @@ def test_own_text_and_own_model_from_text_to_hugging_face(toys, tmp_path):
     assert (tmp_path / "checkpoints" / "model-mine-2" / "step-00000001").is_dir()
 
 
+@pytest.mark.longer
 def test_a_mistake_gets_one_sentence_in_all_processes(toys, tmp_path):
     out, error = run("python train.py --devices 2 --lrr 1", tmp_path, expected_code=2)
     assert error == "train.py: error: unknown flag --lrr. Did you mean --lr?\n"
@@ -133,6 +136,7 @@ def test_an_end_with_words_prints_them_and_is_no_success(tmp_path):
     assert (done.returncode, done.stderr) == (1, "not here\n")
 
 
+@pytest.mark.longer
 def test_a_mistake_that_only_the_weights_show_ends_all_processes(toys, tmp_path):
     """Weights are read after the processes have started: still one sentence and exit code 2, and nobody hangs."""
     import shutil

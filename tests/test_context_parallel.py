@@ -51,6 +51,7 @@ def alone(toys, packed_data, tmp_path_factory):
     return {name: numbers(folder, name) for name in ("packed", "rows")}
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("strategy", "ranks", "sharing"), STRATEGIES)
 def test_the_numbers_are_those_of_one_process(toys, packed_data, tmp_path, alone, strategy, ranks, sharing):
     how = ("--strategy", strategy, "--context_parallel", sharing)
@@ -59,6 +60,7 @@ def test_the_numbers_are_those_of_one_process(toys, packed_data, tmp_path, alone
     assert verify.main([str(tmp_path / "packed")]) == 0, "each row was read once"
 
 
+@pytest.mark.every_eighth(5)
 @pytest.mark.longer
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler, as the next
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -79,11 +81,13 @@ def test_other_paths_share_rows(toys, packed_data, tmp_path, alone, strategy, mo
     assert_same(numbers(tmp_path, "packed"), alone["packed"], rel=5e-6)
 
 
+@pytest.mark.longer
 def test_rows_of_one_document_are_shared_as_well(toys, tmp_path, alone):
     train_ranks(2, *run_of(toys / "llama", toys / "many", tmp_path, "rows", "--context_parallel", 2))
     assert_same(numbers(tmp_path, "rows"), alone["rows"])
 
 
+@pytest.mark.longer
 def test_a_run_goes_on_with_any_number_that_shares(toys, packed_data, tmp_path, alone):
     """Laws 2 and 3: bit for bit with the same, the same curve with another, and one of the runs exports."""
     flags = run_of(toys / "llama", packed_data, tmp_path, "packed", "--save_step_interval", 2)
@@ -99,6 +103,7 @@ def test_a_run_goes_on_with_any_number_that_shares(toys, packed_data, tmp_path, 
     assert AutoModelForCausalLM.from_pretrained(checkpoint_at(tmp_path / "packed")) is not None
 
 
+@pytest.mark.longer
 def test_killed_runs_go_on_with_any_number_that_shares(toys, packed_data, tmp_path, alone):
     """2 -> 1 -> 4, each killed in the middle of a step: the curve of the run that nothing has disturbed."""
     flags = run_of(toys / "llama", packed_data, tmp_path, "packed", "--save_step_interval", 1, "--resume", "auto")
@@ -110,6 +115,7 @@ def test_killed_runs_go_on_with_any_number_that_shares(toys, packed_data, tmp_pa
     assert verify.main([str(tmp_path / "packed")]) == 0
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("sharing", [2, 4])
 def test_a_mixture_is_shared_and_a_resume_with_as_many_is_the_same_run_bit_for_bit(toys, packed_data, tmp_path, sharing):
     other = shutil.copytree(packed_data, tmp_path / "other")
@@ -135,6 +141,8 @@ def test_a_mixture_is_shared_and_a_resume_with_as_many_is_the_same_run_bit_for_b
     assert numbers(tmp_path, "again") == numbers(tmp_path, "shared")
 
 
+@pytest.mark.longer
+@pytest.mark.every_eighth(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_share_rows(toys, tmp_path, family):
     """Windows, experts, learned positions, heads of several sizes."""
@@ -175,6 +183,8 @@ def gradients_of_parts(model_name, lengths):
 LENGTHS = [[9, 7, 8], [12, 12], [6, 5, 1, 12], [11, 13], [13, 11], [24], [17, 2, 5]]
 
 
+@pytest.mark.quick_cases(r"(llama-lengths[0136]|mixtral).*2\]|lengths5-4\]")
+@pytest.mark.every_eighth(6)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("model", "lengths"), [*(("llama", some) for some in LENGTHS), ("mixtral", LENGTHS[0])])
 def test_loss_and_gradients_are_equal_to_rounding(toys, model, lengths, ranks):
@@ -206,6 +216,7 @@ def write_masked(folder, toys, mask=[1, 1, 1, 0]):
     return folder
 
 
+@pytest.mark.quick_cases(r"more[016]")
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
@@ -285,6 +296,7 @@ def refused_with(wrong, argv):
 
 
 # In bfloat16, positions that are wrong in one document of a random model are within its rounding, see docs/speed.md.
+@pytest.mark.quick_cases(r"labels.*bf16")
 @pytest.mark.parametrize(
     ("wrong", "precision"),
     [

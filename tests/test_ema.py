@@ -60,6 +60,8 @@ def assert_equal(one, other):
 # --------------------------------------------------------------------------------- what it is
 
 
+@pytest.mark.longer
+@pytest.mark.every_eighth(5)
 @pytest.mark.parametrize(
     ("ranks", "strategy", "model", "precision", "how"),
     [
@@ -106,6 +108,7 @@ def loss_of_export(folder, dtype):
     return note["parts"][0]["eval_loss"]["validation"]
 
 
+@pytest.mark.quick_cases(r"same")
 @pytest.mark.parametrize("device", ["host", "same"])
 def test_decay_0_is_the_model_itself(toys, tmp_path, device):
     more = ("--ema_decay", 0, "--ema_device", device, "--eval_iters", 1)
@@ -173,6 +176,8 @@ def test_a_rewind_restores_it(toys, tmp_path):
 # --------------------------------------------------------------------------------- saved and resumed
 
 
+@pytest.mark.longer
+@pytest.mark.every_eighth(3)
 @pytest.mark.parametrize(
     ("ranks", "strategy", "kind", "device", "more"),
     [
@@ -210,6 +215,7 @@ def test_it_goes_on_with_other_ranks(toys, tmp_path, ranks, strategy, device):
         torch.testing.assert_close(tensor.float(), there[name].float(), rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.longer
 def test_it_is_turned_on_and_off_on_purpose(toys, tmp_path):
     run = flags(toys, tmp_path, model="llama")
     train_ranks(1, *run, "--max_step", 2)
@@ -230,6 +236,7 @@ def test_it_is_turned_on_and_off_on_purpose(toys, tmp_path):
 # --------------------------------------------------------------------------------- exported
 
 
+@pytest.mark.quick_cases(r"sharded")
 @pytest.mark.parametrize(("kind", "dtype"), [("sharded", "auto"), ("full", "float32")])
 def test_export_of_the_average(toys, tmp_path, capsys, kind, dtype):
     train_ranks(1, *flags(toys, tmp_path, "--ema_decay", DECAY, "--state_dict_type", kind, precision="bf16-true"))

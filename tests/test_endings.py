@@ -93,6 +93,7 @@ sys.meta_path.insert(0, Ask())
 """
 
 
+@pytest.mark.quick_cases(r"words0-(arguments|datasets)|words1-jsonargparse")
 @pytest.mark.parametrize("module", ["arguments", "jsonargparse", "datasets", "fabric_llm.prepare.prepare"])
 @pytest.mark.parametrize(
     "words", [["prepare_data.py", "--input", "in", "--output", "out"], ["export_hf.py", "in", "--output", "out"]]

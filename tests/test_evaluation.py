@@ -30,6 +30,7 @@ def flags(toys, data, output, *more):
     return [str(word) for word in [*words, "--eval_batch_size", 1, "--eval_step_interval", 2, "--lr", 1e-2, *more]]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_eval_iters_far_beyond_the_split_evaluate_the_split_once(toys, data, tmp_path, ranks):
     """1000000, as in a tutorial, were 500,000 empty batches for each of two ranks."""
@@ -60,6 +61,7 @@ def counted(folder):
     return change
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2), ("fsdp2", 2)])
 def test_a_request_to_stop_is_heard_inside_an_evaluation_and_the_evaluation_is_made_up(toys, data, tmp_path, strategy, ranks):
     words = flags(toys, data, tmp_path, "--eval_iters", 1000, "--strategy", strategy)
@@ -116,6 +118,7 @@ def train_smoothed():
     language_model.token_loss = smoothed
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("strategy", "ranks", "loss"), [("auto", 1, "chunked"), ("auto", 1, "full"), ("fsdp2", 2, "auto")])
 def test_evaluation_is_plain_cross_entropy_whatever_trains(toys, data, tmp_path, strategy, ranks, loss):
     words = flags(toys, data, tmp_path, "--strategy", strategy, "--loss", loss, "--precision", "32-true")
@@ -131,6 +134,7 @@ def test_evaluation_is_plain_cross_entropy_whatever_trains(toys, data, tmp_path,
         assert metrics(other, "eval_loss")[-1] == pytest.approx(model(rows, labels=rows).loss.item(), rel=1e-5)
 
 
+@pytest.mark.quick_cases(r"packed-2-more2")
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [

@@ -94,6 +94,7 @@ def parts(folder):
 # ------------------------------------------------------------------------------- what is written
 
 
+@pytest.mark.quick_cases(r"sharded")
 @pytest.mark.parametrize(("run", "model"), [("full", "llama"), ("tied", "llama-tied"), ("sharded", "gpt2-no-dropout")])
 def test_plain_transformers_opens_it(runs, toys, tmp_path, run_export, run, model):
     code, out, _ = run_export(runs / run)
@@ -142,6 +143,7 @@ def test_max_shard_size(runs, tmp_path, run_export, run):
         assert torch.equal(opened[name], tensor), name
 
 
+@pytest.mark.longer
 def test_experts_keep_the_names_of_the_hub(tmp_path):
     """transformers fuses experts in memory; a full and a sharded checkpoint must both come out as the original."""
     config = MixtralConfig(
@@ -164,6 +166,7 @@ def test_experts_keep_the_names_of_the_hub(tmp_path):
         assert stored(tmp_path / f"hf-{kind}").keys() == stored(tmp_path / "mixtral").keys()
 
 
+@pytest.mark.longer
 def test_a_model_that_knows_only_eager_attention(tmp_path):
     """Its checkpoints are read with whatever attention transformers takes for it."""
     config = Gemma2Config(
@@ -180,6 +183,7 @@ def test_a_model_that_knows_only_eager_attention(tmp_path):
     assert fabric_llm.verify.__main__.main([str(tmp_path / "run")]) == 0
 
 
+@pytest.mark.longer
 def test_generation_config_is_that_of_the_model_it_started_from(runs, toys, tmp_path):
     source = tmp_path / "llama"
     shutil.copytree(toys / "llama", source)
@@ -237,6 +241,7 @@ def test_nothing_to_export(tmp_path, run_export):
     assert code == 2 and "--dtype" in error and "bfloat16" in error
 
 
+@pytest.mark.longer
 def test_bad_sizes_and_outputs(runs, tmp_path, run_export, capsys):
     code, _, error = run_export(runs / "full", "--max_shard_size", "many")
     assert code == 2 and "many" in error and parts(tmp_path) == []
@@ -377,6 +382,7 @@ def test_logits_of_another_model_are_noticed(runs, tmp_path, run_export, run):
     assert code == 1 and "logits differ from those in training" in error and parts(tmp_path) == ["copy"]
 
 
+@pytest.mark.longer
 def test_every_swap_of_two_tensors_is_caught_twice(runs, tmp_path):
     """By the comparison with the checkpoint; and, where the checkpoint itself has them swapped, by the logits."""
     source = find(runs / "full")
@@ -485,6 +491,7 @@ class NetworkError(Exception):
     """As those of huggingface_hub's HTTP library: no OSError."""
 
 
+@pytest.mark.quick_cases(r"error1")
 @pytest.mark.parametrize("error", [NetworkError("connection\nrefused"), ConnectionError("connection refused")])
 def test_a_failed_push_leaves_the_verified_folder_and_can_be_repeated(runs, tmp_path, run_export, hub, error):
     hub.error = error

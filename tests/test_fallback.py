@@ -50,6 +50,8 @@ def said_and_code(argv):
     return 0, output.getvalue()
 
 
+@pytest.mark.longer
+@pytest.mark.every_eighth(1)
 @pytest.mark.parametrize(
     ("how", "pattern"),
     [
@@ -79,6 +81,7 @@ def test_resume_falls_back_to_the_newest_whole_checkpoint(run, how, pattern):
     assert (folder / "step-00000007").is_dir()
 
 
+@pytest.mark.longer
 def test_a_named_checkpoint_is_never_replaced_by_another(run):
     flags, folder = run
     damage_by("flip", folder / "step-00000006" / "model.safetensors")

@@ -39,6 +39,7 @@ def rows(request):
         path.write_text(table(found, time.monotonic() - began))
 
 
+@pytest.mark.every_eighth(0)
 @pytest.mark.families
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_resumes_and_exports_on_one_device_and_two(tmp_path, packed, rows, family):
@@ -51,6 +52,7 @@ def test_a_family_trains_resumes_and_exports_on_one_device_and_two(tmp_path, pac
         assert said.startswith(REFUSED.get((family, devices), "yes"))
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("family", QUICK)
 def test_families_that_once_were_refused_start_with_defaults(tmp_path, packed, family):
     tried = try_family(family, tmp_path, packed, devices=(2,))
@@ -68,6 +70,7 @@ BUFFERS = {  # family -> buffers, with their dtypes in a bfloat16 model
 }
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("family", BUFFERS)
 def test_buffers_have_the_dtypes_that_the_reference_gives_them(tmp_path, packed, family):
     """Under each strategy, before and after FSDP's first forward pass, which casts what it is told to."""
@@ -84,6 +87,7 @@ def test_buffers_have_the_dtypes_that_the_reference_gives_them(tmp_path, packed,
                     assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), (strategy, name)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3"])
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_random_weights_start_under_fsdp_and_go_on(tmp_path, packed, family, kind):
@@ -98,6 +102,7 @@ def test_random_weights_start_under_fsdp_and_go_on(tmp_path, packed, family, kin
     assert metrics(tmp_path / "run") == losses
 
 
+@pytest.mark.quick_cases(r"fsdp2-ernie")
 @pytest.mark.parametrize("family", ["ernie4_5_moe", "hunyuan_v1_moe"])
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_parameters_that_stay_float32_in_a_bfloat16_model(tmp_path, packed, family, strategy):
@@ -210,6 +215,7 @@ def test_auto_is_on_where_the_model_can(tmp_path, models, packed):
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("family", ["mamba", "bloom"])
 def test_auto_is_off_with_one_warning_where_it_can_not(tmp_path, models, packed, family, ranks):
@@ -237,6 +243,7 @@ def test_true_stays_strict(tmp_path, packed, family, sentence):
     assert said.startswith(sentence)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("before", "family"), [("true", "llama"), ("false", "llama"), ("auto", "mamba"), ("auto", "llama")])
 def test_a_resumed_run_keeps_what_it_had(tmp_path, models, packed, before, family):
     flags = flags_of(models, family, packed, tmp_path)

@@ -41,6 +41,8 @@ def test_routers_and_what_is_outside_of_layers_stay(toys):
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
+@pytest.mark.quick_cases(r"\[auto-1")
+@pytest.mark.every_eighth(5)
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES)
 def test_a_run_goes_on_bit_for_bit_and_is_the_model_that_is_published(toys, tmp_path, strategy, ranks):
     flags = (*toy_run(toys, tmp_path), "--strategy", strategy, "--float8", "tensorwise", "--global_batch_size", 4)

@@ -75,6 +75,7 @@ def evaluated(run, name, key="loss"):
 # ------------------------------------------------------------------------------- what is measured
 
 
+@pytest.mark.longer
 def test_sets_are_evaluated_by_name_before_step_1_and_alike_on_any_ranks(base, tmp_path):
     more = (
         "--train_data_dir",
@@ -163,6 +164,7 @@ def test_a_set_that_is_not_packed_is_evaluated_as_plain_transformers_would(toys,
 # ------------------------------------------------------------------------------- the contract
 
 
+@pytest.mark.longer
 def test_a_warning_says_how_much_was_forgotten_and_the_run_goes_on(base, tmp_path):
     train_ranks(1, *replayed(base, tmp_path, "--forgetting_budget", "replay:0.05,copy:9"))
     verdicts = [line for line in lines(tmp_path / "run") if "verdict" in line]
@@ -172,6 +174,7 @@ def test_a_warning_says_how_much_was_forgotten_and_the_run_goes_on(base, tmp_pat
     assert verify.main([str(tmp_path / "run")]) == 0
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_a_run_that_would_forget_is_stopped_with_a_saved_checkpoint(base, tmp_path, strategy):
     more = ("--forgetting_budget", "replay:0.05", "--forgetting_action", "stop", "--strategy", strategy)
@@ -195,6 +198,7 @@ def test_a_run_that_would_forget_is_stopped_with_a_saved_checkpoint(base, tmp_pa
     assert forgotten == evaluated(whole / "run", "replay", "forgotten"), "above its value before step 1, not before the resume"
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
 def test_a_stop_before_the_base_was_measured_leaves_it_to_the_resumed_run(base, tmp_path, strategy):
     ranks = 1 if strategy == "auto" else 2
@@ -211,6 +215,7 @@ def test_a_stop_before_the_base_was_measured_leaves_it_to_the_resumed_run(base, 
         assert metrics(tmp_path / "run", key) == metrics(tmp_path / "whole", key), key
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("name", ["general", "copy"])
 def test_a_budget_of_a_set_without_a_base_is_refused(base, tmp_path, name):
     run = flags(base, tmp_path, "--train_data_dir", base / "new", "--max_step", 4)
@@ -226,6 +231,7 @@ def test_a_budget_of_a_set_without_a_base_is_refused(base, tmp_path, name):
     train_ranks(1, *run, *more[4:], "--resume_override", "", *weights, *budget)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("change", ["data", "rows", "copied"])
 def test_a_base_of_other_rows_is_refused(base, tmp_path, change):
     """The same name isn't the same set: what was forgotten would be the difference of two sets."""
@@ -246,6 +252,7 @@ def test_a_base_of_other_rows_is_refused(base, tmp_path, change):
     assert verify.main([str(tmp_path / "run")]) == 0
 
 
+@pytest.mark.longer
 def test_a_stop_in_the_step_of_a_rewind_to_the_beginning_keeps_the_raised_share(base, tmp_path):
     more = ("--forgetting_budget", "replay:0.0001", "--forgetting_action", "rewind", "--eval_step_interval", 2)
     run = replayed(base, tmp_path, *more, "--max_step", 8, "--max_skipped_steps", 1)
@@ -263,6 +270,7 @@ def test_a_stop_in_the_step_of_a_rewind_to_the_beginning_keeps_the_raised_share(
     assert third.wait() == [76] and "resumed from" in third.output[0], third.output
 
 
+@pytest.mark.longer
 def test_a_run_that_is_back_at_its_beginning_and_killed_goes_on_from_there(base, tmp_path):
     """With the raised share, and to the same end."""
     more = ("--forgetting_budget", "replay:0.0001", "--forgetting_action", "rewind")
@@ -283,6 +291,7 @@ def test_a_run_that_is_back_at_its_beginning_and_killed_goes_on_from_there(base,
     assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
 
 
+@pytest.mark.longer
 def test_rewinds_of_evaluations_are_counted_as_those_of_spikes(base, tmp_path):
     more = ("--forgetting_budget", "replay:0.0001", "--forgetting_action", "rewind")
     more += ("--eval_step_interval", 2, "--max_skipped_steps", 0, "--eval_iters", 2)
@@ -302,6 +311,7 @@ def test_a_branch_does_not_go_back_before_its_branch_point(base, tmp_path):
     assert "went back to the beginning" not in job.output[0]
 
 
+@pytest.mark.longer
 def test_rewind_goes_on_with_more_replay_and_ends_inside_the_budget(base, tmp_path):
     more = ("--forgetting_budget", "replay:0.4", "--forgetting_action", "rewind", "--eval_step_interval", 2)
     run = replayed(base, tmp_path, *more, "--strategy", "fsdp", "--save_step_interval", 2, "--max_step", 12)
@@ -326,6 +336,7 @@ def test_rewind_goes_on_with_more_replay_and_ends_inside_the_budget(base, tmp_pa
         assert metrics(copy / "run", key) == metrics(folder, key), key
 
 
+@pytest.mark.longer
 def test_a_source_of_which_half_is_replayed_ends_the_run(base, tmp_path):
     more = ("--forgetting_budget", "replay:0.0001", "--forgetting_action", "rewind", "--eval_step_interval", 2)
     job = Job(1, *replayed(base, tmp_path, *more, "--lr", 5e-2, share=0.3))
@@ -335,6 +346,7 @@ def test_a_source_of_which_half_is_replayed_ends_the_run(base, tmp_path):
     assert _goes_on(base, tmp_path, more, share=0.3) == 76, "the budget is too small, at half the rate as well"
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("lr", "saved"), [(3e-3, True), (3e-2, False)])
 def test_a_run_that_has_forgotten_too_much_says_how_to_go_on(base, tmp_path, lr, saved):
     more = ("--forgetting_budget", "replay:0.3", "--forgetting_action", "stop", "--lr", lr)
@@ -360,6 +372,7 @@ def test_a_run_on_weights_without_replay_says_what_that_risks_once(base, tmp_pat
     assert again.wait() == [0] and "Without replay" not in again.output[0]
 
 
+@pytest.mark.longer
 def test_the_best_checkpoints_follow_the_set_that_is_named(base, tmp_path):
     more = (
         "--keep_last",

@@ -194,6 +194,8 @@ def test_fsdp_gathers_apart_what_is_unlike_the_outermost_unit():
 # ------------------------------------------------------------------------------- runs
 
 
+@pytest.mark.quick_cases(r"fsdp2-2-gpt2")
+@pytest.mark.every_eighth(2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
 @pytest.mark.parametrize(
     ("strategy_name", "ranks", "model", "words", "more"),
@@ -254,6 +256,7 @@ def test_a_frozen_run_goes_on_on_other_ranks_and_strategies(toys, tmp_path):
             torch.testing.assert_close(value, last[key], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("strategy_name", "ranks"),
     [("auto", 1), *(pytest.param(name, 2, marks=pytest.mark.longer) for name in ("ddp", "fsdp", "fsdp2"))],
@@ -280,9 +283,7 @@ def test_what_trains_changes_on_purpose_only(toys, tmp_path, strategy_name, rank
     assert job.wait() == [0] * ranks, "a restart goes on without naming it again"
 
 
-@pytest.mark.parametrize(
-    ("strategy_name", "ranks"), [("auto", 1), pytest.param("fsdp2", 2, marks=pytest.mark.longer)]
-)
+@pytest.mark.parametrize(("strategy_name", "ranks"), [("auto", 1), pytest.param("fsdp2", 2, marks=pytest.mark.longer)])
 def test_all_that_trained_may_be_frozen_by_a_resume(toys, tmp_path, strategy_name, ranks):
     run = flags(toys, tmp_path, "llama", "--run_name", "run", "--strategy", strategy_name)
     job = Job(ranks, *run, "--train_only", "*.layers.1.*")

@@ -157,6 +157,7 @@ def test_kernels_that_a_configuration_names_are_not_taken(toy, tmp_path, capsys)
     assert written(capsys, tmp_path / "model", *words) == expected
 
 
+@pytest.mark.longer
 def test_a_reader_that_has_seen_enough_ends_it_without_a_word(toy):
     command = [sys.executable, "-m", "fabric_llm.generate", toy, "--prompt", PROMPT, "--max_new_tokens", "50"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -173,6 +174,7 @@ def test_help_and_mistakes_import_no_torch():
         assert done.returncode == ends and "Assertion" not in done.stderr
 
 
+@pytest.mark.longer
 def test_it_starts_from_the_shell(toy):
     command = [sys.executable, "-m", *PROGRAM.split()[2:], str(toy), "--max_new_tokens", "3", "--device", "cpu"]
     done = subprocess.run(command, input=PROMPT, cwd=ROOT, capture_output=True, text=True)
@@ -218,7 +220,9 @@ def test_a_prompt_does_not_end_with_the_eos_that_a_tokenizer_appends(toy, tmp_pa
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer(PROMPT)["input_ids"][-1] == tokenizer.eos_token_id
     assert loading.prompt_tokens(tokenizer, PROMPT) == tokenizer(PROMPT)["input_ids"][:-1]
-    assert loading.prompt_tokens(tokenizer, f"{PROMPT} end") == tokenizer(PROMPT)["input_ids"], "which the text itself ends with"
+    assert loading.prompt_tokens(tokenizer, f"{PROMPT} end") == tokenizer(PROMPT)["input_ids"], (
+        "which the text itself ends with"
+    )
 
 
 def test_what_follows_a_prompt_is_as_if_no_eos_were_appended(toy, tmp_path, capsys):

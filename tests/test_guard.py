@@ -60,6 +60,7 @@ def weights(folder, step):
     return load_file(folder / "run" / f"step-{step:08d}" / "model.safetensors")
 
 
+@pytest.mark.quick_cases(r"auto-1-nan|fsdp2-2-inf")
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
 def test_a_bad_micro_batch_on_one_rank_changes_no_parameter_on_any(toys, tmp_path, strategy, ranks, factor):
@@ -76,6 +77,7 @@ def test_a_bad_micro_batch_on_one_rank_changes_no_parameter_on_any(toys, tmp_pat
     assert metrics(tmp_path / "run", "loss")[1] is None
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2)])
 def test_too_many_in_a_row_end_the_run_and_leave_the_last_good_checkpoint(toys, tmp_path, strategy, ranks):
     faults = {0: range(8 // ranks, 400)}  # from the third step on
@@ -106,6 +108,7 @@ SPIKE = ("--max_step", 16, "--save_step_interval", 4, "--spike_threshold", 6, "-
 SPIKE_AT = {0: range(4 * 12, 4 * 13)}  # the loss of step 13 is 100 times too large
 
 
+@pytest.mark.quick_cases(r"skip-False")
 @pytest.mark.parametrize(("action", "changes"), [("warn", True), ("skip", False)])
 def test_a_spike_is_warned_of_or_skipped(toys, tmp_path, action, changes):
     flags = (*SPIKE, "--save_step_interval", 1, "--spike_action", action)
@@ -115,6 +118,7 @@ def test_a_spike_is_warned_of_or_skipped(toys, tmp_path, action, changes):
     assert any(not torch.equal(before[name], after[name]) for name in before) == changes
 
 
+@pytest.mark.quick_cases(r"fsdp-2")
 @pytest.mark.parametrize(("strategy", "ranks", "kind"), [("auto", 1, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 2, "full")])
 def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(toys, tmp_path, strategy, ranks, kind):
     faults = {0: range(4 // ranks * 13, 4 // ranks * 14)}  # step 14
@@ -131,6 +135,7 @@ def test_a_spike_rewinds_to_the_last_checkpoint_and_past_its_data(toys, tmp_path
     assert progress["guard"]["rewinds"] == 1
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("branch", [False, True])
 def test_a_rewind_that_was_cut_off_is_made_again_and_told_once(toys, tmp_path, branch):
     """A branch that hasn't saved yet goes back to where it began."""
@@ -163,6 +168,7 @@ def killed_after_the_rewind(argv, faults):
     return "killed" if train_with_faults(argv, faults, 100.0) == 75 else "not killed"
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("branch", [False, True])
 def test_a_stop_in_the_step_of_a_rewind_reads_no_row_twice(toys, tmp_path, branch):
     flags = ("--spike_threshold", 6, "--lr", 1e-4, "--spike_action", "rewind", "--save_step_interval", 12)
@@ -202,6 +208,7 @@ def lines_with(folder, key):
     return [line for line in lines if key in line]
 
 
+@pytest.mark.longer
 def test_a_run_of_epochs_that_went_back_resumes_on_the_same_schedule(toys, tmp_path):
     """It has fewer steps left than were planned, since some data is passed over; the curve of the rest says so too."""
     flags = ("--number_epochs", 2, "--save_step_interval", 4, "--spike_threshold", 6, "--spike_action", "rewind")
@@ -219,6 +226,7 @@ def test_a_run_of_epochs_that_went_back_resumes_on_the_same_schedule(toys, tmp_p
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2)])
 def test_a_rewind_passes_over_a_damaged_checkpoint(toys, tmp_path, strategy, ranks, monkeypatch):
     """The one of step 12 is damaged as soon as it is there: back to step 8, and 12 is written anew."""
@@ -252,6 +260,7 @@ def test_a_spike_with_the_last_data_is_left_out(toys, tmp_path):
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.longer
 def test_a_request_to_save_in_the_step_of_a_rewind_is_kept_for_the_next(toys, tmp_path):
     argv = argv_of(toys, tmp_path, 1, *SPIKE, "--spike_action", "rewind")
     assert run_ranks(1, saved_in_the_rewind, argv, {0: range(4 * 13, 4 * 14)}) == [0]
@@ -274,6 +283,7 @@ def saved_in_the_rewind(argv, faults):
     return train_with_faults(argv, faults, 100.0)
 
 
+@pytest.mark.longer
 def test_a_rewind_goes_where_a_run_that_was_not_stopped_would(toys, tmp_path):
     """Not to the checkpoint of step 13, which only a stop has made."""
     faults, more = {0: range(4 * 13, 4 * 14)}, (*SPIKE, "--spike_action", "rewind", "--keep_last", 2, "--keep_best", 0)
@@ -319,6 +329,7 @@ def test_a_save_before_any_step_was_taken_changes_nothing(toys, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.longer
 def test_a_rewind_without_a_checkpoint_ends_the_run(toys, tmp_path):
     flags = ("--max_step", 16, "--spike_threshold", 6, "--spike_action", "rewind", "--lr", 1e-4)
     assert run(toys, tmp_path, 1, SPIKE_AT, *flags, factor=100.0) == 76
@@ -326,6 +337,7 @@ def test_a_rewind_without_a_checkpoint_ends_the_run(toys, tmp_path):
     assert metrics(tmp_path / "run", "verdict") == ["rewind"]
 
 
+@pytest.mark.longer
 def test_a_run_that_went_back_too_often_says_how_to_go_on(toys, tmp_path):
     flags = (*SPIKE, "--spike_action", "rewind", "--max_skipped_steps", 0)
     assert run(toys, tmp_path, 1, SPIKE_AT, *flags, factor=100.0) == 76
@@ -415,6 +427,7 @@ def train_and_count(argv, faults):
     return seen
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
 def test_a_rewind_loads_into_the_model_that_is_there(toys, tmp_path, strategy, ranks):
     of_step = 4 // ranks
@@ -450,6 +463,7 @@ def resume_and_count(argv, changes):
     return seen
 
 
+@pytest.mark.longer
 def test_a_resume_in_the_same_process_leaves_no_second_model(toys, tmp_path):
     argv = argv_of(toys, tmp_path, 1, "--max_step", 4, "--async_save", "true", "--ema_decay", 0.9, "--eval_iters", 2)
     changes = ["--resume", "true", "--max_step", "8", "--resume_override", "max_step"]

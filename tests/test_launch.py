@@ -35,6 +35,7 @@ def start(toys, output, *more, **slurm):
     )
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("more", [(), ("--resume", "auto")], ids=["start", "resume auto"])
 def test_tasks_of_srun_are_the_ranks(toys, tmp_path, more):
     step = {
@@ -52,6 +53,7 @@ def test_tasks_of_srun_are_the_ranks(toys, tmp_path, more):
     assert metrics(tmp_path / "run", "step") == [1, 2, 3]
 
 
+@pytest.mark.longer
 def test_a_batch_script_without_srun_starts_its_own_ranks(toys, tmp_path):
     """The job's variables are there, one of them says that this is task 0 of 2."""
     task = start(toys, tmp_path, "--devices", "2", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
@@ -59,6 +61,7 @@ def test_a_batch_script_without_srun_starts_its_own_ranks(toys, tmp_path):
     assert task.returncode == 0 and "fsdp on 2 cpu devices" in said, said
 
 
+@pytest.mark.quick_cases(r"hand")
 @pytest.mark.parametrize("by", ["hand", "srun"])
 def test_a_port_that_is_in_use_is_named_and_no_lost_peer(toys, tmp_path, by):
     """Which a loop would start again for ever. By hand it is told before a rank is started."""
@@ -77,6 +80,7 @@ def test_a_port_that_is_in_use_is_named_and_no_lost_peer(toys, tmp_path, by):
     assert task.returncode == 2 and f"train.py: error: {sentence}" in said and "Traceback" not in said, said
 
 
+@pytest.mark.longer
 def test_ranks_of_one_machine_meet_at_a_port_of_their_own(toys, tmp_path):
     """Whatever the environment says of others, and nobody takes it from them while they import torch."""
     with socket.create_server(("", 0)) as other:

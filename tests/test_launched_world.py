@@ -192,6 +192,7 @@ def wrong_reader(how):
     return change
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("how", ["half of the ranks", "twice the same"])
 def test_verify_finds_a_run_whose_rows_were_not_read_as_claimed(toys, tmp_path, capsys, how):
     job = Job(2, *flags(toys, tmp_path, "--save_step_interval", 6), before=wrong_reader(how))
@@ -200,6 +201,7 @@ def test_verify_finds_a_run_whose_rows_were_not_read_as_claimed(toys, tmp_path, 
     assert code == 66 and "claims 24 sequences at positions 0 to 23, but other rows were read" in said, said
 
 
+@pytest.mark.longer
 def test_rows_of_a_run_that_was_killed_resumed_branched_and_stopped_are_as_claimed(toys, tmp_path, capsys):
     words = flags(toys, tmp_path, "--number_epochs", 2, "--save_step_interval", 3)
     Job(2, *words, failpoint="between_steps:count=8").wait()

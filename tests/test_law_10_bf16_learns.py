@@ -22,6 +22,7 @@ def final_loss(toys, folder, name, ranks, *flags):
     return metrics(folder / name, "eval_loss")[-1], metrics(folder / name, "updated_fraction")[5:]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("strategy", "ranks", "kept"),
     [

@@ -77,6 +77,7 @@ def single(toys, tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick_cases(r"fsdp2-4")
 @pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("fsdp", 2), ("fsdp2", 2), ("fsdp", 3), ("fsdp2", 4)])
 def test_rounding_is_the_same_on_any_ranks(toys, tmp_path, single, name, ranks):
     """Vocabulary and layers don't divide evenly: FSDP's pieces begin in the middle of rows, FSDP2's have uneven rows."""
@@ -85,6 +86,7 @@ def test_rounding_is_the_same_on_any_ranks(toys, tmp_path, single, name, ranks):
     assert differences(single / last, tmp_path / last) == []
 
 
+@pytest.mark.quick_cases(r"fsdp-single")
 @pytest.mark.parametrize(("before", "name", "ranks"), [("fsdp", "single", 1), ("fsdp2", "fsdp", 3)])
 def test_rounding_goes_on_on_other_ranks(toys, tmp_path, single, before, name, ranks):
     run_ranks(2, train_and_save, before, toys / "llama", tmp_path)

@@ -316,6 +316,7 @@ def whole(toys, sources, tmp_path_factory):
     return output / "mix.yaml", output
 
 
+@pytest.mark.longer
 def test_it_is_evaluated_in_the_middle_and_at_the_end_of_each_epoch_of_its_largest_source(whole):
     _, output = whole
     lines = map(json.loads, (output / "whole" / "metrics.jsonl").read_text().splitlines())
@@ -323,6 +324,7 @@ def test_it_is_evaluated_in_the_middle_and_at_the_end_of_each_epoch_of_its_large
     assert [line["step"] for line in lines if "eval_loss" in line] == [0, 3, 6, STEPS]
 
 
+@pytest.mark.longer
 def test_the_log_counts_tokens_and_epochs_of_each_source(whole):
     _, output = whole
     sources = metrics(output / "whole", "sources")
@@ -353,6 +355,7 @@ def test_the_data_of_a_run_is_in_its_manifest(whole, sources):
     assert manifest["data_fingerprint"] == {n: open_dataset(sources / n).fingerprint for n in ("new", "old", "long")}
 
 
+@pytest.mark.longer
 def test_a_run_resumed_twice_is_the_undisturbed_run_bit_for_bit(toys, whole, tmp_path):
     mix, output = whole
     run = flags(toys, tmp_path, mix, "--strategy", "fsdp", "--run_name", "run", "--resume", "true")
@@ -367,6 +370,7 @@ def test_a_run_resumed_twice_is_the_undisturbed_run_bit_for_bit(toys, whole, tmp
     assert verify.main([str(tmp_path / "run"), "--no_export"]) == 0
 
 
+@pytest.mark.longer
 def test_two_ranks_then_one_then_four_read_the_same_rows(toys, whole, tmp_path, capsys):
     mix, output = whole
     run = flags(toys, tmp_path, mix, "--run_name", "run", "--resume", "true")
@@ -423,6 +427,7 @@ def refused(argv):
     return str(error.value)
 
 
+@pytest.mark.longer
 def test_weights_change_on_purpose_and_only_from_there_on(toys, sources, short, tmp_path, capfd):
     mix, output = short
     branch = flags(toys, tmp_path, mix, "--run_name", "branch", "--resume", "true", "--eval_iters", 0)
@@ -456,6 +461,7 @@ def test_weights_change_on_purpose_and_only_from_there_on(toys, sources, short, 
     assert plan.data.mixture.as_json() == after["mixture"]["segments"]
 
 
+@pytest.mark.longer
 def test_a_run_that_is_extended_keeps_its_pattern(toys, short, tmp_path):
     mix, output = short
     words = flags(toys, output, mix, "--run_name", "run", "--resume", "true", "--eval_iters", 0)
@@ -480,6 +486,7 @@ def test_what_a_resumed_run_may_not_change(toys, sources, short):
     assert "was written with data --data_mix, not --train_data_dir" in said
 
 
+@pytest.mark.longer
 def test_a_mixture_ends_before_a_source_is_read_too_often(toys, sources, tmp_path):
     mix = f"new={sources / 'new'}:0.75:2,old={sources / 'old'}:0.25"
     run = [word for word in flags(toys, tmp_path, mix, "--eval_iters", 0) if word not in ("--max_step", STEPS)]

@@ -119,6 +119,7 @@ def test_no_tensor_has_the_size_of_vocabulary_times_tokens(seven_tokens):
     assert sizes[0] == 8 * CONTEXT * 1009 and sizes[1] <= max(1009 * 32, 8 * CONTEXT * 48)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_loss_is_the_plain_one(dtype, seven_tokens):
     """As on a GPU, see build.py; chunks have two sizes."""
@@ -167,6 +168,7 @@ def train_compiled(attention, batches):
             loss.backward()
 
 
+@pytest.mark.longer
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
 @pytest.mark.parametrize("attention", ["packed", "sdpa"])
 def test_layers_are_compiled_for_the_shape_they_train_whatever_came_before(compiled_graphs, attention):
@@ -179,6 +181,7 @@ def test_layers_are_compiled_for_the_shape_they_train_whatever_came_before(compi
     assert compiled_graphs[-len(resumed) :] == resumed and len(set(compiled_graphs)) >= 3
 
 
+@pytest.mark.longer
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
 @pytest.mark.parametrize("attention", ["packed", "sdpa"])
 def test_nothing_is_compiled_again_after_the_second_step(compiled_graphs, attention):
@@ -262,6 +265,7 @@ def test_packed_attention_makes_no_mask():
     assert sizes[0] >= context**2 > 2 * sizes[1]
 
 
+@pytest.mark.quick_cases(r"3\]|30\]")
 @pytest.mark.parametrize("window", [1, 3, 7, 8, 30, 64])
 def test_windows_in_a_long_document_make_no_mask_of_the_document(window):
     """One document of 30 tokens and others: gradients of the masked attention; of a long one nothing is tokens x tokens."""
@@ -362,6 +366,7 @@ def graphs_of_recomputed_layers(which, shares):
     return found
 
 
+@pytest.mark.quick_cases(r"full-alone")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
 @pytest.mark.parametrize("shares", [False, True], ids=["alone", "context parallel"])
 @pytest.mark.parametrize("which", ["full", "offload"])
@@ -471,6 +476,7 @@ def flags(toys, folder, data, strategy, *more):
     return [*words, "--strategy", strategy, "--eval_iters", 0, "--global_batch_size", 4, "--run_name", "run", *more]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("strategy", "ranks", "precision"), [("auto", 1, "32-true"), ("fsdp", 2, "bf16-true"), ("fsdp2", 2, "32-true")]
 )
@@ -486,6 +492,8 @@ def test_a_fast_path_that_is_another_model_is_refused(
             assert "isn't plain transformers'" in sentence and flag in sentence
 
 
+@pytest.mark.quick_cases(r"(auto-1|fsdp-2)-bf16-true")
+@pytest.mark.every_eighth(5)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
 def test_the_defaults_are_fast_and_pass(toys, tmp_path, packed_data, strategy, ranks, precision):
@@ -495,6 +503,7 @@ def test_the_defaults_are_fast_and_pass(toys, tmp_path, packed_data, strategy, r
     assert "packed attention, chunked loss" in said and "the gradients are equal to rounding" in said
 
 
+@pytest.mark.quick_cases(r"auto")
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
 def test_a_run_on_fast_paths_is_the_run_on_plain_ones(toys, tmp_path, packed_data, strategy, ranks):
     plain = ("--loss", "full", "--attention", "sdpa")
@@ -626,6 +635,7 @@ def test_a_value_that_is_none_of_them_gets_one_sentence(toys, tmp_path, capsys, 
     assert stop.value.code == 2 and sentence in capsys.readouterr().err
 
 
+@pytest.mark.longer
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch's compiler
 def test_one_compilation_serves_all_layers(toys, tmp_path, packed_data):
     """And the compiled run is the plain one."""

@@ -185,6 +185,7 @@ def run_of_languages(toys, languages, tmp_path_factory):
     return folder / "run", job.output[0]
 
 
+@pytest.mark.longer
 def test_the_loss_is_about_that_of_all_rows(languages, run_of_languages):
     folder, _ = run_of_languages
     model = AutoModelForCausalLM.from_pretrained(folder / "step-00000024")
@@ -198,6 +199,7 @@ def test_the_loss_is_about_that_of_all_rows(languages, run_of_languages):
     assert sampled.amin(dim=1).mean() - 1e-5 < said < sampled.amax(dim=1).mean() + 1e-5
 
 
+@pytest.mark.longer
 def test_it_says_how_many_rows_of_how_many(run_of_languages, tmp_path, capsys):
     import export_hf
     from fabric_llm.report.reading import parts_read, read_run
@@ -232,6 +234,7 @@ def as_an_older_version():
     Plan.measured_on = then
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.longer)])
 def test_a_run_of_an_older_version_is_not_judged_by_losses_of_other_rows(toys, languages, tmp_path, whole):
     flags = (*toy_run(toys, tmp_path), "--train_data_dir", languages, "--run_name", "run", "--global_batch_size", 8)
@@ -256,6 +259,7 @@ def test_a_run_of_an_older_version_is_not_judged_by_losses_of_other_rows(toys, l
 # ------------------------------------------------------------------------------- documents of a set
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.longer), 2])
 def test_a_packed_set_beside_unpacked_data_is_evaluated_with_its_documents_apart(toys, packed_data, tmp_path, ranks):
     flags = (*toy_run(toys, tmp_path), "--eval_data", f"packed={packed_data}", "--run_name", "run", "--max_step", 1)

@@ -22,10 +22,7 @@ from fabric_llm.model.loading import build_skeleton, has_weights, load_config, o
 from fabric_llm.model.weights import units
 
 QUICK = ("llama", "gpt2", "mixtral", "qwen3", "gemma3_text", "qwen3_next")
-ALL = [
-    family if family in QUICK else pytest.param(family, marks=pytest.mark.longer)
-    for family in FAMILIES
-]
+ALL = [family if family in QUICK else pytest.param(family, marks=pytest.mark.longer) for family in FAMILIES]
 SEEDS = [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.longer) for seed in range(24)]
 LEFT_OUT = {  # what transformers leaves out by name, though it is in files of these families
     "gpt2": ["h.1.attn.bias", "h.0.attn.bias"],
@@ -52,11 +49,7 @@ def whole(tmp_path_factory):
 
 
 def tensors_of(folder):
-    return {
-        name: tensor
-        for path in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def numbers(tensors):
@@ -68,11 +61,7 @@ def opened(folder):
     """(what the source reads, what it has left out). Raises what reading raises."""
     config = load_config(str(folder))
     source = open_weights(str(folder), config, torch.float32)
-    read = [
-        tensor
-        for unit in units(build_skeleton(config, torch.float32))
-        for tensor in source.read(unit).values()
-    ]
+    read = [tensor for unit in units(build_skeleton(config, torch.float32)) for tensor in source.read(unit).values()]
     return read, source.left_out
 
 
@@ -86,26 +75,19 @@ def refusal(folder, code=2):
 @pytest.mark.parametrize("family", ALL)
 def test_what_is_in_the_files_is_in_the_model(whole, family):
     read, left_out = opened(whole(family))
-    assert left_out == [] and np.array_equal(
-        numbers(read), numbers(tensors_of(whole(family)).values())
-    )
+    assert left_out == [] and np.array_equal(numbers(read), numbers(tensors_of(whole(family)).values()))
 
 
 # ------------------------------------------------------------------------------- odd tensors, drawn
 
 
 def bias_beside(tensors, draw):
-    matrices = [
-        name for name, tensor in tensors.items() if tensor.ndim == 2 and name.endswith("weight")
-    ]
+    matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2 and name.endswith("weight")]
     return {draw.choice(matrices).removesuffix("weight") + "extra_bias": torch.randn(7)}
 
 
 def a_tower(tensors, draw):
-    return {
-        f"vision_tower.blocks.{number}.weight": torch.randn(3, 5)
-        for number in range(draw.randint(1, 30))
-    }
+    return {f"vision_tower.blocks.{number}.weight": torch.randn(3, 5) for number in range(draw.randint(1, 30))}
 
 
 def more_layers(tensors, draw):
@@ -114,17 +96,13 @@ def more_layers(tensors, draw):
     return {
         name.replace(found[0], f".{number}.", 1): tensors[name].clone()
         for name, found in numbered.items()
-        if found
-        and found[1] == "0"
-        and not any(part in name for part in (".experts.", "attn.bias"))
+        if found and found[1] == "0" and not any(part in name for part in (".experts.", "attn.bias"))
     }
 
 
 def scales(tensors, draw):
     return {
-        f"{name}_scale_inv": torch.rand(1, 1)
-        for name in list(tensors)[:: draw.randint(1, 3)]
-        if name.endswith("proj.weight")
+        f"{name}_scale_inv": torch.rand(1, 1) for name in list(tensors)[:: draw.randint(1, 3)] if name.endswith("proj.weight")
     }
 
 
@@ -133,9 +111,7 @@ def test_tensors_that_the_model_does_not_take_are_refused_by_name(whole, tmp_pat
     draw = random.Random(seed)
     folder = shutil.copytree(whole(draw.choice(QUICK)), tmp_path / "model")
     tensors = tensors_of(folder)
-    added = draw.choice([bias_beside, a_tower, more_layers, scales])(tensors, draw) or a_tower(
-        tensors, draw
-    )
+    added = draw.choice([bias_beside, a_tower, more_layers, scales])(tensors, draw) or a_tower(tensors, draw)
     save_file({**tensors, **added}, folder / "model.safetensors", {"format": "pt"})
     said = refusal(folder)
     assert f"{len(added)} of the tensors in the files" in said
@@ -234,9 +210,7 @@ def test_a_configuration_that_is_not_that_of_the_weights(tmp_path, kind):
 # ------------------------------------------------------------------------------- what isn't a number
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2]
-)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_weights_in_a_dtype_that_needs_scales_are_refused(whole, tmp_path, family, dtype):
     folder = shutil.copytree(whole(family), tmp_path / "model")
@@ -246,11 +220,7 @@ def test_weights_in_a_dtype_that_needs_scales_are_refused(whole, tmp_path, famil
         tensors[name] = (tensors[name] * 100).to(dtype)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     said = refusal(folder)
-    assert (
-        f"{len(scaled)} of them are" in said
-        and any(name in said for name in scaled)
-        and "quantization_config" in said
-    )
+    assert f"{len(scaled)} of them are" in said and any(name in said for name in scaled) and "quantization_config" in said
 
 
 @pytest.mark.parametrize("seed", SEEDS[:8])
@@ -352,11 +322,7 @@ def train(toys, folder, tmp_path):
 def test_a_run_does_not_start_from_part_of_its_weights(toys, tmp_path):
     folder = shutil.copytree(toys / "llama", tmp_path / "model")
     tensors = tensors_of(folder)
-    added = {
-        f"model.layers.{layer}.mlp.{name}_proj.bias": torch.ones(32)
-        for layer in (0, 1)
-        for name in ("up", "down")
-    }
+    added = {f"model.layers.{layer}.mlp.{name}_proj.bias": torch.ones(32) for layer in (0, 1) for name in ("up", "down")}
     save_file({**tensors, **added}, folder / "model.safetensors", {"format": "pt"})
     code, said = train(toys, folder, tmp_path)
     assert code == 2 and all(name in said for name in added) and "Traceback" not in said
@@ -393,10 +359,7 @@ def test_a_run_says_what_transformers_leaves_out_and_the_card_as_well(toys, tmp_
         tmp_path / "hf",
         describe=lambda made, proof: card.write(made, proof, checkpoint, given),
     )
-    assert (
-        f"since transformers leaves them out: `{named}`."
-        in (tmp_path / "hf" / "README.md").read_text()
-    )
+    assert f"since transformers leaves them out: `{named}`." in (tmp_path / "hf" / "README.md").read_text()
 
 
 def test_nan_in_the_base_ends_a_run_before_its_first_step(toys, tmp_path):
@@ -405,11 +368,7 @@ def test_nan_in_the_base_ends_a_run_before_its_first_step(toys, tmp_path):
     tensors["model.embed_tokens.weight"][5] = float("inf")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     code, said = train(toys, folder, tmp_path)
-    assert (
-        code == 76
-        and "holds NaN or infinity in model.embed_tokens.weight" in said
-        and "causal" not in said
-    )
+    assert code == 76 and "holds NaN or infinity in model.embed_tokens.weight" in said and "causal" not in said
 
 
 @pytest.mark.parametrize("read", ["model.safetensors", "model.safetensors.index.json"])

@@ -69,9 +69,7 @@ def test_the_configuration_that_is_saved_makes_the_same_model(tmp_path, family):
     whole.write_configuration(tmp_path, skeleton, None)
     again = AutoConfig.from_pretrained(tmp_path)
     assert type(again) is type(skeleton.config)
-    assert getattr(again, "rope_parameters", None) == getattr(
-        skeleton.config, "rope_parameters", None
-    )
+    assert getattr(again, "rope_parameters", None) == getattr(skeleton.config, "rope_parameters", None)
 
 
 VISION = {
@@ -115,9 +113,7 @@ def test_what_could_not_be_opened_again_is_refused_before_step_1(toys, tmp_path,
     )
     job = Job(1, *flags, "--run_name", "run", "--max_step", 1, "--eval_iters", 0)
     [code] = job.wait(120)
-    assert (
-        code == 2 and "could be trained and saved, but not resumed or exported" in job.output[0]
-    ), job.output[0]
+    assert code == 2 and "could be trained and saved, but not resumed or exported" in job.output[0], job.output[0]
     assert not list((tmp_path / "out").rglob("step-*"))
 
 
@@ -128,8 +124,7 @@ def test_the_tokenizer_says_nothing_of_this_machine_and_keeps_its_files(run):
         assert said["tokenizer_class"] == "PreTrainedTokenizerFast"
         assert (folder / "tokenizer.model").read_bytes() == b"of SentencePiece"
         assert (
-            AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"]
-            == AutoTokenizer.from_pretrained(run[0])(TEXT)["input_ids"]
+            AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"] == AutoTokenizer.from_pretrained(run[0])(TEXT)["input_ids"]
         )
         assert AutoTokenizer.from_pretrained(folder).all_special_tokens == [
             "<|endoftext|>",
@@ -141,9 +136,7 @@ def test_older_names_of_positions_are_written_beside_the_new_ones(run):
     for folder in run:
         said = json.loads((folder / "config.json").read_text())
         assert said["rope_parameters"] == LLAMA3 and said["rope_theta"] == 500000.0
-        assert said["rope_scaling"] == {
-            name: value for name, value in LLAMA3.items() if name != "rope_theta"
-        }
+        assert said["rope_scaling"] == {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
 
 
 # ------------------------------------------------------------------------------- another user
@@ -151,12 +144,7 @@ def test_older_names_of_positions_are_written_beside_the_new_ones(run):
 
 def test_all_files_have_the_mode_of_a_new_file(run, tmp_path):
     (tmp_path / "new").touch()
-    modes = {
-        path: path.stat().st_mode & 0o777
-        for folder in run
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    modes = {path: path.stat().st_mode & 0o777 for folder in run for path in folder.rglob("*") if path.is_file()}
     assert set(modes.values()) == {(tmp_path / "new").stat().st_mode & 0o777}, modes
 
 
@@ -235,16 +223,12 @@ def with_positions(family, folder):
     config = load_config(str(folder / "base" / family))
     source = open_weights(str(folder / "base" / family), config, torch.float32)
     made = folder / family
-    exporting.write_model(
-        made, folder / "base" / family, build_skeleton(config, torch.float32), source
-    )
+    exporting.write_model(made, folder / "base" / family, build_skeleton(config, torch.float32), source)
     return made
 
 
 @pytest.mark.longer
-@pytest.mark.skipif(
-    not OTHERS, reason="FABRIC_LLM_OTHER_TRANSFORMERS names no other environment (docs/testing.md)"
-)
+@pytest.mark.skipif(not OTHERS, reason="FABRIC_LLM_OTHER_TRANSFORMERS names no other environment (docs/testing.md)")
 @pytest.mark.parametrize("python", OTHERS)
 def test_other_versions_of_transformers_read_the_same_model(run, tmp_path, python):
     ids = (torch.arange(CONTEXT) * 7 % 131).tolist()
@@ -257,9 +241,7 @@ def test_other_versions_of_transformers_read_the_same_model(run, tmp_path, pytho
     for folder in folders:
         assert not isinstance(found[folder], str), (version, folder, found[folder])
         with torch.no_grad():
-            ours = (
-                AutoModelForCausalLM.from_pretrained(folder).eval()(torch.tensor([ids])).logits[0]
-            )
+            ours = AutoModelForCausalLM.from_pretrained(folder).eval()(torch.tensor([ids])).logits[0]
         difference = ((torch.tensor(found[folder]) - ours).abs().mean() / ours.std()).item()
         assert difference < 1e-5, (version, folder, difference)
     tokenizer = AutoTokenizer.from_pretrained(run[1])

@@ -78,6 +78,7 @@ def trains_as_chosen(model, capability, precision, monkeypatch):
     return "packed", called
 
 
+@pytest.mark.quick_cases(r"\[(gpt2|deepseek_v3|gemma3_text)\]|heads of|192")
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_the_kernel_of_packed_attention_gets_what_it_takes(family, monkeypatch):
     name, more = OTHERS.get(family, (family, None))

@@ -59,6 +59,8 @@ def plain_training(
     return losses, norms, model.state_dict()
 
 
+@pytest.mark.quick_cases(r"fsdp2-2-2-gpt2|auto-1-2-mixtral")
+@pytest.mark.every_eighth(0)
 @pytest.mark.parametrize("model", ["llama", "gpt2-no-dropout", "mixtral"])
 @pytest.mark.parametrize(
     ("strategy", "ranks", "micro_batch"),

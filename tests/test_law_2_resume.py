@@ -23,6 +23,8 @@ def tensors(checkpoint):
     return {(str(f.relative_to(checkpoint)), name): value for f in files for name, value in load_file(f).items()}
 
 
+@pytest.mark.quick_cases(r"auto-1-gpt2-bf16-true-sharded")
+@pytest.mark.every_eighth(4)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "model", "precision", "kind"),
     [
@@ -56,6 +58,7 @@ def test_a_resumed_run_is_the_undisturbed_run(toys, tmp_path, strategy, ranks, m
     assert len(aside) == 2, "steps 10 and 12 of the first try are kept"
 
 
+@pytest.mark.longer
 def test_dropout_is_on_and_differs_between_steps(toys, tmp_path):
     """So that the test above does test randomness: the same batch at two steps gives two losses."""
     train_ranks(1, *flags(toys, tmp_path, "gpt2", "auto", "full", "32-true"), "--run_name", "a", "--lr", 1e-30)

@@ -8,6 +8,8 @@ from ranks import metrics, toy_run, train_ranks
 STEPS, HALF = 10, 4
 
 
+@pytest.mark.quick_cases(r"4-fsdp2-full")
+@pytest.mark.every_eighth(4)
 @pytest.mark.parametrize(
     ("strategy", "kind", "model"),
     [

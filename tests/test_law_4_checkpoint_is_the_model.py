@@ -12,6 +12,8 @@ from fabric_llm.verify.export import export
 DIFFERENCE = {"32-true": 1e-5, "bf16-true": 2e-2, "bf16-mixed": 2e-2}  # mean, as a part of the logits' deviation
 
 
+@pytest.mark.quick_cases(r"\[(fsdp-32-true-full-llama-tied|fsdp2-bf16-true-sharded-gpt2)")
+@pytest.mark.every_eighth(7)
 @pytest.mark.parametrize("model", ["llama", "llama-tied", "gpt2"])
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize(

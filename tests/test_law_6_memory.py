@@ -95,12 +95,16 @@ CASES = [
 ]
 
 
+@pytest.mark.quick_cases(r"small-single-none")
+@pytest.mark.every_eighth(7)
 @pytest.mark.parametrize(("model", "strategy", "mode"), CASES)
 def test_memory_of_a_rank_is_what_the_plan_said(folder, model, strategy, mode):
     measured, said = measured_and_said(folder, model, strategy, "--activation_checkpointing", mode)
     assert said.peak == pytest.approx(measured, rel=0.02), said
 
 
+@pytest.mark.longer
+@pytest.mark.every_eighth(4)
 @pytest.mark.parametrize("flags", ["--loss full", "--gradient_accumulation_steps 2", "--ema_decay 0.9 --ema_device same"])
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp2"])
@@ -109,6 +113,8 @@ def test_other_flags_and_precisions(folder, strategy, precision, flags):
     assert said.peak == pytest.approx(measured, rel=0.02), said
 
 
+@pytest.mark.longer
+@pytest.mark.every_eighth(4)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -125,6 +131,8 @@ def test_flags_of_sharding(folder, strategy, flags):
     assert said.peak == pytest.approx(measured, rel=0.02), said
 
 
+@pytest.mark.longer
+@pytest.mark.every_eighth(3)
 @pytest.mark.parametrize("model", ["gpt2", "mixtral"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp2"])
 def test_other_families(folder, strategy, model):
@@ -132,6 +140,8 @@ def test_other_families(folder, strategy, model):
     assert said.peak == pytest.approx(measured, rel=0.02), said
 
 
+@pytest.mark.longer
+@pytest.mark.every_eighth(0)
 @pytest.mark.parametrize(("model", "mode"), [("small", "none"), ("wide", "none"), ("wide", "full")])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp2"])
 def test_ranks_that_share_rows(folder, strategy, model, mode):
@@ -140,6 +150,8 @@ def test_ranks_that_share_rows(folder, strategy, model, mode):
     assert said.peak == pytest.approx(measured, rel=0.02), said
 
 
+@pytest.mark.longer
+@pytest.mark.every_eighth(1)
 @pytest.mark.parametrize("model", ["wide", "mixtral"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp2"])
 def test_mlps_in_tiles(folder, strategy, model):
@@ -147,6 +159,7 @@ def test_mlps_in_tiles(folder, strategy, model):
     assert said.peak == pytest.approx(measured, rel=0.02), said
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_the_profiler_counts_the_same(folder, mode):
     measured, said = measured_and_said(folder, "wide", "single", "--activation_checkpointing", mode, profiles=True)

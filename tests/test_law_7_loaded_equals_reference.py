@@ -27,6 +27,8 @@ def loaded(argv, world_size):
     return state, before, buffers()
 
 
+@pytest.mark.quick_cases(r"(fsdp-2-size:5000|fsdp2-3-none|auto-1-auto)-gpt2-bf16-true")
+@pytest.mark.every_eighth(7)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("model", ["llama", "llama-tied", "gpt2"])
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def test_a_model_that_lets_documents_see_each_other_is_found_out(toys):
     assert find_leak(llama) is not None
 
 
+@pytest.mark.quick_cases(r"fsdp2")
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2), ("fsdp2", 2)])
 def test_training_masks_by_default_under_every_strategy(toys, tmp_path, packed_data, strategy, ranks):
     flags = ("--model_name", toys / "llama", "--train_data_dir", packed_data, "--output_dir", tmp_path, "--max_step", 3)

@@ -60,6 +60,7 @@ def evaluated_alone(work, model, folder):
 # ------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.longer
 def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_inside(work, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     reason = json.loads((work / "run" / "STATUS.json").read_text())["reason"]
@@ -104,6 +105,7 @@ def test_the_command_that_a_forgetting_run_names_next_finds_the_best_point_insid
     assert [shape["y0"] for shape in chart["layout"]["shapes"]] == [0, 0.15, 9] and f"{share:.3f}" in page
 
 
+@pytest.mark.longer
 def test_the_knee_lies_between_and_is_evaluated(work, tmp_path, capsys):
     code, out, error = call(capsys, work / "base", work / "run", "--weights", "knee", "--output", tmp_path / "hf")
     assert code == 0, error
@@ -116,6 +118,7 @@ def test_the_knee_lies_between_and_is_evaluated(work, tmp_path, capsys):
     assert learned > forgotten + 0.05
 
 
+@pytest.mark.longer
 def test_a_run_inside_its_budget_is_taken_and_said_to_be_no_worse(work, tmp_path, capsys):
     """Each probe may have a budget, also one that the run didn't evaluate."""
     budget = "retrieval:9,replay:9"
@@ -127,6 +130,7 @@ def test_a_run_inside_its_budget_is_taken_and_said_to_be_no_worse(work, tmp_path
     assert "retrieval" in json.loads((tmp_path / "hf" / "average.json").read_text())["eval_loss"]
 
 
+@pytest.mark.longer
 def test_without_plotly_there_is_the_table_and_a_sentence(work, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "fabric_llm.report.line", None)
     flags = (work / "base", work / "run", "--forgetting_budget", "replay:9", "--output", tmp_path / "hf")
@@ -138,6 +142,7 @@ def test_without_plotly_there_is_the_table_and_a_sentence(work, tmp_path, capsys
 # ------------------------------------------------------------------------------- mistakes
 
 
+@pytest.mark.quick_cases(r"^(?!.*(replay:0.01|new:1,replay))")
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [

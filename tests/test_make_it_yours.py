@@ -57,6 +57,8 @@ def run(code, folder, *words, **variables):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
 
 
+@pytest.mark.longer
+@pytest.mark.every_eighth(1)
 @pytest.mark.parametrize(("title", "section"), SECTIONS, ids=[title for title, _ in SECTIONS])
 def test_what_is_changed_trains_is_killed_resumes_verifies_and_exports(toys, tmp_path, copy, title, section):
     assert apply(section, copy) <= 30
@@ -100,6 +102,7 @@ def test_what_is_changed_trains_is_killed_resumes_verifies_and_exports(toys, tmp
     assert exported.returncode == 0 and "Verified with plain transformers" in exported.stdout, exported.stderr
 
 
+@pytest.mark.longer
 def test_a_flag_that_is_added_belongs_to_the_run(toys, tmp_path, copy):
     """Nothing but its declaration says so: a resume with another value would go on with other losses."""
     flags = [

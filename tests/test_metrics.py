@@ -288,6 +288,7 @@ def test_the_start_waits_20_seconds_for_wandb_unless_told_otherwise(monkeypatch,
     assert waited == [20, 20, 33, 33]  # online, offline
 
 
+@pytest.mark.longer
 @mock.patch.dict(os.environ)
 def test_wandb_takes_the_steps_of_a_run_that_went_back(tmp_path):
     os.environ["WANDB_MODE"] = "offline"
@@ -307,6 +308,7 @@ def test_wandb_takes_the_steps_of_a_run_that_went_back(tmp_path):
     assert missing() == []
 
 
+@pytest.mark.longer
 @mock.patch.dict(os.environ)
 def test_an_offline_run_says_how_it_is_sent(tmp_path, capsys):
     pytest.importorskip("wandb")
@@ -356,6 +358,7 @@ def wandb_runs(toys, tmp_path_factory):
     return finished
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("case", "words"),
     [("no key", ["there is no API key", "WANDB_API_KEY", "wandb login"]), ("no server", ["there is no connection"])],
@@ -372,6 +375,7 @@ def test_wandb_without_key_or_server_logs_offline_with_one_warning(wandb_runs, c
     assert (folder / "step-00000002" / "MANIFEST.json").is_file()
 
 
+@pytest.mark.longer
 def test_each_checkpoint_goes_to_wandb_beside_another_tracker(wandb_runs):
     _, folder = wandb_runs["no key"]
     [written] = folder.glob("wandb/offline-run-*/*.wandb")

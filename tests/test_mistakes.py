@@ -329,6 +329,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.longer
 def test_mistakes_are_told_before_torch_is_imported(place):
     table = [("train", instead(GOOD, flags.split()), code, words) for flags, code, words in TRAIN]
     table += [(program, flags.split(), code, words) for program, flags, code, words in OTHERS]
@@ -406,6 +407,7 @@ def told(tmp_path_factory):
     return {name: said.strip().removeprefix("train.py: error: ") for name, (_, said) in zip(names, found, strict=True)}
 
 
+@pytest.mark.quick_cases(r"num_epoch")
 @pytest.mark.parametrize("name", SLIPS)
 def test_slips_lead_to_the_flag_that_is_meant(told, name):
     assert told[name] == f"unknown flag --{name}. Did you mean --{SLIPS[name]}?"
@@ -491,7 +493,11 @@ def test_ranks_far_beyond_the_cores_are_refused(monkeypatch, ranks, cores, kind,
 @pytest.mark.parametrize(
     ("script", "words", "sentence"),
     [
-        ("prepare_data.py", "--input a --input b --output c", "--input is given 2 times: give all its values behind one --input."),
+        (
+            "prepare_data.py",
+            "--input a --input b --output c",
+            "--input is given 2 times: give all its values behind one --input.",
+        ),
         ("prepare_data.py", "--input a --pattern *.md --pattern=*.txt --output c", "--pattern is given 2 times"),
         ("train.py", "--config a.yaml --config b.yaml", "--config is given 2 times: take one file"),
     ],
@@ -502,7 +508,10 @@ def test_a_flag_of_several_values_that_is_given_again_is_refused(script, words, 
 
 
 def test_what_is_trained_on_that_is_given_again_is_told(capsys):
-    assert parse_train("--model_name m --train_data_dir d --lr 1e-3 --max_step 5 --lr 2e-3 --max_step 5".split()).training.lr == 2e-3
+    assert (
+        parse_train("--model_name m --train_data_dir d --lr 1e-3 --max_step 5 --lr 2e-3 --max_step 5".split()).training.lr
+        == 2e-3
+    )
     assert capsys.readouterr().err == ""
     parse_train("--model_name m --train_data_dir d --train_data_dir e".split())
     assert capsys.readouterr().err == "Warning: --train_data_dir is given 2 times: e counts, not d.\n"

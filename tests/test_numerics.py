@@ -47,6 +47,7 @@ def plain_losses(model_name, data, steps, accumulation, micro_batch, lr, seed):
     return losses
 
 
+@pytest.mark.quick_cases(r"llama")
 @pytest.mark.parametrize("model", ["llama-tied", "gpt2-no-dropout"])
 def test_twenty_steps_with_accumulation_four_equal_a_plain_loop(toys, tmp_path, model):
     expected = plain_losses(toys / model, toys / "ragged", 20, accumulation=4, micro_batch=2, lr=3e-3, seed=1)
@@ -96,6 +97,7 @@ def test_what_the_last_micro_batch_does_not_use_keeps_its_gradient():
     assert torch.equal(weight.grad, torch.full_like(weight, 3.0))
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
 def test_float32_sums_give_the_same_run_at_any_number_of_micro_batches(toys, tmp_path, strategy, ranks):
     flags = (*toy_run(toys, tmp_path, data="ragged"), "--max_step", 3, "--strategy", strategy, "--lr", 1e-3)
@@ -106,6 +108,7 @@ def test_float32_sums_give_the_same_run_at_any_number_of_micro_batches(toys, tmp
     assert metrics(tmp_path / "many", "grad_norm") == pytest.approx(metrics(tmp_path / "few", "grad_norm"), rel=2e-2)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_reduce_dtype_is_used(toys, tmp_path, strategy):
     flags = (*toy_run(toys, tmp_path), "--max_step", 3, "--strategy", strategy, "--lr", 1e-3)
@@ -116,6 +119,7 @@ def test_reduce_dtype_is_used(toys, tmp_path, strategy):
     assert exact != rounded and rounded == pytest.approx(exact, rel=1e-2)
 
 
+@pytest.mark.longer
 def test_the_part_of_weights_that_changes_is_the_same_on_any_ranks(toys, tmp_path):
     found = {}
     for strategy, ranks in (("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)):
@@ -142,6 +146,7 @@ def test_update_size_counts_what_it_says():
     assert fraction == 0.25 and ratio == pytest.approx((4 * 0.25 / 16) ** 0.5)
 
 
+@pytest.mark.longer
 def test_few_changing_weights_are_warned_of_once(toys, tmp_path):
     import contextlib
     import io

@@ -52,6 +52,7 @@ def chi_square(counts):
     return (((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("rows", [4, 44, 64, 1000])
 def test_rows_are_spread_as_by_chance(rows):
     """Over seeds: the row at the first place, and the distance from it to the row at the next one."""
@@ -93,6 +94,7 @@ def test_the_record_of_any_rows_adds_up(monkeypatch):
 # ------------------------------------------------------------------------------- checkpoints
 
 
+@pytest.mark.quick_cases(r"None")
 @pytest.mark.parametrize("name", ["of-2031", ["feistel"], None])
 def test_an_order_that_nobody_knows_is_refused_and_found(toys, tmp_path, capsys, name):
     sizes = ("--global_batch_size", 8, "--micro_batch_size", 8, "--save_step_interval", 3)

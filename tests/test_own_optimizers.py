@@ -50,7 +50,9 @@ def test_the_lion_of_the_docs_learns_in_bfloat16(monkeypatch):
         wrapped.module.weight.grad = wrapped.module.weight.detach() - goal.bfloat16()
         optimizer.step()
     exact = plain_lion(begin.double(), lambda weight: weight - goal, 300, 1e-3, 0.9, 0.99)
-    gain = [(begin.double() - goal).square().mean() - (w.double() - goal).square().mean() for w in (wrapped.module.weight, exact)]
+    gain = [
+        (begin.double() - goal).square().mean() - (w.double() - goal).square().mean() for w in (wrapped.module.weight, exact)
+    ]
     assert 0.97 < (gain[0] / gain[1]).item() < 1.03
 
 

@@ -70,6 +70,7 @@ def test_steps_tokens_hours_and_money(small):
     assert small["price"] == pytest.approx(2 * 4 * small["hours"])
 
 
+@pytest.mark.longer
 def test_what_does_not_fit_is_told_with_a_command_that_does(toys):
     words = ["--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "8", "--accelerator", "cpu"]
     whole = said(*words)["memory"]["peak"] / 2**30
@@ -83,6 +84,7 @@ def test_what_does_not_fit_is_told_with_a_command_that_does(toys):
     assert command.startswith("Next: python train.py --model_name") and "device_memory" not in command
 
 
+@pytest.mark.longer
 def test_changes_go_on_to_four_fifths_where_that_is_reached(toys):
     words = ["--model_name", str(toys / "llama"), *SHORT, "--micro_batch_size", "4", "--accelerator", "cpu"]
     room = said(*words)["memory"]["least"] / 0.79  # bytes: the model and its optimizer leave room
@@ -116,6 +118,7 @@ def test_micro_batches_of_any_size_become_smaller(toys):
     assert [one["devices"] for one in changes._of_the_state(lambda: flags) if "devices" in one] == [2, 3, 4, 6, 8]
 
 
+@pytest.mark.longer
 def test_auto_finds_the_shortest_step_below_four_fifths(toys):
     words = ["--model_name", str(toys / "llama"), *SHORT, "--global_batch_size", "8", "--accelerator", "cpu"]
     roomy = said(*words, "--device_memory", 16, "--auto", "true")
@@ -130,6 +133,7 @@ def test_auto_finds_the_shortest_step_below_four_fifths(toys):
     assert "--micro_batch_size 4 --gradient_accumulation_steps 2" in text and "--auto" not in text
 
 
+@pytest.mark.longer
 def test_auto_has_a_bound_and_says_that_nothing_fits(toys, monkeypatch):
     monkeypatch.setattr("fabric_llm.plan.changes.MOST_TRIES", 3)
     words = ["--model_name", str(toys / "llama"), *SHORT, "--devices", "2", "--strategy", "ddp", "--auto", "true"]
@@ -139,12 +143,14 @@ def test_auto_has_a_bound_and_says_that_nothing_fits(toys, monkeypatch):
     assert errors.count(" s a step") == 3
 
 
+@pytest.mark.longer
 def test_more_devices_keep_the_batch(toys):
     words = ("--model_name", toys / "llama", *SHORT, "--micro_batch_size", 4, "--global_batch_size", 8)
     found = said(*words, "--device_memory", 1e-3)["changes"]
     assert {one["tokens_a_step"] for one in found} == {8 * 128} and any("--devices 8" in one["change"] for one in found)
 
 
+@pytest.mark.longer
 def test_the_demo_and_tokens_end_with_a_command_that_runs(toys):
     [text] = run_ranks(1, captured, ["--accelerator", "cpu"])
     assert text.endswith("\nNext: python train.py --accelerator cpu\n") and "MiB" in text
@@ -181,6 +187,7 @@ def test_mistakes_are_told_in_one_sentence(toys, capsys, words, sentence):
     assert_mistake(toys, capsys, words, sentence)
 
 
+@pytest.mark.longer
 def test_memory_and_a_step_need_no_steps_and_no_dataset(toys, tmp_path):
     words = ("--model_name", toys / "llama", "--price_per_hour", 2)
     found = said(*words)
@@ -206,6 +213,7 @@ def rows_of(folder, rows, context=128):
     return folder
 
 
+@pytest.mark.longer
 def test_a_mixture_says_its_rows_and_its_steps(toys, tmp_path):
     new, old = rows_of(tmp_path / "new", 800), rows_of(tmp_path / "old", 9000)
     words = ("--model_name", toys / "llama", "--global_batch_size", 100)
@@ -230,6 +238,7 @@ def test_json_and_auto_alone_mean_true(toys):
     assert not parse_plan(["--model_name", "x", "--json", "false"])[0].json
 
 
+@pytest.mark.longer
 def test_a_preset_alone_is_planned():
     words = ("--config", ROOT / "configs" / "smollm2_135m.yaml")
     found = said(*words)
@@ -238,6 +247,7 @@ def test_a_preset_alone_is_planned():
     assert f"Next: python train.py --config {words[1]}" in text
 
 
+@pytest.mark.longer
 def test_a_step_takes_the_time_to_tell_a_device_what_to_do(toys):
     found = said("--model_name", toys / "llama", *SHORT)
     seconds = found["seconds"]
@@ -273,6 +283,7 @@ def test_quantized_weights_are_refused(toys, tmp_path, capsys):
     assert stop.value.code == 2 and "are quantized (gptq), and only weights in 16 or 32" in capsys.readouterr().err
 
 
+@pytest.mark.longer
 def test_remedies_of_a_large_model_take_few_layers(monkeypatch):
     """Each is traced with nine layers, of 80."""
     words = ["--model_name", str(ROOT / "configs" / "models" / "llama3-70b"), "--devices", "8", "--device_memory", "80GiB"]
@@ -280,6 +291,7 @@ def test_remedies_of_a_large_model_take_few_layers(monkeypatch):
     assert counts and set(counts) == {4, 5}
 
 
+@pytest.mark.longer
 def test_more_nodes_help_where_the_state_leaves_no_room():
     """Before anything is recomputed, and also where the batch isn't given, which then grows."""
     words = ["--model_name", str(ROOT / "configs" / "models" / "llama3-70b"), "--devices", "8", "--device_memory", "80GiB"]
@@ -338,6 +350,7 @@ def test_what_a_device_calls_itself(name, memory, known):
     assert (found and found.name) == known
 
 
+@pytest.mark.longer
 def test_the_speed_of_a_run(tmp_path, capsys):
     """Twice the median of its steps but the first are twice as fast, and what was recomputed counts."""
     words = ["--model_name", str(ROOT / "configs" / "demo_llama"), *SHORT, "--accelerator", "cpu"]
@@ -366,6 +379,7 @@ def test_a_run_is_compared_with_its_plan():
     assert Forecast(parts, "the update", None, None).after(3, 1.0, 1.0) == ({}, "")
 
 
+@pytest.mark.longer
 def test_train_says_what_is_planned_and_what_came_of_it(toys, tmp_path):
     train_ranks(2, *toy_run(toys, tmp_path), "--run_name", "run", "--max_step", 4, "--compare_plan", "true")
     found = metrics(tmp_path / "run", "plan")
@@ -386,6 +400,7 @@ def between(peaks, less, more):
     return (peaks[less] + peaks[more]) / 2 / 0.8
 
 
+@pytest.mark.longer
 def test_auto_recomputes_the_least_that_fits(toys, peaks):
     words = ["--model_name", toys / "llama", *SHORT, "--micro_batch_size", 256, "--activation_checkpointing", "auto"]
     for gib, kind in ((80, "none"), (between(peaks, "selective", "none"), "selective"), (0.1, "full")):
@@ -397,6 +412,7 @@ def test_auto_recomputes_the_least_that_fits(toys, peaks):
     assert text.splitlines()[-1].endswith("--activation_checkpointing auto")
 
 
+@pytest.mark.longer
 def test_the_peak_of_a_device_is_of_what_is_not_offloaded(toys):
     words = ["--model_name", toys / "llama", *SHORT, "--context_length", 4096, "--micro_batch_size", 4, "--loss", "full"]
     words += ["--strategy", "fsdp2", "--activation_checkpointing", "full"]
@@ -411,6 +427,7 @@ def test_the_peak_of_a_device_is_of_what_is_not_offloaded(toys):
     assert rest[0] == rest[1]
 
 
+@pytest.mark.longer
 def test_steps_of_epochs_and_kept_checkpoints(toys, tmp_path):
     data = rows_of(tmp_path / "data", 199)
     words = ("--model_name", toys / "llama", "--train_data_dir", data, "--global_batch_size", 100)
@@ -420,6 +437,7 @@ def test_steps_of_epochs_and_kept_checkpoints(toys, tmp_path):
     assert said(*words, *saves, "--keep_every", 500)["kept_checkpoints"] == 23
 
 
+@pytest.mark.longer
 def test_what_waits_on_the_host_is_planned_there(toys, tmp_path):
     """Not in the device's memory, however many layers there are; a CPU's is the same as before."""
     config = LlamaConfig.from_pretrained(toys / "llama")
@@ -450,6 +468,7 @@ def asked_on_a_gpu(argv, gib):
     return planner.activation_checkpointing()
 
 
+@pytest.mark.longer
 def test_a_run_asks_what_to_recompute(toys, tmp_path):
     argv = (*toy_run(toys, tmp_path), "--activation_checkpointing", "auto", "--max_step", 1)
     train_ranks(2, *argv, "--run_name", "on_cpu")
@@ -480,6 +499,7 @@ def test_bytes_that_are_sent():
     assert sent("ddp", "FULL_SHARD", 2, 1) == (400, 0)
 
 
+@pytest.mark.longer
 def test_it_runs_from_the_shell(toys, tmp_path):
     command = [sys.executable, ROOT / "plan.py", "--model_name", toys / "gpt2", "--context_length", 64, "--max_step", 3]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=tmp_path, timeout=120)
@@ -497,6 +517,7 @@ def test_the_page_of_published_runs_has_them_all():
         assert any(line.startswith(f"| {one.run} | {one.source} | `{one.flags}`") for line in lines), one.flags
 
 
+@pytest.mark.longer
 def test_what_a_source_counts_is_what_is_compared(tmp_path):
     flags = f"{published.MIXED} {published.EIGHT} {published.SELECTIVE} --compile false --context_length 64"
     run = published.Published("here", "toy", "toy", 1e-3, "reserved", f"{flags} --micro_batch_size 8", published.HALF)

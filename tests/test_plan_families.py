@@ -66,6 +66,7 @@ def assert_planned(family, folder):
             assert one.memory.parts["parameters"] > 0 and one.seconds.step > 0, how
 
 
+@pytest.mark.quick_cases(r"bloom")
 @pytest.mark.parametrize("family", QUICK)
 def test_a_family_that_was_a_traceback(family, tmp_path):
     assert_planned(family, tmp_path)
@@ -77,12 +78,14 @@ def in_both_precisions(folder):
     return [looked(folder, *HOW["eager"], "--precision", one) for one in ("32-true", "bf16-true")]
 
 
+@pytest.mark.longer
 def test_experts_are_planned_in_float32(tmp_path):
     [(found, half)] = run_ranks(1, in_both_precisions, tmp_path)
     assert not isinstance(found, str), found
     assert found.memory.parts["parameters"] == pytest.approx(2 * half.memory.parts["parameters"], rel=1e-3)
 
 
+@pytest.mark.every_eighth(0)
 @pytest.mark.families
 @pytest.mark.parametrize("family", sorted(families.FAMILIES.keys() - set(QUICK)))
 def test_any_family_is_planned(family, tmp_path):
@@ -119,6 +122,7 @@ FSDP, FSDP2 = ("--devices", 2), ("--devices", 4, "--strategy", "fsdp2", "--gradi
 DDP = ("--devices", 2, "--strategy", "ddp", "--ema_decay", 0.9, "--ema_device", "same")
 
 
+@pytest.mark.quick_cases(r"llama-words1")
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -176,6 +180,8 @@ def planned_as_it_is(name, folder):
     return {how: looked(folder, *HOW[how]) for how in ("eager", "compiled")}
 
 
+@pytest.mark.quick_cases(r"bert|alibi|longrope")
+@pytest.mark.every_eighth(3)
 @pytest.mark.parametrize("name", ODD)
 def test_what_no_family_has(tmp_path, name):
     """Embeddings among the layers, positions in the scores, positions by length, and layers that see pictures."""
@@ -189,6 +195,7 @@ def rows(length, folder):
     return looked(folder, "--context_length", length)
 
 
+@pytest.mark.longer
 def test_rows_of_any_length_are_planned(tmp_path):
     """In the time of short ones; each token more takes as much."""
     from fabric_llm.plan import memory

@@ -60,6 +60,7 @@ def due_by_plan(words):
     return planned.course(planned.plan_of(own, flags), flags)[1]
 
 
+@pytest.mark.longer
 def test_learning_rate_sources_checkpoints_and_evaluations_are_those_of_the_run(mixed):
     flags, drawn, run = mixed
     [lr] = drawn.lines("lr")
@@ -82,6 +83,7 @@ def test_learning_rate_sources_checkpoints_and_evaluations_are_those_of_the_run(
     assert "1,920" in drawn.text, "tokens of the run"
 
 
+@pytest.mark.longer
 def test_a_run_that_goes_on_is_drawn_from_where_it_is(mixed, tmp_path):
     flags, _, run = mixed
     drawn = preview(tmp_path, *flags, "--resume", "true", "--resume_override", "max_step", "--max_step", 25)
@@ -122,6 +124,7 @@ def test_mistakes_are_those_of_train(toys, tmp_path, capsys, flags, code, words)
     assert ended.value.code == code and len(said) == 1 and words in said[0]
 
 
+@pytest.mark.longer
 def test_without_data_the_page_has_the_memory(toys, tmp_path):
     flags = ("--model_name", toys / "llama", "--context_length", 128, "--max_step", 9, "--device_memory", 2)
     drawn = preview(tmp_path, *flags, "--auto", "true")
@@ -131,6 +134,7 @@ def test_without_data_the_page_has_the_memory(toys, tmp_path):
     assert "optimizer state" in drawn.text and "Curves" not in drawn.text
 
 
+@pytest.mark.longer
 def test_from_any_folder(toys, tmp_path):
     words = [sys.executable, ROOT / "plan.py", *toy_run(toys, tmp_path), "--max_step", 3, "--html", "preview.html"]
     done = subprocess.run([*map(str, words)], cwd=tmp_path, capture_output=True, text=True)
@@ -138,6 +142,7 @@ def test_from_any_folder(toys, tmp_path):
     assert (tmp_path / "preview.html").is_file()
 
 
+@pytest.mark.longer
 @pytest.mark.skipif(browser() is None, reason="no chromium or chrome is installed")
 def test_it_opens_in_a_browser(mixed, tmp_path):
     console, seen = opened(mixed[2].parent / "preview.html", tmp_path, width=500)

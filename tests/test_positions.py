@@ -100,6 +100,7 @@ def test_other_words_are_refused(given):
         positions.parse(given)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp2", 2)])
 def test_checkpoint_resume_and_export_carry_them(toys, tmp_path, strategy, ranks):
     flags = (*toy_run(toys, tmp_path), "--run_name", "run", "--max_step", 4, "--save_step_interval", 2)

@@ -124,11 +124,7 @@ def documents_of(output: Path, split: str) -> list[str]:
 def assert_holds(output: Path, texts: list[str], seed: int = 1234, fraction: float = 0.3) -> None:
     """The splits at `output` hold `texts`, each in its split, in order."""
     for split in ("train", "validation"):
-        expected = [
-            text
-            for text in texts
-            if (document_hash(seed, text) < fraction) == (split == "validation")
-        ]
+        expected = [text for text in texts if (document_hash(seed, text) < fraction) == (split == "validation")]
         *whole, cut = documents_of(output, split)
         assert whole == expected[: len(whole)]
         # What is missing is the one unfilled row: less than context_length tokens.
@@ -213,14 +209,8 @@ def test_no_convention_doubles_the_eos(make, tmp_path, texts, template, bos, doc
     backend.add_special_tokens(["<s>", "</s>"])
     a = backend.token_to_id("a")
     tokenizer = save_tokenizer(tmp_path / "tokenizer", backend, template, bos=bos)
-    other = next(
-        text
-        for text in map(str, range(1000))
-        if document_hash(1234, text) < 0.3 <= document_hash(1234, "a")
-    )
-    manifest = make(
-        write_texts(tmp_path / "in", ["a"] * 8 + [other] * 2), tokenizer=tokenizer, context_length=2
-    )
+    other = next(text for text in map(str, range(1000)) if document_hash(1234, text) < 0.3 <= document_hash(1234, "a"))
+    manifest = make(write_texts(tmp_path / "in", ["a"] * 8 + [other] * 2), tokenizer=tokenizer, context_length=2)
     ids = {"a": a, "{bos}": manifest["bos_token_id"], "{eos}": manifest["eos_token_id"]}
     expected = [ids[part] for part in document.split()]
     tokens = tokens_of(tmp_path / "out", "train")
@@ -239,7 +229,9 @@ def test_a_tokenizer_of_four_letters_has_a_convention():
 def test_padding_and_truncation_of_a_tokenizer_are_no_convention(padding, longest):
     backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate("ACGT")}, []))
     backend.add_special_tokens(["<end>", "<begin>", "<pad>"])
-    backend.post_processor = processors.TemplateProcessing(single="<begin> $A <end>", special_tokens=[("<begin>", 5), ("<end>", 4)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<begin> $A <end>", special_tokens=[("<begin>", 5), ("<end>", 4)]
+    )
     if padding:
         backend.enable_padding(pad_id=6, pad_token="<pad>", **padding)
     if longest:
@@ -264,18 +256,12 @@ def test_saved_tokenizer_gives_the_tokens_of_the_rows(make, tmp_path, texts, bos
 @pytest.mark.parametrize("which", ["bpe", "bos_bpe"])
 def test_text_that_spells_a_special_token_stays_text(make, tmp_path, request, which):
     spelled = ["</s> a", f"{END_OF_TEXT}", f"a{END_OF_TEXT}b <s>x</s>", f"end{END_OF_TEXT}"] * 6
-    seed = next(
-        seed
-        for seed in range(1000)
-        if sum(document_hash(seed, text) < 0.3 for text in spelled[:4]) == 1
-    )
+    seed = next(seed for seed in range(1000) if sum(document_hash(seed, text) < 0.3 for text in spelled[:4]) == 1)
     tokenizer = request.getfixturevalue(which)
     make(write_texts(tmp_path / "in", spelled), tokenizer=tokenizer, context_length=2, seed=seed)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
     for split in ("train", "validation"):
-        expected = [
-            text for text in spelled if (document_hash(seed, text) < 0.3) == (split == "validation")
-        ]
+        expected = [text for text in spelled if (document_hash(seed, text) < 0.3) == (split == "validation")]
         body = [ids for ids in tokens_of(tmp_path / "out", split) if ids not in tokenizer.all_special_ids]
         assert "".join(expected).startswith(tokenizer.decode(body))
         assert len(documents_of(tmp_path / "out", split)) >= len(expected)
@@ -352,6 +338,7 @@ def test_another_seed_gives_another_split(make, tmp_path, texts):
     assert_holds(tmp_path / "b", texts, seed=2)
 
 
+@pytest.mark.quick_cases(r"concat")
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_a_huge_document_stays_in_train(make, tmp_path, texts, packing):
     some = [f"{at} {text * (400 if at == 30 else 1)}" for at, text in enumerate(texts * 9)]
@@ -493,28 +480,18 @@ def test_a_dataset_with_a_test_split_only_says_how_to_take_it(make, tmp_path, te
 def test_copies_of_a_text_come_into_one_split(make, tmp_path):
     some = [f"document number {number} of a corpus" for number in range(60)]
     make(write_lines(tmp_path / "a.jsonl", [{"text": text} for text in some * 3]), context_length=2)
-    train, validation = (
-        {*documents_of(tmp_path / "out", name)} - {""} for name in ("train", "validation")
-    )
+    train, validation = ({*documents_of(tmp_path / "out", name)} - {""} for name in ("train", "validation"))
     assert train | validation == {*some} and not train & validation and len(validation) > 5
 
 
-def test_copies_go_where_a_text_is_kept_and_what_a_dataset_has_in_both_is_said(
-    make, tmp_path, texts
-):
+def test_copies_go_where_a_text_is_kept_and_what_a_dataset_has_in_both_is_said(make, tmp_path, texts):
     with_own = save_splits(tmp_path / "a", train=texts[:8], validation=texts[6:12])
     others = [f"document number {number} of a corpus" for number in range(60)]
     folder = write_texts(tmp_path / "b", [*texts[8:12], *texts[:6], *others])
     manifest = make(with_own, folder, context_length=2)
     assert manifest["splits"]["validation"]["documents"] >= 6 + 4
-    train, validation = (
-        {*documents_of(tmp_path / "out", name)} - {""} for name in ("train", "validation")
-    )
-    assert (
-        train & validation == {*texts[6:8]}
-        and {*texts[6:12]} <= validation
-        and {*texts[:8]} <= train
-    )
+    train, validation = ({*documents_of(tmp_path / "out", name)} - {""} for name in ("train", "validation"))
+    assert train & validation == {*texts[6:8]} and {*texts[6:12]} <= validation and {*texts[:8]} <= train
     assert "2 documents of validation are in a split that is trained on, too" in summary(manifest)
 
 
@@ -530,9 +507,7 @@ def test_few_texts_of_many_copies_make_two_splits(make, tmp_path):
 def test_one_more_file_draws_no_other_document_anew(make, tmp_path):
     some = [f"document number {number} of a corpus" for number in range(300)]
     path = write_lines(tmp_path / "b.jsonl", [{"text": text} for text in some])
-    more = write_lines(
-        tmp_path / "a.jsonl", [{"text": f"and {number} more of it"} for number in range(7)]
-    )
+    more = write_lines(tmp_path / "a.jsonl", [{"text": f"and {number} more of it"} for number in range(7)])
     make(path, context_length=2)
     make(more, path, context_length=2, output=tmp_path / "with-more")
     for name in ("train", "validation"):
@@ -545,11 +520,7 @@ def test_what_a_dataset_without_validation_gives_is_drawn_beside_one_that_has_it
     def drawn_with(seed):
         return [text for text in texts[9:] if document_hash(seed, text) < 0.3]
 
-    seed = next(
-        seed
-        for seed in range(1000)
-        if 0 < len("".join(drawn_with(seed))) < 0.3 * len("".join(texts[9:]))
-    )
+    seed = next(seed for seed in range(1000) if 0 < len("".join(drawn_with(seed))) < 0.3 * len("".join(texts[9:])))
     with_own = save_splits(tmp_path / "a", train=texts[:6], validation=texts[6:9])
     manifest = make(with_own, write_texts(tmp_path / "b", texts[9:]), context_length=2, seed=seed)
     drawn = drawn_with(seed)
@@ -627,14 +598,8 @@ def test_output_inside_an_input_folder_is_not_read(make, tmp_path, texts):
 
 
 def test_byte_order_mark_is_dropped_and_line_ends_are_kept(make, tmp_path):
-    seed = next(
-        seed
-        for seed in range(1000)
-        if document_hash(seed, "one\r\ntwo\r" + "\ufeffone\r\ntwo\r" * 3) >= 0.3
-    )
-    folder = write_texts(
-        tmp_path / "in", ["\ufeffone\r\ntwo\r" * 4] * 6 + ["other text", "and more"]
-    )
+    seed = next(seed for seed in range(1000) if document_hash(seed, "one\r\ntwo\r" + "\ufeffone\r\ntwo\r" * 3) >= 0.3)
+    folder = write_texts(tmp_path / "in", ["\ufeffone\r\ntwo\r" * 4] * 6 + ["other text", "and more"])
     make(folder, context_length=2, seed=seed)
     assert documents_of(tmp_path / "out", "train")[0] == ("one\r\ntwo\r" + "\ufeffone\r\ntwo\r" * 3)
 
@@ -655,25 +620,17 @@ def test_hidden_files_and_folders_are_read_only_where_they_are_named(make, tmp_p
         make(f"{folder}/deep/", output=tmp_path / "d", exclude=["deep"], pattern=["b.txt"])
 
 
-def test_links_to_folders_are_followed_and_what_is_reached_twice_is_read_once(
-    make, tmp_path, texts
-):
+def test_links_to_folders_are_followed_and_what_is_reached_twice_is_read_once(make, tmp_path, texts):
     folder = write_texts(tmp_path / "in", texts[:8])
     write_texts(tmp_path / "elsewhere", texts[8:16])
     write_texts(tmp_path / "more", texts[16:])
     (folder / "a").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     (folder / "b").symlink_to(tmp_path / "elsewhere", target_is_directory=True)  # again
-    (folder / "c").symlink_to(
-        tmp_path, target_is_directory=True
-    )  # what it lies in: `elsewhere` and itself again, and `more`
+    (folder / "c").symlink_to(tmp_path, target_is_directory=True)  # what it lies in: `elsewhere` and itself again, and `more`
     (folder / "d.txt").symlink_to("000.txt")
     os.link(folder / "001.txt", folder / "e.txt")
     manifest = make(folder, exclude=["out"])
-    assert (
-        sum(split["documents"] for split in manifest["splits"].values())
-        == len(texts)
-        == manifest["files_total"]
-    )
+    assert sum(split["documents"] for split in manifest["splits"].values()) == len(texts) == manifest["files_total"]
     assert manifest["skipped"]["files_twice"] == 5 == 2 + 1 + 2
     assert "5 links or names lead to what is read already" in summary(manifest)
     (tmp_path / "other").mkdir()
@@ -685,12 +642,8 @@ def test_links_to_folders_are_followed_and_what_is_reached_twice_is_read_once(
 # --- documents that are left out -----------------------------------------------------
 
 
-def test_documents_that_are_not_accounted_for_end_the_preparation(
-    make, tmp_path, texts, monkeypatch
-):
-    monkeypatch.setattr(
-        "fabric_llm.prepare.prepare.split_documents", lambda *given, row: forgetful(*given, row)
-    )
+def test_documents_that_are_not_accounted_for_end_the_preparation(make, tmp_path, texts, monkeypatch):
+    monkeypatch.setattr("fabric_llm.prepare.prepare.split_documents", lambda *given, row: forgetful(*given, row))
 
     def forgetful(*given):
         found = rows_module.split_documents(*given)
@@ -763,6 +716,7 @@ def test_trained_tokenizer_has_one_special_token_and_opens_again(make, tmp_path,
     assert_holds(tmp_path / "out", texts)
 
 
+@pytest.mark.longer
 def test_tokenizer_training_is_deterministic_over_processes(tmp_path):
     code = (
         "import sys; from pathlib import Path; from fabric_llm.prepare.tokenizer import train_byte_level_bpe;"
@@ -818,6 +772,7 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
 
 
+@pytest.mark.longer
 def test_killed_preparation_leaves_no_dataset_and_the_next_one_sweeps(make, tmp_path, texts, bpe):
     corpus = write_lines(tmp_path / "in.jsonl", [{"text": text * 20} for text in texts * 60])
     output = tmp_path / "out"
@@ -1011,9 +966,7 @@ def test_split_that_fills_no_row(make, tmp_path, lengths, split, advice):
     short = lengths.index(1)
     order = min if split == "validation" else max
     seed = next(
-        seed
-        for seed in range(1000)
-        if order(range(len(lengths)), key=lambda n: document_hash(seed, texts[n])) == short
+        seed for seed in range(1000) if order(range(len(lengths)), key=lambda n: document_hash(seed, texts[n])) == short
     )
     with pytest.raises(ValueError) as raised:
         make(path, seed=seed, validation_fraction=1e-9 if split == "validation" else 1 - 1e-9)

@@ -160,9 +160,7 @@ def test_an_end_that_nothing_predicts_is_dropped_and_counted(corpus, tmp_path, c
 
 def test_lengths_that_leave_padding_are_said(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_text(
-        "\n\n".join(f"{number:03d}abcdefghijklmnopqrstuvw" * 2 for number in range(120))
-    )
+    path.write_text("\n\n".join(f"{number:03d}abcdefghijklmnopqrstuvw" * 2 for number in range(120)))
     manifest = made(path, tmp_path / "out", train_tokenizer=257, context_length=80)
     assert f"{manifest['splits']['train']['row_use_percent']} % of them text" in summary(manifest)
     assert manifest["splits"]["train"]["row_use_percent"] < 80
@@ -174,9 +172,7 @@ def test_padding_is_no_target_and_belongs_to_the_document_before(corpus, tmp_pat
     eos = made(corpus, tmp_path / "out")["eos_token_id"]
     dataset = open_dataset(tmp_path / "out")
     numbers = np.arange(len(dataset.train))
-    [batch] = Batches(
-        dataset.train, 0, len(numbers), 1, picked=numbers, document_end=eos if apart else None
-    ).at(0)
+    [batch] = Batches(dataset.train, 0, len(numbers), 1, picked=numbers, document_end=eos if apart else None).at(0)
     ids, labels = batch["input_ids"], batch["labels"]
     padding = torch.zeros_like(ids, dtype=torch.bool)
     padding[:, 1:] = (ids[:, 1:] == eos) & (ids[:, :-1] == eos)

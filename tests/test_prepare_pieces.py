@@ -151,6 +151,7 @@ def assert_same(one, other):
     assert differing == errors == [] and len(same) == len(names) - 1
 
 
+@pytest.mark.longer
 def test_kills_at_named_places_change_nothing(call, undisturbed, tmp_path):
     points = [
         "prepare.documents:count=150",
@@ -169,6 +170,7 @@ def test_kills_at_named_places_change_nothing(call, undisturbed, tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
+@pytest.mark.longer
 def test_processes_change_nothing_and_one_that_dies_is_named(call, undisturbed, tmp_path):
     done = call(tmp_path / "out", "prepare.marked:count=2:do=kill", num_workers=2)
     assert done.returncode == 71 and "a process that tokenizes was killed" in done.stderr
@@ -204,28 +206,17 @@ def test_work_with_another_tokenizer_is_thrown_away(call, undisturbed, tmp_path)
 
 def test_pieces_of_other_flags_are_kept_where_these_do_not_matter(call, undisturbed, tmp_path):
     """A separator divides texts: pieces of JSON lines are the same."""
-    assert (
-        call(tmp_path / "out", "prepare.rows:do=kill", document_separator="none").returncode
-        == -signal.SIGKILL
-    )
+    assert call(tmp_path / "out", "prepare.rows:do=kill", document_separator="none").returncode == -signal.SIGKILL
     done = call(tmp_path / "out")
-    assert done.returncode == 0 and re.search(
-        r"Going on: ([1-9]\d*) of (?!\1 )\d+ pieces are done", done.stderr
-    ), done.stderr
+    assert done.returncode == 0 and re.search(r"Going on: ([1-9]\d*) of (?!\1 )\d+ pieces are done", done.stderr), done.stderr
     assert_same(tmp_path / "out", undisturbed)
 
 
-def test_a_bad_file_that_is_taken_away_takes_no_finished_piece_with_it(
-    call, corpus, undisturbed, tmp_path
-):
+def test_a_bad_file_that_is_taken_away_takes_no_finished_piece_with_it(call, corpus, undisturbed, tmp_path):
     shutil.copytree(corpus / "in", tmp_path / "in")
     (tmp_path / "in" / "e.jsonl").write_text('{"body": "a"}\n')
     failed = call(tmp_path / "out", inputs=[str(tmp_path / "in")])
-    assert (
-        failed.returncode == 2
-        and "none of 1 records of" in failed.stderr
-        and "the same command" not in failed.stderr
-    )
+    assert failed.returncode == 2 and "none of 1 records of" in failed.stderr and "the same command" not in failed.stderr
     finished = len(list((tmp_path / ".out.preparing").rglob("piece-*.json")))
     (tmp_path / "in" / "e.jsonl").unlink()
     done = call(tmp_path / "out", inputs=[str(tmp_path / "in")])
@@ -239,16 +230,10 @@ def test_another_end_of_texts_is_another_dataset(call, corpus, tmp_path, stays):
     shutil.copytree(corpus / "tokenizer", tmp_path / "tokenizer")
     backend = Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json"))
     backend.add_special_tokens(["</s>"])
-    wrong, right = (
-        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
-        for eos in ("</s>", "<|endoftext|>")
-    )
+    wrong, right = (PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos) for eos in ("</s>", "<|endoftext|>"))
     wrong.save_pretrained(tmp_path / "tokenizer")
     given = dict(tokenizer=str(tmp_path / "tokenizer"), context_length=2)
-    assert (
-        call(tmp_path / "out", "prepare.marked:count=3:do=kill", **given).returncode
-        == -signal.SIGKILL
-    )
+    assert call(tmp_path / "out", "prepare.marked:count=3:do=kill", **given).returncode == -signal.SIGKILL
     if stays == "tokenizer":
         right.save_pretrained(tmp_path / "tokenizer")
     done = call(tmp_path / "out", **given)
@@ -279,10 +264,7 @@ def test_work_that_was_half_removed_is_not_used(call, undisturbed, tmp_path):
 
 def test_another_packing_keeps_what_is_tokenized(call, tmp_path):
     def times():
-        return {
-            path.name: path.stat().st_mtime_ns
-            for path in (tmp_path / ".out.preparing").glob("piece-*.json")
-        }
+        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".out.preparing").glob("piece-*.json")}
 
     killed = call(tmp_path / "out", "prepare.rows:do=kill", context_length=16)
     before = times()

@@ -321,10 +321,7 @@ def test_all_streams_of_an_archive_are_read(tmp_path, packed, name, between):
     """As `xz -dc`, `bzip2 -dc` and `gzip -dc` give them, with padding."""
     texts = [f"text {number}" for number in range(300)]
     data = as_lines(texts) if name == "a.jsonl" else "\n\n".join(texts).encode()
-    streams = [
-        PACK[packed](data[at : at + len(data) // 3 + 1])
-        for at in range(0, len(data), len(data) // 3 + 1)
-    ]
+    streams = [PACK[packed](data[at : at + len(data) // 3 + 1]) for at in range(0, len(data), len(data) // 3 + 1)]
     path = write(tmp_path / f"{name}{packed}", between.join([*streams, b""]))
     assert len(streams) == 3 and read(path, separator=BLANK_LINES) == (texts, [])
 
@@ -338,9 +335,7 @@ def test_what_comes_behind_a_damaged_stream_is_said_to_be_missing(tmp_path, pack
     data = "\n\n".join(texts).encode() if name == "a.txt" else MAKE[name[1:]](texts)
     half = data.index(b"text 15") + 9
     damaged = PACK[packed](data[half:])
-    damaged = {"damaged": b"\x01" + damaged[1:], "other": b"no archive", "cut off": damaged[:2]}[
-        second
-    ]
+    damaged = {"damaged": b"\x01" + damaged[1:], "other": b"no archive", "cut off": damaged[:2]}[second]
     path = write(tmp_path / f"{name}{packed}", PACK[packed](data[:half]) + damaged)
     found, bad = read(path, separator=separator)
     assert found == texts[: len(found)] and len(found) in (15, 16)
@@ -379,9 +374,7 @@ RECORDS = [
 
 
 @pytest.mark.parametrize("block", [1, 7, 100, 2**20])
-@pytest.mark.parametrize(
-    "around", [(b"[", b",", b"]"), (b"\xef\xbb\xbf \n[ ", b"\n\t,\r\n ", b" \n]\n ")]
-)
+@pytest.mark.parametrize("around", [(b"[", b",", b"]"), (b"\xef\xbb\xbf \n[ ", b"\n\t,\r\n ", b" \n]\n ")])
 def test_an_array_gives_the_documents_of_its_lines(tmp_path, monkeypatch, block, around):
     monkeypatch.setattr(documents, "BLOCK_BYTES", block)
     texts, bad = read(write(tmp_path / "a.jsonl", b"\n".join(RECORDS)))
@@ -389,21 +382,15 @@ def test_an_array_gives_the_documents_of_its_lines(tmp_path, monkeypatch, block,
     found, found_bad = read(write(tmp_path / "a.json", begin + between.join(RECORDS) + end))
     assert found == texts and len(texts) == 10 and "4,300 digits" in texts and "the last" in texts
     places = [int(line.split(":")[1].split(" ")[0]) for line in bad]
-    assert [line.split(" ")[:3] for line in found_bad] == [
-        ["a.json", "record", str(place)] for place in places
-    ]
-    assert [line.split(" ", 3)[3].split(":")[0] for line in found_bad] == [
-        line.split(" ", 1)[1].split(":")[0] for line in bad
-    ]
+    assert [line.split(" ")[:3] for line in found_bad] == [["a.json", "record", str(place)] for place in places]
+    assert [line.split(" ", 3)[3].split(":")[0] for line in found_bad] == [line.split(" ", 1)[1].split(":")[0] for line in bad]
 
 
 @pytest.mark.parametrize("behind", [b"x", b"{}", b'[{"text": "more"}]', b"\0"])
 def test_what_stands_behind_an_array_is_said(tmp_path, behind):
     path = write(tmp_path / "a.json", MAKE[".json"](TEXTS) + b"\n" * 3 + behind)
     texts, [bad] = read(path)
-    assert texts == TEXTS and bad.startswith(
-        f"a.json record {len(TEXTS) + 1} comes after the end of an array, and is not read"
-    )
+    assert texts == TEXTS and bad.startswith(f"a.json record {len(TEXTS) + 1} comes after the end of an array, and is not read")
 
 
 @pytest.mark.parametrize(
@@ -426,17 +413,13 @@ def test_an_array_is_read_in_bounded_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(documents, "RECORD_BYTES", 5000)
     sizes, match = [], documents._element
-    monkeypatch.setattr(
-        documents, "_element", lambda buffer, at: sizes.append(len(buffer)) or match(buffer, at)
-    )
+    monkeypatch.setattr(documents, "_element", lambda buffer, at: sizes.append(len(buffer)) or match(buffer, at))
     texts = [f"{number} " + "x" * (number % 3000) for number in range(3000)]
     assert read(write(tmp_path / "a.json", MAKE[".json"](texts))) == (texts, [])
     assert max(sizes) < 12_000
     path = write(tmp_path / "b.json", MAKE[".json"](["a", "x" * 100_000, "z"]))
     texts, [bad] = read(path)
-    assert (
-        texts == ["a"] and bad.endswith("what comes after it is not read") and max(sizes) < 12_000
-    )
+    assert texts == ["a"] and bad.endswith("what comes after it is not read") and max(sizes) < 12_000
 
 
 def test_rows_of_tsv_with_a_single_quote_stay_rows(tmp_path):
@@ -585,9 +568,8 @@ def test_a_folder_of_web_pages_is_told_as_that(tmp_path, make):
     ):
         make(tmp_path / "in")
     write(tmp_path / "in" / "d.jsonl", GOOD)
-    assert (
-        "2 .html, 1 .wet; choose with --pattern, or name what is meant with --input; the text of"
-        in (summary(make(tmp_path / "in")))
+    assert "2 .html, 1 .wet; choose with --pattern, or name what is meant with --input; the text of" in (
+        summary(make(tmp_path / "in"))
     )
 
 
@@ -671,6 +653,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.quick_cases(r"skip-(?!long|many|columns)")
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("on_error", ["skip", "stop"])
 def test_what_others_wrote_reaches_nobody_raw(tmp_path, capfd, kind, on_error):

@@ -62,6 +62,7 @@ def test_a_preset_is_the_recipe(name, monkeypatch):
     assert flags.model.model_name in file_of(name).read_text().partition("\nmodel_name")[0], "whose sizes are planned"
 
 
+@pytest.mark.quick_cases(r"gpt2")
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_preset_fits_the_machine_that_it_names(name, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -93,6 +94,8 @@ def write_toy(name, folder):
     return folder
 
 
+@pytest.mark.quick_cases(r"gemma3|llama3.2_1b")
+@pytest.mark.every_eighth(2)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_preset_trains_at_toy_size(name, tmp_path, packed):
     given = yaml.safe_load(file_of(name).read_text())

@@ -78,6 +78,7 @@ def test_it_says_what_plain_transformers_says(toys, packed_data, alone):
     assert "bits_per_byte" not in first and "loss_from_0" not in first
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [

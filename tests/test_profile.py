@@ -20,6 +20,7 @@ def names_in(trace):
     return [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_are_traced_by_rank_0_alone(toys, tmp_path, ranks):
     run(toys, tmp_path / "plain", ranks)
@@ -36,11 +37,13 @@ def test_steps_are_traced_by_rank_0_alone(toys, tmp_path, ranks):
     assert metrics(tmp_path / "run") == metrics(tmp_path / "plain" / "run")
 
 
+@pytest.mark.longer
 def test_a_run_that_ends_first_writes_what_it_has(toys, tmp_path):
     run(toys, tmp_path, 1, "--profile", "5:900")
     assert [path.name for path in (tmp_path / "run" / "profile").iterdir()] == ["steps-5-6.json"]
 
 
+@pytest.mark.longer
 def test_a_resumed_run_does_not_record_again(toys, tmp_path):
     """Neither from its arguments.yaml, nor where a restart loop repeats the command: those steps are done."""
     run(toys, tmp_path, 1, "--profile", "2:2")
@@ -52,6 +55,7 @@ def test_a_resumed_run_does_not_record_again(toys, tmp_path):
     assert [path.name for path in (tmp_path / "run" / "profile").iterdir()] == ["steps-2-2.json"]
 
 
+@pytest.mark.longer
 def test_what_cannot_be_written_is_a_warning(toys, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "profile").write_text("a file")

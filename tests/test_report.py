@@ -124,6 +124,7 @@ EVALUATIONS = [
 # ------------------------------------------------------------------------------- what is shown of which run
 
 
+@pytest.mark.longer
 def test_a_real_run_that_was_resumed(toys, tmp_path):
     flags = (*toy_run(toys, tmp_path), "--run_name", "run", "--global_batch_size", 4, "--eval_iters", 1, "--lr", 1e-2)
     flags += ("--max_step", 4, "--save_step_interval", 2)
@@ -148,6 +149,7 @@ def test_a_real_run_that_was_resumed(toys, tmp_path):
     assert "30.8, 1.02 times the plan's 30.2" in report(run).text
 
 
+@pytest.mark.longer
 def test_a_rewind_stages_and_an_average_are_drawn(toys, tmp_path):
     paths = {"new": toys / "many", "old": toys / "data"}
     sources = {name: {"path": str(path), "weight": 0.5} for name, path in paths.items()}
@@ -341,6 +343,7 @@ def test_a_trend_is_an_exponential_mean():
     assert math.isnan(means[0]) and means[1:100] == pytest.approx(1) and means[101] == pytest.approx(0.5, abs=0.01)
 
 
+@pytest.mark.longer
 def test_a_page_of_half_a_million_lines_stays_small(tmp_path):
     def lines():
         for step in range(1, 500_001):
@@ -357,6 +360,7 @@ def test_a_page_of_half_a_million_lines_stays_small(tmp_path):
     assert max(trend["y"]) < 10 and trend["x"][-1] == 500_000
 
 
+@pytest.mark.longer
 def test_many_runs_stay_small(tmp_path):
     lines = [training(step) for step in range(1, 1500)]
     runs = [made(tmp_path / f"run-{number}", lines) for number in range(12)]
@@ -468,6 +472,7 @@ def opened(file, tmp_path, width=1280):
     return console, json.loads(html.unescape(found[1]))
 
 
+@pytest.mark.longer
 @pytest.mark.skipif(browser() is None, reason="no chromium or chrome is installed")
 def test_it_opens_in_a_browser_without_errors_and_without_the_network(tmp_path):
     said = {"how": "greedy", "tokens": 1, "step": 1, "prompt": HOSTILE, "text": HOSTILE}

@@ -83,6 +83,7 @@ def steps(toys, folder, *more, model="mixtral"):
     return metrics(run), metrics(run, "aux_loss"), metrics(run, "grad_norm"), metrics(run, "eval_loss")
 
 
+@pytest.mark.longer
 def test_it_is_trained_as_the_configuration_or_the_flag_says_and_logged_by_itself(toys, tmp_path):
     loss, aux, norm, evaluated = steps(toys, tmp_path / "config")
     without = steps(toys, tmp_path / "off", "--router_aux_loss_coef", 0)

@@ -3,6 +3,7 @@
 import json
 from copy import deepcopy
 
+import pytest
 from ranks import Job
 from test_context_parallel import run_of
 from test_tasks import WORDS
@@ -13,6 +14,7 @@ import prepare_data
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
 
 
+@pytest.mark.longer
 def test_data_of_a_tokenizer_with_other_rules_or_another_end_is_refused(tmp_path):
     """All have the same vocabulary."""
     texts = [" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))]

@@ -59,6 +59,7 @@ def greedy(checkpoint, prompt):
     return continuation(tokenizer, tokenizer(prompt)["input_ids"], ids[0].tolist())
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("strategy", "ranks", "kind"),
     [("auto", 1, "full"), ("fsdp", 2, "full"), ("fsdp2", 2, "sharded"), ("ddp", 2, "full")],
@@ -81,6 +82,7 @@ def test_samples_are_those_of_plain_transformers_and_change_nothing(toys, data, 
                 assert one["text"] == greedy(folder, one["prompt"])
 
 
+@pytest.mark.longer
 def test_a_resumed_run_samples_what_it_makes_anew_and_events_keep_all(toys, data, tmp_path):
     run = tmp_path / "run"
     train_ranks(1, *flags(toys, data, tmp_path, *sampled(data), "--run_name", "run"))

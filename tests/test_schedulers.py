@@ -120,6 +120,7 @@ def start(toys, folder, *more):
         return subprocess.Popen(words, cwd=folder, env=own, stdout=log, stderr=log)
 
 
+@pytest.mark.longer
 def test_a_pod_that_is_preempted_saves_and_the_next_one_goes_on(toys, tmp_path):
     run, endless = tmp_path / "checkpoints" / "mine", ("--max_step", 100_000, "--keep_last", 2)
     pod = start(toys, tmp_path, *endless)
@@ -136,6 +137,7 @@ def test_a_pod_that_is_preempted_saves_and_the_next_one_goes_on(toys, tmp_path):
     assert metrics(run, "step")[-1] == saved + 5 and "resumed from" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.longer
 def test_a_mistake_is_not_restarted(toys, tmp_path):
     code = start(toys, tmp_path, "--max_step", 5, "--lr", -1).wait(120)
     assert code == 1 and "--lr must be positive" in (tmp_path / "log").read_text()

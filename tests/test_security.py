@@ -1255,6 +1255,7 @@ def end_of(program, *words):
     return code, said.getvalue(), asked
 
 
+@pytest.mark.quick_cases(r"is_a_link|outside|code_for")
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack(base, tmp_path, name):
     attack, expected, *words = ATTACKS[name]
@@ -1390,6 +1391,7 @@ def refused_at_once(folder, *flags):
     return done.stderr
 
 
+@pytest.mark.quick_cases(r"config: (aliases|in a mixture)|report")
 @pytest.mark.parametrize("name", HOSTILE_TEXT)
 def test_hostile_text_is_refused_at_once(tmp_path, name):
     command, text, words = HOSTILE_TEXT[name]
@@ -1402,6 +1404,7 @@ def test_hostile_text_is_refused_at_once(tmp_path, name):
     assert words in said, said
 
 
+@pytest.mark.quick_cases(r"rope|prepare_data.*number")
 @pytest.mark.parametrize(("program", "file", "name"), MODELS)
 def test_a_hostile_model_or_tokenizer_is_refused_at_once(tmp_path, program, file, name):
     content, words = HOSTILE_MODELS[file][name]
@@ -1420,6 +1423,7 @@ def test_a_hostile_model_or_tokenizer_is_refused_at_once(tmp_path, program, file
     assert words in said and "model" in said, said
 
 
+@pytest.mark.longer
 def test_a_regular_expression_that_takes_too_long_is_told_in_one_sentence(base, tmp_path):
     scene = copy_of(base, tmp_path)
     pattern = {"Regex": "(1|1 |2|2 )*(([0-9 ]+)+)+$x"}

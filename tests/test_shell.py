@@ -206,6 +206,7 @@ def started(words, folder, *options):
     return subprocess.run([sys.executable, *options, *words], cwd=folder, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.quick_cases(r"train|average")
 @pytest.mark.parametrize("name", [*SCRIPTS, *MODULES])
 def test_a_command_outside_of_its_environment_says_so(name):
     """-S leaves all installed packages out."""
@@ -232,6 +233,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 TOYS = "--model_name {toys}/llama --train_data_dir {toys}/data --max_step 1 --output_dir {tmp}".split()
 
 
+@pytest.mark.quick_cases(r"words0|words4")
 @pytest.mark.parametrize(
     ("package", "words"),
     [
@@ -260,6 +262,7 @@ def test_a_missing_package_is_named(package, words, toys, tmp_path):
     assert f"the package {package} isn't installed for" in done.stderr.splitlines()[-1], done.stderr
 
 
+@pytest.mark.quick_cases(r"3, 8")
 @pytest.mark.parametrize("version", ["(3, 8, 1)", "(3, 10, 9)"])
 def test_an_old_python_is_told_in_one_sentence(version):
     for name in [*SCRIPTS, *(f"fabric_llm.{name}" for name in MODULES)]:

@@ -65,6 +65,8 @@ CASES = [
 ]
 
 
+@pytest.mark.quick_cases(r"(embed_tokens|q_proj).*fsdp2")
+@pytest.mark.every_eighth(6)
 @pytest.mark.parametrize(("strategy", "precision"), [("fsdp", "32-true"), ("fsdp", "bf16-mixed"), ("fsdp2", "bf16-true")])
 @pytest.mark.parametrize(("tensor", "damage", "module"), CASES)
 def test_the_first_module_that_differs_is_named(toys, tmp_path, strategy, precision, tensor, damage, module):
@@ -82,6 +84,8 @@ def test_rounded_rope_frequencies_are_found(toys, tmp_path):
         assert code == 2 and "the buffer model.rotary_emb.inv_freq" in said and "torch.bfloat16" in said
 
 
+@pytest.mark.quick_cases(r"fsdp2-2-bf16-true")
+@pytest.mark.every_eighth(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2)])
 def test_a_good_start_passes_and_says_so(toys, tmp_path, strategy, ranks, precision):
@@ -94,6 +98,7 @@ def test_it_can_be_switched_off(toys, tmp_path):
     assert code == 0 and "verified" not in said
 
 
+@pytest.mark.quick_cases(r"fsdp-2")
 @pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("fsdp2", 2)])
 def test_the_reference_is_gone_before_the_model_on_the_devices_is_compared(toys, tmp_path, strategy, ranks):
     """Host memory holds the weights once: the shards, or what they are made from."""

@@ -59,6 +59,8 @@ def final_weights(folder):
     return load_file(folder / f"step-{STEPS:08d}" / "model.safetensors")
 
 
+@pytest.mark.quick_cases(r"fsdp2-2-15")
+@pytest.mark.every_eighth(7)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2), ("fsdp2", 2)])
 def test_a_signal_to_one_rank_stops_all_after_a_save_and_nothing_is_lost(toys, tmp_path, strategy, ranks, number):
@@ -87,6 +89,7 @@ def test_a_stop_file_that_comes_too_late_is_not_for_the_next_run(toys, tmp_path)
     assert not (tmp_path / "run" / "stop").exists()
 
 
+@pytest.mark.longer
 def test_a_last_evaluation_that_was_cut_off_is_made_when_the_run_resumes(toys, tmp_path):
     argv = [*flags(toys, tmp_path, "auto"), *map(str, ("--eval_iters", 2, "--eval_batch_size", 2))]
     train_ranks(1, *argv, "--run_name", "whole")
@@ -110,6 +113,7 @@ def test_a_save_file_saves_and_the_run_goes_on(toys, tmp_path):
     assert saved == ["step-00000003", "step-00000008"]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("fsdp", 2)])
 def test_a_second_signal_ends_at_once_without_a_save(toys, tmp_path, strategy, ranks):
     def signal_the_last_rank_twice():
@@ -133,6 +137,7 @@ def test_a_second_signal_ends_at_once_without_a_save(toys, tmp_path, strategy, r
     assert status["code"] == 75 and "second signal" in status["reason"]
 
 
+@pytest.mark.longer
 def test_a_signal_that_is_delivered_twice_is_one(toys, tmp_path):
     """By the scheduler, to all processes, and by the launcher that hands it on."""
 
@@ -204,6 +209,7 @@ def test_a_stop_is_heard_while_flags_are_parsed(tmp_path, number):
     assert run.returncode == 75 and said == f"train.py: error: {AT_START}\n"
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("to_all", [False, True], ids=["SIGTERM to rank 0", "Ctrl-C"])
 def test_a_stop_while_the_ranks_start_ends_them_all(toys, tmp_path, to_all):
     """They hang where they import torch, which takes minutes where many ranks share few cores."""
@@ -236,6 +242,7 @@ def test_a_stop_while_the_ranks_start_ends_them_all(toys, tmp_path, to_all):
     assert status["code"] == 75 and status["retryable"] and status["reason"] == AT_START
 
 
+@pytest.mark.longer
 def test_a_stop_is_heard_while_a_rank_waits_for_the_others(toys, tmp_path):
     """In C++, where Python's handlers aren't called: the other rank never comes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -273,6 +280,7 @@ def save_comes_first(argv, run_directory):
     return train_and_do(argv, 0, 4, send(signal.SIGTERM))
 
 
+@pytest.mark.longer
 def test_whoever_asked_to_stop_does_not_wait_for_an_evaluation(toys, tmp_path):
     more = ("--eval_iters", 2, "--eval_batch_size", 2, "--eval_step_interval", 2)
     argv = [*flags(toys, tmp_path, "auto"), *map(str, more)]
@@ -292,6 +300,7 @@ def test_resume_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(to
     assert progress["step"] == 4 and metrics(tmp_path / "run", "step") == [1, 2, 3, 4]
 
 
+@pytest.mark.longer
 def test_a_run_stops_by_itself_after_max_hours_and_goes_on_for_as_long(toys, tmp_path):
     """By rank 0's clock, on all ranks; its arguments.yaml keeps the limit, which each start has anew."""
     argv = flags(toys, tmp_path, "fsdp", "--devices", 2)
@@ -323,6 +332,7 @@ def test_max_hours_is_positive(toys, tmp_path, hours, capfd):
     assert f"--max_hours must be positive, not {float(hours)}." in capfd.readouterr().err
 
 
+@pytest.mark.longer
 def test_a_run_of_a_few_seconds_stops_by_itself(toys, tmp_path):
     """A real process and the real clock: it has to make a step first, however late it is."""
     words = flags(toys, tmp_path, "auto", "--max_step", 1_000_000, "--run_name", "run", "--max_hours", 1e-6)

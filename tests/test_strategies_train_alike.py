@@ -132,9 +132,8 @@ def often(value, *others):
     return [value, *(pytest.param(*other, marks=pytest.mark.longer) for other in others)]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "strategy"), often((2, "fsdp"), (1, "auto"), (1, "fsdp"), (2, "fsdp2"), (2, "ddp"))
-)
+@pytest.mark.every_eighth(0)
+@pytest.mark.parametrize(("ranks", "strategy"), often((2, "fsdp"), (1, "auto"), (1, "fsdp"), (2, "fsdp2"), (2, "ddp")))
 @pytest.mark.parametrize(("model", "loss"), often(("gemma3", "chunked"), ("gemma3", "full"), ("often_idle", "full")))
 def test_what_has_no_part_in_the_loss_stays(made, tmp_path, model, loss, ranks, strategy):
     """Without a gradient there is no decay either: one device, FSDP2, FSDP1 and DDP agree."""

@@ -85,6 +85,8 @@ def test_machines_of_one_device_synchronise_a_hybrid(name):
     assert first == second
 
 
+@pytest.mark.quick_cases(r"fsdp2-2.*wrap_policy none")
+@pytest.mark.every_eighth(3)
 @pytest.mark.parametrize(("strategy", "ranks", "flags"), FLAGS)
 def test_flags_do_not_change_the_result(toys, tmp_path, plain, strategy, ranks, flags):
     curves = run(toys, tmp_path, ranks, "--strategy", strategy, *flags.split())
@@ -96,6 +98,7 @@ def test_flags_do_not_change_the_result(toys, tmp_path, plain, strategy, ranks, 
             torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-6)
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "ddp"])
 def test_bf16_mixed_keeps_float32_weights(toys, tmp_path, plain, strategy):
     losses, norms, _ = run(toys, tmp_path, 2, "--strategy", strategy, precision="bf16-mixed")

@@ -20,6 +20,7 @@ def swept(toys, *words):
     return {(row["devices"], row["sharding"]): row for row in found["rows"]}, found
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_a_row_is_the_plan_of_its_devices(toys, strategy):
     flags = ("--devices", 2, "--strategy", strategy, "--micro_batch_size", 4, "--gradient_accumulation_steps", 2)
@@ -43,12 +44,14 @@ def tensors(outlook):
     return outlook["memory"]["peak"] - outlook["memory"]["parts"]["CUDA context (assumed)"]
 
 
+@pytest.mark.longer
 def test_every_device_keeps_its_part_of_the_batch(toys):
     rows, _ = swept(toys, "--sweep", "devices=4..32", "--global_batch_size", 8)
     tokens = {devices: row["outlook"]["tokens_a_step"] for (devices, _), row in rows.items()}
     assert tokens == {devices: 2 * 128 * devices for devices in (4, 8, 16, 32)}
 
 
+@pytest.mark.longer
 def test_where_the_network_is_slow_the_hybrid_is_faster(toys):
     """In float32 a node sends 12 bytes a parameter to shard over all devices, and 8 to sum the gradients of a hybrid."""
     flags = ("--precision", "32-true", "--mfu", 1e-7, "--sweep", "devices=8..64")
@@ -105,6 +108,7 @@ def test_what_does_not_fit_is_said(toys):
     assert " %, no " in text.splitlines()[1]
 
 
+@pytest.mark.longer
 def test_what_is_printed_and_drawn(toys, tmp_path):
     pytest.importorskip("plotly", reason="plotly isn't installed: pip install -e '.[report]'")
     words = ["--model_name", str(toys / "llama"), *SHORT[:2], "--sweep", "devices=8..32"]

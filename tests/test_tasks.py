@@ -161,6 +161,7 @@ def test_they_are_the_numbers_of_lm_eval_on_the_exported_model(world, alone, tmp
     assert found[0]["bits_per_byte"] > end["bits_per_byte"], "it has learned something"
 
 
+@pytest.mark.longer
 @LM_EVAL
 @pytest.mark.parametrize(
     ("ranks", "more"),
@@ -346,9 +347,7 @@ def test_what_is_no_task_or_group(world, tmp_path, capsys, monkeypatch):
     import lm_eval.tasks
 
     def of(path):
-        return refused(
-            capsys, prepare_data, "--tasks", path, "--tokenizer", world / "model", "--output", tmp_path / "out"
-        )
+        return refused(capsys, prepare_data, "--tasks", path, "--tokenizer", world / "model", "--output", tmp_path / "out")
 
     assert "no task, but a group without tasks" in of(group_of(tmp_path, "empty"))
     assert "no task, but a group without tasks" in of(write_task(tmp_path, "of_old", group="older"))

@@ -85,12 +85,14 @@ RUNS = [
 ]
 
 
+@pytest.mark.quick_cases(r"2-more3")
 @pytest.mark.parametrize(("ranks", "more"), RUNS)
 def test_a_run_is_the_run_without(toys, packed_data, tmp_path, alone, ranks, more):
     train_ranks(ranks, *run_of(toys / "llama", packed_data, tmp_path, "run", "--tiled_mlp", "true", *more))
     assert_same(numbers(tmp_path, "run"), alone)
 
 
+@pytest.mark.every_eighth(6)
 @pytest.mark.longer
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize(("ranks", "more"), RUNS)

@@ -97,9 +97,7 @@ def prepared(tmp_path_factory):
     def make(tokenizer, texts):
         folder = tmp_path_factory.mktemp("prepared")
         tokenizer.save_pretrained(folder / "tokenizer")
-        (folder / "a.jsonl").write_text(
-            "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        )
+        (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         given = dict(
             output=folder / "data",
             tokenizer=str(folder / "tokenizer"),
@@ -120,14 +118,8 @@ def test_unknown_tokens_are_counted_and_said(prepared):
     tokenizer = unigram()
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in UNKNOWN]
     text, unknown = manifest["text"], sum(some.count(tokenizer.unk_token_id) for some in ids)
-    assert (
-        unknown > 500
-        and text["unknown"] == unknown
-        and text["tokens"] == sum(map(len, ids)) + len(UNKNOWN)
-    )
-    assert (
-        text["bytes"] == sum(len(text.encode()) for text in UNKNOWN) > 2 * text["bytes_of_tokens"]
-    )
+    assert unknown > 500 and text["unknown"] == unknown and text["tokens"] == sum(map(len, ids)) + len(UNKNOWN)
+    assert text["bytes"] == sum(len(text.encode()) for text in UNKNOWN) > 2 * text["bytes_of_tokens"]
     assert bytes_are_lost(manifest)
     said = summary(manifest)
     assert f"warning    {unknown:,} tokens (" in said and " %) are <unk>: " in said
@@ -136,28 +128,17 @@ def test_unknown_tokens_are_counted_and_said(prepared):
 
 
 def test_letters_that_become_no_token_are_lost_too(prepared):
-    _, manifest = prepared(
-        letters(), [f"{'ACGT' * (9 + number)} {'NNN' * number}" for number in range(40)]
-    )
+    _, manifest = prepared(letters(), [f"{'ACGT' * (9 + number)} {'NNN' * number}" for number in range(40)])
     assert manifest["text"]["unknown"] == 0 and bytes_are_lost(manifest)
     assert "so evaluations give no bits per byte" in summary(manifest)
-    _, manifest = prepared(
-        letters(), ["ACGT" * (9 + number) for number in range(40)] + ["nothing of it"]
-    )
-    assert (
-        not bytes_are_lost(manifest)
-        and manifest["text"]["bytes_of_tokens"] == manifest["text"]["bytes"]
-    )
-    assert manifest["skipped"]["bad"] == 1 and "of which this tokenizer makes no token" in summary(
-        manifest
-    )
+    _, manifest = prepared(letters(), ["ACGT" * (9 + number) for number in range(40)] + ["nothing of it"])
+    assert not bytes_are_lost(manifest) and manifest["text"]["bytes_of_tokens"] == manifest["text"]["bytes"]
+    assert manifest["skipped"]["bad"] == 1 and "of which this tokenizer makes no token" in summary(manifest)
 
 
 def test_a_set_that_has_lost_bytes_has_no_loss_in_bits_per_byte(toys, prepared, tmp_path):
     known, unknown = (prepared(unigram(), texts)[0] for texts in (KNOWN, UNKNOWN))
-    train_ranks(
-        1, *run_of(toys / "llama", known, tmp_path, "run", "--eval_data", f"other={unknown}")
-    )
+    train_ranks(1, *run_of(toys / "llama", known, tmp_path, "run", "--eval_data", f"other={unknown}"))
     found = metrics(tmp_path / "run", "eval")[0]
     assert found["validation"]["bits_per_byte"] > 0 and found["other"]["loss"] > 0
     assert "bits_per_byte" not in found["other"]

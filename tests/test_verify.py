@@ -77,6 +77,7 @@ def edit_lines(file, change):
 # ------------------------------------------------------------------------------- a run
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_healthy_run_passes_and_gets_a_certificate(runs, tmp_path, monkeypatch, capsys, kind):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -102,6 +103,7 @@ def test_a_healthy_run_passes_and_gets_a_certificate(runs, tmp_path, monkeypatch
     assert files.describe(run, files.files_in(run)) == before, "nothing is changed"
 
 
+@pytest.mark.longer
 def test_no_export_leaves_it_out(runs, capsys):
     code, out, _ = verified(capsys, runs / "full", "--no_export")
     assert code == 0 and "plain transformers" not in out
@@ -181,6 +183,7 @@ def lose(tensors):
     del tensors["model.norm.weight"]
 
 
+@pytest.mark.quick_cases(r"lose")
 @pytest.mark.parametrize(
     ("change", "word"), [(set_nan, "infinity"), (transpose, "mlp.up_proj.weight"), (lose, "model.norm.weight")]
 )
@@ -193,6 +196,7 @@ def test_what_a_matching_manifest_hides_in_full_weights(runs, tmp_path, capsys, 
     assert code == 66 and word in error and str(file.parent) in error and "wasn't exported" in out
 
 
+@pytest.mark.longer
 def test_weights_in_several_files_with_an_index(runs, tmp_path, capsys):
     run = shutil.copytree(runs / "full", tmp_path / "run")
     folder = run / "step-00000006"
@@ -286,6 +290,7 @@ def tokens(number):
     return change
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     ("change", "words"),
     [  # lines: evaluation of step 0, steps 1 to 6, evaluation of step 6
@@ -303,7 +308,10 @@ def tokens(number):
         (cut, "line 8 isn't a JSON object"),
         (lambda lines: lines.append('{"step": 7, "eval_loss": 4.0}\n'), "lines of steps 7 to 7"),
         (lambda lines: replace_last(lines, eval_loss=4.0), "line 8 says 4.0 as the eval_loss, the checkpoint of step 6"),
-        (lambda lines: replace_last(lines, eval={"validation": {"loss": 4.0}}), "says 4.0 as the loss of validation, the checkpoint of step 6"),
+        (
+            lambda lines: replace_last(lines, eval={"validation": {"loss": 4.0}}),
+            "says 4.0 as the loss of validation, the checkpoint of step 6",
+        ),
     ],
 )
 def test_metrics_that_are_not_one_whole_curve(run, capsys, change, words):
@@ -347,6 +355,7 @@ def change_logits(tensors):
     tensors["logits"] += torch.randn_like(tensors["logits"])
 
 
+@pytest.mark.quick_cases(r"change_logits")
 @pytest.mark.parametrize(
     ("change", "words"),
     [(change_logits, "isn't the model that was trained"), (lambda tensors: tensors.pop("positions"), "positions")],
@@ -405,6 +414,7 @@ def drilled(folder, *argv):
     return done
 
 
+@pytest.mark.longer
 def test_a_killed_run_goes_on_to_the_same_bits(toys, tmp_path):
     flags = (
         "--model_name",
@@ -428,6 +438,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(toys, tmp_path):
     assert done.stderr == ""
 
 
+@pytest.mark.longer
 def test_a_drill_of_a_run_that_cannot_start(runs, tmp_path):
     done = drilled(tmp_path, runs / "full", "--", "--micro_batchsize", 3)
     assert done.returncode == 2 and "unknown flag --micro_batchsize" in done.stderr

@@ -4,6 +4,7 @@ import json
 import time
 from types import SimpleNamespace
 
+import pytest
 import torch
 from ranks import run_ranks
 
@@ -12,6 +13,7 @@ from fabric_llm.base.ranks import from_first, gather, waiting
 from fabric_llm.processes.watch import Watch, hanging
 
 
+@pytest.mark.longer
 def test_a_job_that_was_suspended_for_longer_than_the_time_out_goes_on(monkeypatch):
     """And still ends where nothing moves while it isn't suspended."""
     away = [0.0]  # seconds that the clock goes on while no thread does

@@ -157,6 +157,7 @@ def drawn(argv):
     return {name: value.clone() for name, value in state.items()}
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("model", ["llama-tied", "gpt2"])
 def test_random_weights_are_the_same_bits_on_any_ranks_and_strategy(toys, tmp_path, model):
     (tmp_path / "empty").mkdir()
