@@ -112,18 +112,12 @@ class ModelArguments:
         "bf16-true", fixed=True, also="bf16 fp16 fp32 dtype torch_dtype mixed_precision"
     )
     """dtype of weights and of computation; bf16-mixed, 16-mixed: float32 weights; -true: both in that dtype"""
-    bf16_updates: Literal["stochastic", "nearest", "master"] = what(
-        "stochastic", fixed=True, needs="precision bf16-true"
-    )
+    bf16_updates: Literal["stochastic", "nearest", "master"] = what("stochastic", fixed=True, needs="precision bf16-true")
     """bf16-true: how small updates survive (docs/numerics.md); bytes a parameter with moments: 6, 6 (they don't), 14"""
-    float8: Literal["none", "tensorwise", "rowwise"] = what(
-        "none", also="fp8 enable_fp8 float8_recipe"
-    )
+    float8: Literal["none", "tensorwise", "rowwise"] = what("none", also="fp8 enable_fp8 float8_recipe")
     """bf16-true, bf16-mixed: make the products of the layers in 8 bits (docs/speed.md), with a scale for each tensor or row;
     needs torchao, and on a CPU it is emulated, which is slow"""
-    rope: Optional[str] = what(
-        None, fixed=True, takes="theta:THETA, or yarn, linear or llama3 with a factor, such as yarn:4"
-    )
+    rope: Optional[str] = what(None, fixed=True, takes="theta:THETA, or yarn, linear or llama3 with a factor, such as yarn:4")
     """other rotary positions for longer rows (docs/long_context.md), in a new run, and in all that it saves:
     theta:8e6, or scaled, as yarn:4, linear:4 or llama3:8"""
     attention: Literal["auto", "packed", "sdpa", "flash_attention_2", "flex_attention", "eager"] = setting(
@@ -192,13 +186,9 @@ class CheckpointArguments:
 
     output_dir: str = basic_setting("checkpoints", path=True, also="save_dir save_folder dump_folder default_root_dir")
     """folder of run directories"""
-    run_name: Optional[str] = basic(
-        None, kept=False, how=True, also="wandb_name exp_name experiment_name"
-    )
+    run_name: Optional[str] = basic(None, kept=False, how=True, also="wandb_name exp_name experiment_name")
     """name of the run directory (default: model and data, numbered)"""
-    resume: Union[bool, Literal["auto"]] = basic(
-        False, kept=False, how=True, also="auto_resume auto_resume_from_checkpoints"
-    )
+    resume: Union[bool, Literal["auto"]] = basic(False, kept=False, how=True, also="auto_resume auto_resume_from_checkpoints")
     """true: go on from the latest checkpoint; or from --checkpoint; auto: if there is one, else start"""
     verify_checkpoints: Literal["full", "size"] = setting("full")
     """before resuming, compare sizes and sha256 of all files with the manifest, or only sizes"""
@@ -232,9 +222,7 @@ class TrainingArguments:
     """sequences per step, over all devices; sets the accumulation: micro_batch_size x gradient_accumulation_steps x devices x nodes"""
     accumulation_dtype: Literal["float32", "same"] = setting("float32")
     """dtype of gradients summed over micro-batches; float32: costs 4 bytes a parameter held; same: that of the weights"""
-    grad_clip: float = what(
-        1.0, at_least=0, also="clip_grad gradient_clipping max_grad_norm max_norm"
-    )
+    grad_clip: float = what(1.0, at_least=0, also="clip_grad gradient_clipping max_grad_norm max_norm")
     """largest L2 norm of the gradient; 0: no clipping"""
     lr: float = basic(2e-5, above=0, also="learning_rate max_lr peak_lr base_lr")
     """peak learning rate"""
@@ -289,9 +277,7 @@ class GuardArguments:
     """standard deviations of the loss above its window that are a spike"""
     spike_window: int = setting(100, at_least=2, needs="spike_threshold", how=False)
     """steps that a loss is compared with; a standard deviation takes two"""
-    spike_action: Literal["warn", "skip", "rewind"] = setting(
-        "warn", needs="spike_threshold", how=False
-    )
+    spike_action: Literal["warn", "skip", "rewind"] = setting("warn", needs="spike_threshold", how=False)
     """skip: leave the update out; rewind: back to the last checkpoint, and past the data since then"""
 
 
@@ -488,9 +474,7 @@ class ExportArguments:
 class PlanArguments:
     """Plan (plan.py alone has these; the others are those of train.py)"""
 
-    accelerator_name: str = flag(
-        "H100", takes="the name of an accelerator, such as H100", basic=True
-    )
+    accelerator_name: str = flag("H100", takes="the name of an accelerator, such as H100", basic=True)
     """kind of device; A100-40GB, A100-80GB, H100, H200, B200, L40S, RTX 4090, RTX 5090, MI300X or CPU"""
     device_memory: Optional[float] = flag(None, above=0)
     """GiB of memory of a device, or with a unit, such as 80GiB (default: the accelerator's)"""

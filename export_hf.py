@@ -8,7 +8,7 @@ from fabric_llm.base.command_line import fail
 from fabric_llm.base.faults import one_line
 from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.checkpoint.keep import checkpoint_at
-from fabric_llm.plan import checks
+from fabric_llm.weights import checks
 
 
 def main(argv: Optional[list[str]] = None) -> None:
@@ -18,9 +18,8 @@ def main(argv: Optional[list[str]] = None) -> None:
         arguments = parse_export(argv)
         output = Path(arguments.output)
         ending.left = f"nothing was written to {output}"
-        checks.check_export(arguments)
-        from fabric_llm.report import card
-        from fabric_llm.verify import export  # imports torch, which --help and mistakes don't wait for
+        checks.check(arguments)
+        from fabric_llm.weights import card, export  # imports torch, which --help and mistakes don't wait for
 
         source, is_there = checkpoint_at(arguments.checkpoint), output.exists() and not arguments.overwrite
         compared = ", which is there: comparing them" * is_there

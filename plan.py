@@ -24,7 +24,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     with in_one_sentence("plan.py"):
         own, flags = parse_plan(words)
         with without_collection():
-            from fabric_llm.plan import changes, sweep  # import torch
+            from fabric_llm.forecast import changes, sweep  # import torch
 
         if (sizes := sizes_of_preset(words)) is not None:
             flags = changes.changed(flags, {"model_name": str(sizes)})
@@ -32,7 +32,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         flags = changes.least_recomputed(own, flags)
         if own.html is not None:
             files.require_name(Path(own.html), "--html")
-            page = page_module("planned")
+            page = page_module("fabric_llm.forecast.page")
             if own.json:
                 raise Fault("--json true prints and --html draws: give one of them.")
             if own.sweep is None and (plan := page.plan_of(own, flags)) is not None:

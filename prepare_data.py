@@ -13,10 +13,10 @@ def main(argv: Optional[list[str]] = None) -> None:
         from arguments import parse_prepare
 
         arguments = parse_prepare(argv)
-        from fabric_llm.plan import checks
+        from fabric_llm.prepare import checks
 
         ending.left = f"nothing was written to {arguments.output}"
-        checks.check_preparation(arguments)
+        checks.check(arguments)
         if arguments.tasks is not None:
             from fabric_llm.prepare.tasks import prepare_tasks
 

@@ -179,7 +179,7 @@ def run_marked(file: Path, script: str, words: list[str]) -> None:
     plain_output()
     if script == "export_hf.py":
         import export_hf
-        from fabric_llm.verify import export
+        from fabric_llm.weights import export
 
         mark(file, export, "export", "export")
         sys.exit(export_hf.main(words))

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from arguments import parse_plan
 from benchmarks import gpu, inputs, page
+from fabric_llm.forecast.memory import Memory
+from fabric_llm.forecast.outlook import look
 from fabric_llm.model import gate, layers
-from fabric_llm.plan.memory import Memory
-from fabric_llm.plan.outlook import look
 
 GIB = 2**30
 CONTEXT, SLACK = "CUDA context (assumed)", "allocator's slack (assumed)"

@@ -206,7 +206,7 @@ def train(contender: Any, flags: list[str], kind: str) -> None:
 def in_theory(flags: list[str], context: int) -> page.Row:
     """Of a rank's step its operations and its memory above parameters and optimizer, as plan.py says them."""
     from arguments import parse_plan
-    from fabric_llm.plan import outlook, trace
+    from fabric_llm.forecast import outlook, trace
 
     own, planned = parse_plan([*flags, "--context_length", str(context)])
     found, held = outlook.look(own, planned), (trace.PARAMETERS, trace.OPTIMIZER)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments import parse_plan
 from benchmarks import gpu, inputs, page
-from fabric_llm.plan import sweep
+from fabric_llm.forecast import sweep
 
 GITHUB = "https://github.com"
 TITAN = f"[torchtitan]({GITHUB}/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md)"

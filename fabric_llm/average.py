@@ -21,9 +21,9 @@ from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import MANIFEST
 from fabric_llm.base.names import command, nearest_of
 from fabric_llm.base.program import in_one_sentence, plain_output
-from fabric_llm.plan.checks import exported_output
 from fabric_llm.report.__main__ import page_module
 from fabric_llm.training.guard import parse_budgets
+from fabric_llm.weights.checks import exported_output
 
 KNEE = "knee"
 PROGRAM = "python -m fabric_llm.average"
@@ -129,8 +129,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         exported_output(output, given.overwrite)
         files.writable(output)
         # These import torch, for which --help and mistakes don't wait.
-        from fabric_llm.report import card
-        from fabric_llm.verify import average, line
+        from fabric_llm.weights import average, card, line
 
         parts = average.open_parts(folders)
         if not weights:
@@ -144,7 +143,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         ending.left = f"{output} is complete"
         if more:
             try:
-                page_module("line").write(output / average.NOTE)
+                page_module("fabric_llm.report.line").write(output / average.NOTE)
             except Fault as fault:
                 print(f"Not drawn: {fault}", flush=True)
         elif given.evaluate:

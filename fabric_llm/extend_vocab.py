@@ -14,9 +14,9 @@ from fabric_llm.base.command_line import flag, parse
 from fabric_llm.base.names import command
 from fabric_llm.base.program import in_one_sentence, plain_output
 from fabric_llm.model.folders import check_model_folder
-from fabric_llm.plan.checks import exported_output
 from fabric_llm.prepare import inputs
 from fabric_llm.prepare.inputs import DEFAULT_PATTERNS
+from fabric_llm.weights.checks import exported_output
 
 PROGRAM = "python -m fabric_llm.extend_vocab"
 ABOUT = f"usage: {PROGRAM} MODEL --input CORPUS --tokens N --output FOLDER\nAdd tokens, learned from a corpus."
@@ -51,7 +51,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         found = inputs.find_sources(given.input, output=output.resolve(), **chosen)
         # These import torch, for which --help and mistakes don't wait.
         from fabric_llm.prepare import corpus
-        from fabric_llm.verify.extend import extend
+        from fabric_llm.weights.extend import extend
 
         texts = corpus.read(found, given.text_field, separator)
         print(corpus.summary(texts), flush=True)

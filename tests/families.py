@@ -404,7 +404,7 @@ def warn_only() -> None:
 
 def export_difference(run: Path, output: Path) -> float:
     from fabric_llm.checkpoint.keep import checkpoint_at as find
-    from fabric_llm.verify.export import export
+    from fabric_llm.weights.export import export
 
     warn_only()
     return export(find(run), output).logits_difference

@@ -20,7 +20,7 @@ import prepare_data
 from arguments import parse_export, parse_prepare, parse_train
 from fabric_llm.checkpoint import keep
 from fabric_llm.data.mixture import mixture_of
-from fabric_llm.report.card import rename
+from fabric_llm.weights.card import rename
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WORDS = "to be or not to be that is the question whether it is nobler in the mind to suffer".split()

@@ -28,7 +28,7 @@ from fabric_llm.checkpoint.writing import publish
 from fabric_llm.data.order import claimed_rows
 from fabric_llm.model.tensor_files import Tensors
 from fabric_llm.plan import run_directory
-from fabric_llm.verify.export import export
+from fabric_llm.weights.export import export
 
 FLAGS = ("--micro_batch_size", 4, "--eval_iters", 0, "--lr", 1e-2, "--precision", "32-true", "--max_step", 3)
 EXTEND = ("--resume_override", "max_step")

@@ -100,7 +100,7 @@ sys.meta_path.insert(0, Ask())
 )
 def test_a_stop_during_import(tmp_path, module, words):
     if words[0] == "export_hf.py":
-        module = {"datasets": "torch", "fabric_llm.prepare.prepare": "fabric_llm.verify.export"}.get(module, module)
+        module = {"datasets": "torch", "fabric_llm.prepare.prepare": "fabric_llm.weights.export"}.get(module, module)
     (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
     (tmp_path / "in").mkdir()
     for name in ("a.txt", "b.txt", "MANIFEST.json"):

@@ -26,9 +26,9 @@ from fabric_llm.base import files
 from fabric_llm.checkpoint import keep, reading, whole
 from fabric_llm.checkpoint.keep import checkpoint_at as find
 from fabric_llm.model.loading import load_config, open_weights
-from fabric_llm.plan.checks import exported_output
-from fabric_llm.verify import export as exporting
-from fabric_llm.verify.export import VerificationError, export, verify
+from fabric_llm.weights import export as exporting
+from fabric_llm.weights.checks import exported_output
+from fabric_llm.weights.export import VerificationError, export, verify
 
 
 @pytest.fixture(scope="module")
@@ -425,7 +425,7 @@ def test_a_stop_in_the_middle_leaves_the_former_export(runs, tmp_path, run_expor
 
 
 def test_a_stop_while_pushing_says_what_is_there(runs, tmp_path, run_export, monkeypatch):
-    monkeypatch.setattr("fabric_llm.verify.export.push", lambda *given: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("fabric_llm.weights.export.push", lambda *given: os.kill(os.getpid(), signal.SIGINT))
     code, _, error = run_export(runs / "full", "--push_to_hub", "org/name")
     assert code == 75 and "is complete, but it isn't pushed (repeat the command)" in error
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -482,7 +482,7 @@ def test_nothing_is_pushed_unverified(runs, run_export, hub, monkeypatch):
     def fails(*args):
         raise VerificationError("it isn't.")
 
-    monkeypatch.setattr("fabric_llm.verify.export.verify", fails)
+    monkeypatch.setattr("fabric_llm.weights.export.verify", fails)
     assert run_export(runs / "full", "--push_to_hub", "org/name")[0] == 1
     assert hub.calls == []
 

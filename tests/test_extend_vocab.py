@@ -20,8 +20,8 @@ from arguments import ROOT
 from fabric_llm import extend_vocab
 from fabric_llm.prepare import corpus, inputs, new_tokens
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
-from fabric_llm.verify import extend as extending
-from fabric_llm.verify.export import VerificationError
+from fabric_llm.weights import extend as extending
+from fabric_llm.weights.export import VerificationError
 
 OLD = "the old words of a language that the tokenizer has seen, with some more of them: one, two, three.\n"
 NEW = "Grundstücksverkehr und Straßenbahnhaltestelle: überall größere Äpfel. Здравствуй, мир! 你好世界\n"

@@ -10,14 +10,18 @@ SOURCES = [*sorted(PACKAGE.rglob("*.py")), *sorted(ROOT.glob("*.py"))]
 FLOORS = (
     {"base"},
     {"data", "processes"},
-    {"prepare"},
     {"model"},
     {"training", "checkpoint"},
     {"plan"},
     {"run"},
+    {"prepare"},
+    {"weights"},
     {"verify"},
     {"report"},
+    {"forecast"},
 )
+# They work on folders: nothing that trains imports them, or starts a script that does, but for the demo's preparation.
+BESIDE_TRAINING = {"prepare", "weights", "verify", "report", "forecast"}
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 

@@ -23,7 +23,7 @@ from fabric_llm.data.batches import document_ends
 from fabric_llm.model import fast_paths, gate, layers, offload
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.verify import __main__ as verify
-from fabric_llm.verify.export import export
+from fabric_llm.weights.export import export
 
 VOCABULARY, CONTEXT = 131, 24
 COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -331,8 +331,8 @@ def test_a_run_does_not_start_from_part_of_its_weights(toys, tmp_path):
 @pytest.mark.longer
 def test_a_run_says_what_transformers_leaves_out_and_the_card_as_well(toys, tmp_path):
     from fabric_llm.checkpoint import keep
-    from fabric_llm.report import card
-    from fabric_llm.verify.export import export
+    from fabric_llm.weights import card
+    from fabric_llm.weights.export import export
 
     folder = shutil.copytree(toys / "llama", tmp_path / "model")
     tensors = tensors_of(folder) | {name: torch.ones(4) for name in LEFT_OUT["llama"]}

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from fabric_llm.checkpoint import keep, whole
 from fabric_llm.model.loading import build_skeleton, load_config, open_weights
 from fabric_llm.prepare.tokenizer import train_byte_level_bpe
-from fabric_llm.verify import export as exporting
+from fabric_llm.weights import export as exporting
 
 LONGER = pytest.mark.longer
 QUICK = ("llama", "gemma3_text", "gpt_neox", "mixtral")

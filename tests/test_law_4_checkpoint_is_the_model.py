@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from fabric_llm.checkpoint.keep import checkpoint_at as find
 from fabric_llm.checkpoint.reading import read_probe
-from fabric_llm.verify.export import export
+from fabric_llm.weights.export import export
 
 DIFFERENCE = {"32-true": 1e-5, "bf16-true": 2e-2, "bf16-mixed": 2e-2}  # mean, as a part of the logits' deviation
 

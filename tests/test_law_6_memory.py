@@ -28,7 +28,7 @@ CONFIGS = {
 
 def measure(flags, profiles):
     """(bytes at the peak of the second step, what the plan is to say of it) on this rank."""
-    from fabric_llm.plan import memory
+    from fabric_llm.forecast import memory
 
     whole = turns.Peak("cpu")
     if profiles:
@@ -59,7 +59,7 @@ def measure(flags, profiles):
 
 
 def predict(work):
-    from fabric_llm.plan import memory
+    from fabric_llm.forecast import memory
 
     assert "RANK" not in os.environ
     return memory.predict(work)

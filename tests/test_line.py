@@ -17,8 +17,8 @@ from fabric_llm.average import main
 from fabric_llm.model import loading
 from fabric_llm.report.line import FILE
 from fabric_llm.training.guard import Guard
-from fabric_llm.verify import average
-from fabric_llm.verify.line import MOST_POINTS, SHARES, search, worth_of
+from fabric_llm.weights import average
+from fabric_llm.weights.line import MOST_POINTS, SHARES, search, worth_of
 
 SIZES = ("--eval_batch_size", 4, "--eval_step_interval", 8, "--precision", "32-true", "--micro_batch_size", 8)
 

@@ -15,10 +15,10 @@ from transformers import LlamaConfig
 import plan
 from arguments import parse_plan
 from benchmarks import plan as published
+from fabric_llm.forecast import changes, trace
+from fabric_llm.forecast.accelerators import KNOWN, accelerator, message_bytes, of_device
+from fabric_llm.forecast.outlook import ROW
 from fabric_llm.model.strategy_rules import Placement
-from fabric_llm.plan import changes, trace
-from fabric_llm.plan.accelerators import KNOWN, accelerator, message_bytes, of_device
-from fabric_llm.plan.outlook import ROW
 from fabric_llm.run.forecast import Forecast, Planner
 
 ROOT = Path(__file__).parent.parent
@@ -135,7 +135,7 @@ def test_auto_finds_the_shortest_step_below_four_fifths(toys):
 
 @pytest.mark.longer
 def test_auto_has_a_bound_and_says_that_nothing_fits(toys, monkeypatch):
-    monkeypatch.setattr("fabric_llm.plan.changes.MOST_TRIES", 3)
+    monkeypatch.setattr("fabric_llm.forecast.changes.MOST_TRIES", 3)
     words = ["--model_name", str(toys / "llama"), *SHORT, "--devices", "2", "--strategy", "ddp", "--auto", "true"]
     [text] = run_ranks(1, captured, [*words, "--device_memory", "0.001"])
     assert "nothing takes less than 80 %" in text
@@ -300,7 +300,7 @@ def test_more_nodes_help_where_the_state_leaves_no_room():
 
 
 def layers_traced(words):
-    from fabric_llm.plan import trace
+    from fabric_llm.forecast import trace
 
     counts, begin = [], trace.Layers.__init__
 
@@ -535,7 +535,7 @@ def predicted_twice(run, folder):
 
 def test_what_a_matrix_product_has_made_is_forgotten_with_it():
     """A compiled layer keeps what products have made, and a later storage may have the address of one that is gone."""
-    from fabric_llm.plan.trace import Ledger
+    from fabric_llm.forecast.trace import Ledger
 
     with Ledger() as ledger:
         given = torch.ones(64, 64)

@@ -38,8 +38,8 @@ OF_TOYS = dict(
 def looked(folder, *words, whole=False):
     """The outlook of the model in `folder`, or the sentence that refuses it. whole: all layers are traced."""
     from arguments import parse_plan
-    from fabric_llm.plan import trace
-    from fabric_llm.plan.outlook import look
+    from fabric_llm.forecast import trace
+    from fabric_llm.forecast.outlook import look
 
     given = ["--model_name", str(folder), "--context_length", "24", *map(str, words)]
     with patch.object(trace, "cuts", lambda kinds: []) if whole else nullcontext():
@@ -144,7 +144,7 @@ def test_a_few_layers_say_what_all_say(tmp_path, name, words):
 
 
 def test_which_layers_are_left_out():
-    from fabric_llm.plan.trace import Cut, cuts, left_out
+    from fabric_llm.forecast.trace import Cut, cuts, left_out
 
     assert cuts("a" * 80) == [Cut(2, 1, 76)] and cuts("a" * 9) == []
     assert cuts("ddd" + "m" * 58) == [Cut(5, 1, 54)]
@@ -198,7 +198,7 @@ def rows(length, folder):
 @pytest.mark.longer
 def test_rows_of_any_length_are_planned(tmp_path):
     """In the time of short ones; each token more takes as much."""
-    from fabric_llm.plan import memory
+    from fabric_llm.forecast import memory
 
     with patch.object(memory, "LONG", 2**12):
         [said] = run_ranks(1, rows, 3 * 2**12, tmp_path)

@@ -54,10 +54,10 @@ def mixed(toys, tmp_path_factory):
 
 def due_by_plan(words):
     """[(step, kind)] of what is due in a run with these flags."""
-    from fabric_llm.report import planned
+    from fabric_llm.forecast import page
 
     own, flags = parse_plan(words)
-    return planned.course(planned.plan_of(own, flags), flags)[1]
+    return page.course(page.plan_of(own, flags), flags)[1]
 
 
 @pytest.mark.longer

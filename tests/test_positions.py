@@ -10,7 +10,7 @@ from test_float8 import refused
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fabric_llm.model import loading, positions, weights
-from fabric_llm.verify.export import export
+from fabric_llm.weights.export import export
 
 GIVEN = ("theta:8e6", "yarn:4", "linear:4", "llama3:8")
 FAMILIES = (

@@ -1334,7 +1334,6 @@ def nested(levels):
     return {"type": "Lowercase"} if levels == 0 else {"type": "Sequence", "normalizers": [nested(levels - 1)]}
 
 
-TWICE = {"type": "Replace", "pattern": {"String": "1"}, "content": "11"}
 HOSTILE_MODELS = {  # file in a model's folder -> what it holds, words of the sentence
     "config.json": {
         "rope": (
@@ -1350,17 +1349,6 @@ HOSTILE_MODELS = {  # file in a model's folder -> what it holds, words of the se
             "has a token with the number 4294967290; at most 16,777,216",
         ),
         "an added number": ({"added_tokens": [{"id": 2**32 - 6}]}, "has a token with the number 4294967290"),
-        "padding": (
-            {"padding": {"strategy": {"Fixed": 10**9}}},
-            "pads each text to 1000000000 tokens; at most 1,048,576",
-        ),
-        "multiples": ({"padding": {"pad_to_multiple_of": 10**9}}, "pads each text to 1000000000 tokens"),
-        "deep steps": ({"normalizer": nested(100)}, "has a normalizer that is more than 16 levels deep."),
-        "many steps": ({"decoder": [{}] * 1000}, "has 1000 parts in its decoder; at most 500 are read."),
-        "growth": (
-            {"normalizer": [TWICE] * 40},
-            "has a normalizer that makes texts more than a thousand times longer.",
-        ),
         "deep": ("[" * 100_000, "is nested too deeply to be read."),
     },
 }

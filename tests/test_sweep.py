@@ -7,8 +7,8 @@ from ranks import run_ranks
 from test_plan import SHORT, assert_mistake, captured, said
 
 from benchmarks import sweep as published
+from fabric_llm.forecast.accelerators import BEGIN, BETWEEN, INSIDE, latency
 from fabric_llm.model.strategy_rules import Placement, Sharding
-from fabric_llm.plan.accelerators import BEGIN, BETWEEN, INSIDE, latency
 
 ROOT = Path(__file__).parent.parent
 HOW = ("FULL_SHARD", "HYBRID_SHARD")

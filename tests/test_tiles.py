@@ -9,10 +9,10 @@ from test_float8 import refused
 from test_law_13_fast_paths import Largest, batch, causal_lm, gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fabric_llm.forecast.memory import UNMASKED, tiled_modules
 from fabric_llm.model import loading, tiles
 from fabric_llm.model.language_model import LanguageModel
 from fabric_llm.model.reference import load_reference
-from fabric_llm.plan.memory import UNMASKED, tiled_modules
 
 FAMILIES = ["llama", "qwen3", "gemma3_text", "mixtral", "phi", "olmo2", "gpt_neox"]
 

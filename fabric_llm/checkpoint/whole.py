@@ -23,8 +23,8 @@ from fabric_llm.checkpoint.state_dicts import saved_shapes
 from fabric_llm.model import loading, positions, strategy
 from fabric_llm.model.strategy import PREFIX, original_name
 from fabric_llm.model.tensor_files import TensorFile
+from fabric_llm.model.tokenizer import save_tokenizer
 from fabric_llm.model.weights import saved, units
-from fabric_llm.prepare.tokenizer import save_tokenizer
 
 LARGEST_FILE = "5GB"
 

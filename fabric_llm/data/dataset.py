@@ -151,9 +151,7 @@ def _with_splits(folder: Path, names: Sequence[str]) -> str:
     """How to make a dataset that can be trained on, of one with a split `test`."""
     loaded, saved = f"datasets.load_from_disk({str(folder)!r})", f"{folder}-splits"
     data = loaded if "train" in names else f"{loaded}['test'].train_test_split(0.01)"
-    code = (
-        f"import datasets; d = {data}; d['validation'] = d.pop('test'); d.save_to_disk({saved!r})"
-    )
+    code = f"import datasets; d = {data}; d['validation'] = d.pop('test'); d.save_to_disk({saved!r})"
     return f" To have one that is evaluated on it, python -c {_quoted(code)} makes {saved!r}."
 
 

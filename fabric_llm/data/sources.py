@@ -72,9 +72,7 @@ def check_dataset_folder(name: str | Path, tokenizer: str = "NAME_OR_DIR") -> No
         if splits := sorted(state.parent.name for state in folder.glob("*/state.json")):
             listed = shlex.quote(json.dumps({"splits": splits}))
             path = shlex.quote(str(folder / "dataset_dict.json"))
-            raise ValueError(
-                f"{said} If it holds the splits of one, echo {listed} > {path} writes it."
-            )
+            raise ValueError(f"{said} If it holds the splits of one, echo {listed} > {path} writes it.")
         raise ValueError(f"{said} If it holds text, {MAKE_IT} {command(**words)}.")
 
 

@@ -81,7 +81,5 @@ def is_byte_level(backend: Tokenizer) -> bool:
 def _is_byte_level(state: dict[str, Any]) -> bool:
     steps = [state.get("decoder") or {}, state.get("pre_tokenizer") or {}]
     return "ByteLevel" in [
-        one.get("type")
-        for step in steps
-        for one in (step, *step.get("decoders", []), *step.get("pretokenizers", []))
+        one.get("type") for step in steps for one in (step, *step.get("decoders", []), *step.get("pretokenizers", []))
     ]

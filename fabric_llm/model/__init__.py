@@ -1,6 +1,7 @@
 """A causal language model from transformers: loaded unit by unit, sharded over the devices, and equal to the reference.
 
 folders         `check_model_folder`: what a model's folder may hold and declare, before torch is imported
+tokenizer       `load_tokenizer`, `save_tokenizer`: as transformers 4 and 5 read it
 loading         `load_config`, `build_skeleton`, `open_weights`: what a model's files say of it
 tensor_files    `Tensors`, `TensorFile`: safetensors files, whole or in parts, read and written one tensor at a time
 weights         `Stored`, `Drawn`, `fill`: weights from files or random numbers, unit by unit, to every rank's part

@@ -33,7 +33,7 @@ from fabric_llm.base.names import reach_hub
 from fabric_llm.model import fast_paths, folders, weights
 from fabric_llm.model.strategy import PREFIX
 from fabric_llm.model.tensor_files import Slice, Tensors
-from fabric_llm.prepare.tokenizer import load_tokenizer
+from fabric_llm.model.tokenizer import load_tokenizer
 
 MOST_PARAMETERS = 10**14  # more is no model but a trap: building it would take for ever
 DRAWING = ("kaiming_uniform_", "normal_", "uniform_", "xavier_normal_", "xavier_uniform_")  # of torch.nn.init

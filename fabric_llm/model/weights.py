@@ -42,9 +42,7 @@ class Source(Protocol):
 class Stored:
     """Weights in files, under the names and in the layout that transformers' conversions of the model's class take."""
 
-    def __init__(
-        self, skeleton: PreTrainedModel, slices: Slices, dtype: torch.dtype, model_name: str
-    ) -> None:
+    def __init__(self, skeleton: PreTrainedModel, slices: Slices, dtype: torch.dtype, model_name: str) -> None:
         """skeleton: the model on the meta device, for the source alone. model_name: whose weights
         they are, for what is said.
 
@@ -100,12 +98,7 @@ class Stored:
     def _require_numbers(self, named: dict[str, list[str]]) -> None:
         """Raises ValueError for integers and numbers of 8 bits, which mean nothing without scales."""
         expected = self.skeleton.state_dict()
-        taken = [
-            key
-            for name, keys in named.items()
-            if name in expected and expected[name].is_floating_point()
-            for key in keys
-        ]
+        taken = [key for name, keys in named.items() if name in expected and expected[name].is_floating_point() for key in keys]
         if scaled := [key for key in taken if self.slices[key].get_dtype() not in NUMBERS]:
             raise ValueError(
                 f"{len(scaled)} of them are {self.slices[scaled[0]].get_dtype()}, such as "

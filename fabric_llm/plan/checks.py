@@ -4,29 +4,21 @@ The range of a single number is checked when the command line is parsed, devices
 the opened dataset or the model by make_plan.py. Each function raises ValueError in one sentence with the offending value.
 """
 
-import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Optional, Union
 
-from fabric_llm.base import files
 from fabric_llm.base.command_line import Flags, is_rank_zero
-from fabric_llm.base.files import MANIFEST
-from fabric_llm.base.names import hub_name, nearest
-from fabric_llm.checkpoint import keep
+from fabric_llm.base.names import nearest
 from fabric_llm.data import mixture_text
 from fabric_llm.data.sources import ONE_SET, PROBES, check_dataset_folder, parse_eval_data, parse_probes, read_prompts
 from fabric_llm.model import freezing, positions
-from fabric_llm.model.folders import check_model_folder
+from fabric_llm.model.folders import check_model_folder, check_tokenizer_file
 from fabric_llm.plan import run_directory
-from fabric_llm.prepare import tokenizer_bounds
-from fabric_llm.prepare.inputs import DEFAULT_PATTERNS, find_sources, preparation, prepared_output, separator
 from fabric_llm.processes.launch import started_by_other
 from fabric_llm.training.guard import parse_budgets
 from fabric_llm.training.schedule import WITH_DECAY_STEPS
-
-# --------------------------------------------------------------------------- train.py
 
 
 def check_training(flags: Flags) -> None:
@@ -70,7 +62,7 @@ def check_training(flags: Flags) -> None:
     if flags.checkpoint.checkpoint is None and not directory.is_dir():  # the run starts
         check_model_folder(model_name)
         for folder in (Path(model_name), *(Path(name, "tokenizer") for name in folders)):
-            tokenizer_bounds.check_file(folder / "tokenizer.json")
+            check_tokenizer_file(folder / "tokenizer.json")
     run_directory.require_writable(directory)
 
 
@@ -149,54 +141,3 @@ def require_set(flag: str, name: str, names: Collection[str]) -> None:
         close = nearest(name, names)
         meant = f"Did you mean {close[0]!r}?" if len(close) == 1 else f"There are {', '.join(map(repr, names))}."
         raise ValueError(f"{flag}: no validation set is named {name!r}. {meant}")
-
-
-# ---------------------------------------------------------- prepare_data.py, export_hf.py
-
-
-def check_preparation(flags: Flags) -> None:
-    """The flags of prepare_data.py, and what they name. Raises ValueError."""
-    pattern, output = flags.pattern or DEFAULT_PATTERNS, Path(flags.output).resolve()
-    if flags.tasks is None:
-        preparation(flags, flags.input)
-        separator(flags.document_separator)
-    else:
-        known = ("tasks", "tokenizer", "context_length", "output", "overwrite")
-        others = [name for name, value in vars(flags).items() if value != getattr(type(flags), name) and name not in known]
-        if others or flags.tokenizer is None or not flags.tasks.strip(", "):
-            words = f"not --{others[0]}" if others else "and needs the first"
-            raise ValueError(f"--tasks takes names, comma-separated, and --tokenizer, --context_length, {words}.")
-    prepared_output(output, flags.overwrite)
-    files.writable(output)
-    if flags.tasks is None:
-        find_sources(flags.input, pattern=pattern, exclude=flags.exclude or [], output=output)
-    if flags.tokenizer is not None and os.path.isdir(flags.tokenizer):
-        tokenizer_bounds.check_file(Path(flags.tokenizer, "tokenizer.json"))
-    elif flags.tokenizer is not None:
-        hub_name("--tokenizer", flags.tokenizer, "tokenizer")
-
-
-def check_export(flags: Flags) -> None:
-    """The flags of export_hf.py, and what they name. Raises ValueError."""
-    if flags.push_to_hub is not None:
-        from huggingface_hub.utils import validate_repo_id
-
-        validate_repo_id(flags.push_to_hub)
-        if "/" not in flags.push_to_hub:
-            raise ValueError(f"--push_to_hub takes org/name, such as NAME_OF_YOURS/{flags.push_to_hub}.")
-    keep.checkpoint_at(flags.checkpoint)
-    # One that is there may be pushed again.
-    exported_output(Path(flags.output), flags.overwrite or flags.push_to_hub is not None)
-    files.writable(Path(flags.output))
-
-
-def exported_output(output: Path, overwrite: bool) -> None:
-    """Raises ValueError if the folder of an exported model exists and mustn't be replaced, or lies in a checkpoint."""
-    if inside := [str(place) for place in output.resolve().parents if (place / MANIFEST).is_file()]:
-        raise ValueError(f"{str(output)!r} lies in the checkpoint {inside[0]!r}, which it would damage; take another --output.")
-    if output.exists() and not overwrite:
-        raise ValueError(f"{str(output)!r} exists; take another --output, or --overwrite true.")
-    if output.exists() and (not (output / "config.json").is_file() or (output / MANIFEST).exists()):  # such as a run
-        raise ValueError(f"{str(output)!r} isn't an exported model; take another --output.")
-    if output.is_symlink():
-        raise ValueError(f"{str(output)!r} is a link, which isn't replaced: name the folder itself.")

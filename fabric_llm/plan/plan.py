@@ -193,9 +193,7 @@ class Plan:
     def in_bytes(self) -> frozenset[str]:
         """Sets whose tokens stand for all of their text: others have no loss in bits per byte."""
         datasets = {**(self.data.sources or {ONE_SET: self.data.dataset}), **self.data.eval_data}
-        return frozenset(
-            name for name, dataset in datasets.items() if not bytes_are_lost(dataset.manifest)
-        )
+        return frozenset(name for name, dataset in datasets.items() if not bytes_are_lost(dataset.manifest))
 
     def probes(self, left_out: Iterable[Optional[int]], seed: int) -> dict[str, Any]:
         """{probe: its rows} of those that are evaluated. left_out: ids of special tokens, which aren't drawn."""

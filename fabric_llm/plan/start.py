@@ -18,7 +18,7 @@ from fabric_llm.base.program import cores, return_freed_memory
 from fabric_llm.model import strategy_rules
 from fabric_llm.model.strategy_rules import Placement, Sharding
 from fabric_llm.plan import run_directory
-from fabric_llm.prepare.demo import prepare_demo
+from fabric_llm.plan.demo import prepare_demo
 from fabric_llm.processes import launch
 
 GIB_OF_A_RANK = 0.4  # host memory of a rank's imports, before it holds anything of the model

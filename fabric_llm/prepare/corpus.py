@@ -44,9 +44,7 @@ class Piece(NamedTuple):
     def name(self, sources: Mapping[str, inputs.Source], encoded_with: Any) -> str:
         """Of its files: a hash of its parts, of sizes and times, and of what it is encoded with."""
         made_of = [(part, sources[part.path]) for part in self.parts]
-        return hashlib.sha256(
-            json.dumps([made_of, encoded_with], sort_keys=True).encode()
-        ).hexdigest()[:32]
+        return hashlib.sha256(json.dumps([made_of, encoded_with], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def plan(found: inputs.Found, separator: Optional[str]) -> list[Piece]:
@@ -141,17 +139,13 @@ def _parts_of_dataset(part: Part, size: int, found: inputs.Found, piece_bytes: i
     if not read:
         raise ValueError(_nothing_to_train_on(part, [*splits]))
     for name in own:
-        found.notes.append(
-            f"{part.path} [{name}] is kept for validation, and nothing else of the dataset is drawn"
-        )
+        found.notes.append(f"{part.path} [{name}] is kept for validation, and nothing else of the dataset is drawn")
     rows = 0 if part.kind == "hub" else sum(len(splits[name]) for name in read)
     for name, split in splits.items():
         if name not in read:
             place, count = f"{part.path} [{name}]", None if part.kind == "hub" else len(split)
             found.splits_left_out[place] = count
-            found.notes.append(
-                f"{place} is left out" + ("" if count is None else f": {count:,} rows")
-            )
+            found.notes.append(f"{place} is left out" + ("" if count is None else f": {count:,} rows"))
             continue
         part = part._replace(split=name)
         if own:

@@ -372,9 +372,7 @@ def _are_rows(lines: list[str], columns: int) -> bool:
 
     Most of these files know no quotes. A line that begins with a tab is one of an indented text.
     """
-    return len(lines) > 1 < columns and all(
-        line.count("\t") == columns - 1 and not line.startswith("\t") for line in lines
-    )
+    return len(lines) > 1 < columns and all(line.count("\t") == columns - 1 and not line.startswith("\t") for line in lines)
 
 
 def parquet_file(path: str) -> pq.ParquetFile:
@@ -399,15 +397,11 @@ def _read_parquet(part: Part, text_field: str, file: None) -> Iterator[Record]:
         for group in groups:
             end += table.metadata.row_group(group).num_rows
             try:
-                for batch in table.iter_batches(
-                    PARQUET_ROWS, [group], [text_field], use_threads=False
-                ):
+                for batch in table.iter_batches(PARQUET_ROWS, [group], [text_field], use_threads=False):
                     # As bytes: pyarrow doesn't check that strings are valid, and an invalid one
                     # must not end the others. A null is an empty document.
                     for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()):
-                        yield _document(
-                            number, (value.as_py() or b"").removeprefix(codecs.BOM_UTF8)
-                        )
+                        yield _document(number, (value.as_py() or b"").removeprefix(codecs.BOM_UTF8))
                         number += 1
             except (pa.ArrowException, OSError) as error:
                 while number < end:  # the rest of its row group

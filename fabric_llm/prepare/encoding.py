@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -33,12 +33,11 @@ from tokenizers import Tokenizer
 
 from fabric_llm.base import files
 from fabric_llm.base.failpoints import failpoint
-from fabric_llm.base.faults import PEER_LOST, UNWRITABLE, Fault
+from fabric_llm.base.faults import PEER_LOST, UNWRITABLE, Fault, one_line
 from fabric_llm.base.names import shown
 from fabric_llm.base.program import die_with
 from fabric_llm.prepare.corpus import Piece
 from fabric_llm.prepare.documents import Bad, Record, read_part, sections, where
-from fabric_llm.prepare.tokenizer_bounds import encode_all_alike, without_panic
 
 # Many documents in a batch keep all threads of the tokenizer busy. Its working memory is about 120 bytes a character.
 BATCH_DOCUMENTS = 1024
@@ -89,9 +88,7 @@ def read_mark(path: Path) -> Optional[Mark]:
     """
     try:
         mark = Mark(**json.loads(path.with_suffix(".json").read_bytes()))
-        tokens, documents = (
-            path.with_suffix(name).stat().st_size for name in (".tokens", ".documents")
-        )
+        tokens, documents = (path.with_suffix(name).stat().st_size for name in (".tokens", ".documents"))
     except (OSError, ValueError, TypeError):
         return None
     is_whole = documents == mark.documents * DOCUMENT.itemsize and tokens in (
@@ -143,6 +140,31 @@ def lock(descriptor: int, taken: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
+
+
+@contextmanager
+def without_panic() -> Iterator[None]:
+    """Raises ValueError where tokenizers panics, such as for a regular expression that takes too long, and hides its report."""
+    said, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which isn't an Exception, and isn't exported
+            raise
+        raise ValueError(f"the tokenizer fails on a text: {one_line(error)[:300]}") from None
+    finally:
+        os.dup2(said, 2)
+        os.close(said)
+        os.close(nowhere)
+
+
+def encode_all_alike(backend: Any) -> None:
+    """Switch off what tokenizer.json may ask for: truncation, padding, and the dropout of merges, which is random."""
+    backend.no_truncation()
+    backend.no_padding()
+    if getattr(backend.model, "dropout", None) is not None:
+        backend.model.dropout = None
 
 
 @lru_cache(1)
@@ -290,9 +312,7 @@ def encode_locally(pieces: Mapping[str, Piece], job: Job, num_workers: int, repo
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(count, context, _begin_process, (os.getpid(), num_workers // count))
     try:
-        running = {
-            pool.submit(_error_of, piece, name, job): piece for name, piece in pieces.items()
-        }
+        running = {pool.submit(_error_of, piece, name, job): piece for name, piece in pieces.items()}
         for done in as_completed(running):
             if (error := done.result()) is not None:
                 raise error

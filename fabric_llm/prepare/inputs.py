@@ -80,9 +80,7 @@ def separator(given: Optional[str]) -> Optional[str]:
         try:
             given.encode()
         except UnicodeError:
-            raise ValueError(
-                f"document_separator {ascii(given)} isn't UTF-8, as texts are"
-            ) from None
+            raise ValueError(f"document_separator {ascii(given)} isn't UTF-8, as texts are") from None
     text = re.sub(r"\\([ntr\\])", lambda found: escapes[found[1]], given)
     if not 0 < len(text.encode()) <= LONGEST_SEPARATOR:
         raise ValueError(f"document_separator must have 1 to {LONGEST_SEPARATOR} bytes, or be none, got {given!r}")
@@ -110,9 +108,7 @@ class Found:
     sources: list[Source] = field(default_factory=list)
     not_read: Counter = field(default_factory=Counter)  # files of folders, by suffix
     twice: int = 0  # links and names that lead to a file or folder which is read already
-    splits_left_out: dict[str, Optional[int]] = field(
-        default_factory=dict
-    )  # {dataset [split]: rows, None: not known}
+    splits_left_out: dict[str, Optional[int]] = field(default_factory=dict)  # {dataset [split]: rows, None: not known}
     notes: list[str] = field(default_factory=list)  # what corpus.plan does without being told to
 
 
@@ -138,9 +134,7 @@ def find_sources(inputs: Sequence[str | Path], *, pattern: Sequence[str], exclud
                 found.sources.append(source)
             read.add(identity)
     if list(pattern) != DEFAULT_PATTERNS:  # the others were not wanted
-        found.not_read = Counter(
-            {name: count for name, count in found.not_read.items() if name == NO_FILE}
-        )
+        found.not_read = Counter({name: count for name, count in found.not_read.items() if name == NO_FILE})
     return found
 
 

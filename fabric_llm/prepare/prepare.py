@@ -42,11 +42,10 @@ from fabric_llm.data.token_bytes import bytes_are_lost, bytes_of_tokens
 from fabric_llm.prepare import encoding, inputs
 from fabric_llm.prepare.corpus import Piece, plan
 from fabric_llm.prepare.documents import DRAWN, Part, texts
-from fabric_llm.prepare.encoding import Job, Mark, read_mark
+from fabric_llm.prepare.encoding import Job, Mark, read_mark, without_panic
 from fabric_llm.prepare.inputs import DEFAULT_PATTERNS
 from fabric_llm.prepare.rows import save_rows, split_documents
 from fabric_llm.prepare.tokenizer import convention, packing_tokenizer, train_byte_level_bpe
-from fabric_llm.prepare.tokenizer_bounds import without_panic
 
 MANIFEST_FORMAT = 1
 MAX_LISTED_FILES = 10_000
@@ -208,9 +207,7 @@ def _begin(
         files.fsync(folder)
         for path in folder.iterdir():
             # Pieces say in their names what they were made of, unless the folder was being removed.
-            if path.name != "lock" and not (
-                former.get("format") == PIECE_FORMAT and path.name.startswith("piece-")
-            ):
+            if path.name != "lock" and not (former.get("format") == PIECE_FORMAT and path.name.startswith("piece-")):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         files.write_atomically(folder / KEY, json.dumps(key), durable=True)
     if tokenizer is not None or not saved.is_dir():
@@ -268,9 +265,7 @@ def _make_dataset(
     Raises ValueError for a file of which every record is bad, and where there is no document with text or too little.
     """
     sentences = encoding.bad_records(pieces.values(), marks)
-    total = {
-        name: sum(getattr(mark, name) for mark in marks) for name in vars(Mark()) if name != "named"
-    }
+    total = {name: sum(getattr(mark, name) for mark in marks) for name in vars(Mark()) if name != "named"}
     empty, bad = total["empty"], total["bad"]
     left_out = f"{empty} empty documents and {bad} that can't be read were skipped{': ' + sentences[0] if bad else ''}"
     if not total["documents"]:
@@ -297,9 +292,7 @@ def _make_dataset(
     lengths = documents.lengths[documents.lengths < shortest]
     again = documents.lengths[documents.repeated & (documents.lengths >= shortest)]
     if documents.in_both:
-        found.notes.append(
-            f"{documents.in_both:,} documents of validation are in a split that is trained on, too"
-        )
+        found.notes.append(f"{documents.in_both:,} documents of validation are in a split that is trained on, too")
     left_out += f", and {len(lengths)} with fewer than {shortest} tokens left out" if len(lengths) else ""
     eos = tokenizer.eos_token_id
     try:
@@ -319,9 +312,7 @@ def _make_dataset(
             "command": options.command(),
             "from_hub": [one.name for one in sources if one.kind == "hub"],
         },
-        "files": [
-            {"path": source.name, "bytes": source.bytes} for source in sources[:MAX_LISTED_FILES]
-        ],
+        "files": [{"path": source.name, "bytes": source.bytes} for source in sources[:MAX_LISTED_FILES]],
         "files_total": len(sources),
         "bytes_total": sum(source.bytes or 0 for source in sources),
         "notes": found.notes[:MAX_LISTED_FILES],
@@ -333,10 +324,7 @@ def _make_dataset(
         "dtype": dtype,
         "max_token_id": largest,
         "splits": saved,
-        "text": {
-            name: total[name]
-            for name in ("records", "bytes", "bytes_of_tokens", "tokens", "unknown")
-        },
+        "text": {name: total[name] for name in ("records", "bytes", "bytes_of_tokens", "tokens", "unknown")},
         "duplicates": {"documents": len(again), "tokens": int(again.sum())},
         "skipped": {
             "empty": empty,
@@ -366,24 +354,13 @@ def require_all_counted(manifest: dict[str, Any]) -> None:
     """Raises AssertionError, with the numbers, unless what was read is in the splits or counted."""
     skipped, splits = manifest["skipped"], manifest["splits"]
     counted = {name: split["documents"] for name, split in splits.items()}
-    counted |= {"repeated": manifest["duplicates"]["documents"]} | {
-        name: skipped[name] for name in ("short", "empty", "bad")
-    }
+    counted |= {"repeated": manifest["duplicates"]["documents"]} | {name: skipped[name] for name in ("short", "empty", "bad")}
     if sum(counted.values()) != (records := manifest["text"]["records"]):
-        raise AssertionError(
-            f"{records:,} documents were read, and {sum(counted.values()):,} are accounted for:"
-            f" {counted}"
-        )
+        raise AssertionError(f"{records:,} documents were read, and {sum(counted.values()):,} are accounted for: {counted}")
     for name, split in splits.items():
-        in_rows = (
-            split["rows"] * manifest["context_length"]
-            + split["dropped_tokens"]
-            - split.get("padding_tokens", 0)
-        )
+        in_rows = split["rows"] * manifest["context_length"] + split["dropped_tokens"] - split.get("padding_tokens", 0)
         if split["tokens"] != in_rows:
-            raise AssertionError(
-                f"{name} has {split['tokens']:,} tokens, and its rows {in_rows:,}: {split}"
-            )
+            raise AssertionError(f"{name} has {split['tokens']:,} tokens, and its rows {in_rows:,}: {split}")
 
 
 def summary(manifest: dict) -> str:
@@ -424,9 +401,7 @@ def summary(manifest: dict) -> str:
     if text["unknown"]:
         part = 100 * text["unknown"] / text["tokens"]
         said = f"{text['unknown']:,} tokens ({part:.2g} %) are <unk>: what they stood for is lost"
-        lines.append(
-            ("warning", f"{said}; take another tokenizer, or python -m fabric_llm.extend_vocab")
-        )
+        lines.append(("warning", f"{said}; take another tokenizer, or python -m fabric_llm.extend_vocab"))
     if bytes_are_lost(manifest):
         part = 100 * text["bytes_of_tokens"] / text["bytes"]
         said = f"tokens stand for {part:.3g} % of the bytes of the text"

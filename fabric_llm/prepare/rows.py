@@ -157,14 +157,8 @@ def split_documents(
     left_out = again | (lengths < shortest)
     in_validation = drawn(lengths, texts, goes, left_out, seed, fraction, row) & ~left_out
     in_train = ~in_validation & ~left_out
-    in_both = (
-        int(np.isin(texts[in_validation], texts[in_train]).sum())
-        if (goes == TO_VALIDATION).any()
-        else 0
-    )
-    return Documents(
-        pieces, edges, lengths, {"train": in_train, "validation": in_validation}, again, in_both
-    )
+    in_both = int(np.isin(texts[in_validation], texts[in_train]).sum()) if (goes == TO_VALIDATION).any() else 0
+    return Documents(pieces, edges, lengths, {"train": in_train, "validation": in_validation}, again, in_both)
 
 
 def _copy(documents: Documents, mine: np.ndarray, dtype: np.dtype, path: Path) -> int:

@@ -1,66 +1,17 @@
-"""Load or train a tokenizer, and find out what it puts around a document."""
+"""The tokenizer of a dataset: loaded or trained, and what it puts around a document."""
 
-import json
-import os
-import shutil
 from collections.abc import Iterable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils import cached_file
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from fabric_llm.base.faults import REFUSED, Fault, one_line
-from fabric_llm.base.files import check_name
-from fabric_llm.base.names import reach_hub
-from fabric_llm.prepare import tokenizer_bounds
+from fabric_llm.base.faults import Fault, one_line
+from fabric_llm.model.tokenizer import load_tokenizer
+from fabric_llm.prepare.encoding import encode_all_alike, without_panic
 from fabric_llm.prepare.new_tokens import unknown_id
 
 END_OF_TEXT = "<|endoftext|>"
-SENTENCEPIECE = "tokenizer.model"
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local folder or a hub name.
-
-    Raises Fault (77) for one that needs Python code of its own or would write files elsewhere when it is saved, and
-    whatever transformers, huggingface_hub and the tokenizer's class raise where it can't be loaded.
-    """
-    if not os.path.isdir(name):
-        reach_hub()
-    try:
-        with suppress(OSError):  # where there is none
-            tokenizer_bounds.check_file(Path(cached_file(name, "tokenizer.json")))
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:
-        if "custom code" in str(error) or "trust_remote_code" in str(error):
-            raise Fault(f"tokenizer {name} needs Python code of its own, which is never run.", REFUSED) from error
-        raise
-    for template in tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ():
-        check_name(template, Path(name) / "tokenizer_config.json")  # each is saved as a file
-    return tokenizer
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """As `save_pretrained`, but so that transformers 4 reads it too, and without where it was read.
-
-    The SentencePiece model beside which it was read, which converters ask for, goes with it.
-    """
-    tokenizer.save_pretrained(folder)
-    file = folder / "tokenizer_config.json"
-    said = json.loads(file.read_bytes())
-    for name in ("is_local", "local_files_only"):
-        said.pop(name, None)
-    if said.get("tokenizer_class") == "TokenizersBackend":
-        said["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(said.get("extra_special_tokens"), list):
-        said["additional_special_tokens"] = said.pop("extra_special_tokens")
-    file.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", "utf-8")
-    beside = Path(tokenizer.init_kwargs.get("vocab_file") or "")
-    if beside.name == SENTENCEPIECE and beside.is_file() and not (folder / SENTENCEPIECE).exists():
-        shutil.copyfile(beside, folder / SENTENCEPIECE)
 
 
 def packing_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -101,9 +52,9 @@ def convention(backend: Tokenizer, hf_tokenizer: PreTrainedTokenizerBase) -> dic
     """What stands around the tokens of a document, and what mustn't be among them: arguments of `encoding.Job`."""
     eos = hf_tokenizer.eos_token_id
     backend = Tokenizer.from_str(backend.to_str())  # `packing_tokenizer`'s stays as its file has it
-    tokenizer_bounds.encode_all_alike(backend)
+    encode_all_alike(backend)
     for word in ("a", *sorted(backend.get_vocab(with_added_tokens=False))):  # such as those of DNA
-        with tokenizer_bounds.without_panic():
+        with without_panic():
             probe = backend.encode(word, add_special_tokens=True)
         if text := [position for position, special in enumerate(probe.special_tokens_mask) if not special]:
             break

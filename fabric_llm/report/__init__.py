@@ -2,8 +2,6 @@
 
 reading  `read_run`: a run directory -> `Run`, plain data; `timeline`: what happened to it
 figures  `charts`, `marks`: runs as plotly's traces, thinned out so that their extremes stay
-planned  `write`: a run before it begins, for plan.py --html
-card     `write`: README.md of an exported model, from its checkpoint and its run, and card.md, which is filled in
 line     `write`: points between a base model and a run, for fabric_llm.average
 page     `write`: what is said about runs in words and numbers, and page.html, which all of it goes into
 """

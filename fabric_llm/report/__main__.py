@@ -33,10 +33,10 @@ def main(argv: Optional[list[str]] = None) -> int:
     return DONE
 
 
-def page_module(name: str = "page") -> Any:
+def page_module(name: str = "fabric_llm.report.page") -> Any:
     """A module that needs numpy and plotly: --help and bad flags are answered without. Raises Fault (2)."""
     try:
-        return importlib.import_module(f"fabric_llm.report.{name}")
+        return importlib.import_module(name)
     except ImportError as error:
         raise Fault("The report needs plotly: pip install plotly (or pip install -e '.[report]').") from error
 

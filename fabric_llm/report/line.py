@@ -1,4 +1,4 @@
-"""The line from a base model to a run (verify/line.py) as a page: how far the losses of its points are above the base model's."""
+"""The line from a base model to a run (weights/line.py) as a page: how far the losses of its points are above the base model's."""
 
 import json
 from pathlib import Path

@@ -216,9 +216,7 @@ def make_evaluation(run: Run) -> Evaluation:
     def working() -> None:
         watch.mark(watch.step, "evaluating")
 
-    return Evaluation(
-        fabric, batches, run.requests.is_to_stop, working, token_bytes, plan.in_bytes()
-    )
+    return Evaluation(fabric, batches, run.requests.is_to_stop, working, token_bytes, plan.in_bytes())
 
 
 def evaluated_sets(plan: Plan, flags: Flags, **place: int) -> dict[str, Batches]:

@@ -20,7 +20,7 @@ import torch
 
 from fabric_llm.base.command_line import Flags, write_yaml
 from fabric_llm.base.faults import one_line
-from fabric_llm.plan import accelerators
+from fabric_llm.forecast import accelerators
 from fabric_llm.plan.plan import Plan
 
 GIB = 2**30

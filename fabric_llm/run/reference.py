@@ -150,8 +150,7 @@ def choose(reference: PreTrainedModel, plan: Plan, model_flags: Flags) -> Chosen
             if plan.data.document_masking is True and document_end is not None:
                 raise ValueError(said + instead)
             why = of_documents or (
-                "with another document before it, a document's logits change by up to "
-                f"{leak:.2g} of their standard deviation"
+                f"with another document before it, a document's logits change by up to {leak:.2g} of their standard deviation"
             )
             print(f"Warning: {said} ({why}): --document_masking is off.")
     if not masks and model_flags.attention == "auto" and sharing == 1:

@@ -63,9 +63,7 @@ class Evaluation:
         found: dict[str, dict[str, float]] = {}
         for name, batches in self.batches.items():
             read, token_bytes = self._until_stopped(batches, is_first=not found), self.token_bytes
-            token_bytes = (
-                token_bytes if name in self.in_bytes and batches.questions is None else None
-            )
+            token_bytes = token_bytes if name in self.in_bytes and batches.questions is None else None
             found[name] = evaluate(self.fabric, model, read, token_bytes, batches.questions)
             if (count := len(batches.rows)) > batches.end:  # the loss is of a part of the set
                 found[name] |= {"rows": batches.end, "of_rows": count}

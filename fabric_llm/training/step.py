@@ -125,7 +125,9 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Of all elements of the gradients, float64 scalar on their device."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    if gradients[0].is_cuda:  # one launch for a dtype, which reads them once: of several at once, and in `square`, copies are made
+    if gradients[
+        0
+    ].is_cuda:  # one launch for a dtype, which reads them once: of several at once, and in `square`, copies are made
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)

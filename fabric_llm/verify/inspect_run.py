@@ -29,7 +29,7 @@ from fabric_llm.data.sources import ONE_SET
 from fabric_llm.model import freezing
 from fabric_llm.model.loading import DTYPES, checked_skeleton, disable_progress_bar, load_config, open_weights
 from fabric_llm.plan import run_directory
-from fabric_llm.verify.export import VerificationError, export, read_proof
+from fabric_llm.weights.export import VerificationError, export, read_proof
 
 MOST_NAMED = 10  # names of one kind in a sentence
 MOST_ROWS = 2**28  # that are compared: a minute

@@ -21,7 +21,7 @@ from fabric_llm.checkpoint import keep
 from fabric_llm.data.mixture import mixture_of
 from fabric_llm.model import loading
 from fabric_llm.plan import run_directory
-from fabric_llm.verify.export import Proof, read_proof
+from fabric_llm.weights.export import Proof, read_proof
 
 # What is measured of validation sets, by its name in metrics.jsonl.
 MEASURES = {"loss": "loss, nats a token", "bits_per_byte": "bits per byte", "accuracy": "accuracy"}

@@ -18,8 +18,8 @@ from fabric_llm.model import loading
 from fabric_llm.plan.checks import require_set
 from fabric_llm.training.evaluation import rows_in_words
 from fabric_llm.training.guard import Guard
-from fabric_llm.verify import average
-from fabric_llm.verify.average import Part
+from fabric_llm.weights import average
+from fabric_llm.weights.average import Part
 
 MOST_POINTS = 8  # that are evaluated
 FIRST, FIRST_OF_KNEE = (0.0, 0.5, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)  # whatever their losses
@@ -103,7 +103,9 @@ def choose(parts: Sequence[Part], budgets: Mapping[str, float], dtype: str) -> t
     for name in budgets:
         require_set("--forgetting_budget", name, [*plan.validation_splits(), *PROBES])
     computing, guard = average.computing_as(flags["precision"]), Guard(budgets=budgets)
-    print(f"From {base.name} (0) to {run.name} (1), evaluated as in {plan.run_directory}, on {rows_in_words(sets)}:", flush=True)
+    print(
+        f"From {base.name} (0) to {run.name} (1), evaluated as in {plan.run_directory}, on {rows_in_words(sets)}:", flush=True
+    )
 
     def evaluate(share: float) -> Losses:
         weights, config = average.average_of(parts, weights_at(share), dtype), loading.load_config(str(run.path))

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
-from fabric_llm.plan.changes import changed
-from fabric_llm.plan.memory import Memory, Work, predict
-from fabric_llm.plan.outlook import GIB, Outlook, look
+from fabric_llm.forecast.changes import changed
+from fabric_llm.forecast.memory import Memory, Work, predict
+from fabric_llm.forecast.outlook import GIB, Outlook, look
 from fabric_llm.plan.start import batch_sizes
 
 OF_A_NODE = 8  # devices, where --devices doesn't say it

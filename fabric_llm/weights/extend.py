@@ -15,11 +15,11 @@ from fabric_llm.base import files
 from fabric_llm.checkpoint import keep
 from fabric_llm.model import loading
 from fabric_llm.model.reference import load_reference
+from fabric_llm.model.tokenizer import SENTENCEPIECE, save_tokenizer
 from fabric_llm.model.weights import Source
 from fabric_llm.prepare.corpus import Corpus
 from fabric_llm.prepare.new_tokens import extended, learn, made_of, require_extendable, size, unknown_id
-from fabric_llm.prepare.tokenizer import SENTENCEPIECE, save_tokenizer
-from fabric_llm.verify.export import VerificationError, logits_of, opened, replacing, require_weights, write_model
+from fabric_llm.weights.export import VerificationError, logits_of, opened, replacing, require_weights, write_model
 
 PROBE_TOKENS = 64
 # The largest difference of float32 logits, as a part of their standard deviation, that another kernel explains.

@@ -6,8 +6,8 @@ from typing import Any, Optional
 
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
+from fabric_llm.forecast.outlook import CLOSE, Outlook, look
 from fabric_llm.plan.checks import activation_checkpointing
-from fabric_llm.plan.outlook import CLOSE, Outlook, look
 from fabric_llm.plan.start import batch_sizes
 
 Change = dict[str, Any]  # flag name -> its new value

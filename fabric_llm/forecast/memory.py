@@ -24,10 +24,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from fabric_llm.base.faults import one_line
+from fabric_llm.forecast import trace
 from fabric_llm.model import fast_paths, freezing, gate, language_model, layers, loading, offload, strategy, tiles
 from fabric_llm.model.flops import windows
 from fabric_llm.model.strategy_rules import Placement, wrap_size
-from fabric_llm.plan import trace
 from fabric_llm.plan.plan import ModelPlan
 from fabric_llm.training import adamw, ema, step
 
@@ -112,9 +112,7 @@ def _moments(work: Work) -> dict[str, Counter[str]]:
     return _further(fewest, [(cut.times, one_more) for cut, one_more in zip(cuts, with_one_more)])
 
 
-def _further(
-    moments: dict[str, Counter[str]], more: list[tuple[float, dict[str, Counter[str]]]]
-) -> dict[str, Counter[str]]:
+def _further(moments: dict[str, Counter[str]], more: list[tuple[float, dict[str, Counter[str]]]]) -> dict[str, Counter[str]]:
     """What is held where what each of `more` has beyond `moments` is there so many times."""
     found = {}
     for moment, held in moments.items():

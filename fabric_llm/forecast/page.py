@@ -9,11 +9,12 @@ import numpy as np
 from fabric_llm.base.command_line import Flags
 from fabric_llm.base.faults import Fault
 from fabric_llm.checkpoint.keep import Progress
-from fabric_llm.plan import checks, make_plan, run_directory, start, sweep
-from fabric_llm.plan.outlook import CLOSE, GIB, NO, Outlook
+from fabric_llm.forecast import sweep
+from fabric_llm.forecast.outlook import CLOSE, GIB, NO, Outlook
+from fabric_llm.plan import checks, make_plan, run_directory, start
+from fabric_llm.plan.demo import prepare_demo
 from fabric_llm.plan.plan import Plan
 from fabric_llm.plan.warnings import warnings_of
-from fabric_llm.prepare.demo import prepare_demo
 from fabric_llm.report import figures, page, reading
 from fabric_llm.run import save
 from fabric_llm.training.schedule import arguments_of, lr_at

@@ -12,12 +12,13 @@ from fabric_llm.base.faults import Fault
 from fabric_llm.base.files import json_lines
 from fabric_llm.data import mixture_text
 from fabric_llm.data.sources import said_of_rows
+from fabric_llm.forecast import accelerators, trace
+from fabric_llm.forecast.memory import Memory, Work, predict
 from fabric_llm.model import fast_paths, flops, freezing, language_model, loading, positions, strategy_rules, weights
 from fabric_llm.model import strategy as strategies
 from fabric_llm.model.strategy_rules import Placement, Sharding
-from fabric_llm.plan import accelerators, checks, trace
+from fabric_llm.plan import checks
 from fabric_llm.plan.make_plan import model_plan, require_shares
-from fabric_llm.plan.memory import Memory, Work, predict
 from fabric_llm.plan.mixture import lay_out
 from fabric_llm.plan.plan import ModelPlan
 from fabric_llm.plan.start import GIB_OF_A_RANK, batch_sizes

@@ -34,7 +34,7 @@ from fabric_llm.plan.make_plan import evaluated_probes, open_eval_data, open_her
 from fabric_llm.plan.plan import DataPlan, Plan
 from fabric_llm.run.build import evaluated_sets
 from fabric_llm.training.evaluation import Evaluation, rows_in_words
-from fabric_llm.verify.export import VerificationError, logits_of, opened, replacing, require_weights, write_model
+from fabric_llm.weights.export import VerificationError, logits_of, opened, replacing, require_weights, write_model
 
 BLOCK_ELEMENTS = 2**22  # of a tensor in float64 at a time: 32 MiB
 PROBE_TOKENS = 64
