@@ -169,10 +169,10 @@ class FSDPArguments:
     """fsdp, fsdp2: dtype that gradients are summed over devices in, unless --precision is 32-true"""
     activation_checkpointing: Union[bool, str] = basic_setting(
         False,
-        takes="none, full, every:N (such as every:2), selective, offload or auto",
+        takes="none, full, every:N (such as every:2), selective or offload",
         also="gradient_checkpointing recompute_activations",
     )
-    """recompute layers to save memory; auto: the least that fits the GPU, as plan.py says; none, full (each layer), every:N
+    """recompute layers to save memory (plan.py --auto says what fits); none, full (each layer), every:N
     (one layer of N), selective (layers, but for their matrix products and attention), offload (each layer, whose input
     waits in the host's memory)"""
     tiled_mlp: bool = setting(False, also="tiled_mlp_num_shards tiled_mlp_compute")
@@ -344,9 +344,6 @@ class LoggingArguments:
     profile: Optional[str] = flag(None, kept=False, how=True)
     """START:STOP: record the steps from START to STOP, both included, on rank 0 with torch's profiler, into the folder
     profile of the run directory; prints the five largest costs"""
-    compare_plan: Union[bool, Literal["auto"]] = setting("auto", takes="auto, true or false")
-    """print what plan.py says of memory and time before step 1, and after step 3 and at the end how much more or less it
-    was (auto: on GPUs); on a CPU time alone"""
     entity: Optional[str] = setting(None, needs="logger wandb", also="wandb_entity")
     """Weights & Biases entity"""
     project: Optional[str] = setting(None, needs="logger wandb", also="wandb_project")
@@ -511,8 +508,12 @@ NOT_A_FLAG = {
     "trust_remote_code": "leave it out: code that comes with a model is never run",
     "token hf_token use_auth_token hub_token": "set HF_TOKEN, or log in with hf auth login",
     "chat_template prompt_style train_on_inputs": "rows are plain text: a chat template is applied before prepare_data.py",
+    "compare_plan": "it was removed: plan.py --like RUN takes the speed of a run",
     "overwrite_output_dir": "leave it out: a run never overwrites another; take another --run_name",
 }
+
+
+REMOVED = ("compare_plan",)  # ignored in the arguments.yaml of a run that an earlier version has begun
 
 
 def not_here() -> dict[str, str]:
@@ -579,7 +580,7 @@ def _parse_run(program: str, about: str, more: list[type], argv: Optional[list[s
         place = [] if resumed is None else ["--output_dir", str(resumed.parent.parent)]
         argv = ["--config", str(DEMO_CONFIG if demo else resumed), *place, *argv]
     flag_groups = [*more, *groups(Arguments).values()]
-    flat = parse(program, about, flag_groups, argv, of_run=resumed is not None, elsewhere=not_here())
+    flat = parse(program, about, flag_groups, argv, of_run=resumed is not None, elsewhere=not_here(), removed=REMOVED)
     try:
         metrics.named(flat["logger"])
         # arguments.yaml keeps the mixture itself, since its file may change.

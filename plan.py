@@ -28,8 +28,7 @@ def main(argv: Optional[list[str]] = None) -> int:
 
         if (sizes := sizes_of_preset(words)) is not None:
             flags = changes.changed(flags, {"model_name": str(sizes)})
-        asks, plan = flags.fsdp.activation_checkpointing == "auto", None
-        flags = changes.least_recomputed(own, flags)
+        plan = None
         if own.html is not None:
             files.require_name(Path(own.html), "--html")
             page = page_module("fabric_llm.forecast.page")
@@ -56,8 +55,6 @@ def main(argv: Optional[list[str]] = None) -> int:
             chosen = {"chosen": " ".join(changes.words_of(best[0]))} if best else {}
             print(json.dumps({**numbers(outlook), **chosen, "changes": said}, indent=2))
             return 0
-        if asks:
-            print(f"--activation_checkpointing auto: {outlook.activation_checkpointing}")
         show(outlook, own)
         if own.html is not None:
             page.write(Path(own.html), changes.changed(flags, best[0]) if best else flags, plan, outlook)

@@ -328,7 +328,7 @@ VALUES: dict[str, list[Any]] = {
     "join_timeout": [300, 500],
     "num_workers": [0, 1, 3],
     "auto_wrap_policy": ["auto", "{layer}", "size:3000", "none"],
-    "activation_checkpointing": ["none", "full", "every:2", "selective", "offload", "auto"],
+    "activation_checkpointing": ["none", "full", "every:2", "selective", "offload"],
     "max_hours": [None, 1],
     "micro_batch_size": [None, 1, 2, 4],
     "gradient_accumulation_steps": [None, 1, 2, 4],

@@ -323,6 +323,16 @@ def test_arguments_yaml_repeats_the_run(finished):
     assert again == first
 
 
+def test_flags_of_an_earlier_version_stay_in_the_arguments_of_its_run(tmp_path, capsys):
+    text = "model_name: org/model\ntrain_data_dir: data\ncompare_plan: auto\n"
+    for name in ("arguments.yaml", "mine.yaml"):
+        (tmp_path / name).write_text(text)
+    assert parse_train(["--config", str(tmp_path / "arguments.yaml")]).model.model_name == "org/model"
+    with pytest.raises(SystemExit):
+        parse_train(["--config", str(tmp_path / "mine.yaml")])
+    assert "line 3: unknown key 'compare_plan'" in capsys.readouterr().err
+
+
 @pytest.mark.longer
 def test_arguments_yaml_repeats_the_run_on_other_ranks(finished):
     """It holds the global batch, not how one number of devices came by it."""

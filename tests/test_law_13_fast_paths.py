@@ -700,32 +700,6 @@ def test_an_embedding_of_which_the_sample_has_no_token_passes():
 
 
 @pytest.mark.parametrize(
-    ("capability", "installed", "problem", "taken"),
-    [
-        ((9, 0), True, None, True),
-        ((8, 0), True, None, False),
-        ((9, 0), False, None, False),
-        ((9, 0), True, "old", False),
-    ],
-)
-def test_flash_attention_3_is_taken_where_it_is_there(monkeypatch, capability, installed, problem, taken):
-    """Without a GPU nothing can be computed with it: `pytest -m gpu` does, where the package is installed."""
-    asked = []
-
-    def activate(name):
-        asked.append(name)
-        if problem is not None:
-            raise RuntimeError(problem)
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(fast_paths, "find_spec", lambda name: installed or None)
-    monkeypatch.setattr(fast_paths, "activate_flash_attention_impl", activate)
-    with pytest.warns(UserWarning, match="isn't used: old") if problem else contextlib.nullcontext():
-        assert fast_paths.takes_flash_attention_3() == taken
-    assert asked == ["FA3"] * (capability == (9, 0) and installed)
-
-
-@pytest.mark.parametrize(
     ("name", "more"),
     [("llama", {"head_dim": 20}), ("llama", {"head_dim": 320}), ("deepseek_v3", {**FAMILIES["deepseek_v3"], "head_dim": 4})],
 )

@@ -3,13 +3,12 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import metrics, planned, run_ranks, toy_run, train_ranks
+from ranks import run_ranks
 from transformers import LlamaConfig
 
 import plan
@@ -19,7 +18,6 @@ from fabric_llm.forecast import changes, trace
 from fabric_llm.forecast.accelerators import KNOWN, accelerator, message_bytes, of_device
 from fabric_llm.forecast.outlook import ROW
 from fabric_llm.model.strategy_rules import Placement
-from fabric_llm.run.forecast import Forecast, Planner
 
 ROOT = Path(__file__).parent.parent
 SHORT = ("--context_length", "128", "--max_step", "10")
@@ -367,51 +365,6 @@ def test_the_speed_of_a_run(tmp_path, capsys):
     assert "take one of them" in capsys.readouterr().err
 
 
-def test_a_run_is_compared_with_its_plan():
-    parts = {"activations": 6 * 2**30, "parameters": 4 * 2**30, "CUDA context (assumed)": 2**30}
-    seconds = {"compute": 0.3, "messages": 0.5, "step": 0.5}
-    forecast = Forecast(parts, "the loss head", seconds, 79.1, warm=(2, 60.0))
-    assert str(forecast) == "11 GiB of 79.1 a device at the peak, in the loss head; 0.5 s a step"
-    found, words = forecast.after(10, 64.16, 11.5)
-    assert found["peak_memory_gib"] == {"planned": 10.0, "measured": 11.5, "ratio": 1.15}
-    assert found["step_seconds"]["measured"] == pytest.approx(0.52)
-    assert words == "11.5 GiB, 1.15 times the planned 10, most of it activations, 6; 0.52 s a step, 1.04 times the planned 0.5"
-    assert Forecast(parts, "the update", None, None).after(3, 1.0, 1.0) == ({}, "")
-
-
-@pytest.mark.longer
-def test_train_says_what_is_planned_and_what_came_of_it(toys, tmp_path):
-    train_ranks(2, *toy_run(toys, tmp_path), "--run_name", "run", "--max_step", 4, "--compare_plan", "true")
-    found = metrics(tmp_path / "run", "plan")
-    assert len(found) == 2  # after step 3, and at the end
-    assert all(0 < plan["step_seconds"]["ratio"] < 1e6 for plan in found)
-
-
-@pytest.fixture(scope="module")
-def peaks(toys):
-    """GiB of a run with each kind of recomputation."""
-    words = ["--model_name", toys / "llama", *SHORT, "--micro_batch_size", 256, "--accelerator_name", "H100"]
-    kinds = ("none", "selective", "every:2", "full")
-    return {kind: said(*words, "--activation_checkpointing", kind)["memory"]["peak"] / 2**30 for kind in kinds}
-
-
-def between(peaks, less, more):
-    """GiB of a device of which four fifths hold the one, and not the other."""
-    return (peaks[less] + peaks[more]) / 2 / 0.8
-
-
-@pytest.mark.longer
-def test_auto_recomputes_the_least_that_fits(toys, peaks):
-    words = ["--model_name", toys / "llama", *SHORT, "--micro_batch_size", 256, "--activation_checkpointing", "auto"]
-    for gib, kind in ((80, "none"), (between(peaks, "selective", "none"), "selective"), (0.1, "full")):
-        found = said(*words, "--device_memory", gib)
-        assert found["activation_checkpointing"] == kind
-        assert found["memory"]["peak"] / 2**30 == pytest.approx(peaks[kind])
-    [text] = run_ranks(1, captured, [str(word) for word in words])
-    assert text.startswith("--activation_checkpointing auto: none\n")
-    assert text.splitlines()[-1].endswith("--activation_checkpointing auto")
-
-
 @pytest.mark.longer
 def test_the_peak_of_a_device_is_of_what_is_not_offloaded(toys):
     words = ["--model_name", toys / "llama", *SHORT, "--context_length", 4096, "--micro_batch_size", 4, "--loss", "full"]
@@ -455,34 +408,6 @@ def test_what_waits_on_the_host_is_planned_there(toys, tmp_path):
         16 * inputs,
     ]
     assert "inputs of layers" not in found["full", 8]["host_bytes"]
-
-
-def asked_on_a_gpu(argv, gib):
-    """What a run asks plan.py on a GPU of that memory, and is told."""
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=gib * 2**30)
-    torch.cuda.get_device_name = lambda device: "NVIDIA H100 80GB HBM3"
-    flags, plan = planned(argv)
-    assert plan.model.activation_checkpointing == "none"  # of a CPU
-    on_gpu = replace(plan.placement, kind="cuda"), replace(plan.model, activation_checkpointing="auto")
-    planner = Planner(replace(plan, placement=on_gpu[0], model=on_gpu[1]), flags, torch.device("cuda"))
-    return planner.activation_checkpointing()
-
-
-@pytest.mark.longer
-def test_a_run_asks_what_to_recompute(toys, tmp_path):
-    argv = (*toy_run(toys, tmp_path), "--activation_checkpointing", "auto", "--max_step", 1)
-    train_ranks(2, *argv, "--run_name", "on_cpu")
-    for gib, expected in ((80, "none"), (0.01, "full")):
-        assert run_ranks(1, asked_on_a_gpu, [str(word) for word in argv], gib) == [expected]
-
-
-def test_a_run_without_a_plan_says_why_in_one_sentence(tmp_path):
-    planner = Planner.__new__(Planner)
-    said = "E1126 fake_tensor.py:3090] Traceback (most recent call last):\nplan.py: error: it can't.\n"
-    planner.file = tmp_path / "flags.yaml"
-    planner.process = SimpleNamespace(communicate=lambda timeout: ("", said), kill=lambda: None)
-    with pytest.warns(UserWarning, match=r"^The run isn't compared with its plan: plan.py: error: it can't\.$"):
-        assert planner.forecast is None
 
 
 def test_bytes_that_are_sent():

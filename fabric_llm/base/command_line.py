@@ -162,13 +162,15 @@ def parse(
     first: str = "",
     of_run: bool = False,
     elsewhere: Mapping[str, str] = {},
+    removed: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Flag name -> value. Exits with code 2 and one sentence on anything unknown or out of range.
 
     A value of `None` or `null` is a flag that isn't given. about: what --help begins with. first:
     the flag whose name may be left out where it comes before all others. of_run: --config is the
     arguments.yaml of a run, which only has flags that are kept. elsewhere: names that are no flags
-    here, and what is said of each.
+    here, and what is said of each. removed: flags of earlier versions, which an arguments.yaml may
+    still hold.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     sections = {"": {"config": CONFIG}, **{group.__doc__ or "": declared(group) for group in flag_groups}}
@@ -206,6 +208,9 @@ def parse(
     if known.config is not None:
         config = at_home(known.config)
         in_config = {name: one for name, one in flags.items() if one.kept or not of_run}
+        for name in removed if Path(config).name == "arguments.yaml" else ():
+            parser.add_argument(f"--{name}")
+            in_config[name] = Flag(None, "", str)
         lines = _check_config(program, config, in_config, elsewhere)
         lines = {name: line for name, line in lines.items() if f"--{name}" not in given}
         words = ["--config", config, *words]  # first, so that the command line wins whatever the order

@@ -77,16 +77,6 @@ def fastest(own: Flags, flags: Flags, tell: Callable[[Change, Outlook], None]) -
     return best
 
 
-def least_recomputed(own: Flags, flags: Flags) -> Flags:
-    """The flags with --activation_checkpointing auto replaced: by what recomputes least of what takes less than `CLOSE` of a
-    device, by full if nothing does, and by none where the device's memory isn't known."""
-    if flags.fsdp.activation_checkpointing != "auto":
-        return flags
-    tries = (changed(flags, {"activation_checkpointing": checkpointing}) for checkpointing in LESS_AND_LESS)
-    fitting = (tried for tried in tries if (outlook := _attempt(own, tried)) is not None and outlook.used <= CLOSE)
-    return next(fitting, changed(flags, {"activation_checkpointing": "full"}))
-
-
 def _shardings(flags: Flags) -> list[Change]:
     """Ways to shard over the devices, that of the flags first."""
     _, _, devices, nodes = _sizes(flags)

@@ -9,10 +9,8 @@ and a model's layers hear where documents end in the arguments that are there fo
 """
 
 import inspect
-import warnings
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, Optional
 
 import torch
@@ -22,13 +20,10 @@ from torch._dynamo import maybe_mark_dynamic
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
-from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import AttentionMaskInterface
-
-from fabric_llm.base.faults import one_line
 
 # A CPU's chunk stays in its cache, a GPU's keeps the matrix products large.
 LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**28}
@@ -170,21 +165,6 @@ def no_kernel(capability: tuple[int, int], precision: str, head_size: int, dropo
     if head_size > MOST_HEAD_SIZE:
         return f"it takes heads of up to {MOST_HEAD_SIZE} dimensions, not of {head_size}"
     return "it has no dropout, and the model has" if dropout else None
-
-
-def takes_flash_attention_3() -> bool:
-    """Whether packed attention and SDPA have the kernels of flash attention 3 from here on, in place of PyTorch's own.
-
-    That is on GPUs for which they were written, where the package flash_attn_interface is installed. --verify_start compares.
-    """
-    if torch.cuda.get_device_capability() != HOPPER or find_spec("flash_attn_interface") is None:
-        return False
-    try:
-        activate_flash_attention_impl("FA3")
-    except (ImportError, RuntimeError, ValueError) as error:
-        warnings.warn(f"Flash attention 3 isn't used: {one_line(error)[:200]}", stacklevel=2)
-        return False
-    return True
 
 
 def packed_attention(

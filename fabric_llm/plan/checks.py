@@ -82,13 +82,13 @@ def check_length(flags: Flags, max_step: Optional[int]) -> None:
 
 
 def activation_checkpointing(asked: Union[bool, str]) -> str:
-    """--activation_checkpointing as one word: none, full, every:N, selective, offload or auto."""
+    """--activation_checkpointing as one word: none, full, every:N, selective or offload."""
     word = asked if isinstance(asked, str) else "full" if asked else "none"
-    if word in ("none", "full", "selective", "offload", "auto") or re.fullmatch(r"every:[1-9]\d*", word):
+    if word in ("none", "full", "selective", "offload") or re.fullmatch(r"every:[1-9]\d*", word):
         return word
-    raise ValueError(
-        f"--activation_checkpointing takes none, full, every:N (such as every:2), selective, offload or auto, not {asked!r}."
-    )
+    known = "none, full, every:N (such as every:2), selective or offload"
+    advice = "; plan.py --auto says which one fits" if word == "auto" else ""
+    raise ValueError(f"--activation_checkpointing takes {known}, not {asked!r}{advice}.")
 
 
 def profiled_steps(given: Optional[str]) -> Optional[tuple[int, int]]:

@@ -99,8 +99,6 @@ def model_plan(flags: Flags, config: Any, skeleton: Any, kind: str) -> ModelPlan
     """What the flags alone say of how a model trains. skeleton: the model on the meta device. kind: of the devices."""
     asked, training = flags.model, flags.training
     recomputed = checks.activation_checkpointing(flags.fsdp.activation_checkpointing)
-    if recomputed == "auto" and (kind == "cpu" or not skeleton.supports_gradient_checkpointing):
-        recomputed = "none"  # a CPU's memory is the host's, which others use as well
     may_compile = asked.compile == "auto" and kind != "cpu" and not flags.fsdp.tiled_mlp
     return ModelPlan(
         name=asked.model_name,
@@ -155,8 +153,7 @@ def _require_model_can(plan: Plan, skeleton: Any) -> None:
         strategies.of_one_dtype(skeleton, units)
     if checkpointing != "none" and not skeleton.supports_gradient_checkpointing:
         raise ValueError(f"--activation_checkpointing {checkpointing}: {name} doesn't support it.")
-    if checkpointing != "auto":
-        layers.checkpoint_activations(skeleton, checkpointing)
+    layers.checkpoint_activations(skeleton, checkpointing)
     if plan.model.float8 != "none":
         if (missing := layers.no_float8(plan.placement.kind)) is not None:
             raise ValueError(f"--float8 {plan.model.float8}: {missing}.")

@@ -44,7 +44,7 @@ class ModelPlan:
     sums_in_float32: bool  # gradients of bfloat16 weights, over micro-batches
     router_aux_loss_coef: float  # 0 where no auxiliary loss of a mixture of experts is trained
     loss: str  # full or chunked; "auto" until the reference is loaded
-    activation_checkpointing: str  # none, full, every:N, selective or offload; "auto" until plan.py has said what fits
+    activation_checkpointing: str  # none, full, every:N, selective or offload
     tiled_mlp: bool  # MLPs and norms take a part of the tokens at once
     compiles: bool  # each layer
     frozen: frozenset[str]  # names of the parameters that don't train, without those that never do

@@ -7,7 +7,6 @@ page from asking the network for anything.
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, Optional
@@ -139,12 +138,8 @@ def last_and_best(run: Run, loss: Series) -> tuple[str, str]:
 
 
 def known(run: Run) -> dict[str, str]:
-    """{name: value} of the flags, of what the last start has recorded, and of what was planned (run/forecast.py)."""
-    said = {**run.flags, **run.begun}
-    for name, one in run.planned.items():
-        with suppress(TypeError, KeyError, ValueError):  # what a run can't have written
-            said[name] = f"{one['measured']:.3g}, {one['ratio']:.2f} times the plan's {one['planned']:.3g}"
-    return {name: shown(value) for name, value in said.items()}
+    """{name: value} of the flags, and of what the last start has recorded."""
+    return {name: shown(value) for name, value in {**run.flags, **run.begun}.items()}
 
 
 def in_a_sentence(run: Run) -> str:

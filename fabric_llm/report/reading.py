@@ -50,7 +50,6 @@ class Run:
     samples: list[dict[str, Any]] = field(default_factory=list)  # samples.jsonl
     checkpoints: list[int] = field(default_factory=list)  # their steps
     notes: list[str] = field(default_factory=list)  # what couldn't be read
-    planned: dict[str, Any] = field(default_factory=dict)  # and what came of it, see run/forecast.py
     wrong: list[str] = field(default_factory=list)  # sets that are above their budget
 
     @property
@@ -146,8 +145,6 @@ def fill(run: Run, lines: Iterable[dict[str, Any]]) -> None:
     for record in lines:
         if "verdict" in record:
             run.verdicts.append(record)
-        elif isinstance(record.get("plan"), dict):
-            run.planned = record["plan"]
         else:
             _collect(columns, record["step"], record)
             shares = record.get("shares")

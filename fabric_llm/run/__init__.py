@@ -5,7 +5,6 @@ run            `Run`: what a run holds, and how it is closed
 build          `build`: plan -> Run; the run directory is made ready, and what the run does is said
 metrics        `MetricsFile`, `TRACKERS`: metrics.jsonl, and csv, TensorBoard, Weights & Biases
 log            `Log`: what goes to both, and what is printed; speed, memory and --profile
-forecast       `Planner`, `Forecast`: what plan.py says of the run before step 1, and how much more or less it was
 samples        `Samples`: what the model in training makes of --sample_prompts
 save           `due_after`, `save`, `publish`: what follows a step; when a checkpoint is written, and when it is published
 verdicts       `report`, `rewind`: what follows a step or an evaluation that the guard didn't take

@@ -23,14 +23,13 @@ from fabric_llm.checkpoint.keep import METRICS
 from fabric_llm.data.batches import Batches, PinnedCopies, Prefetch
 from fabric_llm.data.order import sample
 from fabric_llm.data.token_bytes import bytes_of_tokens
-from fabric_llm.model import fast_paths, flops, freezing, language_model, layers, loading, strategy, tiles, weights
+from fabric_llm.model import flops, freezing, language_model, layers, loading, strategy, tiles, weights
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.checks import profiled_steps
 from fabric_llm.plan.plan import Plan
 from fabric_llm.processes.stop import StopSignal
 from fabric_llm.processes.watch import Watch
 from fabric_llm.run import reference, save
-from fabric_llm.run.forecast import Planner
 from fabric_llm.run.log import Log
 from fabric_llm.run.metrics import MetricsFile, Trackers
 from fabric_llm.run.run import Run, leave, say_what_comes_next
@@ -60,11 +59,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
 
     ranks.from_rank_zero(require_room)
     failpoint("set_up")
-    asked, planner = flags.logging.compare_plan, None
-    compares = fabric.device.type == "cuda" if asked == "auto" else asked
-    if fabric.global_rank == 0 and (compares or plan.model.activation_checkpointing == "auto"):
-        planner = Planner(plan, flags, fabric.device)
-    build_model(run, plan.model.source, planner)
+    build_model(run, plan.model.source)
     run.guard = Guard(**vars(flags.guard), budgets=plan.data.budgets, forgetting_action=flags.evaluation.forgetting_action)
     if plan.resumed:
         restore(run, plan.resumed)
@@ -74,7 +69,7 @@ def build(fabric: Fabric, flags: Flags, plan: Plan, signals: StopSignal, watch: 
             run.guard.accept_evaluation(plan.start.step, run.losses)
     run.batches = make_batches(run)
     run.closing.callback(run.batches.close)
-    run.log = open_log(run, planner if compares else None)
+    run.log = open_log(run)
     run.closing.callback(leave, run)
     run.background = writing.Background(run.model) if flags.save.async_save else None
     run.closing.callback(save.publish, run)
@@ -112,12 +107,11 @@ def _skeleton(plan: Plan) -> PreTrainedModel:
     return skeleton
 
 
-def build_model(run: Run, source: str, planner: Optional[Planner] = None) -> None:
+def build_model(run: Run, source: str) -> None:
     """Make `run.skeleton`, `run.model` with the weights of `source`, and `run.optimizer`. All ranks call it.
 
     A resumed run loads the optimizer's state from its checkpoint. The plan gets what was measured on the model: attention, loss,
-    and whether the model keeps documents apart. planner: on rank 0, where it is asked
-    what to recompute.
+    and whether the model keeps documents apart.
     """
     fabric, plan = run.fabric, run.plan
     run.skeleton = _skeleton(plan)
@@ -127,12 +121,7 @@ def build_model(run: Run, source: str, planner: Optional[Planner] = None) -> Non
     config = deepcopy(plan.model.config)
     config._attn_implementation = attention
     recomputed = plan.model.activation_checkpointing
-    if recomputed == "auto":
-        recomputed = ranks.from_rank_zero(lambda: planner.activation_checkpointing())
-    model_plan = replace(plan.model, config=config, loss=loss, activation_checkpointing=recomputed)
-    if fabric.device.type == "cuda" and run.flags.model.attention == "auto" and fast_paths.takes_flash_attention_3():
-        if fabric.global_rank == 0:
-            print("Attention: the kernels of flash attention 3.", flush=True)
+    model_plan = replace(plan.model, config=config, loss=loss)
     run.plan = plan = replace(plan, model=model_plan, data=plan.data if masks else plan.data.without_masking())
     chunked = loss == "chunked"
     has_router_loss = plan.model.router_aux_loss_coef > 0
@@ -236,7 +225,7 @@ def evaluation_batches(
     return Batches(split, 0, size, -(-len(rows) // (size * world_size)), picked=rows, **place)
 
 
-def open_log(run: Run, planner: Optional[Planner]) -> Log:
+def open_log(run: Run) -> Log:
     """The log of a run. Rank 0 also prepares the run directory and prints what the run does, and what is planned."""
     flags, plan, skeleton, logging = run.flags, run.plan, run.skeleton, run.flags.logging
     log, folder = Log(plan, run.fabric.device, flops.of_model(skeleton), run.batches), plan.run_directory
@@ -264,9 +253,6 @@ def open_log(run: Run, planner: Optional[Planner]) -> Log:
     run_directory.record_event(folder, begins, plan.start.step, **facts)
     log.trackers = Trackers(logging.logger, folder, flags.flat(), logging.entity, logging.project)
     introduce(run, parameters, is_random)
-    if planner is not None and (forecast := planner.forecast) is not None:
-        log.forecast = forecast
-        print(f"Planned: {forecast}.", flush=True)
     steps = {"total": plan.schedule.max_step, "initial": plan.start.step, "unit": "step"}
     log.console = tqdm(**steps, disable=not sys.stderr.isatty(), leave=False)
     log.profiled = profiled_steps(logging.profile) or (1, 0)

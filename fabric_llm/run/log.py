@@ -18,7 +18,6 @@ from fabric_llm.data.batches import Prefetch, added
 from fabric_llm.model.flops import Flops, peak_tflops
 from fabric_llm.plan import run_directory
 from fabric_llm.plan.plan import Plan
-from fabric_llm.run.forecast import MEASURED, WARM, Forecast
 from fabric_llm.run.metrics import METRICS_UNDONE, MetricsFile, Record, Trackers, flat
 from fabric_llm.training.evaluation import Found
 from fabric_llm.training.guard import Guard
@@ -31,12 +30,11 @@ class Log:
     """The log of a run. On other ranks than 0 it only keeps the losses."""
 
     def __init__(self, plan: Plan, device: torch.device, flops: Flops, batches: Prefetch) -> None:
-        """flops: of the model. `metrics`, `trackers`, `console`, `forecast` and `profiled` are for rank 0 to set."""
+        """flops: of the model. `metrics`, `trackers`, `console` and `profiled` are for rank 0 to set."""
         self.plan, self.device, self.progress = plan, device, plan.start
         self.metrics: Optional[MetricsFile] = None
         self.trackers: Optional[Trackers] = None
         self.console: Optional[tqdm[Any]] = None  # a progress bar where stderr is a terminal
-        self.forecast: Optional[Forecast] = None
         self.profiled, self.profile = (1, 0), None  # --profile: the first and the last step, and the recorder
         self.speed = Speed(flops, device, plan.placement.world_size, batches)
         self.waits, self.untimed = self.speed.waits, self.speed.other  # time in `untimed` doesn't count as training
@@ -65,10 +63,6 @@ class Log:
         if self.console is None:
             return
         self.console.update()
-        if self.forecast is not None and self.speed.steps == WARM:
-            self.forecast.warm = WARM, self.speed.seconds
-        if self.speed.steps == MEASURED:
-            self._compare_with_plan()
         mixture = self.plan.data.mixture
         if mixture is not None and not self.plan.is_over(progress):
             shares = mixture.shares_at(progress.position)
@@ -173,14 +167,6 @@ class Log:
             self._write({**record, "discarded_tokens": discarded})
             self.said(f"{words}; {discarded:,} tokens discarded")
 
-    def _compare_with_plan(self) -> None:
-        """Write and print what came of the plan so far."""
-        if self.forecast is not None:
-            found, words = self.forecast.after(self.speed.steps, self.speed.seconds, peak_memory_gib(self.device))
-            if found:
-                self._write({"plan": found})
-                self.said(f"compared with the plan: {words}")
-
     def said(self, text: str) -> None:
         """Print a line about the last step."""
         self.line(f"step {self.progress.step}/{self.plan.schedule.max_step}  {text}")
@@ -194,8 +180,6 @@ class Log:
         """Close trackers and bar. The trackers have `seconds` for what they haven't sent yet."""
         if self.console is not None:
             self._write_profile()
-            if self.speed.steps != MEASURED:  # told then
-                self._compare_with_plan()
             self.console.close()
             self.trackers.close(seconds)
 
