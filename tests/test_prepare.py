@@ -466,15 +466,24 @@ def test_splits_that_are_not_meant_for_training_are_left_out_and_said(make, tmp_
     )
 
 
-def test_a_dataset_with_a_test_split_only_says_how_to_take_it(make, tmp_path, texts):
-    folder = save_splits(tmp_path / "in", test=texts)
-    with pytest.raises(
-        ValueError,
-        match=rf"in has no split to train on, only 'test': if .* take --input {folder}/test$",
-    ):
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_a_dataset_without_a_split_to_train_on_says_how_to_take_it(make, tmp_path, texts, split):
+    folder = save_splits(tmp_path / "in", **{split: texts})
+    said = rf"in has no split to train on, only '{split}': if .* take --input {folder}/{split}$"
+    with pytest.raises(ValueError, match=said):
         make(folder)
-    make(folder / "test")
+    make(folder / split)
     assert_holds(tmp_path / "out", texts)
+
+
+def test_a_dataset_below_an_input_is_named(make, tmp_path, texts):
+    """Its JSON files aren't text, and its rows would be lost."""
+    save_splits(tmp_path / "in" / "of mine", train=texts)
+    (tmp_path / "in" / "a.txt").write_text(texts[0])
+    with pytest.raises(ValueError, match="of mine is a dataset: .* with --exclude 'of mine'$"):
+        make(tmp_path / "in")
+    manifest = make(tmp_path / "in", exclude=["of mine"])
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 1
 
 
 def test_copies_of_a_text_come_into_one_split(make, tmp_path):

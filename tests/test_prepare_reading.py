@@ -298,9 +298,16 @@ def test_bad_rows_of_csv(tmp_path):
     assert [line.split(" ", 1)[0] for line in bad] == ["a.csv:3", "a.csv:4", "a.csv:5", "a.csv:8"]
 
 
-@pytest.mark.parametrize("head", [b"id,body\n", b"", b"text,text\n"])
-def test_csv_without_the_column(tmp_path, head):
-    with pytest.raises(ValueError, match=r'a\.csv has no field "text" \(fields: (id, body|1, a|text, text)\)'):
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        (b"id,body\n", r'no field "text" \(fields: id, body\)'),
+        (b"", r'no field "text" \(fields: 1, a\)'),
+        (b"text,text\n", '2 columns named "text": give each its own name'),
+    ],
+)
+def test_csv_without_the_column(tmp_path, head, said):
+    with pytest.raises(ValueError, match=rf"a\.csv has {said}"):
         read(write(tmp_path / "a.csv", head + b"1,a\n"))
 
 

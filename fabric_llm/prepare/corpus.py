@@ -136,7 +136,7 @@ def _parts_of_dataset(part: Part, size: int, found: inputs.Found, piece_bytes: i
     splits = documents.load_splits(part.kind, part.path)
     own = [name for name in splits if name in OWN_VALIDATION]
     read = [name for name in splits if name in own or not is_no_training_text(name)]
-    if not read:
+    if read == own:
         raise ValueError(_nothing_to_train_on(part, [*splits]))
     for name in own:
         found.notes.append(f"{part.path} [{name}] is kept for validation, and nothing else of the dataset is drawn")

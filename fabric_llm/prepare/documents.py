@@ -337,7 +337,9 @@ def _read_csv(part: Part, text_field: str, file: BinaryIO) -> Iterator[Record]:
             names = next(rows, [])
         except csv.Error as error:
             raise ValueError(f"{part.path} has no first line that names the columns: {error}") from None
-        if names.count(text_field) != 1:
+        if (count := names.count(text_field)) > 1:
+            raise ValueError(f'{part.path} has {count} columns named "{text_field}": give each its own name')
+        if not count:
             raise ValueError(f"{part.path} {_no_field(text_field, names)}")
         column, number = names.index(text_field), 1
         while True:

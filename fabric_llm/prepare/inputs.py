@@ -12,6 +12,7 @@ import io
 import lzma
 import os
 import re
+import shlex
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -171,7 +172,7 @@ def _sources_of(given: str, pattern: Sequence[str], exclude: Sequence[str], outp
                 f"input {given} is neither text in UTF-8 nor of a kind that is read ({kinds}): extract its text first"
             )
         return [_file_source(given)]
-    if any(os.path.isfile(os.path.join(given, name)) for name in ("dataset_dict.json", "state.json")):
+    if is_dataset(given):
         files = [file.stat() for file in Path(given).rglob("*.arrow")]  # which `datasets.save_to_disk` wrote
         newest = max((file.st_mtime_ns for file in files), default=0)
         return [Source(given, "dataset", sum(file.st_size for file in files), newest)]
@@ -203,6 +204,11 @@ def _files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], outpu
     matches = _matcher(pattern)
     walked_through = {identity_of(folder)}
     for root, walked, names in os.walk(folder, onerror=refuse, followlinks=True):
+        if is_dataset(root):
+            raise ValueError(
+                f"{root} is a dataset: name it as an input of its own, "
+                f"or leave it out with --exclude {shlex.quote(os.path.basename(root))}"
+            )
         directories = [
             name
             for name in sorted(walked)
@@ -229,6 +235,11 @@ def _files_of(folder: str, pattern: Sequence[str], exclude: Sequence[str], outpu
                 found.not_read[suffix(name)] += 1  # also where it is compressed
             else:
                 found.not_read[os.path.splitext(name)[1].lower() or "without a suffix"] += 1
+
+
+def is_dataset(folder: str) -> bool:
+    """Whether a folder was written by `datasets.save_to_disk`."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in ("dataset_dict.json", "state.json"))
 
 
 def _matcher(pattern: Sequence[str]) -> Callable[[str], Any]:
