@@ -479,7 +479,7 @@ def test_a_dataset_without_a_split_to_train_on_says_how_to_take_it(make, tmp_pat
 def test_a_dataset_below_an_input_is_named(make, tmp_path, texts):
     """Its JSON files aren't text, and its rows would be lost."""
     save_splits(tmp_path / "in" / "of mine", train=texts)
-    (tmp_path / "in" / "a.txt").write_text("A text.")
+    (tmp_path / "in" / "a.txt").write_text("A text of one line. " * 40)
     with pytest.raises(ValueError, match="of mine is a dataset: .* with --exclude 'of mine'$"):
         make(tmp_path / "in")
     manifest = make(tmp_path / "in", exclude=["of mine"])
